@@ -1,0 +1,77 @@
+"""The arithmetic that partitions share: dealing the rows of classes to clients."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyfed.errors import UserError
+
+Rows = NDArray[np.int64]
+Labels = NDArray[Any]
+
+
+def group(owner: NDArray[np.int64], num_clients: int) -> list[Rows]:
+    """Rows per client, ascending, from the client of each row (−1: nobody's)."""
+    order = np.argsort(owner, kind="stable")
+    ends = np.searchsorted(owner[order], np.arange(num_clients + 1))
+    return [order[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def deal(class_of: NDArray[np.int64], counts: NDArray[np.int64], rng: np.random.Generator) -> list[Rows]:
+    """Draws for client i `counts[i, c]` rows of each class c."""
+    owner = np.full(len(class_of), -1)
+    for label, wanted in enumerate(counts.T):
+        rows = rng.permutation(np.flatnonzero(class_of == label))
+        owner[rows[: wanted.sum()]] = np.repeat(np.arange(len(counts)), wanted)
+    return group(owner, len(counts))
+
+
+def assign(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """`k` classes for each client, shape (num_clients, num_classes): always the least used ones, ties by chance."""
+    has = np.zeros((num_clients, num_classes), bool)
+    for client in has:
+        client[np.lexsort((rng.random(num_classes), has.sum(axis=0)))[:k]] = True
+    return has
+
+
+def top_up(counts: NDArray[np.int64], shares: NDArray[np.float64], least: int) -> None:
+    """Moves examples, in place, until every row of `counts` has `least`; each step moves one at least, so it ends."""
+    totals = counts.sum(axis=1)
+    for client in np.flatnonzero(totals < least):
+        for label in np.argsort(-shares[client], kind="stable"):
+            while totals[client] < least:
+                offered = np.where(totals > least, counts[:, label], 0)
+                donor = int(np.argmax(offered))
+                amount = min(least - totals[client], totals[donor] - least, offered[donor])
+                if amount <= 0:
+                    break
+                counts[donor, label] -= amount
+                counts[client, label] += amount
+                totals[donor] -= amount
+                totals[client] += amount
+
+
+def classes_of(labels: Labels, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Size of each class that occurs, and for each example the position of its class among those."""
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise UserError(
+            f"{name} divides examples by their class, but these labels have shape {labels.shape} and type "
+            f"{labels.dtype}, not one whole number per example; use iid, quantity or by_column"
+        )
+    _, class_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    return sizes, class_of
+
+
+def check_clients(num_examples: int, num_clients: int, least: int = 1, why: str = "min_examples") -> None:
+    """Refuses a number of clients that leaves one of them with fewer than `least` examples."""
+    if num_clients < 1:
+        raise UserError(f"the number of clients must be at least 1, got {num_clients}")
+    if num_examples < num_clients:
+        raise UserError(f"{num_clients} clients cannot share {num_examples} examples; use at most {num_examples}")
+    if num_examples < num_clients * least:
+        raise UserError(
+            f"{num_clients} clients with at least {least} examples each ({why}) need {num_clients * least}, but there "
+            f"are {num_examples}; use at most {num_examples // least} clients or a smaller number"
+        )

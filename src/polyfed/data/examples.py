@@ -1,0 +1,183 @@
+"""Examples: what a client trains and is tested on, as tensors in memory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.errors import UserError
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Normalise:
+    """(x / 255 − mean) / std per channel, for images kept as uint8; floats out.
+
+    >>> Normalise((0.5,), (0.5,))(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
+    tensor([[[[-1.,  1.]]]])
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std) or any(s <= 0 for s in self.std):
+            raise UserError(f"Normalise needs one positive std per mean, got mean={self.mean}, std={self.std}")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Float32 images of the same shape, (batch, channels, height, width)."""
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        scale = torch.tensor([1 / (255 * s) for s in self.std], device=x.device).view(shape)
+        offset = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)], device=x.device).view(shape)
+        return x.to(torch.float32).mul_(scale).add_(offset)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Rows of a store of inputs and labels.
+
+    The store may be shared: the clients of one simulation hold the same `x` and `y` and differ in `index`, so that 500
+    clients cost no more memory than the data set. A batch is an index operation followed by `transform`.
+
+    Args:
+        x: inputs, shape (num_stored, ...); uint8 for images (channels first), int64 for tokens, floats otherwise.
+        y: targets; int64 (num_stored,) for classes, float (num_stored, num_labels) for multi-label, float for regression.
+        index: int64 rows of the store that these examples are; None for all of them.
+        transform: from a batch of stored inputs to the model's input (normalisation); None leaves them as they are.
+        augment: random change of a training batch, `augment(batch, generator)`; applied before `transform`, never in
+            evaluation.
+
+    Raises:
+        UserError: x and y differ in length, or a row of `index` is outside the store.
+
+    >>> few = Examples(torch.arange(6.0).view(6, 1), torch.tensor([0, 1, 0, 1, 0, 1]), index=torch.tensor([1, 3]))
+    >>> len(few), few.labels.tolist()
+    (2, [1, 1])
+    >>> few.batch(torch.tensor([1]))
+    (tensor([[3.]]), tensor([1]))
+    """
+
+    x: Tensor
+    y: Tensor
+    index: Tensor | None = None
+    transform: Callable[[Tensor], Tensor] | None = None
+    augment: Callable[[Tensor, torch.Generator], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.x.dim() == 0 or self.y.dim() == 0 or len(self.x) != len(self.y):
+            raise UserError(
+                f"inputs and labels must have one row per example, got shapes {tuple(self.x.shape)} and "
+                f"{tuple(self.y.shape)}"
+            )
+        if self.index is not None and len(self.index):
+            first, last = int(self.index.min()), int(self.index.max())
+            if first < 0 or last >= len(self.x):
+                raise UserError(f"index holds rows {first} to {last}, but the store has {len(self.x)}")
+
+    def __len__(self) -> int:
+        return len(self.x) if self.index is None else len(self.index)
+
+    @property
+    def labels(self) -> Tensor:
+        """Targets of these examples, in their order."""
+        return self.y if self.index is None else self.y[self.index]
+
+    def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
+        """Inputs (transformed) and targets of `rows` (positions in these examples, int64, shape (batch,)).
+
+        With a `generator` the batch is a training batch and is augmented.
+        """
+        stored = rows if self.index is None else self.index[rows]
+        x, y = self.x[stored], self.y[stored]
+        if generator is not None and self.augment is not None:
+            x = self.augment(x, generator)
+        return (x if self.transform is None else self.transform(x)), y
+
+    def select(self, rows: Tensor) -> "Examples":
+        """The examples at `rows`, on the same store."""
+        return replace(self, index=rows if self.index is None else self.index[rows])
+
+    def to(self, device: torch.device) -> "Examples":
+        """The same examples with store and index on `device`."""
+        index = None if self.index is None else self.index.to(device)
+        return replace(self, x=self.x.to(device), y=self.y.to(device), index=index)
+
+
+def as_examples(source: Any, name: str = "examples") -> Examples:
+    """Examples from what users have: `Examples`, a pair (x, y) of tensors or arrays, a torch `Dataset` of (input,
+    label) pairs, or a Hugging Face dataset with one input column and a column `label`.
+
+    Raises:
+        UserError: nothing of the above, or labels that are no numbers.
+
+    >>> len(as_examples(([[1.0], [2.0]], [0, 1])))
+    2
+    """
+    if isinstance(source, Examples):
+        return source
+    if hasattr(source, "column_names") and hasattr(source, "with_format"):
+        return _from_hugging_face(source, name)
+    if isinstance(source, tuple | list) and len(source) == 2:
+        return Examples(_tensor(source[0], f"{name} inputs"), _labels(source[1], name))
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping | str):
+        rows = [source[i] for i in range(len(source))]
+        if rows and all(isinstance(row, tuple | list) and len(row) == 2 for row in rows):
+            inputs = torch.stack([_tensor(row[0], f"{name} inputs") for row in rows])
+            return Examples(inputs, _labels([_plain(row[1]) for row in rows], name))
+    raise UserError(
+        f"{name}: cannot read examples from {type(source).__name__}; give (x, y) tensors, a torch Dataset of "
+        "(input, label) pairs or a Hugging Face dataset with a column 'label'"
+    )
+
+
+def _from_hugging_face(source: Any, name: str) -> Examples:
+    label = next((c for c in ("label", "labels", "fine_label", "y") if c in source.column_names), None)
+    inputs = [c for c in ("image", "img", "x", "inputs", "input", "features") if c in source.column_names]
+    inputs = inputs or [c for c in source.column_names if c != label]
+    if label is None or len(inputs) != 1:
+        raise UserError(
+            f"{name}: the Hugging Face dataset has columns {source.column_names}; it needs 'label' and one input column "
+            "(rename with .rename_column, keep with .select_columns)"
+        )
+    columns = source.with_format("torch")[:]
+    x = columns[inputs[0]]
+    if isinstance(x, list):
+        raise UserError(f"{name}: inputs in column {inputs[0]!r} differ in shape; resize or pad them to one shape")
+    return Examples(_tensor(x, f"{name} inputs"), _labels(columns[label], name))
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{what}: cannot be read as one tensor of numbers ({error})") from error
+    return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor.detach()
+
+
+def _labels(value: Any, name: str) -> Tensor:
+    tensor = _tensor(value, f"{name} labels")
+    if tensor.dim() == 1 and not tensor.is_floating_point():
+        return tensor.to(torch.int64)
+    return tensor.to(torch.float32)
+
+
+def split_rows(rows: Tensor, batch_size: int, *, at_least_two: bool = False) -> list[Tensor]:
+    """Rows in batches of `batch_size`; the last may be smaller.
+
+    With `at_least_two` a last batch of one example joins the one before it, because BatchNorm in training cannot take
+    the variance of a single value.
+
+    >>> [len(b) for b in split_rows(torch.arange(5), 2)], [len(b) for b in split_rows(torch.arange(5), 2, at_least_two=True)]
+    ([2, 2, 1], [2, 3])
+    """
+    batches = list(torch.split(rows, batch_size))
+    if at_least_two and len(batches) > 1 and len(batches[-1]) == 1:
+        batches[-2:] = [torch.cat(batches[-2:])]
+    return batches

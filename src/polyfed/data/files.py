@@ -1,0 +1,160 @@
+"""Files: IDX, and Parquet tables as the Hugging Face hub lays them out."""
+
+import gzip
+import json
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyfed.errors import UserError
+
+Table = Any
+"""A `pyarrow.Table`; pyarrow is imported only where it is used."""
+
+SPLITS: Mapping[str, str] = {
+    "train": "train",
+    "test": "test",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+}
+"""What the splits of a data set are called, and what we call them."""
+
+
+def existing(path: str, advice: str) -> Path:
+    """`path` if there is such a file or folder.
+
+    >>> existing("/no/such/folder", "give --data.path DIR")
+    Traceback (most recent call last):
+    polyfed.errors.UserError: '/no/such/folder' does not exist; give --data.path DIR
+    """
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise UserError(f"{path!r} does not exist; {advice}")
+    return found
+
+
+def read_idx(file: Path) -> NDArray[np.uint8]:
+    """An IDX file of unsigned bytes (the format of MNIST), plain or gzip.
+
+    Returns:
+        The array, in the shape that the file states: (num, 28, 28) for images, (num,) for labels.
+
+    Raises:
+        UserError: the file is damaged or of another format.
+    """
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            content = stream.read()
+        zeros, kind, dims = struct.unpack_from(">HBB", content)
+        shape = struct.unpack_from(f">{dims}I", content, 4)
+        values = np.frombuffer(content, np.uint8, offset=4 + 4 * dims)
+        if zeros != 0 or kind != 8 or len(values) != np.prod(shape):
+            raise ValueError(f"header {content[:4].hex()}, {len(values)} values for shape {shape}")
+    except (OSError, EOFError, ValueError, struct.error, zlib.error) as error:
+        raise UserError(f"{str(file)!r} is no whole IDX file of bytes ({error}); download it again") from error
+    return values.reshape(shape)
+
+
+def find_idx(folder: Path, prefix: str, kind: str) -> Path | None:
+    """The file `PREFIX-images-idx3-ubyte.gz` (also unpacked, also with a dot), or the same with labels and idx1."""
+    pattern = re.compile(rf"{re.escape(prefix)}-{kind}[-.]idx\d-ubyte(\.gz)?")
+    return next((file for file in sorted(folder.rglob("*ubyte*")) if pattern.fullmatch(file.name)), None)
+
+
+def parquet_tables(path: Path) -> dict[str, Table]:
+    """Tables by split ("train", "test", "validation") of a Parquet file, or of a folder in the hub's layout:
+    `train-00000-of-00001.parquet` or `train/0000.parquet`, at any depth. A single file is the training split; a folder
+    without Parquet files gives an empty dict.
+
+    Raises:
+        UserError: several configurations in one folder, or a file that is no Parquet.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    groups: dict[str, list[Path]] = {}
+    for file in [path] if path.is_file() else sorted(path.rglob("*.parquet")):
+        name = re.split(r"[-_.]", file.name)[0].lower()
+        split = SPLITS.get(name, SPLITS.get(file.parent.name.lower(), "train"))
+        groups.setdefault(split, []).append(file)
+    for split, files in groups.items():
+        folders = sorted({str(file.parent) for file in files})
+        if len(folders) > 1:
+            raise UserError(f"{str(path)!r} has {split} files in several folders; give one of {', '.join(folders)}")
+    try:
+        return {
+            split: pyarrow.concat_tables([pyarrow.parquet.read_table(file) for file in files])
+            for split, files in groups.items()
+        }
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{str(path)!r} cannot be read as Parquet ({error})") from error
+
+
+def column(table: Table, names: Iterable[str], what: str) -> str:
+    """The first of `names` that the table has.
+
+    Raises:
+        UserError: it has none of them.
+    """
+    names = list(names)
+    for name in names:
+        if name in table.column_names:
+            return name
+    raise UserError(
+        f"the table has no {what} column {' or '.join(map(repr, names))}; its columns: {table.column_names}"
+    )
+
+
+def blobs(table: Table, name: str) -> list[bytes]:
+    """Encoded images of a column that holds bytes, or the hub's structs of bytes and path."""
+    encoded = []
+    for row, value in enumerate(table.column(name).to_pylist()):
+        content = value.get("bytes") if isinstance(value, Mapping) else value
+        if not isinstance(content, bytes):
+            raise UserError(f"column {name!r} holds no encoded image in row {row}, but {type(content).__name__}")
+        encoded.append(content)
+    return encoded
+
+
+def array(table: Table, name: str) -> NDArray[Any]:
+    """A column as a numpy array; lists of equal length become a second dimension.
+
+    Raises:
+        UserError: empty cells, or lists of different lengths.
+    """
+    values = table.column(name)
+    if values.null_count:
+        raise UserError(f"column {name!r} has {values.null_count} empty cells; fill or drop them")
+    plain = values.to_numpy()
+    if plain.dtype != object or not len(plain) or not isinstance(plain[0], np.ndarray | list):
+        return np.asarray(plain)
+    if len({len(row) for row in plain}) > 1:
+        raise UserError(f"column {name!r} holds lists of different lengths")
+    return np.stack([np.asarray(row) for row in plain])
+
+
+def scalar_columns(table: Table, without: Iterable[str]) -> dict[str, NDArray[Any]]:
+    """The columns of whole numbers and strings but `without`: by these users can be told apart."""
+    import pyarrow.types as kinds
+
+    usable = (kinds.is_integer, kinds.is_string, kinds.is_large_string, kinds.is_boolean)
+    names = [field.name for field in table.schema if any(kind(field.type) for kind in usable)]
+    names = [name for name in names if name not in set(without) and table.column(name).null_count == 0]
+    return {name: array(table, name) for name in names}
+
+
+def class_names(table: Table, name: str) -> tuple[str, ...] | None:
+    """Names of the classes that a Parquet file of the hub states for its label column; None if it does not."""
+    metadata = (table.schema.metadata or {}).get(b"huggingface")
+    if metadata is None:
+        return None
+    feature = json.loads(metadata).get("info", {}).get("features", {}).get(name, {})
+    names = feature.get("names") if isinstance(feature, dict) else None
+    return tuple(map(str, names)) if names else None

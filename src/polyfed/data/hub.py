@@ -1,0 +1,66 @@
+"""The Hugging Face hub: tables of a published data set, downloaded once into the hub's cache."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from polyfed.data.files import SPLITS, Table
+from polyfed.errors import UserError
+
+
+def hub_tables(repo: str, advice: str, revision: str | None = None) -> dict[str, Table]:
+    """Tables by split ("train", "test", "validation") of the data set `repo`, images still encoded.
+
+    Args:
+        repo: owner/name on the hub.
+        advice: what to do if it cannot be loaded, the end of the error's sentence.
+        revision: branch or pull request; None for the main branch.
+
+    Raises:
+        UserError: it is neither in the cache nor within reach.
+    """
+    import datasets
+
+    try:
+        with _offline_without_network():
+            splits = datasets.load_dataset(repo, revision=revision)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"cannot load {repo!r} from the Hugging Face hub ({reason}); {advice}") from error
+    return {SPLITS.get(str(name), str(name)): data.with_format("arrow")[:] for name, data in splits.items()}
+
+
+@contextmanager
+def _offline_without_network() -> Iterator[None]:
+    """Without a network the hub's client would retry for half a minute before it looks into its cache; its offline mode
+    looks there at once. The mode is a module constant, so it is set for this one call and put back.
+    """
+    import datasets
+    import huggingface_hub
+
+    if _resolves():
+        yield
+        return
+    switches: tuple[Any, Any] = (datasets.config, huggingface_hub.constants)
+    before = [switch.HF_HUB_OFFLINE for switch in switches]
+    try:
+        for switch in switches:
+            switch.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.HF_HUB_OFFLINE = value
+
+
+def _resolves() -> bool:
+    """Whether the hub's name can be looked up; behind a proxy it is the proxy that looks it up."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    try:
+        socket.getaddrinfo(urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname, 443)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,116 @@
+"""Images: from encoded bytes and files to one uint8 tensor, channels first."""
+
+import importlib
+import io
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.data.examples import Normalise
+from polyfed.errors import UserError
+
+Mode = Literal["L", "RGB"]
+
+
+def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -> Tensor:
+    """Encoded images (PNG, JPEG, whatever PIL reads) as uint8, shape (num, channels, height, width).
+
+    Args:
+        blobs: one encoded image each.
+        mode: "L" for one grey channel, "RGB" for three.
+        size: resize to `size` × `size` (bilinear); None demands that all images have the shape of the first.
+
+    Raises:
+        UserError: no image, or images of different shapes without `size`.
+
+    >>> from PIL import Image
+    >>> file = io.BytesIO()
+    >>> Image.new("L", (5, 4), 7).save(file, "PNG")
+    >>> decode_images([file.getvalue()], "RGB").shape
+    torch.Size([1, 3, 4, 5])
+    """
+    turbo = _turbo_jpeg() if mode == "RGB" and size is None else None
+
+    def decode(blob: bytes) -> NDArray[np.uint8]:
+        if turbo is not None and blob[:2] == b"\xff\xd8":
+            try:
+                return np.asarray(turbo(blob, "rgb"), np.uint8)
+            except Exception:  # kornia_rs raises nothing narrower (CMYK images, for example); PIL decides
+                pass
+        return _open(io.BytesIO(blob), mode, size, "an image of the data")
+
+    return _stack(map(decode, blobs), len(blobs))
+
+
+def read_images(files: Sequence[Path], mode: Mode, size: int) -> Tensor:
+    """Image files, resized to `size` × `size`, as uint8 of shape (num, channels, size, size).
+
+    Large files are decoded in threads, PIL releases the interpreter while it decodes.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return _stack(threads.map(lambda file: _open(file, mode, size, str(file)), files), len(files))
+
+
+def image_statistics(x: Tensor) -> Normalise:
+    """The normalisation to mean 0 and standard deviation 1 per channel, measured on at most 10,000 images of `x`.
+
+    >>> image_statistics(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
+    Normalise(mean=(0.5,), std=(0.5,))
+    """
+    sample = x[:: max(1, len(x) // 10_000)]
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    means, stds = [], []
+    for channel in range(x.shape[1]):
+        weights = torch.bincount(sample[:, channel].flatten(), minlength=256).to(torch.float64)
+        mean = float((weights * levels).sum() / weights.sum())
+        means.append(round(mean, 4))
+        variance = float((weights * (levels - mean) ** 2).sum() / weights.sum())
+        stds.append(max(round(variance**0.5, 4), 1 / 255))  # a constant image has no spread to divide by
+    return Normalise(tuple(means), tuple(stds))
+
+
+def _open(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[np.uint8]:
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            shape = (size or image.height, size or image.width, 1 if mode == "L" else 3)
+            if size is not None:
+                image.draft(mode, (size, size))  # a JPEG decodes at a fraction of its size; nothing for other formats
+            picture = image if image.mode == mode else image.convert(mode)
+            if size is not None and picture.size != (size, size):
+                picture = picture.resize((size, size), Image.Resampling.BILINEAR)
+            return np.frombuffer(picture.tobytes(), np.uint8).reshape(shape)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"{name} cannot be decoded ({error})") from error
+
+
+def _stack(pictures: Iterable[NDArray[np.uint8]], num: int) -> Tensor:
+    store: NDArray[np.uint8] | None = None
+    for i, picture in enumerate(pictures):
+        if store is None:
+            store = np.empty((num, picture.shape[2], *picture.shape[:2]), np.uint8)
+        if picture.shape[:2] != store.shape[2:]:
+            raise UserError(
+                f"images differ in size: {store.shape[3]}×{store.shape[2]} and {picture.shape[1]}×{picture.shape[0]}; "
+                "set image_size to resize them"
+            )
+        store[i] = picture.transpose(2, 0, 1)
+    if store is None:
+        raise UserError("the data has no images")
+    return torch.from_numpy(store)
+
+
+def _turbo_jpeg() -> Callable[[bytes, str], Any] | None:
+    """The JPEG decoder that kornia brings: same pixels as PIL's, six times as fast on small images."""
+    try:
+        return getattr(importlib.import_module("kornia_rs.io"), "decode_image_jpegturbo", None)
+    except ImportError:  # older versions of kornia_rs have no such module
+        return None

@@ -1,0 +1,175 @@
+"""The user's own data: Parquet files, folders of images, npz archives."""
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.data.files import Table, array, blobs, class_names, column, existing, parquet_tables, scalar_columns
+from polyfed.data.images import decode_images, image_statistics, read_images
+from polyfed.data.pool import Pool, Source, make_pool, numbered
+from polyfed.errors import UserError
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+
+
+@final
+@dataclass(frozen=True)
+class Parquet(Source):
+    """A table: one file, or a folder with train-*.parquet and, for the common test set, test-*.parquet.
+
+    Every further column of whole numbers or strings can be used by `ByColumn`.
+
+    Args:
+        path: file or folder.
+        x: column of inputs: encoded images, or lists of numbers of one length.
+        label: column of labels: whole numbers, names, or lists of 0 and 1 (multi-label).
+        user: column of natural users, if you want a missing one reported at once.
+        image_size: images are resized to this many pixels a side; None keeps their common size.
+        grey: read images with one grey channel instead of three colours.
+    """
+
+    path: str = ""
+    x: str = "image"
+    label: str = "label"
+    user: str | None = None
+    image_size: int | None = None
+    grey: bool = False
+
+    def load(self) -> Pool:
+        """The table."""
+        if not self.path:
+            raise UserError("give --data.path with a Parquet file or a folder of them")
+        path = existing(self.path, "give --data.path with a Parquet file or a folder of them")
+        tables = parquet_tables(path)
+        if "train" not in tables:
+            raise UserError(f"{self.path!r} holds no Parquet file of training data (train-*.parquet)")
+        train, test = tables["train"], tables.get("test")
+        names = class_names(train, column(train, (self.label,), "label"))
+        if self.user is not None:
+            column(train, (self.user,), "user")
+        inputs = [self._inputs(table) for table in (train, test) if table is not None]
+        labels = [array(table, column(table, (self.label,), "label")) for table in (train, test) if table is not None]
+        return _pool(inputs, labels, names, scalar_columns(train, (self.x, self.label)))
+
+    def _inputs(self, table: Table) -> Tensor:
+        import pyarrow.types as kinds
+
+        kind = table.schema.field(column(table, (self.x,), "input")).type
+        if kinds.is_struct(kind) or kinds.is_binary(kind) or kinds.is_large_binary(kind):
+            return decode_images(blobs(table, self.x), "L" if self.grey else "RGB", self.image_size)
+        values = array(table, self.x)
+        return _inputs(values[:, None] if values.ndim == 1 else values, f"column {self.x!r}")
+
+
+@final
+@dataclass(frozen=True)
+class ImageFolder(Source):
+    """Pictures in one folder per class: PATH/CLASS/*.png, or PATH/train/CLASS/* and PATH/test/CLASS/*.
+
+    Args:
+        path: the folder.
+        image_size: pictures are resized to this many pixels a side.
+        grey: one grey channel instead of three colours.
+    """
+
+    path: str = ""
+    image_size: int = 32
+    grey: bool = False
+
+    def __post_init__(self) -> None:
+        if self.image_size < 1:
+            raise UserError(f"image_size must be at least 1 pixel, got {self.image_size}")
+
+    def load(self) -> Pool:
+        """The pictures."""
+        advice = "give --data.path with a folder that has one folder of pictures per class"
+        if not self.path:
+            raise UserError(advice)
+        root = existing(self.path, advice)
+        train = root / "train" if (root / "train").is_dir() else root
+        names = tuple(sorted(folder.name for folder in train.iterdir() if folder.is_dir())) if train.is_dir() else ()
+        parts = [self._read(train, names, advice)]
+        if train != root and (root / "test").is_dir():
+            parts.append(self._read(root / "test", names, advice))
+        return _pool([x for x, _ in parts], [y for _, y in parts], names, {})
+
+    def _read(self, folder: Path, names: tuple[str, ...], advice: str) -> tuple[Tensor, NDArray[Any]]:
+        extra = {entry.name for entry in folder.iterdir() if entry.is_dir()} - set(names)
+        if extra:
+            raise UserError(f"{str(folder)!r} has classes without training pictures: {', '.join(sorted(extra))}")
+        files = [
+            (file, label)
+            for label, name in enumerate(names)
+            for file in sorted((folder / name).rglob("*"))
+            if file.suffix.lower() in _SUFFIXES
+        ]
+        if not files:
+            raise UserError(f"{str(folder)!r} holds no pictures; {advice}")
+        x = read_images([file for file, _ in files], "L" if self.grey else "RGB", self.image_size)
+        return x, np.array([label for _, label in files])
+
+
+@final
+@dataclass(frozen=True)
+class Npz(Source):
+    """A numpy archive with x_train and y_train, and optionally x_test and y_test; further arrays are columns.
+
+    Images are uint8 with channels first, shape (num, channels, height, width); other inputs are kept as float32, whole
+    numbers (tokens) as int64. Labels are whole numbers, or 0 and 1 in shape (num, num_labels) for a multi-label task.
+
+    Args:
+        path: the .npz file; archives with pickled objects are refused.
+    """
+
+    path: str = ""
+
+    def load(self) -> Pool:
+        """The arrays."""
+        advice = "give --data.path with an .npz file that holds x_train and y_train"
+        if not self.path:
+            raise UserError(advice)
+        try:
+            with np.load(existing(self.path, advice), allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in archive.files}
+        except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+            raise UserError(f"cannot read {self.path!r} ({error}); {advice}") from error
+        if not {"x_train", "y_train"} <= arrays.keys():
+            raise UserError(f"{self.path!r} holds {', '.join(sorted(arrays)) or 'nothing'}; {advice}")
+        splits = ["train", "test"] if {"x_test", "y_test"} <= arrays.keys() else ["train"]
+        inputs = [_inputs(arrays[f"x_{split}"], f"x_{split}") for split in splits]
+        used = {f"{kind}_{split}" for kind in "xy" for split in ("train", "test")}
+        columns = {name: values for name, values in arrays.items() if name not in used}
+        return _pool(inputs, [arrays[f"y_{split}"] for split in splits], None, columns)
+
+
+def _inputs(values: NDArray[Any], name: str) -> Tensor:
+    if values.dtype == np.uint8:
+        return torch.from_numpy(np.ascontiguousarray(values))
+    if np.issubdtype(values.dtype, np.integer):
+        return torch.from_numpy(values.astype(np.int64))
+    if np.issubdtype(values.dtype, np.floating):
+        return torch.from_numpy(values.astype(np.float32))
+    raise UserError(f"{name} has type {values.dtype}; inputs must be numbers or encoded images")
+
+
+def _pool(
+    inputs: list[Tensor], labels: list[NDArray[Any]], names: tuple[str, ...] | None, columns: dict[str, NDArray[Any]]
+) -> Pool:
+    """A pool of one or two splits; images get the normalisation measured on the training split."""
+    if labels[0].ndim == 2:
+        targets = [torch.from_numpy(values.astype(np.float32)) for values in labels]
+        names = names or tuple(map(str, range(labels[0].shape[1])))
+    else:
+        # Numbered together, so that a name means the same class in both splits.
+        numbers, names = numbered(np.concatenate(labels), names)
+        targets = [torch.from_numpy(part) for part in np.split(numbers, [len(labels[0])])][: len(labels)]
+    image = inputs[0].dtype == torch.uint8 and inputs[0].dim() == 4
+    splits = list(zip(inputs, targets, strict=True))
+    transform = image_statistics(inputs[0]) if image else None
+    return make_pool(splits[0], splits[1] if len(splits) > 1 else None, names, transform, columns)

@@ -1,0 +1,150 @@
+"""Pool: a data set before it is divided among clients; and what every source of one must provide."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.data.examples import Examples
+from polyfed.errors import UserError
+
+Columns = Mapping[str, NDArray[Any]]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """A whole data set in memory.
+
+    Args:
+        train: the examples that clients (and the public pool) get.
+        test: the source's common test set, for evaluation that is the same for everyone; None if it has none.
+        class_names: one per class, or per label of a multi-label task; their number is `num_classes`.
+        task: "classification" (labels int64, shape (num,)) or "multilabel" (labels float of 0 and 1, shape
+            (num, num_classes)).
+        columns: further columns of `train` (users, patients), each of shape (num_train,), for `ByColumn`.
+        vocabulary: of text, the token of each number in the inputs; empty otherwise.
+
+    Raises:
+        UserError: labels outside the classes, or a column of another length.
+
+    >>> import torch
+    >>> pool = Pool(Examples(torch.zeros(2, 1, 8, 8), torch.tensor([0, 1])), None, ("a", "b"))
+    >>> pool.num_classes, pool.input_shape
+    (2, (1, 8, 8))
+    """
+
+    train: Examples
+    test: Examples | None
+    class_names: tuple[str, ...]
+    task: Literal["classification", "multilabel"] = "classification"
+    columns: Columns = field(default_factory=dict)
+    vocabulary: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.train) == 0:
+            raise UserError("the data has no training examples")
+        for name, examples in (("training", self.train), ("test", self.test)):
+            if examples is not None:
+                _check_labels(examples.labels, name, self.num_classes, self.task)
+        for name, column in self.columns.items():
+            if len(column) != len(self.train):
+                raise UserError(f"column {name!r} has {len(column)} values for {len(self.train)} training examples")
+
+    @property
+    def num_classes(self) -> int:
+        """Classes, or labels of a multi-label task: the size of a model's output."""
+        return len(self.class_names)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one stored input: (channels, height, width) of an image, (length,) of a text."""
+        return tuple(self.train.x.shape[1:])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits of SHA-256 over inputs and labels, training and test; computed once, on demand."""
+        digest = hashlib.sha256()
+        for examples in (self.train, self.test):
+            for tensor in () if examples is None else (examples.x, examples.y):
+                digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+                content: Any = tensor.cpu().contiguous().numpy()
+                digest.update(content)
+        return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Source(ABC):
+    """Where a data set comes from: the hub or local files. Fields say which; `load` reads it."""
+
+    @abstractmethod
+    def load(self) -> Pool:
+        """The data set, in memory.
+
+        Raises:
+            UserError: it cannot be read; the sentence says what to give instead.
+        """
+
+
+def make_pool(
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor] | None,
+    class_names: Sequence[str],
+    transform: Callable[[Tensor], Tensor] | None = None,
+    columns: Columns | None = None,
+    vocabulary: tuple[str, ...] = (),
+) -> Pool:
+    """A pool from (inputs, labels); two-dimensional labels make the task multi-label.
+
+    >>> import torch
+    >>> make_pool((torch.zeros(2, 3), torch.zeros(2, 4)), None, "abcd").task
+    'multilabel'
+    """
+    return Pool(
+        train=Examples(*train, transform=transform),
+        test=None if test is None else Examples(*test, transform=transform),
+        class_names=tuple(class_names),
+        task="multilabel" if train[1].dim() == 2 else "classification",
+        columns=columns or {},
+        vocabulary=vocabulary,
+    )
+
+
+def numbered(labels: NDArray[Any], names: Sequence[str] | None = None) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Labels as numbers from 0, with the names of the classes: those given, or the sorted strings, or the numbers.
+
+    >>> numbered(np.array(["dog", "cat", "dog"]))
+    (array([1, 0, 1]), ('cat', 'dog'))
+    >>> numbered(np.array([2, 0]))
+    (array([2, 0]), ('0', '1', '2'))
+    """
+    if np.issubdtype(labels.dtype, np.integer) or labels.dtype == bool:
+        largest = int(labels.max(initial=0))
+        return labels.astype(np.int64), tuple(names or map(str, range(largest + 1)))
+    if labels.dtype.kind in "OUT":
+        found, numbers = np.unique(labels.astype(str), return_inverse=True)
+        return numbers.astype(np.int64), tuple(str(name) for name in found)
+    raise UserError(f"labels must be whole numbers or names, got type {labels.dtype}")
+
+
+def _check_labels(labels: Tensor, name: str, num_classes: int, task: str) -> None:
+    if task == "multilabel":
+        if labels.dim() != 2 or labels.shape[1] != num_classes:
+            raise UserError(
+                f"{name} labels have shape {tuple(labels.shape)}; {num_classes} labels need (num, {num_classes})"
+            )
+        if not bool(((labels == 0) | (labels == 1)).all()):
+            raise UserError(f"{name} labels of a multi-label task must be 0 or 1")
+    elif labels.dim() != 1 or labels.is_floating_point():
+        raise UserError(f"{name} labels must be one whole number per example, got {labels.dtype} {tuple(labels.shape)}")
+    elif len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        raise UserError(
+            f"{name} labels run from {int(labels.min())} to {int(labels.max())}; with {num_classes} classes they must "
+            f"run from 0 to {num_classes - 1}"
+        )

@@ -1,0 +1,100 @@
+"""Shifts: one transformation per client, applied once to its images, so that clients differ in their inputs."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from polyfed.data.examples import Examples
+from polyfed.errors import UserError
+
+_CHUNK = 1024
+"""Images that are floats at one time."""
+
+
+@final
+@dataclass(frozen=True)
+class Shift:
+    """Rotation and change of hue of all images of a client (the heterogeneous tasks of FedPNAS, section 4).
+
+    Args:
+        rotation: degrees, counter-clockwise. Multiples of 90 are exact; others are interpolated, with black corners.
+        hue: turn of the colour circle, −0.5 to 0.5 (as in torchvision): both ends are the complementary colours. Only
+            for RGB; it would leave grey images as they are.
+
+    Raises:
+        UserError: a value outside its range.
+
+    >>> images = Examples(torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8), torch.tensor([0]))
+    >>> Shift(rotation=90).apply(images).x[0, 0].tolist()
+    [[2, 4], [1, 3]]
+    """
+
+    rotation: float = 0.0
+    hue: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.rotation):
+            raise UserError(f"rotation must be a number of degrees, got {self.rotation}")
+        if not -0.5 <= self.hue <= 0.5:
+            raise UserError(f"hue must be between -0.5 and 0.5, got {self.hue}")
+
+    def apply(self, examples: Examples) -> Examples:
+        """The same examples with transformed images in a store of their own; without a shift, `examples` itself.
+
+        Raises:
+            UserError: the inputs are no uint8 images; hue on other than three channels; 90 degrees on images that are
+                not square.
+        """
+        if self.rotation % 360 == 0 and self.hue == 0:
+            return examples
+        if examples.x.dim() != 4 or examples.x.dtype != torch.uint8:
+            raise UserError(
+                f"a shift transforms uint8 images (num, channels, height, width), but these inputs are "
+                f"{examples.x.dtype} of shape {tuple(examples.x.shape)}"
+            )
+        if self.hue != 0 and examples.x.shape[1] != 3:
+            raise UserError(
+                f"hue={self.hue} needs RGB images, but these have {examples.x.shape[1]} channel(s) and no colour to "
+                "change; use rotation, or a data set in colour"
+            )
+        x = examples.x if examples.index is None else examples.x[examples.index]
+        if self.rotation % 360:
+            x = _rotated(x, self.rotation)
+        if self.hue:
+            x = _in_floats(x, self._turn_hue)
+        return Examples(x, examples.labels, transform=examples.transform, augment=examples.augment)
+
+    def _turn_hue(self, x: Tensor) -> Tensor:
+        from kornia.enhance import adjust_hue
+
+        return adjust_hue(x / 255, self.hue * 2 * math.pi) * 255
+
+
+def _rotated(x: Tensor, degrees: float) -> Tensor:
+    quarters, rest = divmod(degrees, 90)
+    if rest == 0:
+        if quarters % 2 and x.shape[2] != x.shape[3]:
+            raise UserError(
+                f"a rotation by {degrees} degrees needs square images, got {x.shape[3]}×{x.shape[2]} pixels"
+            )
+        return torch.rot90(x, int(quarters) % 4, (2, 3)).contiguous()
+
+    def rotate(chunk: Tensor) -> Tensor:
+        from kornia.geometry.transform import rotate
+
+        return rotate(chunk, torch.full((len(chunk),), float(degrees)))
+
+    return _in_floats(x, rotate)
+
+
+def _in_floats(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """`change` of the images as floats, rounded back to uint8, a chunk at a time to spare memory."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for start in range(0, len(x), _CHUNK):
+        chunk = change(x[start : start + _CHUNK].to(torch.float32))
+        out[start : start + _CHUNK] = chunk.round_().clamp_(0, 255).to(torch.uint8)
+    return out

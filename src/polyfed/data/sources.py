@@ -1,0 +1,21 @@
+"""Every data set by name."""
+
+from polyfed.data.own import ImageFolder, Npz, Parquet
+from polyfed.data.pool import Source
+from polyfed.data.tweets import Sentiment140
+from polyfed.data.vision import CIFAR10, CIFAR100, EMNIST, MNIST, Digits, FashionMNIST
+from polyfed.data.xray import ChestXray14
+
+SOURCES: dict[str, type[Source]] = {
+    "digits": Digits,
+    "fashion_mnist": FashionMNIST,
+    "mnist": MNIST,
+    "emnist": EMNIST,
+    "cifar10": CIFAR10,
+    "cifar100": CIFAR100,
+    "sentiment140": Sentiment140,
+    "chest_xray14": ChestXray14,
+    "parquet": Parquet,
+    "imagefolder": ImageFolder,
+    "npz": Npz,
+}

@@ -1,0 +1,238 @@
+"""Splits: from a partition to each client's training, validation and test rows."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyfed.data.dealing import Labels, Rows
+from polyfed.data.partitions import Partition
+from polyfed.errors import UserError
+from polyfed.seeds import derive, numpy_generator
+
+
+@final
+@dataclass(frozen=True)
+class Split:
+    """How many clients, and how much of what each of them holds.
+
+    Fractions refer to a client's own examples; what is neither validation nor test is training. Validation and test
+    sets are stratified: they follow the client's own distribution of classes, each class within one example.
+
+    Args:
+        clients: number of clients.
+        examples_per_client: *training* examples of each client, exactly; validation and test examples come on top, in
+            proportion. So 20 clients with 1,000 training images and `test_fraction=0.3` take 20 × 1,429 images. None
+            uses all that the partition gives.
+        val_fraction: share of a client's examples for validation; at least one example if positive and it has 3.
+        test_fraction: share of a client's examples for testing; at least one example if positive and it has 2.
+        shrink_fraction: share of the clients, drawn at random, that keep only half their training examples (FedHeNN,
+            Fig. 3); validation and test sets stay as they are.
+        balanced_test: examples of the source's common test set on which every client is evaluated too (the same for
+            all); 0 none, −1 all of them.
+        public_fraction: share of all examples that is held out before the partition as the public pool, no client's.
+
+    Raises:
+        UserError: a number outside its range, or no room left for training.
+
+    >>> Split(clients=20, examples_per_client=1000).num_examples
+    1429
+    """
+
+    clients: int = 10
+    examples_per_client: int | None = None
+    val_fraction: float = 0.0
+    test_fraction: float = 0.3
+    shrink_fraction: float = 0.0
+    balanced_test: int = 0
+    public_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.clients < 1:
+            raise UserError(f"clients must be at least 1, got {self.clients}")
+        if self.examples_per_client is not None and self.examples_per_client < 1:
+            raise UserError(f"examples_per_client must be at least 1 or null, got {self.examples_per_client}")
+        for name in ("val_fraction", "test_fraction", "public_fraction"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        if self.val_fraction + self.test_fraction >= 1:
+            raise UserError(
+                f"val_fraction={self.val_fraction} and test_fraction={self.test_fraction} leave nothing to train on; "
+                "their sum must be below 1"
+            )
+        if not 0 <= self.shrink_fraction <= 1:
+            raise UserError(f"shrink_fraction must be between 0 and 1, got {self.shrink_fraction}")
+        if self.balanced_test < -1:
+            raise UserError(f"balanced_test must be a number of examples, 0 or -1 (all), got {self.balanced_test}")
+
+    @property
+    def num_examples(self) -> int | None:
+        """Training, validation and test examples that `examples_per_client` takes from each client; None for all."""
+        if self.examples_per_client is None:
+            return None
+        return self.examples_per_client + sum(_on_top(self, self.examples_per_client))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ClientRows:
+    """A client's rows of the source, ascending int64 arrays; disjoint among each other and among clients."""
+
+    train: Rows
+    val: Rows
+    test: Rows
+
+
+def split(
+    labels: Labels, config: Split, partition: Partition, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
+) -> tuple[list[ClientRows], Rows]:
+    """The rows of every client, and the rows of the public pool.
+
+    Args:
+        labels: shape (num_examples,) for classes, (num_examples, num_labels) for several labels (then nothing is
+            stratified).
+        config: sizes and fractions.
+        partition: who owns what.
+        seed: of every random choice.
+        columns: further columns of the data, for `ByColumn`.
+
+    Raises:
+        UserError: the partition is impossible, or a client has too few examples for `examples_per_client`.
+
+    >>> from polyfed.data.partitions import IID
+    >>> clients, public = split(np.repeat([0, 1], 50), Split(clients=2, public_fraction=0.2), IID(), seed=0)
+    >>> [(len(c.train), len(c.test)) for c in clients], len(public)
+    ([(28, 12), (28, 12)], 20)
+    """
+    num = len(labels)
+    public = stratified(labels, _at_least_one(config.public_fraction, num), derive(seed, "public"))
+    private = np.setdiff1d(np.arange(num), public, assume_unique=True)
+    kept = {name: column[private] for name, column in (columns or {}).items()}
+    parts = [private[rows] for rows in partition(labels[private], config.clients, seed, kept)]
+    if config.num_examples is not None:
+        _check_supply(parts, config, config.num_examples)
+    shrunk = numpy_generator(derive(seed, "shrink")).permutation(config.clients)
+    shrunk = shrunk[: round(config.shrink_fraction * config.clients)]
+    return [
+        _split_client(labels, rows, config, derive(seed, "split", i), i in shrunk) for i, rows in enumerate(parts)
+    ], public
+
+
+def stratified(labels: Labels, size: int, seed: int, keep: bool = False) -> Rows:
+    """`size` random rows with the classes' shares of `labels`, each class within one example of its exact share.
+
+    Args:
+        labels: shape (num_examples,) of integers; anything else is drawn without strata.
+        size: how many rows, at most `len(labels)`.
+        seed: of the draw.
+        keep: where rounding leaves a choice, leave every class one example undrawn.
+
+    Returns:
+        Rows, ascending, int64, shape (size,).
+
+    >>> labels = np.array([0, 0, 0, 0, 1, 1])
+    >>> labels[stratified(labels, 3, seed=0)].tolist()
+    [0, 0, 1]
+    """
+    num, rng = len(labels), numpy_generator(seed)
+    if not 0 <= size <= num:
+        raise UserError(f"cannot draw {size} of {num} examples")
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        return np.sort(rng.permutation(num)[:size])
+    _, class_of, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    # Whole-number arithmetic: the quota is the floor of the exact share, the largest remainders get one more.
+    quota, remainder = np.divmod(counts * size, max(num, 1))
+    exhausts = (quota + 1 >= counts) & keep
+    order = np.lexsort((rng.random(len(counts)), -remainder, exhausts, remainder == 0))
+    quota[order[: size - quota.sum()]] += 1
+    shuffled = rng.permutation(num)
+    shuffled = shuffled[np.argsort(class_of[shuffled], kind="stable")]
+    rank = np.arange(num) - np.repeat(counts.cumsum() - counts, counts)
+    return np.sort(shuffled[rank < np.repeat(quota, counts)])
+
+
+def fingerprint(rows: Sequence[ClientRows]) -> str:
+    """16 hexadecimal digits that tell one partition from another: SHA-256 over every client's rows.
+
+    >>> a = ClientRows(np.array([0, 1]), np.array([], int), np.array([2]))
+    >>> fingerprint([a]) == fingerprint([ClientRows(a.train, a.test, a.val)])
+    False
+    """
+    digest = hashlib.sha256()
+    for client in rows:
+        for part in (client.train, client.val, client.test):
+            digest.update(len(part).to_bytes(8, "little") + np.ascontiguousarray(part, dtype="<i8").tobytes())
+    return digest.hexdigest()[:16]
+
+
+def class_counts(
+    labels: Labels,
+    rows: Sequence[ClientRows],
+    num_classes: int,
+    part: Literal["train", "val", "test", "all"] = "train",
+) -> NDArray[np.int64]:
+    """Examples of each class at each client, shape (num_clients, num_classes); of several labels, the positive ones.
+
+    >>> rows = [ClientRows(np.array([0, 1]), np.array([], int), np.array([2]))]
+    >>> class_counts(np.array([1, 1, 0]), rows, 3).tolist()
+    [[0, 2, 0]]
+    """
+    parts = ("train", "val", "test") if part == "all" else (part,)
+    table = np.zeros((len(rows), num_classes), np.int64)
+    for i, client in enumerate(rows):
+        mine = labels[np.concatenate([getattr(client, name) for name in parts])]
+        table[i] = (mine > 0).sum(axis=0) if mine.ndim == 2 else np.bincount(mine, minlength=num_classes)
+    return table
+
+
+def _split_client(labels: Labels, rows: Rows, config: Split, seed: int, shrink: bool) -> ClientRows:
+    if config.num_examples is not None and config.examples_per_client is not None:
+        rows = rows[stratified(labels[rows], config.num_examples, derive(seed, "cap"))]
+        num_val, num_test = _on_top(config, config.examples_per_client)
+    else:
+        num_val, num_test = _out_of(config, len(rows))
+    rows, test = _hold_out(labels, rows, num_test, derive(seed, "test"))
+    rows, val = _hold_out(labels, rows, num_val, derive(seed, "val"))
+    if shrink:
+        rows = rows[stratified(labels[rows], max(1, len(rows) // 2), derive(seed, "shrink"))]
+    return ClientRows(rows, val, test)
+
+
+def _on_top(config: Split, train: int) -> tuple[int, int]:
+    """Validation and test examples that belong to `train` training examples."""
+    scale = train / (1 - config.val_fraction - config.test_fraction)
+    return (
+        max(round(config.val_fraction * scale), int(config.val_fraction > 0)),
+        max(round(config.test_fraction * scale), int(config.test_fraction > 0)),
+    )
+
+
+def _out_of(config: Split, count: int) -> tuple[int, int]:
+    """Validation and test examples out of `count`; one stays for training, a test example comes before validation."""
+    test = min(max(round(config.test_fraction * count), int(config.test_fraction > 0)), count - 1)
+    val = min(max(round(config.val_fraction * count), int(config.val_fraction > 0)), count - 1 - test)
+    return val, test
+
+
+def _hold_out(labels: Labels, rows: Rows, size: int, seed: int) -> tuple[Rows, Rows]:
+    out = stratified(labels[rows], size, seed, keep=True)
+    return np.delete(rows, out), rows[out]
+
+
+def _check_supply(parts: Sequence[Rows], config: Split, needed: int) -> None:
+    sizes = [len(part) for part in parts]
+    poorest = int(np.argmin(sizes))
+    if sizes[poorest] < needed:
+        possible = int(sizes[poorest] * (1 - config.val_fraction - config.test_fraction))
+        raise UserError(
+            f"examples_per_client={config.examples_per_client} takes {needed} examples with validation and test, but "
+            f"the partition gives client {poorest} only {sizes[poorest]}; choose at most {max(possible, 1)}, fewer "
+            "clients, a smaller test_fraction or a partition with equal sizes"
+        )
+
+
+def _at_least_one(fraction: float, num: int) -> int:
+    return max(1, round(fraction * num)) if fraction > 0 else 0

@@ -1,0 +1,118 @@
+"""Text: a small tokeniser and a vocabulary that can be saved, so that text becomes numbers of one length."""
+
+import html
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.errors import UserError
+
+PADDING, UNKNOWN = "<pad>", "<unk>"
+_TOKEN = re.compile(r"https?://\S+|www\.\S+|@\w+|\w+(?:['’]\w+)*|[^\w\s]")
+
+
+def tokenise(text: str) -> list[str]:
+    """Lower-case words, numbers and single punctuation marks; every link is "http" and every mention "@user".
+
+    >>> tokenise("@anna Don't miss https://x.org/y, OK?")
+    ['@user', "don't", 'miss', 'http', 'ok', '?']
+    """
+    return [_masked(token) for token in _TOKEN.findall(_plain(text))]
+
+
+@final
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens by number; 0 is padding and 1 any unknown token.
+
+    >>> vocabulary = Vocabulary((PADDING, UNKNOWN, "good", "day"))
+    >>> vocabulary.encode(["Good evening", "day day day day"], length=3)
+    tensor([[2, 1, 0],
+            [3, 3, 3]])
+    """
+
+    tokens: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.tokens[:2] != (PADDING, UNKNOWN) or len(set(self.tokens)) != len(self.tokens):
+            raise UserError(
+                f"a vocabulary must start with {PADDING!r} and {UNKNOWN!r} and have no token twice; this one starts "
+                f"with {self.tokens[:2]} and has {len(self.tokens) - len(set(self.tokens))} repeated tokens"
+            )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {token: number for number, token in enumerate(self.tokens)}
+
+    def encode(self, texts: Sequence[str], length: int) -> Tensor:
+        """Numbers of the first `length` tokens of each text, padded at the end: int64, shape (num_texts, length)."""
+        numbers, unknown = self._numbers, 1
+        out = np.zeros((len(texts), length), np.int64)
+        for row, text in zip(out, texts, strict=True):
+            found = islice(_TOKEN.finditer(_plain(text)), length)
+            codes = [numbers.get(_masked(match.group()), unknown) for match in found]
+            row[: len(codes)] = codes
+        return torch.from_numpy(out)
+
+    def save(self, file: Path) -> None:
+        """Writes the tokens as a JSON list.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        try:
+            file.write_text(json.dumps(self.tokens, ensure_ascii=False, indent=0), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write the vocabulary to {str(file)!r} ({error.strerror})") from error
+
+
+def build_vocabulary(texts: Iterable[str], size: int) -> Vocabulary:
+    """The `size` − 2 most frequent tokens of `texts` (ties in alphabetical order), after padding and unknown.
+
+    >>> build_vocabulary(["b a", "a c"], size=4).tokens
+    ('<pad>', '<unk>', 'a', 'b')
+    """
+    counts = Counter(token for text in texts for token in tokenise(text))
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    return Vocabulary((PADDING, UNKNOWN, *ranked[: size - 2]))
+
+
+def load_vocabulary(file: Path) -> Vocabulary:
+    """The vocabulary that `Vocabulary.save` wrote.
+
+    Raises:
+        UserError: the file is no JSON list of strings, or no vocabulary.
+    """
+    try:
+        tokens = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read a vocabulary from {str(file)!r} ({error})") from error
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise UserError(f"{str(file)!r} is no vocabulary: it must hold a JSON list of strings")
+    return Vocabulary(tuple(tokens))
+
+
+def _plain(text: str) -> str:
+    return html.unescape(text).lower()  # the published tweets have &amp; for &
+
+
+def _masked(token: str) -> str:
+    """People and links are left out: they name someone, and occur too rarely to be learnt."""
+    if token[0] == "@" and len(token) > 1:
+        return "@user"
+    if token == "http" or token.startswith(("http://", "https://", "www.")):
+        return "http"
+    return token

@@ -1,0 +1,114 @@
+"""Sentiment140: tweets, positive or negative, from natural users."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.data.files import Table, array, column, existing, parquet_tables, scalar_columns
+from polyfed.data.hub import hub_tables
+from polyfed.data.pool import Pool, Source, make_pool
+from polyfed.data.text import Vocabulary, build_vocabulary, load_vocabulary
+from polyfed.errors import UserError
+
+_ADVICE = (
+    "give --data.path with the folder of training.1600000.processed.noemoticon.csv (the published file) or of Parquet "
+    "files train-*.parquet and test-*.parquet"
+)
+_FIELDS = ("sentiment", "id", "date", "query", "user", "text")
+
+
+@final
+@dataclass(frozen=True)
+class Sentiment140(Source):
+    """1.6 million tweets with sentiment by emoticon (Go et al. 2009); column "user" for `ByColumn`, where it is given.
+
+    Inputs are token numbers, int64, shape (num, length); classes are negative (0) and positive (1). Neutral tweets
+    (the published test set has some) are left out.
+
+    Args:
+        path: the published CSV file or its folder, or a Parquet file or folder with columns text and label (or
+            sentiment); None for the Hugging Face hub.
+        vocabulary: JSON file of the vocabulary: read if it exists, else built from the training texts and written.
+        vocabulary_size: most frequent tokens that are told apart, with padding and unknown.
+        length: tokens of a tweet; longer ones are cut, shorter ones padded. 25 as in LEAF and FedHeNN.
+    """
+
+    path: str | None = None
+    vocabulary: str | None = None
+    vocabulary_size: int = 10_000
+    length: int = 25
+
+    def __post_init__(self) -> None:
+        if self.vocabulary_size < 3:
+            raise UserError(f"vocabulary_size must be at least 3, got {self.vocabulary_size}")
+        if self.length < 1:
+            raise UserError(f"length must be at least 1 token, got {self.length}")
+
+    def load(self) -> Pool:
+        """The tweets, tokenised."""
+        tables = self._tables()
+        texts, labels, columns = _read(tables["train"])
+        vocabulary = self._vocabulary(texts)
+        test = None
+        if "test" in tables:
+            test_texts, test_labels, _ = _read(tables["test"])
+            test = vocabulary.encode(test_texts, self.length), test_labels
+        train = vocabulary.encode(texts, self.length), labels
+        return make_pool(train, test, ("negative", "positive"), columns=columns, vocabulary=vocabulary.tokens)
+
+    def _tables(self) -> dict[str, Table]:
+        if self.path is None:
+            # The main branch holds a loading script, which `datasets` no longer runs; this revision holds Parquet.
+            return hub_tables("stanfordnlp/sentiment140", _ADVICE, revision="refs/pr/6")
+        path = existing(self.path, _ADVICE)
+        tables = _csv_tables(path) or ({} if path.suffix == ".csv" else parquet_tables(path))
+        if "train" not in tables:
+            raise UserError(f"{self.path!r} holds no training tweets; {_ADVICE}")
+        return tables
+
+    def _vocabulary(self, texts: list[str]) -> Vocabulary:
+        file = None if self.vocabulary is None else Path(self.vocabulary).expanduser()
+        if file is not None and file.exists():
+            return load_vocabulary(file)
+        vocabulary = build_vocabulary(texts, self.vocabulary_size)
+        if file is not None:
+            vocabulary.save(file)
+        return vocabulary
+
+
+def _csv_tables(path: Path) -> dict[str, Table]:
+    import pyarrow
+    import pyarrow.csv
+
+    files = {"train": [path], "test": []} if path.is_file() and path.suffix == ".csv" else {}
+    if path.is_dir():
+        files = {"train": sorted(path.glob("train*.csv")), "test": sorted(path.glob("test*.csv"))}
+    # The published files have no header and are in Latin-1.
+    options = pyarrow.csv.ReadOptions(column_names=_FIELDS, encoding="latin1")
+    try:
+        return {split: pyarrow.csv.read_csv(found[0], read_options=options) for split, found in files.items() if found}
+    except pyarrow.ArrowException as error:
+        raise UserError(
+            f"{str(path)!r} is not the published CSV with the columns {', '.join(_FIELDS)} and no header ({error})"
+        ) from error
+
+
+def _read(table: Table) -> tuple[list[str], Tensor, dict[str, NDArray[Any]]]:
+    """Texts, labels 0 and 1, and columns by which users can be told apart, of the tweets that are not neutral."""
+    text, label = column(table, ("text",), "text"), column(table, ("label", "sentiment"), "label")
+    values = array(table, label)
+    # Published labels are 0 negative, 2 neutral, 4 positive; other copies have 0 and 1.
+    positive = 4 if (values > 1).any() else 1
+    if not np.isin(values, (0, 2, positive)).all():
+        raise UserError(f"column {label!r} must hold 0 and 4 (2 is neutral) or 0 and 1, got {np.unique(values)[:6]}")
+    kept = np.flatnonzero(values != 2)
+    columns = {
+        name: column[kept] for name, column in scalar_columns(table, (text, label, "id", "date", "query")).items()
+    }
+    texts = table.column(text).to_pylist()
+    return [str(texts[row]) for row in kept], torch.from_numpy((values[kept] == positive).astype(np.int64)), columns

@@ -1,0 +1,248 @@
+"""Published image data sets: digits (shipped with scikit-learn), the MNIST family, CIFAR."""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.data.examples import Normalise
+from polyfed.data.files import (
+    Table,
+    array,
+    blobs,
+    class_names,
+    column,
+    existing,
+    find_idx,
+    parquet_tables,
+    read_idx,
+    scalar_columns,
+)
+from polyfed.data.hub import hub_tables
+from polyfed.data.images import Mode, decode_images
+from polyfed.data.pool import Columns, Pool, Source, make_pool
+from polyfed.data.split import stratified
+from polyfed.errors import UserError, nearest
+
+_FASHION = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_DIGITS = tuple(map(str, range(10)))
+_LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_EMNIST = {
+    "byclass": (*_DIGITS, *_LETTERS, *map(str.lower, _LETTERS)),
+    "bymerge": (*_DIGITS, *_LETTERS, *"abdefghnqrt"),
+    "balanced": (*_DIGITS, *_LETTERS, *"abdefghnqrt"),
+    "letters": _LETTERS,
+    "digits": _DIGITS,
+    "mnist": _DIGITS,
+}
+_CIFAR_ADVICE = "give --data.path with the folder of the hub's Parquet files (train-*.parquet, test-*.parquet)"
+
+
+@final
+@dataclass(frozen=True)
+class Digits(Source):
+    """1,797 handwritten digits of 8×8 pixels, shipped with scikit-learn (UCI optdigits): works offline, in no time.
+
+    The 17 grey levels are spread over 0 to 255. The set has no test set of its own.
+
+    Args:
+        common_test: share of the digits that becomes the common test set, stratified and the same in every run.
+
+    >>> pool = Digits().load()
+    >>> len(pool.train), pool.input_shape, pool.num_classes
+    (1797, (1, 8, 8), 10)
+    """
+
+    common_test: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.common_test < 1:
+            raise UserError(f"common_test must be at least 0 and below 1, got {self.common_test}")
+
+    def load(self) -> Pool:
+        """The digits."""
+        # Read the file itself: importing scikit-learn takes two seconds.
+        package = importlib.util.find_spec("sklearn")
+        folders = [] if package is None else package.submodule_search_locations or []
+        file = next((f for folder in folders if (f := Path(folder) / "datasets/data/digits.csv.gz").exists()), None)
+        if file is None:
+            raise UserError("the digits come with scikit-learn, which is not installed; pip install scikit-learn")
+        table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
+        x = torch.from_numpy((table[:, :64].astype(np.uint16) * 255 // 16).astype(np.uint8).reshape(-1, 1, 8, 8))
+        y = torch.from_numpy(table[:, 64].astype(np.int64))
+        test = stratified(y.numpy(), round(self.common_test * len(y)), seed=0)
+        train = np.delete(np.arange(len(y)), test)
+        held_out = (x[test], y[test]) if len(test) else None
+        return make_pool((x[train], y[train]), held_out, _DIGITS, Normalise((0.3045,), (0.3760,)))
+
+
+@final
+@dataclass(frozen=True)
+class FashionMNIST(Source):
+    """60,000 + 10,000 grey pictures of clothes, 28×28 (Xiao et al. 2017).
+
+    Args:
+        path: folder with the four IDX files or with Parquet files; None for the Hugging Face hub.
+    """
+
+    path: str | None = None
+
+    def load(self) -> Pool:
+        """The pictures."""
+        advice = _idx_advice("train", "t10k", " (Debian: apt-get install dataset-fashion-mnist)")
+        data = _load(self.path, "zalando-datasets/fashion_mnist", "L", advice, ("train", "t10k"))
+        return _pool(data, _FASHION, Normalise((0.2860,), (0.3530,)))
+
+
+@final
+@dataclass(frozen=True)
+class MNIST(Source):
+    """60,000 + 10,000 handwritten digits, 28×28 (LeCun et al. 1998).
+
+    Args:
+        path: folder with the four IDX files or with Parquet files; None for the Hugging Face hub.
+    """
+
+    path: str | None = None
+
+    def load(self) -> Pool:
+        """The digits."""
+        data = _load(self.path, "ylecun/mnist", "L", _idx_advice("train", "t10k"), ("train", "t10k"))
+        return _pool(data, _DIGITS, Normalise((0.1307,), (0.3081,)))
+
+
+@final
+@dataclass(frozen=True)
+class EMNIST(Source):
+    """Handwritten letters and digits, 28×28 (Cohen et al. 2017), turned upright.
+
+    Args:
+        path: folder with the files emnist-SUBSET-train-images-idx3-ubyte.gz and so on, or with Parquet files; None for
+            the Hugging Face hub, which has the subsets letters and mnist.
+        subset: byclass (62 classes), bymerge and balanced (47), letters (26), digits and mnist (10).
+    """
+
+    path: str | None = None
+    subset: Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"] = "letters"
+
+    def __post_init__(self) -> None:
+        if self.subset not in _EMNIST:
+            raise UserError(f"EMNIST has no subset {self.subset!r}; {nearest(str(self.subset), _EMNIST)}")
+
+    def load(self) -> Pool:
+        """The characters."""
+        prefixes = f"emnist-{self.subset}-train", f"emnist-{self.subset}-test"
+        advice = _idx_advice(*prefixes)
+        if self.path is None and self.subset not in ("letters", "mnist"):
+            raise UserError(f"the Hugging Face hub has no EMNIST subset {self.subset!r} as a table; {advice}")
+        data = _load(self.path, f"tanganke/emnist_{self.subset}", "L", advice, prefixes)
+        train = _upright(data.train, self.subset)
+        test = None if data.test is None else _upright(data.test, self.subset)
+        return _pool(replace(data, train=train, test=test), _EMNIST[self.subset], Normalise((0.1736,), (0.3317,)))
+
+
+@final
+@dataclass(frozen=True)
+class CIFAR10(Source):
+    """50,000 + 10,000 colour pictures of 10 classes, 32×32 (Krizhevsky 2009).
+
+    Args:
+        path: folder with Parquet files; None for the Hugging Face hub.
+    """
+
+    path: str | None = None
+
+    def load(self) -> Pool:
+        """The pictures."""
+        data = _load(self.path, "uoft-cs/cifar10", "RGB", _CIFAR_ADVICE)
+        return _pool(data, _CIFAR10, Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)))
+
+
+@final
+@dataclass(frozen=True)
+class CIFAR100(Source):
+    """50,000 + 10,000 colour pictures of 100 classes, 32×32 (Krizhevsky 2009); column "coarse_label" for `ByColumn`.
+
+    Args:
+        path: folder with Parquet files; None for the Hugging Face hub.
+    """
+
+    path: str | None = None
+
+    def load(self) -> Pool:
+        """The pictures."""
+        data = _load(self.path, "uoft-cs/cifar100", "RGB", _CIFAR_ADVICE)
+        names = data.names or tuple(map(str, range(100)))
+        return _pool(data, names, Normalise((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Images:
+    """What a file or the hub holds: images and labels of training and test set, and what else it says."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor] | None
+    names: tuple[str, ...] | None = None
+    columns: Columns = field(default_factory=dict)
+
+
+def _load(path: str | None, repo: str, mode: Mode, advice: str, idx: tuple[str, str] | None = None) -> _Images:
+    """From the hub, or from `path`: Parquet files if it has some, else IDX files with these prefixes."""
+    if path is None:
+        return _from_tables(hub_tables(repo, advice), mode)
+    folder = existing(path, advice)
+    tables = parquet_tables(folder) if folder.is_dir() or folder.suffix == ".parquet" else {}
+    if "train" in tables:
+        return _from_tables(tables, mode)
+    parts = [_from_idx(folder, prefix) for prefix in idx or ()]
+    if not parts or parts[0] is None:
+        raise UserError(f"{path!r} holds no training images; {advice}")
+    return _Images(parts[0], parts[1])
+
+
+def _from_tables(tables: Mapping[str, Table], mode: Mode) -> _Images:
+    def read(table: Table) -> tuple[Tensor, Tensor]:
+        image, label = _image_columns(table)
+        return decode_images(blobs(table, image), mode), torch.from_numpy(array(table, label).astype(np.int64))
+
+    train = tables["train"]
+    image, label = _image_columns(train)
+    test = read(tables["test"]) if "test" in tables else None
+    return _Images(read(train), test, class_names(train, label), scalar_columns(train, (image, label)))
+
+
+def _image_columns(table: Table) -> tuple[str, str]:
+    return column(table, ("image", "img"), "image"), column(table, ("label", "fine_label"), "label")
+
+
+def _from_idx(folder: Path, prefix: str) -> tuple[Tensor, Tensor] | None:
+    images, labels = find_idx(folder, prefix, "images"), find_idx(folder, prefix, "labels")
+    if images is None or labels is None:
+        return None
+    x, y = read_idx(images), read_idx(labels)
+    if x.ndim != 3 or y.shape != x.shape[:1]:
+        raise UserError(f"{images.name} has shape {x.shape} and {labels.name} {y.shape}: they do not belong together")
+    return torch.from_numpy(x.copy()).unsqueeze(1), torch.from_numpy(y.astype(np.int64))
+
+
+def _upright(images: tuple[Tensor, Tensor], subset: str) -> tuple[Tensor, Tensor]:
+    """EMNIST is published with rows and columns exchanged, and with letters counted from 1."""
+    x, y = images
+    return x.transpose(2, 3).contiguous(), y - 1 if subset == "letters" and int(y.max()) == 26 else y
+
+
+def _pool(data: _Images, names: tuple[str, ...], normalise: Normalise) -> Pool:
+    return make_pool(data.train, data.test, names, normalise, data.columns)
+
+
+def _idx_advice(train: str, test: str, more: str = "") -> str:
+    return (
+        f"give --data.path with the folder of {train}-images-idx3-ubyte.gz, {train}-labels-idx1-ubyte.gz, "
+        f"{test}-images-idx3-ubyte.gz and {test}-labels-idx1-ubyte.gz{more}, or of the hub's Parquet files"
+    )

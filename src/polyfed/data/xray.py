@@ -1,0 +1,154 @@
+"""ChestX-ray14: 112,120 chest X-rays with up to 14 findings each, from one folder or from the hub."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.data.files import Table, array, blobs, column, existing
+from polyfed.data.hub import hub_tables
+from polyfed.data.images import decode_images, image_statistics, read_images
+from polyfed.data.pool import Pool, Source, make_pool
+from polyfed.errors import UserError
+
+FINDINGS = (
+    "Atelectasis",
+    "Cardiomegaly",
+    "Effusion",
+    "Infiltration",
+    "Mass",
+    "Nodule",
+    "Pneumonia",
+    "Pneumothorax",
+    "Consolidation",
+    "Edema",
+    "Emphysema",
+    "Fibrosis",
+    "Pleural_Thickening",
+    "Hernia",
+)
+_ADVICE = "give --data.path with the folder of Data_Entry_2017.csv and the images, as the NIH publishes them"
+
+
+@final
+@dataclass(frozen=True)
+class ChestXray14(Source):
+    """Chest X-rays (Wang et al. 2017), multi-label: 14 findings, no finding is all zeros; column "patient".
+
+    Inputs are grey images, uint8, shape (num, 1, image_size, image_size). Where the folder has the published
+    test_list.txt, its images are the test set, and no patient is in both.
+
+    Args:
+        path: folder with Data_Entry_2017.csv and the images in it or in folders below it; images of the table that are
+            not there are left out. None for the Hugging Face hub (45 GB).
+        image_size: images are resized to this many pixels a side; the 112,120 take 0.5 GB at 64.
+        cache: .npy file for the resized images, written if it is not there; decoding all images takes half an hour.
+    """
+
+    path: str | None = None
+    image_size: int = 64
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 8 <= self.image_size <= 1024:
+            raise UserError(f"image_size must be between 8 and 1024 pixels, got {self.image_size}")
+        if self.cache is not None and not self.cache.endswith(".npy"):
+            raise UserError(f"cache must be a file that ends in .npy, got {self.cache!r}")
+
+    def load(self) -> Pool:
+        """The X-rays."""
+        if self.path is None:
+            return self._from_hub()
+        folder = existing(self.path, _ADVICE)
+        table = _entries(folder)
+        images = _image_files(folder)
+        names = array(table, "Image Index").astype(str)
+        rows = np.flatnonzero([name in images for name in names])
+        if not len(rows):
+            raise UserError(f"{self.path!r} has none of the {len(names)} images of its table; {_ADVICE}")
+        y = _targets([str(value).split("|") for value in array(table, "Finding Labels")[rows]])
+        x = self._images([images[names[row]] for row in rows])
+        patients = array(table, "Patient ID")[rows]
+        is_test = np.isin(names[rows], list(_test_names(folder)))
+        return _pool(x, y, patients, is_test)
+
+    def _images(self, files: list[Path]) -> Tensor:
+        cache = None if self.cache is None else Path(self.cache).expanduser()
+        shape = (len(files), 1, self.image_size, self.image_size)
+        if cache is not None and cache.exists():
+            try:
+                stored = np.load(cache, allow_pickle=False)
+            except (OSError, ValueError, EOFError) as error:
+                raise UserError(f"cannot read the cache {self.cache!r} ({error}); delete it") from error
+            if stored.shape != shape or stored.dtype != np.uint8:
+                raise UserError(f"the cache {self.cache!r} holds shape {stored.shape}, not {shape}; delete it")
+            return torch.from_numpy(stored)
+        x = read_images(files, "L", self.image_size)
+        if cache is not None:
+            try:
+                np.save(cache, x.numpy())
+            except OSError as error:
+                raise UserError(f"cannot write the cache {self.cache!r} ({error.strerror})") from error
+        return x
+
+    def _from_hub(self) -> Pool:
+        tables = hub_tables("timm/nih-chest-xray-14", _ADVICE)
+        parts = [tables[split] for split in ("train", "test") if split in tables]
+        x = torch.cat([decode_images(blobs(t, column(t, ("image",), "image")), "L", self.image_size) for t in parts])
+        y = torch.cat([_targets(t.column(column(t, ("label_names",), "label")).to_pylist()) for t in parts])
+        patients = np.concatenate([array(table, "patient_id") for table in parts])
+        return _pool(x, y, patients, np.arange(len(x)) >= len(parts[0]))
+
+
+def _entries(folder: Path) -> Table:
+    import pyarrow
+    import pyarrow.csv
+
+    file = next(iter(sorted(folder.glob("Data_Entry_2017*.csv"))), None)
+    if file is None:
+        raise UserError(f"{str(folder)!r} has no Data_Entry_2017.csv; {_ADVICE}")
+    wanted = ["Image Index", "Finding Labels", "Patient ID"]
+    try:
+        return pyarrow.csv.read_csv(file, convert_options=pyarrow.csv.ConvertOptions(include_columns=wanted))
+    except (pyarrow.ArrowException, KeyError) as error:
+        raise UserError(f"{str(file)!r} has not the published columns {', '.join(wanted)} ({error})") from error
+
+
+def _image_files(folder: Path) -> dict[str, Path]:
+    return {
+        name: Path(place, name)
+        for place, _, names in os.walk(folder)
+        for name in names
+        if name.lower().endswith((".png", ".jpg", ".jpeg"))
+    }
+
+
+def _test_names(folder: Path) -> set[str]:
+    file = folder / "test_list.txt"
+    return set(file.read_text(encoding="utf-8").split()) if file.exists() else set()
+
+
+def _targets(findings: list[list[str]]) -> Tensor:
+    y = torch.zeros(len(findings), len(FINDINGS))
+    number = {name: i for i, name in enumerate(FINDINGS)}
+    for row, names in enumerate(findings):
+        for name in names:
+            if name != "No Finding":
+                if name not in number:
+                    raise UserError(f"finding {name!r} is none of the 14: {', '.join(FINDINGS)}")
+                y[row, number[name]] = 1
+    return y
+
+
+def _pool(x: Tensor, y: Tensor, patients: NDArray[Any], is_test: NDArray[np.bool_]) -> Pool:
+    train, test = torch.from_numpy(np.flatnonzero(~is_test)), torch.from_numpy(np.flatnonzero(is_test))
+    if not len(train):
+        raise UserError(f"all {len(x)} images are in test_list.txt, none is left for training; {_ADVICE}")
+    held_out = (x[test], y[test]) if len(test) else None
+    columns = {"patient": patients[~is_test]}
+    return make_pool((x[train], y[train]), held_out, FINDINGS, image_statistics(x[train]), columns)
