@@ -1,0 +1,159 @@
+"""The model zoo: constructors that share the leading arguments (input_shape, num_classes), a registry, model specs."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+
+from polyfed.errors import UserError, nearest
+from polyfed.models.cnn import cnn_582k, cnn_fedhenn, cnn_fedhenn_homo, cnn_pfedla, cnn_small
+from polyfed.models.factory import call_factory, load_factory
+from polyfed.models.flha import flha_arch1, flha_arch2, flha_arch3, flha_chain, flha_small, resnet18, resnet18_hybrid
+from polyfed.models.mlp import mlp
+from polyfed.models.text import lstm
+from polyfed.models.vit import vit
+
+__all__ = ["MODELS", "FrozenArguments", "ModelSpec", "build"]
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp,
+    "cnn_small": cnn_small,
+    "cnn_582k": cnn_582k,
+    "cnn_pfedla": cnn_pfedla,
+    "cnn_fedhenn": cnn_fedhenn,
+    "cnn_fedhenn_homo": cnn_fedhenn_homo,
+    "resnet18": resnet18,
+    "resnet18_hybrid": resnet18_hybrid,
+    "flha_arch0": resnet18,
+    "flha_arch1": flha_arch1,
+    "flha_arch2": flha_arch2,
+    "flha_arch3": flha_arch3,
+    "flha_small": flha_small,
+    "flha_chain": flha_chain,
+    "lstm": lstm,
+    "vit": vit,
+}
+
+
+def build(
+    model: str | Callable[..., nn.Module], input_shape: tuple[int, ...], num_classes: int, **arguments: Any
+) -> nn.Module:
+    """A new network with weights drawn from torch's default generator.
+
+    Args:
+        model: a name in `MODELS`, the user's `module:factory` (found in the current directory too), or a factory
+            itself. A user's factory is given `input_shape` and `num_classes` only if its signature has these names.
+        input_shape: shape of one example, without the batch.
+        num_classes: number of outputs.
+        arguments: of the constructor, by keyword.
+
+    Raises:
+        UserError: an unknown name or argument, a module or attribute that is not there, sizes that do not fit the
+            shape, or a factory whose result is no nn.Module.
+
+    >>> build("mlp", (1, 8, 8), 10, hidden=(16,)).fc2
+    Linear(in_features=16, out_features=10, bias=True)
+    >>> build("torch.nn:Linear", (1, 8, 8), 10, in_features=3, out_features=2)
+    Linear(in_features=3, out_features=2, bias=True)
+    """
+    if not isinstance(model, str):
+        label = getattr(model, "__name__", type(model).__name__)
+        return call_factory(label, model, tuple(input_shape), num_classes, arguments)
+    if ":" in model:
+        return call_factory(model, load_factory(model), tuple(input_shape), num_classes, arguments)
+    if model not in MODELS:
+        raise UserError(
+            f"there is no model {model!r}; {nearest(model, MODELS)}. A network of your own is given as module:factory"
+        )
+    return call_factory(model, MODELS[model], tuple(input_shape), num_classes, arguments)
+
+
+@final
+class FrozenArguments(Mapping[str, Any]):
+    """A mapping that cannot be changed and can be hashed; lists in it become tuples, mappings become this class.
+
+    Raises:
+        UserError: a name is not text, or a value cannot be hashed.
+
+    >>> {FrozenArguments({"hidden": [64, 32]}): 1}[FrozenArguments({"hidden": (64, 32)})]
+    1
+    """
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        if bad := [name for name in items if not isinstance(name, str)]:
+            raise UserError(f"model arguments need text as names, got {bad[0]!r}")
+        self._items = {name: _frozen(name, value) for name, value in items.items()}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+def _frozen(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return FrozenArguments(value)
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(name, item) for item in value)
+    try:
+        hash(value)
+    except TypeError as error:
+        raise UserError(
+            f"model argument {name}={value!r} is of type {type(value).__name__}, which cannot be part of a model's "
+            f"description; use numbers, text, lists and mappings"
+        ) from error
+    return value
+
+
+@final
+@dataclass(frozen=True)
+class ModelSpec:
+    """How to make a network, as a value: equal specs are equal, hash alike, and travel to other processes.
+
+    It is what recipes give to `Client.model`; calling it builds the network.
+
+    Args:
+        name: a name in `MODELS`, or `module:factory`.
+        arguments: of the constructor; kept as `FrozenArguments`.
+        input_shape: shape of one example, without the batch.
+        num_classes: number of outputs.
+
+    Raises:
+        UserError: a name that is not in `MODELS`, or arguments that cannot be hashed or are given
+            elsewhere; when called, as `build`.
+
+    >>> spec = ModelSpec("mlp", {"hidden": [16]}, (1, 8, 8), 10)
+    >>> spec == ModelSpec("mlp", {"hidden": (16,)}, (1, 8, 8), 10), spec().fc1
+    (True, Linear(in_features=64, out_features=16, bias=True))
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    input_shape: tuple[int, ...]
+    num_classes: int
+
+    def __post_init__(self) -> None:
+        if ":" not in self.name and self.name not in MODELS:
+            raise UserError(
+                f"there is no model {self.name!r}; {nearest(self.name, MODELS)}. "
+                f"A network of your own is given as module:factory"
+            )
+        if clash := sorted({"model", "input_shape", "num_classes"} & set(self.arguments)):
+            raise UserError(f"model {self.name}: {clash[0]!r} cannot be among the arguments; it is given by the recipe")
+        object.__setattr__(self, "arguments", FrozenArguments(self.arguments))
+        object.__setattr__(self, "input_shape", tuple(self.input_shape))
+
+    def __call__(self) -> nn.Module:
+        """A new network; see `build`."""
+        return build(self.name, self.input_shape, self.num_classes, **self.arguments)

@@ -1,0 +1,176 @@
+"""The convolutional networks of the papers, and a small one for small images."""
+
+from torch import nn
+
+from polyfed.errors import UserError
+from polyfed.models.plain import Conv, Norm, plain_cnn
+
+
+def cnn_small(
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    *,
+    channels: tuple[int, ...] = (16, 32),
+    hidden: int = 64,
+    norm: Norm = "none",
+) -> nn.Sequential:
+    """3×3 convolutions with padding 1, each followed by 2×2 max-pooling, then one hidden layer (ours).
+
+    Made for images as small as scikit-learn's digits: two convolutions take 4×4 pixels and more.
+
+    Args:
+        input_shape: (channels, height, width).
+        num_classes: number of outputs.
+        channels: output channels of each convolution (ours).
+        hidden: width of the hidden layer (ours).
+        norm: layer after each convolution.
+
+    Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
+
+    Raises:
+        UserError: the image is too small for so many poolings, or a size is not a positive whole number.
+
+    >>> sum(p.numel() for p in cnn_small((1, 8, 8), 10).parameters())
+    13706
+    """
+    convs = [Conv(c, kernel=3, padding=1, pool=2) for c in channels]
+    return plain_cnn("cnn_small", input_shape, num_classes, convs, [hidden], norm=norm)
+
+
+def cnn_582k(
+    input_shape: tuple[int, ...], num_classes: int, *, channels: tuple[int, int] = (32, 64), hidden: int = 512
+) -> nn.Sequential:
+    """5×5 convolutions 32 and 64 without padding, each followed by 2×2 max-pooling, then a hidden layer of 512.
+
+    The shape of McMahan et al.'s (2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+    section 3) MNIST network, which pads, in the unpadded form that public FL code uses: 582,026 parameters on 1×28×28
+    with 10 classes.
+
+    Args:
+        input_shape: (channels, height, width), at least 16×16 pixels.
+        num_classes: number of outputs.
+        channels: output channels of the two convolutions (32, 64: paper).
+        hidden: width of the hidden layer (512: paper).
+
+    Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
+
+    Raises:
+        UserError: the image is too small, or a size is not a positive whole number.
+
+    >>> sum(p.numel() for p in cnn_582k((1, 28, 28), 10).parameters())
+    582026
+    """
+    convs = [Conv(c, kernel=5, pool=2) for c in channels]
+    return plain_cnn("cnn_582k", input_shape, num_classes, convs, [hidden])
+
+
+def cnn_pfedla(
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    *,
+    channels: tuple[int, ...] = (16, 32),
+    hidden: tuple[int, ...] = (120, 84),
+    batch_norm: bool = False,
+) -> nn.Sequential:
+    """pFedLA's network: 5×5 convolutions 16 and 32 with 2×2 max-pooling, then fully connected layers 120 and 84.
+
+    pFedLA (Ma et al. 2022, section 4.1) says "the same CNN as in FedFomo, FedBN and pFedHN", with BatchNorm after the
+    convolutions for CIFAR and none for EMNIST and FashionMNIST. Those three differ; the megabytes of its Table 3 settle
+    it: the savings 275.01, 36.72, 2.43 (CIFAR-10) and 2.43, 176.13 (EMNIST) are 750 times fc1, conv2, fc3 and fc3, fc1
+    of pFedHN's network in single precision, and the totals 750 times twice (up and down) its 85,822 parameters (EMNIST,
+    10 classes) and 121,278 (CIFAR-10, BatchNorm), all within 0.03 MB.
+
+    Args:
+        input_shape: (channels, height, width), at least 16×16 pixels.
+        num_classes: number of outputs.
+        channels: output channels of each convolution (16, 32: pFedHN's code, and Table 3).
+        hidden: widths of the hidden layers (120, 84: the same).
+        batch_norm: BatchNorm after each convolution (paper: True for CIFAR-10 and CIFAR-100, False otherwise).
+
+    Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
+
+    Raises:
+        UserError: the image is too small, or a size is not a positive whole number.
+
+    >>> sum(p.numel() for p in cnn_pfedla((1, 28, 28), 10).parameters())
+    85822
+    """
+    convs = [Conv(c, kernel=5, pool=2) for c in channels]
+    norm: Norm = "batch" if batch_norm else "none"
+    return plain_cnn("cnn_pfedla", input_shape, num_classes, convs, hidden, norm=norm)
+
+
+def cnn_fedhenn(
+    input_shape: tuple[int, ...], num_classes: int, *, level: int = 1, channels: int = 64, padding: int = 0
+) -> nn.Sequential:
+    """One of FedHeNN's five networks, from (1 convolution, 1 fully connected layer) to (3, 3).
+
+    The paper (Makhija et al. 2022, section 4.1) gives the two ends; the steps between add one layer at a time, by turns
+    (ours):
+
+    ===== ============ ======================
+    level convolutions fully connected layers
+    ===== ============ ======================
+    1     1            C
+    2     1            64, C
+    3     2            64, C
+    4     2            120, 64, C
+    5     3            120, 64, C
+    ===== ============ ======================
+
+    Convolutions are 5×5 with 2×2 max-pooling, as in the homogeneous network; the third is 3×3 with padding 1, since a
+    5×5 kernel leaves nothing to pool of CIFAR's 5×5 features (ours). The representation (the input of the last layer)
+    has a different width at each end, as FedHeNN allows.
+
+    Args:
+        input_shape: (channels, height, width); at least 16×16 pixels at levels 3 and 4, 20×20 at level 5, unless
+            padded.
+        num_classes: number of outputs, C in the table.
+        level: 1 to 5.
+        channels: output channels of every convolution (64: the paper's released code).
+        padding: of the 5×5 convolutions (0: released code; 2 makes 8×8 images possible at all levels).
+
+    Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
+
+    Raises:
+        UserError: the level is outside 1 to 5, the image is too small, or a size is not a positive whole number.
+
+    >>> [cnn_fedhenn((3, 32, 32), 10, level=i)[-1].in_features for i in range(1, 6)]
+    [12544, 64, 64, 64, 64]
+    """
+    if level not in range(1, 6):
+        raise UserError(f"cnn_fedhenn: level must be 1, 2, 3, 4 or 5 (FedHeNN's five networks), got {level!r}")
+    convs = [Conv(channels, kernel=5, padding=padding, pool=2)] * 2 + [Conv(channels, kernel=3, padding=1, pool=2)]
+    hidden = {1: (), 2: (64,), 3: (64,), 4: (120, 64), 5: (120, 64)}[level]
+    num_convs = (level + 1) // 2
+    return plain_cnn(f"cnn_fedhenn(level={level})", input_shape, num_classes, convs[:num_convs], hidden)
+
+
+def cnn_fedhenn_homo(
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    *,
+    channels: tuple[int, int] = (64, 64),
+    hidden: tuple[int, int] = (120, 64),
+) -> nn.Sequential:
+    """FedHeNN's homogeneous network: two 5×5 convolutions of 64 with 2×2 max-pooling, fully connected 120, 64, C.
+
+    Source: Makhija et al. 2022, section 4.1 (two convolutions, three fully connected layers); sizes from the released
+    code, which widens the network for CIFAR-100 to channels=(64, 128), hidden=(256, 128).
+
+    Args:
+        input_shape: (channels, height, width), at least 16×16 pixels.
+        num_classes: number of outputs.
+        channels: output channels of the two convolutions.
+        hidden: widths of the two hidden layers.
+
+    Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
+
+    Raises:
+        UserError: the image is too small, or a size is not a positive whole number.
+
+    >>> cnn_fedhenn_homo((3, 32, 32), 10).fc3
+    Linear(in_features=64, out_features=10, bias=True)
+    """
+    convs = [Conv(c, kernel=5, pool=2) for c in channels]
+    return plain_cnn("cnn_fedhenn_homo", input_shape, num_classes, convs, hidden)

@@ -1,0 +1,302 @@
+"""The architectures of FLHA-GHN (Litany et al. 2022, "Federated Learning with Heterogeneous Architectures using Graph
+HyperNetworks"): ResNet-18 and its three variants, hybrids with concatenation, the small CNN and the chains of the GNN
+ablation.
+
+The paper gives layer counts and where the skips are (section 5, Table 2, appendices A and B); its Figure 5 is a picture
+without numbers in our text form. What it leaves open is settled so that every convolution of Arch 1-3 is of a type that
+ResNet-18 has too (same channels, kernel and stride), which is what lets a hypernetwork share weights between them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, final, get_args
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.errors import UserError, nearest
+from polyfed.models.plain import Conv, Norm, norm_layer, plain_cnn
+from polyfed.models.shapes import check_image, check_sizes
+
+Stem = Literal["cifar", "xray"]
+Join = Literal["add", "concat"]
+
+
+@final
+class ResidualBlock(nn.Module):
+    """He et al.'s (2016) basic block: two 3×3 convolutions and a shortcut, joined by a sum or by concatenation.
+
+    The shortcut is the identity, or a 1×1 convolution with norm where the shape changes. With join="concat" the two are
+    concatenated and a 1×1 convolution with norm brings the channels back (ours; FLHA's appendix B says only that
+    concatenation replaces the sum), so that the layers after the block keep their types.
+
+    Shapes: (batch, c_in, h, w) to (batch, c_out, ceil(h / stride), ceil(w / stride)).
+    """
+
+    def __init__(self, c_in: int, c_out: int, stride: int, norm: Norm, join: Join = "add") -> None:
+        super().__init__()
+        bias = norm == "none"
+        self.conv1 = nn.Conv2d(c_in, c_out, 3, stride, padding=1, bias=bias)
+        self.norm1 = norm_layer(norm, c_out) or nn.Identity()
+        self.conv2 = nn.Conv2d(c_out, c_out, 3, padding=1, bias=bias)
+        self.norm2 = norm_layer(norm, c_out) or nn.Identity()
+        self.shortcut = nn.Sequential()
+        if stride != 1 or c_in != c_out:
+            self.shortcut = nn.Sequential(
+                OrderedDict(
+                    conv=nn.Conv2d(c_in, c_out, 1, stride, bias=bias), norm=norm_layer(norm, c_out) or nn.Identity()
+                )
+            )
+        self.join = join
+        if join == "concat":
+            self.fuse = nn.Sequential(
+                OrderedDict(
+                    conv=nn.Conv2d(2 * c_out, c_out, 1, bias=bias), norm=norm_layer(norm, c_out) or nn.Identity()
+                )
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """ReLU of the join of both branches."""
+        branch = torch.relu(self.norm1(self.conv1(x)))
+        branch = self.norm2(self.conv2(branch))
+        skip = self.shortcut(x)
+        joined = self.fuse(torch.cat([branch, skip], dim=1)) if self.join == "concat" else branch + skip
+        return torch.relu(joined)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Part of a network: `num_blocks` residual blocks, or as many plain convolutions, of which the first has `stride`.
+
+    `multiplier` times the network's width are its channels.
+    """
+
+    multiplier: int
+    stride: int
+    num_blocks: int
+    skip: bool
+
+
+_RESNET18 = (Stage(1, 1, 2, True), Stage(2, 2, 2, True), Stage(4, 2, 2, True), Stage(8, 2, 2, True))
+_ARCH1 = (Stage(1, 1, 2, False), Stage(2, 2, 2, False), Stage(4, 2, 2, False), Stage(8, 2, 2, False))
+_ARCH2 = (Stage(1, 1, 2, True), Stage(2, 2, 2, True), Stage(4, 2, 1, False), Stage(8, 2, 1, False))
+_ARCH3 = (Stage(1, 1, 1, False), Stage(2, 2, 1, False), Stage(4, 2, 2, True), Stage(8, 2, 2, True))
+# Which of ResNet-18's eight blocks are joined by concatenation in the three hybrids of appendix B (ours: the second
+# block of two neighbouring stages, whose shortcut is the identity).
+_HYBRIDS = {1: (1, 3), 2: (3, 5), 3: (5, 7)}
+
+
+def _staged(
+    model: str,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    stages: Sequence[Stage],
+    *,
+    width: int,
+    norm: Norm,
+    stem: Stem,
+    concat_blocks: Collection[int] = (),
+) -> nn.Sequential:
+    """Stem, stages (layer1, layer2, ...), average over the image, linear layer (fc)."""
+    c_in = check_image(model, input_shape, num_classes)[0]
+    check_sizes(model, "width", [width])
+    bias = norm == "none"
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    if stem == "cifar":
+        layers["conv1"] = nn.Conv2d(c_in, width, 3, padding=1, bias=bias)
+    elif stem == "xray":
+        layers["conv1"] = nn.Conv2d(c_in, width, 7, stride=2, padding=3, bias=bias)
+    else:
+        raise UserError(f"{model}: stem={stem!r} is unknown; {nearest(str(stem), get_args(Stem))}")
+    layers["norm1"] = norm_layer(norm, width) or nn.Identity()
+    layers["relu1"] = nn.ReLU()
+    if stem == "xray":
+        layers["pool1"] = nn.MaxPool2d(3, stride=2, padding=1)
+    channels, index = width, 0
+    for i, stage in enumerate(stages, start=1):
+        c_out = width * stage.multiplier
+        blocks: list[nn.Module] = []
+        for j in range(stage.num_blocks):
+            stride = stage.stride if j == 0 else 1
+            if stage.skip:
+                join: Join = "concat" if index in concat_blocks else "add"
+                blocks.append(ResidualBlock(channels, c_out, stride, norm, join))
+                index += 1
+            else:
+                blocks.append(_plain_block(channels, c_out, stride, norm))
+            channels = c_out
+        layers[f"layer{i}"] = nn.Sequential(*blocks)
+    layers["pool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    layers["fc"] = nn.Linear(channels, num_classes)
+    return nn.Sequential(layers)
+
+
+def _plain_block(c_in: int, c_out: int, stride: int, norm: Norm) -> nn.Sequential:
+    conv = nn.Conv2d(c_in, c_out, 3, stride, padding=1, bias=norm == "none")
+    return nn.Sequential(OrderedDict(conv=conv, norm=norm_layer(norm, c_out) or nn.Identity(), relu=nn.ReLU()))
+
+
+def resnet18(
+    input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch", stem: Stem = "cifar"
+) -> nn.Sequential:
+    """ResNet-18 for small images: FLHA's Arch 0.
+
+    He et al. (2016) with the CIFAR stem (3×3, stride 1, no max-pooling); 11,173,962 parameters at width 64 with 3 input
+    channels and 10 classes.
+
+    Args:
+        input_shape: (channels, height, width), of any size.
+        num_classes: number of outputs.
+        width: channels of the first stage, doubled at each of the other three (64: paper; less for a CPU).
+        norm: layer after each convolution ("batch": paper).
+        stem: "cifar", or "xray": 7×7 with stride 2 (FLHA's appendix A) and the 3×3 max-pooling of He et al.'s ImageNet
+            stem, for chest X-rays of 224×224.
+
+    Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
+
+    Raises:
+        UserError: a size is not a positive whole number, or `norm` or `stem` is unknown.
+
+    >>> sum(p.numel() for p in resnet18((3, 32, 32), 10).parameters())
+    11173962
+    """
+    return _staged("resnet18", input_shape, num_classes, _RESNET18, width=width, norm=norm, stem=stem)
+
+
+def resnet18_hybrid(
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    *,
+    variant: int = 1,
+    width: int = 64,
+    norm: Norm = "batch",
+    stem: Stem = "cifar",
+) -> nn.Sequential:
+    """ResNet-18 in which two blocks concatenate instead of adding: the three hybrids of FLHA's appendix B.
+
+    The paper does not say which blocks; ours are the second ones of stages 1 and 2 (variant 1), 2 and 3 (2), 3 and 4
+    (3).
+
+    Args:
+        input_shape: (channels, height, width), of any size.
+        num_classes: number of outputs.
+        variant: 1, 2 or 3.
+        width: as in `resnet18`.
+        norm: as in `resnet18`.
+        stem: as in `resnet18`.
+
+    Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
+
+    Raises:
+        UserError: an unknown variant, or as `resnet18`.
+
+    >>> resnet18_hybrid((3, 32, 32), 10, width=4).layer2[1].join
+    'concat'
+    """
+    if variant not in _HYBRIDS:
+        raise UserError(f"resnet18_hybrid: variant must be 1, 2 or 3, got {variant!r}")
+    blocks = _HYBRIDS[variant]
+    return _staged(
+        "resnet18_hybrid", input_shape, num_classes, _RESNET18, width=width, norm=norm, stem=stem, concat_blocks=blocks
+    )
+
+
+def flha_arch1(
+    input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch", stem: Stem = "cifar"
+) -> nn.Sequential:
+    """FLHA's Arch 1: 10 layers, no skips (section 5). Stem, two plain 3×3 convolutions at each of four widths, linear.
+
+    Args, shapes and errors are those of `resnet18`.
+
+    >>> sum(isinstance(m, nn.Conv2d | nn.Linear) for m in flha_arch1((3, 32, 32), 10, width=4).modules())
+    10
+    """
+    return _staged("flha_arch1", input_shape, num_classes, _ARCH1, width=width, norm=norm, stem=stem)
+
+
+def flha_arch2(
+    input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch", stem: Stem = "cifar"
+) -> nn.Sequential:
+    """FLHA's Arch 2: 12 layers, skips only in the first 8 (section 5).
+
+    Stem, four residual blocks (8 layers; widths 1, 1, 2, 2), plain convolutions to widths 4 and 8, linear; shortcuts'
+    1×1 convolutions are not counted, as in "ResNet-18". Args, shapes and errors are those of `resnet18`.
+
+    >>> flha_arch2((3, 32, 32), 10, width=4)(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+    return _staged("flha_arch2", input_shape, num_classes, _ARCH2, width=width, norm=norm, stem=stem)
+
+
+def flha_arch3(
+    input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch", stem: Stem = "cifar"
+) -> nn.Sequential:
+    """FLHA's Arch 3: 12 layers (others than Arch 2's), skips only in the last 8 (section 5).
+
+    Stem, plain convolutions at widths 1 and 2, four residual blocks (8 layers; widths 4, 4, 8, 8), linear. Args, shapes
+    and errors are those of `resnet18`.
+
+    >>> flha_arch3((3, 32, 32), 10, width=4)(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+    return _staged("flha_arch3", input_shape, num_classes, _ARCH3, width=width, norm=norm, stem=stem)
+
+
+def flha_small(
+    input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch"
+) -> nn.Sequential:
+    """FLHA's small CNN of 4 layers (section 5.4, Table 7, Figure 7), for edge devices.
+
+    The paper gives no more than "4 layers"; ours are ResNet-18's stem, its convolutions to widths 2 and 4 with stride
+    2, and the linear layer after averaging over the image.
+
+    Args:
+        input_shape: (channels, height, width), of any size.
+        num_classes: number of outputs.
+        width: channels of the first convolution (64: that of the paper's other networks).
+        norm: layer after each convolution ("batch": paper's other networks).
+
+    Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
+
+    Raises:
+        UserError: a size is not a positive whole number, or `norm` is unknown.
+
+    >>> sum(p.numel() for p in flha_small((3, 32, 32), 10).parameters())
+    373834
+    """
+    convs = [Conv(width, 3, padding=1), *(Conv(width * m, 3, padding=1, stride=2) for m in (2, 4))]
+    bias = norm == "none"
+    return plain_cnn("flha_small", input_shape, num_classes, convs, norm=norm, conv_bias=bias, global_pool=True)
+
+
+def flha_chain(
+    input_shape: tuple[int, ...], num_classes: int, *, num_layers: int = 7, width: int = 64, norm: Norm = "batch"
+) -> nn.Sequential:
+    """The CNNs of FLHA's GNN ablation (Table 2): all layers 3×3×64×64 except the first and the last.
+
+    The paper has 4, 7, 10 and 13 layers, the linear layer being the last. Where the image is halved is ours: 2×2
+    max-pooling after every third convolution but the last one, then the average over the image; so networks differ in
+    depth by whole groups of three.
+
+    Args:
+        input_shape: (channels, height, width); 13 layers need 8×8 pixels.
+        num_classes: number of outputs.
+        num_layers: convolutions and the linear layer, at least 2 (4, 7, 10, 13: paper).
+        width: channels of every convolution (64: paper).
+        norm: layer after each convolution ("batch": paper's other networks).
+
+    Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
+
+    Raises:
+        UserError: the image is too small, fewer than two layers, or a size is not a positive whole number.
+
+    >>> sum(isinstance(m, nn.Conv2d | nn.Linear) for m in flha_chain((3, 32, 32), 10, num_layers=13, width=4))
+    13
+    """
+    check_sizes("flha_chain", "num_layers", [num_layers], minimum=2)
+    last = num_layers - 1
+    convs = [Conv(width, 3, padding=1, pool=2 if i % 3 == 0 and i < last else 1) for i in range(1, num_layers)]
+    bias = norm == "none"
+    return plain_cnn("flha_chain", input_shape, num_classes, convs, norm=norm, conv_bias=bias, global_pool=True)

@@ -1,0 +1,52 @@
+"""What every constructor of the zoo checks first: the shape of one input, the number of outputs, the sizes."""
+
+from collections.abc import Iterable, Sequence
+
+from polyfed.errors import UserError
+
+
+def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1) -> tuple[int, ...]:
+    """`sizes` as a tuple of ints, each at least `minimum`.
+
+    Raises:
+        UserError: a size is no int or is too small.
+
+    >>> check_sizes("mlp", "hidden", [64, 32])
+    (64, 32)
+    """
+    result = tuple(sizes)
+    if any(not isinstance(size, int) or isinstance(size, bool) or size < minimum for size in result):
+        raise UserError(f"{model}: {name} must be whole numbers of at least {minimum}, got {result}")
+    return result
+
+
+def check_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, ...]:
+    """The shape of one example, without the batch, after a check of it and of the number of outputs.
+
+    Raises:
+        UserError: an empty shape, a dimension that is no positive int, or fewer than one output.
+    """
+    check_sizes(model, "num_classes", [num_classes])
+    if not input_shape:
+        raise UserError(
+            f"{model}: input_shape is empty; give the shape of one example without the batch, as (1, 28, 28)"
+        )
+    return check_sizes(model, "input_shape", input_shape)
+
+
+def check_image(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, int, int]:
+    """(channels, height, width) of one image.
+
+    Raises:
+        UserError: as `check_shape`, or the shape has not three dimensions.
+
+    >>> check_image("cnn_small", (1, 8, 8), 10)
+    (1, 8, 8)
+    """
+    shape = check_shape(model, input_shape, num_classes)
+    if len(shape) != 3:
+        raise UserError(
+            f"{model} takes images: input_shape must be (channels, height, width), got {shape}; "
+            f"mlp takes inputs of any shape, lstm takes tokens"
+        )
+    return shape[0], shape[1], shape[2]

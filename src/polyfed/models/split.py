@@ -1,0 +1,331 @@
+"""Body and head, norm layers, buffers and representations of any network, found by structure.
+
+Structure means module types, the order in which modules run, and whether the output depends on them; never what a layer
+is called. A layer here is a module with parameters of its own; tensors are named as in `state_dict()`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils.parametrize import is_parametrized
+
+from polyfed.errors import UserError, nearest
+
+# _NormBase is the base of BatchNorm (SyncBatchNorm too) and InstanceNorm, their lazy forms included.
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+
+
+def head_modules(
+    model: nn.Module, example: Tensor, *, num_layers: int = 1, names: Sequence[str] | None = None
+) -> tuple[str, ...]:
+    """Names of the modules that are the head: the last `num_layers` parametric layers before the output.
+
+    The model runs once on `example`, in evaluation mode: neither it nor the random state
+    changes. A layer counts if the output depends on it (an auxiliary branch that is computed and dropped does not
+    count) at the place of its last use. Norm layers do not count but go along: a norm between or after the counted
+    layers is in the head. Parameters that a module with layers inside owns itself (a class token, positions) are body.
+
+    Args:
+        model: any network.
+        example: a small batch of inputs; one row is enough.
+        num_layers: how many layers; 0 gives an empty head, more than there are gives all.
+        names: the head itself, for a user who knows better; then nothing is run.
+
+    Returns:
+        Module names (as of `named_modules`) in the order of execution; "" if the model itself is the layer.
+
+    Raises:
+        UserError: `num_layers` is negative, a name is not a module with parameters, or no layer takes part in the
+            output.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> head_modules(net, torch.zeros(1, 4))
+    ('2',)
+    """
+    if names is not None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for name in names:
+            if name not in modules:
+                raise UserError(f"the head cannot be {name!r}: the model has no such module; {nearest(name, modules)}")
+            if not any(True for _ in modules[name].parameters()):
+                raise UserError(f"the head cannot be {name!r}: this {type(modules[name]).__name__} has no parameters")
+        return tuple(names)
+    if num_layers < 0:
+        raise UserError(f"num_layers={num_layers} of the head must be 0 or more")
+    if num_layers == 0:
+        return ()
+    layers = _layers(model)
+    order = [name for name in _executed(model, example, layers) if not _has_layers_inside(layers[name])]
+    if not order:
+        raise UserError(
+            f"{type(model).__name__} has no parametric layer that takes part in its output, so it has no head; "
+            f"name the head's modules yourself"
+        )
+    head: list[str] = []
+    counted = 0
+    for name in reversed(order):
+        is_norm = isinstance(layers[name], _NORMS)
+        if counted == num_layers:
+            break
+        head.append(name)
+        counted += not is_norm
+    return tuple(reversed(head))
+
+
+def split_names(model: nn.Module, head: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of all tensors of `state_dict()`, as (body, head).
+
+    A tensor that is reached by several names (shared weights) is on one side with all of them: the head's, if one of
+    them is in the head, since what stays with a client must not leave under another name.
+
+    Args:
+        model: any network.
+        head: module names, as `head_modules` gives them; everything inside them is head.
+
+    Raises:
+        UserError: the model has no module of such a name.
+
+    >>> split_names(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), ["2"])
+    (('0.weight', '0.bias'), ('2.weight', '2.bias'))
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in head:
+        if name not in modules:
+            raise UserError(f"the head cannot be {name!r}: the model has no such module; {nearest(name, modules)}")
+    tensors = _state(model)
+    shared = {id(tensor) for name, tensor in tensors.items() if any(_inside(name, module) for module in head)}
+    body = tuple(name for name, tensor in tensors.items() if id(tensor) not in shared)
+    return body, tuple(name for name, tensor in tensors.items() if id(tensor) in shared)
+
+
+def norm_tensor_names(model: nn.Module) -> tuple[str, ...]:
+    """The names in `state_dict()` of the parameters and buffers of all norm layers, by module type, wherever they are.
+
+    Batch, instance, layer, group and RMS norms count, and classes derived from them.
+
+    >>> norm_tensor_names(nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)))
+    ('1.weight', '1.bias')
+    """
+    norms = [n for n, module in model.named_modules(remove_duplicate=False) if isinstance(module, _NORMS)]
+    return tuple(name for name in _state(model) if any(_inside(name, norm) for norm in norms))
+
+
+def buffer_names(model: nn.Module) -> tuple[str, ...]:
+    """The names of the buffers in `state_dict()`, that is, of the persistent ones.
+
+    >>> buffer_names(nn.BatchNorm1d(2))
+    ('running_mean', 'running_var', 'num_batches_tracked')
+    """
+    return tuple(name for name, tensor in _state(model).items() if not isinstance(tensor, nn.Parameter))
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether some module is a BatchNorm (of any dimension, synchronised or not).
+
+    >>> has_batch_norm(nn.Sequential(nn.BatchNorm1d(2))), has_batch_norm(nn.LayerNorm(2))
+    (True, False)
+    """
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def layer_owners(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Name of a module -> the names in `state_dict()` of the tensors that it owns itself (pFedLA's layers).
+
+    Every name occurs once, in the order of `state_dict()`; shared tensors belong, with all their names, to their first
+    owner. A parametrised layer (torch.nn.utils.parametrizations) owns its parametrisation's tensors. The model itself
+    is "".
+
+    >>> layer_owners(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))["0"]
+    ('0.weight', '0.bias')
+    """
+    parametrised = [n for n, module in model.named_modules(remove_duplicate=False) if is_parametrized(module)]
+    owner_of: dict[int, str] = {}
+    owners: dict[str, list[str]] = {}
+    for name, tensor in _state(model).items():
+        inside = [p for p in parametrised if _inside(name, f"{p}.parametrizations" if p else "parametrizations")]
+        owner = owner_of.setdefault(id(tensor), inside[0] if inside else name.rpartition(".")[0])
+        owners.setdefault(owner, []).append(name)
+    return {owner: tuple(names) for owner, names in owners.items()}
+
+
+def representation_module(model: nn.Module, example: Tensor) -> str:
+    """Name of the module whose input is the representation: the last nn.Linear that the output depends on.
+
+    Raises:
+        UserError: no nn.Linear takes part in the output.
+
+    >>> representation_module(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(1, 4))
+    '2'
+    """
+    layers = _layers(model)
+    linear = [name for name in _executed(model, example, layers) if isinstance(layers[name], nn.Linear)]
+    if not linear:
+        raise UserError(
+            f"{type(model).__name__} has no nn.Linear that takes part in its output, so its representation is unknown; "
+            f"name the module whose input it is (option module)"
+        )
+    return linear[-1]
+
+
+def representation(model: nn.Module, x: Tensor, *, module: str | None = None) -> Tensor:
+    """Φ(x): what the last linear layer gets, without dropout (FedHeNN, Makhija et al. 2022, section 3).
+
+    The model runs in evaluation mode, and every module's mode is restored; gradients flow to the parameters if they are
+    enabled.
+
+    Args:
+        model: any network.
+        x: a batch of inputs.
+        module: name of the module whose input is taken. None finds the last nn.Linear by one more run on the first row;
+            a caller who comes back often asks `representation_module` once and gives the name.
+
+    Returns:
+        (batch, width) tensor; the input at the module's last use, flattened.
+
+    Raises:
+        UserError: no such module, the module does not run, or its input is not one tensor; None and no nn.Linear.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    >>> representation(net, torch.ones(3, 2, 2)).shape
+    torch.Size([3, 4])
+    """
+    name = representation_module(model, x[:1]) if module is None else module
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if name not in modules:
+        raise UserError(f"module={name!r} of the representation: the model has none; {nearest(name, modules)}")
+    inputs: list[Any] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.append(next(iter(_tensors([args, kwargs])), None))
+
+    handle = modules[name].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        with _evaluating(model):
+            model(x)
+    finally:
+        handle.remove()
+    if not inputs or inputs[-1] is None:
+        raise UserError(
+            f"module={name!r} of the representation ({type(modules[name]).__name__}) gets no tensor; "
+            f"name a module that does"
+        )
+    last: Tensor = inputs[-1]
+    return last.flatten(1)
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of `state_dict()` themselves, so that shared ones can be told by identity."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def _inside(tensor: str, module: str) -> bool:
+    return not module or tensor.startswith(f"{module}.")
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules with parameters of their own, each under its first name."""
+    parametrised = [m for m in model.modules() if is_parametrized(m)]
+    hidden = {id(part) for m in parametrised for part in m.get_submodule("parametrizations").modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if id(module) not in hidden
+        and (is_parametrized(module) or any(parameter is not None for parameter in module._parameters.values()))
+    }
+
+
+def _has_layers_inside(module: nn.Module) -> bool:
+    return len(_layers(module)) > 1
+
+
+def _executed(model: nn.Module, example: Tensor, layers: Mapping[str, nn.Module]) -> list[str]:
+    """Those of `layers` that run and that the output depends on, in the order of their last use.
+
+    Dependence is read off the autograd graph of a run on detached tensors; where there is none (the output is not
+    differentiable), all that run count.
+    """
+    last_use: dict[str, None] = {}
+    handles = []
+    for name, layer in layers.items():
+
+        def note(*_: Any, name: str = name) -> None:
+            last_use.pop(name, None)
+            last_use[name] = None
+
+        handles.append(layer.register_forward_hook(note))
+    try:
+        # A caller's inference mode or no_grad must not hide the graph; cuDNN's RNNs have no backward in evaluation
+        # mode.
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.backends.cudnn.flags(enabled=False),
+            torch.random.fork_rng(devices=[]),
+            _evaluating(model),
+        ):
+            parameters = {
+                name: _detached(p).requires_grad_(p.is_floating_point()) for name, p in model.named_parameters()
+            }
+            buffers = {name: _detached(b) for name, b in model.named_buffers()}
+            output = functional_call(model, {**parameters, **buffers}, (_detached(example),))
+            reached = _reached(output, parameters)
+    finally:
+        for handle in handles:
+            handle.remove()
+    used = {id(p) for name, p in model.named_parameters() if name in reached}
+    return [name for name in last_use if not reached or any(id(p) in used for p in _own_parameters(layers[name]))]
+
+
+def _reached(output: Any, parameters: Mapping[str, Tensor]) -> set[str]:
+    """Names of the parameters that `output` depends on."""
+    ends = [tensor.sum() for tensor in _tensors(output) if tensor.requires_grad]
+    inputs = {name: p for name, p in parameters.items() if p.requires_grad}
+    if not ends or not inputs:
+        return set()
+    gradients = torch.autograd.grad(ends, list(inputs.values()), allow_unused=True)
+    return {name for name, gradient in zip(inputs, gradients, strict=True) if gradient is not None}
+
+
+def _own_parameters(layer: nn.Module) -> list[nn.Parameter]:
+    own = list(layer.parameters(recurse=False))
+    return own + (list(layer.get_submodule("parametrizations").parameters()) if is_parametrized(layer) else [])
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """The same values outside the caller's graph; a copy only of inference tensors, which autograd cannot save."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """All modules in evaluation mode inside the block, each in its own mode again after it.
+
+    RNNs without dropout, which compute the same in both modes, are put in training mode: cuDNN differentiates them only
+    there.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    for module, _ in modes:
+        if isinstance(module, nn.RNNBase) and not module.dropout:
+            module.training = True
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

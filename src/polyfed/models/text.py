@@ -1,0 +1,84 @@
+"""The LSTM text classifier of FedHeNN's Sentiment140 experiments."""
+
+from typing import final
+
+from torch import Tensor, nn
+
+from polyfed.errors import UserError
+from polyfed.models.shapes import check_shape, check_sizes
+
+
+@final
+class LSTMClassifier(nn.Module):
+    """Embedding, LSTM, and two fully connected layers on the LSTM's output at the last token that is not padding.
+
+    The layers and their sizes are those of `lstm`.
+
+    Shapes: (batch, length) int64 or int32 tokens to (batch, num_classes) logits.
+    """
+
+    def __init__(
+        self, num_classes: int, vocabulary: int, embedding: int, hidden: int, num_layers: int, fc: int, padding: int
+    ) -> None:
+        super().__init__()
+        self.padding = padding
+        self.embedding = nn.Embedding(vocabulary, embedding, padding_idx=padding)
+        self.lstm = nn.LSTM(embedding, hidden, num_layers, batch_first=True)
+        self.fc1 = nn.Linear(hidden, fc)
+        self.relu = nn.ReLU()
+        self.fc2 = nn.Linear(fc, num_classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of a batch of token sequences."""
+        outputs, _ = self.lstm(self.embedding(tokens))
+        # A text ends at its last token that is not padding, on whichever side the padding is; an empty one ends at the
+        # first.
+        real = (tokens != self.padding).long()
+        position = (real * 0 + 1).cumsum(1)
+        end = (real * position).amax(1, keepdim=True).clamp(min=1)
+        last = (outputs * (position == end).unsqueeze(-1)).sum(1)
+        return self.fc2(self.relu(self.fc1(last)))  # type: ignore[no-any-return]
+
+
+def lstm(
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    *,
+    vocabulary: int = 10_000,
+    embedding: int = 64,
+    hidden: int = 128,
+    num_layers: int = 1,
+    fc: int = 64,
+    padding: int = 0,
+) -> LSTMClassifier:
+    """A 1- or 2-layer LSTM followed by 2 fully connected layers (FedHeNN, Makhija et al. 2022, section 4.1).
+
+    Args:
+        input_shape: (length,) of the token sequences, (25,) in the paper; any length works.
+        num_classes: number of outputs.
+        vocabulary: number of different tokens, padding included: that of the data (10,000: ours).
+        embedding: width of the learnt embedding (64: ours; the released code has fixed 300-wide GloVe vectors).
+        hidden: width of the LSTM (128: ours).
+        num_layers: of the LSTM (1 or 2: paper).
+        fc: width of the first fully connected layer, which is the representation's (64: ours).
+        padding: the token that fills short texts.
+
+    Shapes: (batch, length) int64 or int32 tokens to (batch, num_classes) logits.
+
+    Raises:
+        UserError: a size is not a positive whole number, the shape is not (length,), or padding is outside the
+            vocabulary.
+
+    >>> import torch
+    >>> lstm((25,), 2, vocabulary=100, num_layers=2)(torch.zeros(4, 25, dtype=torch.int64)).shape
+    torch.Size([4, 2])
+    """
+    shape = check_shape("lstm", input_shape, num_classes)
+    if len(shape) != 1:
+        raise UserError(f"lstm takes token sequences: input_shape must be (length,), got {shape}; for images use a CNN")
+    sizes = {"vocabulary": vocabulary, "embedding": embedding, "hidden": hidden, "num_layers": num_layers, "fc": fc}
+    for name, size in sizes.items():
+        check_sizes("lstm", name, [size])
+    if not 0 <= padding < vocabulary:
+        raise UserError(f"lstm: padding={padding} is no token of a vocabulary of {vocabulary}; give one from 0")
+    return LSTMClassifier(num_classes, vocabulary, embedding, hidden, num_layers, fc, padding)

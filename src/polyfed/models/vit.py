@@ -1,0 +1,134 @@
+"""A small vision transformer."""
+
+from typing import Literal, final, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from polyfed.errors import UserError, nearest
+from polyfed.models.shapes import check_image, check_sizes
+
+Pool = Literal["mean", "cls"]
+
+
+@final
+class TransformerBlock(nn.Module):
+    """Pre-norm transformer layer: self-attention and a two-layer MLP, each added to its input.
+
+    Written out rather than nn.TransformerEncoderLayer, so that every weight belongs to a Linear or LayerNorm that is
+    called (and can be traced, aggregated and generated) and evaluation takes no other path than training.
+
+    Shapes: (batch, tokens, dim) to the same.
+    """
+
+    def __init__(self, dim: int, num_heads: int, mlp_dim: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1 = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.fc1 = nn.Linear(dim, mlp_dim)
+        self.fc2 = nn.Linear(mlp_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        query, key, value = (
+            self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        )
+        # Plain products rather than scaled_dot_product_attention, whose kernels have no second derivative and no vmap.
+        weights = (query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5).softmax(-1)
+        x = x + self.proj((weights @ value).transpose(1, 2).flatten(2))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+@final
+class VisionTransformer(nn.Module):
+    """Patch embedding, learnt positions, transformer blocks, LayerNorm, mean or class token, linear layer.
+
+    The layers and their sizes are those of `vit`.
+
+    Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
+    """
+
+    def __init__(
+        self,
+        image: tuple[int, int, int],
+        num_classes: int,
+        *,
+        patch: int,
+        dim: int,
+        depth: int,
+        num_heads: int,
+        mlp_dim: int,
+        pool: Pool,
+    ) -> None:
+        super().__init__()
+        num_patches = (image[1] // patch) * (image[2] // patch)
+        self.pool = pool
+        self.patches = nn.Conv2d(image[0], dim, patch, stride=patch)
+        if pool == "cls":
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
+        num_tokens = num_patches + (pool == "cls")
+        self.positions = nn.Parameter(0.02 * torch.randn(1, num_tokens, dim))
+        self.blocks = nn.Sequential(*(TransformerBlock(dim, num_heads, mlp_dim) for _ in range(depth)))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of a batch of images."""
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        if self.pool == "cls":
+            tokens = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
+        tokens = self.norm(self.blocks(tokens + self.positions))
+        return self.head(tokens[:, 0] if self.pool == "cls" else tokens.mean(1))  # type: ignore[no-any-return]
+
+
+def vit(
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    *,
+    patch: int = 4,
+    dim: int = 64,
+    depth: int = 2,
+    num_heads: int = 4,
+    mlp_dim: int = 128,
+    pool: Pool = "mean",
+) -> VisionTransformer:
+    """A vision transformer (Dosovitskiy et al. 2021) that trains on a CPU; all default sizes are ours.
+
+    FedHeNN names transformers among CNNs as future work; this one is for that.
+
+    Args:
+        input_shape: (channels, height, width); height and width must be multiples of `patch`.
+        num_classes: number of outputs.
+        patch: side of the square patches (4 divides 8, 28 and 32).
+        dim: width of the tokens.
+        depth: number of transformer blocks.
+        num_heads: of the attention; must divide `dim`.
+        mlp_dim: hidden width of each block's MLP.
+        pool: what the linear layer sees: the mean over tokens, or a class token.
+
+    Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
+
+    Raises:
+        UserError: the image is no multiple of the patch, heads do not divide the width, an unknown `pool`, or a size is
+            not a positive whole number.
+
+    >>> vit((1, 8, 8), 10, dim=16)(torch.zeros(2, 1, 8, 8)).shape
+    torch.Size([2, 10])
+    """
+    image = check_image("vit", input_shape, num_classes)
+    sizes = {"patch": patch, "dim": dim, "depth": depth, "num_heads": num_heads, "mlp_dim": mlp_dim}
+    for name, size in sizes.items():
+        check_sizes("vit", name, [size])
+    if image[1] % patch or image[2] % patch:
+        raise UserError(f"vit: patch={patch} does not divide images of {image[1]}x{image[2]}; choose a patch that does")
+    if dim % num_heads:
+        raise UserError(f"vit: num_heads={num_heads} does not divide dim={dim}; choose numbers that fit")
+    if pool not in get_args(Pool):
+        raise UserError(f"vit: pool={pool!r} is unknown; {nearest(str(pool), get_args(Pool))}")
+    return VisionTransformer(
+        image, num_classes, patch=patch, dim=dim, depth=depth, num_heads=num_heads, mlp_dim=mlp_dim, pool=pool
+    )

@@ -1,0 +1,305 @@
+"""Every constructor: sizes from the papers, shapes, learning, tracing, and refusals."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call, stack_module_state, vmap
+from torch.nn import functional as F
+
+from polyfed.errors import UserError
+from polyfed.models import MODELS, build
+from polyfed.models.plain import Conv, norm_layer, plain_cnn
+from polyfed.seeds import local_rng
+
+TOKENS = (25,)
+# (name, input shape, arguments): small widths, so that all of them train in seconds; every name of the registry occurs.
+TABLE: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    ("mlp", (1, 8, 8), {}),
+    ("mlp", (13,), {"hidden": ()}),
+    ("mlp", (3, 4, 5, 6), {"hidden": (16, 8)}),
+    ("cnn_small", (1, 8, 8), {}),
+    ("cnn_small", (1, 8, 8), {"norm": "batch", "channels": (8,)}),
+    ("cnn_small", (3, 12, 10), {"norm": "group"}),
+    ("cnn_582k", (1, 16, 16), {"channels": (4, 8), "hidden": 16}),
+    ("cnn_pfedla", (1, 28, 28), {}),
+    ("cnn_pfedla", (3, 32, 32), {"batch_norm": True}),
+    *(("cnn_fedhenn", (3, 32, 32), {"level": level, "channels": 8}) for level in range(1, 6)),
+    ("cnn_fedhenn", (1, 8, 8), {"level": 5, "channels": 8, "padding": 2}),
+    ("cnn_fedhenn_homo", (3, 32, 32), {"channels": (8, 8)}),
+    ("resnet18", (1, 8, 8), {"width": 4}),
+    ("resnet18", (3, 16, 16), {"width": 8, "norm": "group"}),
+    ("resnet18", (1, 64, 64), {"width": 4, "stem": "xray"}),
+    *(("resnet18_hybrid", (3, 16, 16), {"width": 4, "variant": variant}) for variant in (1, 2, 3)),
+    ("flha_arch0", (3, 16, 16), {"width": 4}),
+    ("flha_arch1", (3, 16, 16), {"width": 4}),
+    ("flha_arch2", (3, 16, 16), {"width": 4}),
+    ("flha_arch3", (3, 16, 16), {"width": 4, "norm": "none"}),
+    ("flha_arch3", (3, 16, 16), {"width": 4}),
+    ("flha_small", (3, 16, 16), {"width": 8}),
+    *(("flha_chain", (3, 16, 16), {"width": 8, "num_layers": n}) for n in (4, 7, 10, 13)),
+    ("lstm", TOKENS, {"vocabulary": 50, "embedding": 16, "hidden": 16, "fc": 16}),
+    ("lstm", TOKENS, {"vocabulary": 50, "embedding": 16, "hidden": 16, "fc": 16, "num_layers": 2}),
+    ("vit", (1, 8, 8), {"dim": 16, "patch": 2}),
+    ("vit", (3, 16, 16), {"dim": 16, "pool": "cls"}),
+]
+IDS = [f"{name}-{'-'.join(map(str, args.values()))}" for name, _, args in TABLE]
+NUM_CLASSES = 5
+# Without a norm layer, 12 layers with torch's default weights learn slowly: that combination is checked for shapes only.
+LEARNERS = [row for row in TABLE if not (row[0] == "flha_arch3" and row[2].get("norm") == "none")]
+
+
+def make(name: str, shape: tuple[int, ...], arguments: dict[str, Any], classes: int = NUM_CLASSES) -> nn.Module:
+    with local_rng(0):
+        return build(name, shape, classes, **arguments)
+
+
+def inputs(name: str, shape: tuple[int, ...], num: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    if name == "lstm":
+        return torch.randint(0, 50, (num, *shape), generator=generator)
+    return torch.randn((num, *shape), generator=generator)
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_the_table_covers_the_registry() -> None:
+    assert {name for name, _, _ in TABLE} == set(MODELS)
+
+
+@pytest.mark.parametrize(("name", "shape", "arguments"), TABLE, ids=IDS)
+def test_output_shape_and_modes(name: str, shape: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    model, x = make(name, shape, arguments), inputs(name, shape, 3)
+    assert model(x).shape == (3, NUM_CLASSES)
+    model.eval()
+    expected = model(x)
+    assert torch.allclose(model(x[:1]), expected[:1], atol=1e-5)  # no example depends on another one
+    with torch.inference_mode():
+        assert torch.allclose(model(x), expected, atol=1e-6)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)  # noqa: S301 (our own bytes)
+
+
+@pytest.mark.parametrize(("name", "shape", "arguments"), TABLE, ids=IDS)
+def test_fx_traces_it(name: str, shape: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    model, x = make(name, shape, arguments).eval(), inputs(name, shape, 2)
+    traced = fx.symbolic_trace(model)
+    assert torch.equal(traced(x), model(x))
+    assert torch.equal(traced(x[:1]), model(x[:1]))  # the batch size is not baked in
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "arguments"), LEARNERS, ids=[f"{n}-{'-'.join(map(str, a.values()))}" for n, _, a in LEARNERS]
+)
+def test_learns_random_labels(name: str, shape: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    model, x = make(name, shape, arguments).train(), inputs(name, shape, 32)
+    y = torch.arange(32) % NUM_CLASSES
+    # At 0.01 the deep GroupNorm network, whose last features are 2×2 pixels, first throws its loss up.
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.003 if arguments.get("norm") == "group" else 0.01)
+    losses = []
+    for _ in range(25):
+        optimiser.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.75 * losses[0], losses
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "arguments", "parameters"),
+    [
+        ("cnn_582k", (1, 28, 28), 10, {}, 582_026),  # METHODS, issue 2
+        ("cnn_pfedla", (1, 28, 28), 10, {}, 85_822),  # pFedLA, Table 3: 491.08 MB
+        ("cnn_pfedla", (3, 32, 32), 10, {"batch_norm": True}, 121_278),  # pFedLA, Table 3: 693.98 MB
+        ("resnet18", (3, 32, 32), 10, {}, 11_173_962),
+        ("resnet18", (3, 32, 32), 100, {}, 11_173_962 + 90 * 513),
+        ("cnn_fedhenn_homo", (3, 32, 32), 10, {}, 4_864 + 102_464 + 192_120 + 7_744 + 650),  # sizes in METHODS
+        ("mlp", (1, 8, 8), 10, {}, 65 * 64 + 65 * 10),
+    ],
+)
+def test_parameter_counts(
+    name: str, shape: tuple[int, ...], classes: int, arguments: dict[str, Any], parameters: int
+) -> None:
+    assert count(make(name, shape, arguments, classes)) == parameters
+
+
+def test_pfedlas_table_3_in_megabytes() -> None:
+    """The published costs (750 messages each way) are those of our layers; retained layers are not downloaded."""
+
+    def megabytes(module: nn.Module, ways: int) -> float:
+        return 750 * ways * 4 * count(module) / 2**20
+
+    emnist: Any = make("cnn_pfedla", (1, 28, 28), {}, 10)
+    cifar: Any = make("cnn_pfedla", (3, 32, 32), {"batch_norm": True}, 10)
+    assert megabytes(emnist, 2) == pytest.approx(491.08, abs=0.03)
+    assert megabytes(emnist.fc3, 1) == pytest.approx(491.08 - 488.65, abs=0.03)
+    assert megabytes(emnist.fc1, 1) == pytest.approx(488.65 - 312.52, abs=0.03)
+    assert megabytes(cifar, 2) == pytest.approx(693.98, abs=0.03)
+    assert megabytes(cifar.fc1, 1) == pytest.approx(693.98 - 418.97, abs=0.03)
+    assert megabytes(cifar.conv2, 1) == pytest.approx(418.97 - 382.25, abs=0.03)
+    assert megabytes(cifar.fc3, 1) == pytest.approx(382.25 - 379.82, abs=0.03)
+
+
+def layer_types(model: nn.Module) -> set[tuple[int, ...]]:
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    return {(m.in_channels, m.out_channels, m.kernel_size[0], m.stride[0]) for m in convs}
+
+
+def num_layers(model: nn.Module) -> int:
+    """As the paper counts: without the 1×1 convolutions of shortcuts and joins."""
+    return sum(isinstance(m, nn.Linear) or (isinstance(m, nn.Conv2d) and m.kernel_size[0] > 1) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("flha_arch0", 18), ("flha_arch1", 10), ("flha_arch2", 12), ("flha_arch3", 12)]
+)
+def test_flhas_architectures_have_the_papers_layers_and_share_types(name: str, layers: int) -> None:
+    model = make(name, (3, 32, 32), {"width": 8})
+    assert num_layers(model) == layers
+    assert layer_types(model) <= layer_types(make("resnet18", (3, 32, 32), {"width": 8}))
+
+
+def test_flhas_skips_are_where_the_paper_has_them() -> None:
+    def skips(name: str) -> list[bool]:
+        """Per layer between stem and linear: is it inside a residual block?"""
+        model = make(name, (3, 32, 32), {"width": 4})
+        convs = [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.kernel_size[0] == 3]
+        blocks = [n for n, m in model.named_modules() if hasattr(m, "shortcut")]
+        return [any(conv.startswith(f"{block}.") for block in blocks) for conv in convs[1:]]
+
+    assert skips("flha_arch0") == [True] * 16
+    assert skips("flha_arch1") == [False] * 8
+    assert skips("flha_arch2") == [True] * 8 + [False] * 2
+    assert skips("flha_arch3") == [False] * 2 + [True] * 8
+
+
+def test_flhas_chains_repeat_one_type() -> None:
+    for layers in (4, 7, 10, 13):
+        model = make("flha_chain", (3, 32, 32), {"num_layers": layers, "width": 64})
+        assert num_layers(model) == layers
+        assert layer_types(model) == {(3, 64, 3, 1), (64, 64, 3, 1)}
+    assert num_layers(make("flha_small", (3, 32, 32), {})) == 4
+
+
+def test_hybrids_differ_and_concatenate_two_blocks() -> None:
+    joins = []
+    for variant in (1, 2, 3):
+        model = make("resnet18_hybrid", (3, 32, 32), {"variant": variant, "width": 4})
+        joins.append(tuple(m.join for m in model.modules() if hasattr(m, "join")))
+        assert joins[-1].count("concat") == 2
+        assert len(joins[-1]) == 8
+    assert len(set(joins)) == 3
+
+
+def test_the_xray_stem_is_the_papers() -> None:
+    stem = make("flha_arch3", (1, 224, 224), {"stem": "xray"}, 14).get_submodule("conv1")
+    assert isinstance(stem, nn.Conv2d)
+    assert (stem.in_channels, stem.out_channels, stem.kernel_size, stem.stride) == (1, 64, (7, 7), (2, 2))
+
+
+def test_fedhenns_five_networks_grow() -> None:
+    models = [make("cnn_fedhenn", (3, 32, 32), {"level": level}) for level in range(1, 6)]
+
+    def count_type(model: nn.Module, kind: type[nn.Module]) -> int:
+        return sum(isinstance(m, kind) for m in model.modules())
+
+    assert [(count_type(model, nn.Conv2d), count_type(model, nn.Linear)) for model in models] == [
+        (1, 1),
+        (1, 2),
+        (2, 2),
+        (2, 3),
+        (3, 3),
+    ]
+
+
+def test_norms() -> None:
+    assert isinstance(norm_layer("batch", 6), nn.BatchNorm2d)
+    assert norm_layer("none", 6) is None
+    groups: list[Any] = [norm_layer("group", channels) for channels in (1, 4, 24, 32, 56, 64, 512)]
+    assert {group.num_channels: group.num_groups for group in groups} == {
+        1: 1,
+        4: 1,
+        24: 1,
+        32: 2,
+        56: 1,
+        64: 4,
+        512: 32,
+    }
+    plain = make("resnet18", (3, 8, 8), {"width": 4, "norm": "none"})
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in plain.modules())
+
+
+def test_pooling_before_relu_changes_nothing() -> None:
+    with local_rng(0):
+        net: Any = plain_cnn("demo", (2, 9, 9), 3, [Conv(4, 3, padding=1, pool=2)])
+    x = inputs("demo", (2, 9, 9), 5).requires_grad_()
+    other = net.fc1(net.flatten(net.pool1(net.relu1(net.conv1(x)))))
+    assert torch.equal(net(x), other)
+    target = torch.randn(5, 3, generator=torch.Generator().manual_seed(2))
+    first = torch.autograd.grad((net(x) * target).sum(), [x, *net.parameters()])
+    second = torch.autograd.grad((other * target).sum(), [x, *net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_vit_has_second_derivatives_and_vmaps() -> None:
+    """Meta-learning differentiates twice, and clients of one architecture may run together."""
+    model, x = make("vit", (1, 8, 8), {"dim": 8, "depth": 1}), inputs("vit", (1, 8, 8), 2)
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(model(x).square().sum(), parameters, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in gradients), parameters)
+    assert all(bool(g.isfinite().all()) for g in second)
+    stacked, buffers = stack_module_state([model, model])
+    together = vmap(lambda p, b: functional_call(model, (p, b), (x,)))(stacked, buffers)
+    assert torch.allclose(together[1], model(x), atol=1e-6)
+
+
+def test_lstm_reads_int32_and_ignores_padding() -> None:
+    model = make("lstm", TOKENS, {"vocabulary": 20, "num_layers": 2}).eval()
+    text = torch.tensor([[3, 7, 9, 4]])
+    padded = torch.cat([text, torch.zeros(1, 21, dtype=torch.int64)], dim=1)
+    assert torch.allclose(model(padded), model(text), atol=1e-6)
+    assert torch.equal(model(padded.to(torch.int32)), model(padded))
+    assert not torch.allclose(model(text), model(text[:, :3]))
+    assert bool(model(torch.zeros(2, 25, dtype=torch.int64)).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "arguments", "says"),
+    [
+        ("cnn_582k", (1, 8, 8), {}, "too small"),
+        ("cnn_pfedla", (1, 15, 15), {}, "too small"),
+        ("cnn_fedhenn", (3, 18, 18), {"level": 5}, "too small"),
+        ("cnn_small", (1, 8, 8), {"channels": (4, 4, 4, 4)}, "cnn_small or mlp"),
+        ("cnn_small", (1, 8, 8), {"channels": (4, 0)}, r"at least 1, got \(0"),
+        ("cnn_small", (64,), {}, r"got \(64,\)"),
+        ("cnn_small", (1, 8, 8), {"norm": "batsh"}, "did you mean batch"),
+        ("cnn_fedhenn", (3, 32, 32), {"level": 6}, "got 6"),
+        ("mlp", (), {}, "input_shape is empty"),
+        ("mlp", (4,), {"hidden": (3.5,)}, "whole numbers"),
+        ("mlp", (4, -1), {}, "at least 1"),
+        ("resnet18", (3, 8, 8), {"width": 0}, "width"),
+        ("resnet18", (3, 8, 8), {"stem": "cifra"}, "did you mean cifar"),
+        ("resnet18_hybrid", (3, 8, 8), {"variant": 4}, "1, 2 or 3, got 4"),
+        ("flha_chain", (3, 8, 8), {"num_layers": 1}, "at least 2"),
+        ("flha_chain", (3, 4, 4), {"num_layers": 13}, "too small"),
+        ("lstm", (3, 8, 8), {}, "token sequences"),
+        ("lstm", (25,), {"vocabulary": 0}, "vocabulary"),
+        ("lstm", (25,), {"vocabulary": 5, "padding": 5}, "padding=5"),
+        ("vit", (1, 9, 9), {}, "patch=4 does not divide"),
+        ("vit", (1, 8, 8), {"num_heads": 3}, "num_heads=3"),
+        ("vit", (1, 8, 8), {"pool": "max"}, "pool='max'"),
+    ],
+)
+def test_refusals(name: str, shape: tuple[int, ...], arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        make(name, shape, arguments)
+
+
+def test_no_classes_is_refused() -> None:
+    with pytest.raises(UserError, match="num_classes"):
+        build("mlp", (4,), 0)
