@@ -1,0 +1,212 @@
+"""The contract of a federated method: who computes what, and what may travel.
+
+A method is one final frozen dataclass; its fields are the hyper-parameters. The server half (`init`, `dispatch`,
+`aggregate`) and the client half (`client_init`, `local`, `personal`) share nothing but messages, so that the same code
+runs in the simulator, on a cluster and at real sites. A whole method, runnable; each client draws the shared number
+half-way to its own mean, and keeps to itself how often it was asked:
+
+>>> import torch
+>>> from polyfed.algorithm import Algorithm, Client, ClientInfo, Message
+>>> from polyfed.tree import weighted_mean
+>>> @dataclass(frozen=True)
+... class HalfWay(Algorithm[dict, dict]):
+...     rate: float = 0.5
+...     def init(self, server): return {"model": {"number": torch.zeros(())}}
+...     def dispatch(self, state, who): return Message({"model": state["model"]})
+...     def client_init(self, client, seed): return {"asked": 0}
+...     def local(self, down, mine, client, seed):
+...         number = down.arrays["model"]["number"]
+...         number = number + self.rate * (client.train.x.mean() - number)
+...         return Message({"model": {"number": number}}), {"asked": mine["asked"] + 1}
+...     def aggregate(self, state, replies):
+...         return {"model": weighted_mean({i: reply.arrays["model"] for i, reply in replies.items()})}
+...     def personal(self, down, mine, client, seed): return torch.nn.Identity()
+>>> def client(name, value):
+...     data = torch.full((4, 1), value), torch.zeros(4, dtype=torch.int64)
+...     return Client(name, model=None, train=data, test=data)
+>>> method, clients = HalfWay(), [client("north", 2.0), client("south", 4.0)]
+>>> state = method.init(None)
+>>> for _ in range(2):
+...     downs = {c.id: method.dispatch(state, ClientInfo(c.id)) for c in clients}
+...     replies = {c.id: method.local(downs[c.id], {"asked": 0}, c, seed=0)[0] for c in clients}
+...     state = method.aggregate(state, replies)
+>>> state["model"]["number"]
+tensor(2.2500)
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Literal, TypeVar, final, get_args
+
+from torch import nn
+
+from polyfed.data.examples import Examples, as_examples
+from polyfed.errors import UserError, nearest
+from polyfed.tree import Spec, Tree, num_bytes
+
+State = TypeVar("State")  # the server's: nested dicts of tensors and plain scalars
+Mine = TypeVar("Mine")  # a client's private state: the same, and it never leaves the client
+Task = Literal["classification", "multilabel", "regression"]
+Architecture = Callable[[], nn.Module]
+
+
+@final
+@dataclass(frozen=True)
+class Message:
+    """What travels in one direction: named groups of tensors, and a few numbers.
+
+    >>> import torch
+    >>> Message({"model": {"w": torch.zeros(1000)}}, {"lr": 0.1}).nbytes
+    4080
+    """
+
+    arrays: Mapping[str, Tree] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the named tensors as one safetensors file; the handful of scalars is not counted."""
+        return num_bytes({f"{group}/{name}": t for group, tree in self.arrays.items() for name, t in tree.items()})
+
+
+@final
+@dataclass(frozen=True, init=False)
+class Client:
+    """What one participant owns; none of it is ever sent.
+
+    Args:
+        id: its name in tables, files and messages.
+        model: builds its own network, without arguments (a class, a function, a `ModelSpec`); None for the methods that
+            bring their own network. Give clients of one architecture the same callable: it is built once.
+        train, test, val, balanced_test: (x, y) tensors, a torch `Dataset`, a Hugging Face dataset, or `Examples`.
+            `test` follows the client's own distribution, `balanced_test` is the common one; `val` chooses the best round.
+        task: "classification" (labels int64 (n,)), "multilabel" (0/1 floats (n, labels)) or "regression" (floats).
+
+    Raises:
+        UserError: an empty id, no examples, or labels that do not suit the task.
+    """
+
+    id: str
+    model: Architecture | None
+    train: Examples
+    test: Examples
+    val: Examples | None
+    balanced_test: Examples | None
+    task: Task
+
+    def __init__(
+        self,
+        id: str,
+        model: Architecture | None,
+        train: Any,
+        test: Any,
+        val: Any = None,
+        balanced_test: Any = None,
+        task: Task = "classification",
+    ) -> None:
+        if not isinstance(id, str) or not id:
+            raise UserError(f"a client's id must be a string that is not empty, got {id!r}")
+        if model is not None and (isinstance(model, nn.Module) or not callable(model)):
+            raise UserError(f"client {id!r}: model must be a callable that builds a network, got {type(model).__name__}; "
+                            "write model=lambda: MyNet() instead of model=MyNet()")  # fmt: skip
+        if task not in get_args(Task):
+            raise UserError(f"client {id!r}: unknown task {task!r}; {nearest(str(task), get_args(Task))}")
+        given = {"train": train, "test": test, "val": val, "balanced_test": balanced_test}
+        for name, source in given.items():
+            examples = None if source is None else as_examples(source, f"client {id!r}: {name}")
+            if examples is None and name in ("train", "test"):
+                raise UserError(f"client {id!r}: {name} examples are missing")
+            if examples is not None:
+                _check_labels(examples, task, f"client {id!r}: {name}")
+            object.__setattr__(self, name, examples)
+        for name, value in {"id": id, "model": model, "task": task}.items():
+            object.__setattr__(self, name, value)
+
+
+def _check_labels(examples: Examples, task: Task, name: str) -> None:
+    labels = examples.labels
+    if not len(labels):
+        raise UserError(f"{name} has no examples; give at least one, or leave this client out")
+    if task == "classification":
+        if labels.dim() != 1 or labels.is_floating_point():
+            raise UserError(f"{name} labels must be integers of shape (n,), got {labels.dtype} {tuple(labels.shape)}")
+        if int(labels.min()) < 0:
+            raise UserError(f"{name} labels must count from 0, found {int(labels.min())}")
+    elif task == "multilabel" and (labels.dim() != 2 or not bool(((labels == 0) | (labels == 1)).all())):
+        raise UserError(f"{name} labels must be 0 or 1 of shape (n, labels), got shape {tuple(labels.shape)}")
+
+
+@final
+@dataclass(frozen=True)
+class ClientInfo:
+    """What the server knows of a client when it writes to it.
+
+    Attributes: `id`; `round` (from 1) of `rounds`; `architecture`, the client's architecture as a key of
+    `ServerContext.architectures`, None unless the method's `requires` asks for it.
+    """
+
+    id: str
+    round: int = 1
+    rounds: int = 1
+    architecture: str | None = None
+
+
+@final
+@dataclass(frozen=True)
+class ServerContext:
+    """What the server knows before the first round. Fields that `requires` does not ask for are None.
+
+    Attributes: `seed` of the run; `rounds` in all; `clients`, everyone who may take part; `model` builds the common
+    network ("one_architecture"); `architectures` by key ("architectures"); `layer_catalogue` ("layer_catalogue");
+    `public`, the pool of unlabelled examples ("public_data").
+    """
+
+    seed: int
+    rounds: int
+    clients: tuple[ClientInfo, ...]
+    model: Architecture | None = None
+    architectures: Mapping[str, Architecture] | None = None
+    layer_catalogue: Any = None
+    public: Examples | None = None
+
+
+class Algorithm(ABC, Generic[State, Mine]):
+    """A federated method; the module's docstring has a complete one.
+
+    `local` may train a scratch module in place, but changes neither `down` nor `mine`; private state is returned. Every
+    random choice comes from `seed`, which the caller derives from (run seed, round, client id, purpose).
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset()
+    """Of "model" (each client brings a network), "one_architecture", "architectures", "layer_catalogue" (which all imply
+    it) and "public_data"; checked before the first round."""
+
+    @abstractmethod
+    def init(self, server: ServerContext) -> State:
+        """The server's state before round 1."""
+
+    @abstractmethod
+    def dispatch(self, state: State, who: ClientInfo) -> Message:
+        """What the server sends to one client; messages may differ between clients."""
+
+    @abstractmethod
+    def client_init(self, client: Client, seed: int) -> Mine:
+        """The client's private state before its first round. `seed` is the run's, the same for every client."""
+
+    @abstractmethod
+    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+        """One client's part of a round: the reply to the server, and the new private state."""
+
+    @abstractmethod
+    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
+        """The server's next state from the replies of the round's clients, whatever their order."""
+
+    @abstractmethod
+    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
+        """The network of this client that is evaluated, exported and used."""
+
+    def reply_spec(self, down: Message) -> Mapping[str, Spec] | None:
+        """What a valid reply to `down` holds: group -> names, shapes, dtypes. None, the default, asks only that a group
+        that went down comes back unchanged in form, if it comes back; a method that depends on more says so here."""
+        return None

@@ -1,0 +1,44 @@
+"""The federated methods, one file each, both halves together. `REGISTRY` is the list of what there is."""
+
+from typing import Any
+
+from polyfed.algorithm import Algorithm
+from polyfed.algorithms.fedavg import FedAvg
+from polyfed.algorithms.fedavg_ft import FedAvgFT
+from polyfed.algorithms.fedprox import FedProx
+from polyfed.algorithms.local import Local
+from polyfed.errors import UserError, nearest
+
+REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
+    "local": Local,
+    "fedavg": FedAvg,
+    "fedavg_ft": FedAvgFT,
+    "fedprox": FedProx,
+}
+
+
+def get(name: str) -> type[Algorithm[Any, Any]]:
+    """The class of a method by its name in the registry.
+
+    Raises:
+        UserError: an unknown name, with the nearest choices.
+
+    >>> get("fedprox")(mu=0.1).mu
+    0.1
+    """
+    if name not in REGISTRY:
+        raise UserError(f"unknown algorithm {name!r}; {nearest(name, REGISTRY)}")
+    return REGISTRY[name]
+
+
+def name_of(algorithm: Algorithm[Any, Any]) -> str:
+    """The name of a method: that of the registry, or the class's for one that is not registered.
+
+    >>> name_of(FedAvg())
+    'fedavg'
+    """
+    names = {method: name for name, method in REGISTRY.items()}
+    return names.get(type(algorithm), type(algorithm).__name__)
+
+
+__all__ = ["REGISTRY", "FedAvg", "FedAvgFT", "FedProx", "Local", "get", "name_of"]

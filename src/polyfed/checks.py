@@ -1,0 +1,142 @@
+"""What is checked before the first round: that the federation suits the method, and models suit their data."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.algorithm import Algorithm, Client
+from polyfed.algorithms import REGISTRY, name_of
+from polyfed.data.examples import Examples
+from polyfed.errors import UserError
+from polyfed.scratch import scratch
+
+_MODEL = frozenset({"model", "one_architecture", "architectures", "layer_catalogue"})
+
+
+def check_clients(clients: Sequence[Client]) -> None:
+    """Raises a `UserError` for an empty federation, something that is no client, or an id that occurs twice."""
+    if not clients:
+        raise UserError("a federation needs at least one client, got none")
+    for client in clients:
+        if not isinstance(client, Client):
+            raise UserError(f"clients must be polyfed.Client objects, got {type(client).__name__}")
+    twice = [i for i, count in Counter(client.id for client in clients).items() if count > 1]
+    if twice:
+        raise UserError(f"two clients have the id {twice[0]!r}; ids must differ")
+    tasks = sorted({client.task for client in clients})
+    if len(tasks) > 1:
+        raise UserError(f"clients of one federation must have one task, got {' and '.join(tasks)}")
+
+
+def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
+    """Raises a `UserError` if the federation lacks what `algorithm.requires`; it names clients and other methods."""
+    needs, name = algorithm.requires, name_of(algorithm)
+    if "public_data" in needs and public is None:
+        raise UserError(f"{name} needs public examples that are no client's data; give public=... (federate) or "
+                        "--data.public_fraction")  # fmt: skip
+    if not needs & _MODEL:
+        return
+    without = [client.id for client in clients if client.model is None]
+    if without:
+        raise UserError(f"{name} trains each client's own network, but client {without[0]!r} has model=None")
+    kinds = architectures(clients)
+    if "one_architecture" in needs and len(set(kinds.values())) > 1:
+        first, other = clients[0].id, next(i for i in kinds if kinds[i] != kinds[clients[0].id])
+        mixed = sorted(n for n, method in REGISTRY.items() if "one_architecture" not in method.requires)
+        raise UserError(
+            f"{name} needs one architecture, but the {len(clients)} clients have {len(set(kinds.values()))}: "
+            f"{other!r} differs from {first!r}. Methods for different architectures: {', '.join(mixed)}"
+        )
+
+
+def architectures(clients: Sequence[Client]) -> dict[str, str]:
+    """Client id -> short name of its architecture, for clients that have one."""
+    return {client.id: scratch(client.model).architecture for client in clients if client.model is not None}
+
+
+def check_models(clients: Sequence[Client]) -> None:
+    """Runs two examples through each distinct pair of network and input form; raises a `UserError` if a network fails
+    on its data, or its output does not suit the labels."""
+    outputs: dict[Any, tuple[int, ...]] = {}
+    for client in clients:
+        if client.model is None:
+            continue
+        own = scratch(client.model)
+        for name, data in _sets(client).items():
+            key = (own.architecture, data.x.shape[1:], data.x.dtype, repr(data.transform))
+            if key not in outputs:
+                outputs[key] = _output_shape(client, data, f"client {client.id!r}")
+            _check_output(outputs[key], data.labels, f"client {client.id!r}: {name}", client.task)
+
+
+def _sets(client: Client) -> dict[str, Examples]:
+    sets = {"train": client.train, "test": client.test, "val": client.val, "balanced_test": client.balanced_test}
+    return {name: data for name, data in sets.items() if data is not None}
+
+
+def _output_shape(client: Client, data: Examples, name: str) -> tuple[int, ...]:
+    assert client.model is not None
+    module = scratch(client.model).module.eval()
+    x = data.batch(torch.zeros(2, dtype=torch.int64))[0]
+    try:
+        with torch.inference_mode():
+            output = module(x)
+    except Exception as error:  # whatever the user's network raises
+        raise UserError(
+            f"{name}: its network fails on a batch of shape {tuple(x.shape)} ({x.dtype}): {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(output, Tensor):
+        raise UserError(f"{name}: its network must return a tensor of logits, got {type(output).__name__}")
+    if output.dim() == 0 or len(output) != 2:
+        raise UserError(f"{name}: its network turns 2 examples into an output of shape {tuple(output.shape)}")
+    return tuple(output.shape[1:])
+
+
+def _check_output(output: tuple[int, ...], labels: Tensor, name: str, task: str) -> None:
+    if task == "classification":
+        if len(output) != 1:
+            raise UserError(f"{name}: the network must give logits (batch, classes), got (batch, {output})")
+        if int(labels.max()) >= output[0]:
+            raise UserError(
+                f"{name} has label {int(labels.max())}, but the network has {output[0]} outputs (classes 0 to "
+                f"{output[0] - 1}); change the network's output size or the labels"
+            )
+    elif output != tuple(labels.shape[1:]):
+        raise UserError(f"{name}: the network's output is (batch, {output}), the labels are {tuple(labels.shape)}; "
+                        "they must have the same form")  # fmt: skip
+
+
+def _stable(transform: Any) -> str:
+    """A description of a transform that is the same in another process: a plain function's `repr` has its address."""
+    return repr(transform) if is_dataclass(transform) else getattr(transform, "__qualname__", type(transform).__name__)
+
+
+def fingerprint(clients: Sequence[Client], public: Examples | None = None) -> str:
+    """A short hash of every example of every client, of ids, tasks and architectures, and of the public examples: a run
+    may only be resumed with the same."""
+    seen: dict[int, str] = {}
+
+    def digest(tensor: Tensor | None) -> str:
+        if tensor is None:
+            return "none"
+        if id(tensor) not in seen:
+            raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+            seen[id(tensor)] = f"{tuple(tensor.shape)}{tensor.dtype}{hashlib.blake2b(raw.data).hexdigest()}"
+        return seen[id(tensor)]
+
+    total = hashlib.sha256()
+    kinds: Mapping[str, str] = architectures(clients)
+    for client in sorted(clients, key=lambda c: c.id):
+        total.update(repr((client.id, client.task, kinds.get(client.id))).encode())
+        for name, data in _sets(client).items():
+            total.update(
+                repr((name, digest(data.x), digest(data.y), digest(data.index), _stable(data.transform))).encode()
+            )
+    if public is not None:
+        total.update(repr((digest(public.x), digest(public.index))).encode())
+    return total.hexdigest()[:16]

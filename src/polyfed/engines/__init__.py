@@ -1,0 +1,68 @@
+"""Where clients run: this process, or a pool of processes. `start` chooses."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+
+from polyfed.algorithm import Algorithm, Client
+from polyfed.engines.inprocess import InProcessEngine
+from polyfed.engines.pool import PoolEngine
+from polyfed.engines.work import Engine
+from polyfed.errors import UserError, nearest
+
+EngineName = Literal["auto", "inprocess", "pool"]
+
+
+def start(
+    name: str, algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: torch.device, workers: int | str
+) -> Engine:
+    """An engine with these clients.
+
+    Args:
+        name: "inprocess", "pool", or "auto": the pool on a CPU for two or more workers, else this process.
+        workers: number of processes; "auto" is one per core that this process may use, at most one per client; 0 means
+            this process.
+
+    Raises:
+        UserError: an unknown engine, or a number of workers that makes no sense for it.
+    """
+    if name not in get_args(EngineName):
+        raise UserError(f"unknown engine {name!r}; {nearest(name, get_args(EngineName))}")
+    automatic = workers == "auto"
+    if not automatic and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 0):
+        raise UserError(f"workers must be 'auto' or a number of processes from 0, got {workers!r}")
+    count = min(usable_cores(), len(clients)) if automatic else int(workers)
+    if name == "pool" and count == 0:
+        raise UserError("engine='pool' needs at least one worker, got workers=0; use engine='inprocess'")
+    alone = count == 0 or (automatic and (count == 1 or device.type != "cpu"))
+    if name == "inprocess" or (name == "auto" and alone):
+        return InProcessEngine(algorithm, clients, device)
+    return PoolEngine(algorithm, clients, device, count)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name: "auto" (cuda if there is one, else cpu), "cpu", "cuda", "cuda:1", "mps".
+
+    Raises:
+        UserError: an unknown or unavailable device.
+
+    >>> choose_device("cpu")
+    device(type='cpu')
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"unknown device {name!r}; use auto, cpu, cuda, cuda:N or mps") from error
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available.get(device.type, False):
+        raise UserError(f"device {name!r} is not available on this machine; use device='cpu'")
+    return device

@@ -1,0 +1,58 @@
+"""The engine for debugging and for one device: clients run one after the other in this process."""
+
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import torch
+
+from polyfed.algorithm import Algorithm, Client
+from polyfed.engines.work import Engine, Result, Task, place_clients
+from polyfed.errors import ClientError
+from polyfed.evaluation import evaluate
+
+
+@final
+class InProcessEngine(Engine):
+    """Runs tasks in the order given; a debugger and an exception's cause reach into the client's code. Each worker of
+    the pool runs one of these."""
+
+    def __init__(self, algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: torch.device) -> None:
+        self._algorithm = algorithm
+        self._clients = {client.id: client for client in place_clients(clients, device)}
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Result]:
+        """One task after the other. An exception of the method or of a client's network becomes a failure that says
+        round, client and phase, and keeps the exception as its cause."""
+        algorithm = self._algorithm
+        for task in tasks:
+            client, start = self._clients[task.client], time.perf_counter()
+            try:
+                mine = algorithm.client_init(client, task.run_seed) if task.mine is None else task.mine
+                if task.phase == "local":
+                    reply, mine = algorithm.local(task.down, mine, client, task.seed)
+                    result = Result(task, reply=reply, mine=mine)
+                else:
+                    model = algorithm.personal(task.down, mine, client, task.seed)
+                    result = _metrics(task, client, model) if task.phase == "evaluate" else _weights(task, model)
+            except Exception as error:  # whatever a user's network or data may raise; it is reported, never swallowed
+                reason = f"{type(error).__name__}: {error}"
+                failure = ClientError(task.round, task.client, task.phase, reason, traceback.format_exc())
+                failure.__cause__ = error
+                result = Result(task, failure=failure)
+            yield result.after(time.perf_counter() - start)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def _metrics(task: Task, client: Client, model: torch.nn.Module) -> Result:
+    sets = {"test": client.test, "val": client.val, "balanced": client.balanced_test}
+    return Result(
+        task, metrics={name: evaluate(model, data, client.task) for name, data in sets.items() if data is not None}
+    )
+
+
+def _weights(task: Task, model: torch.nn.Module) -> Result:
+    return Result(task, weights={n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()})

@@ -1,0 +1,100 @@
+"""What an engine is given and gives back: tasks and results, the same on every engine."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, final
+
+import torch
+
+from polyfed.algorithm import Client, Message
+from polyfed.data.examples import Examples
+from polyfed.errors import ClientError
+from polyfed.evaluation import Metrics
+from polyfed.tree import Nested
+
+Phase = Literal["local", "evaluate", "export"]
+
+
+@final
+@dataclass(frozen=True)
+class Task:
+    """One client's work: train ("local"), evaluate its personal model, or give its weights ("export").
+
+    Attributes: `mine` is the private state, None for a client that has none yet: then it is made from `run_seed`. `seed`
+    is the one for this round, client and purpose.
+    """
+
+    phase: Phase
+    round: int
+    client: str
+    down: Message
+    mine: Nested
+    seed: int
+    run_seed: int
+
+
+@final
+@dataclass(frozen=True)
+class Result:
+    """What became of a task: the reply and private state, metrics, or weights; or else `failure`. `incidents` tell of
+    workers that died on the way, also when a later attempt succeeded."""
+
+    task: Task
+    reply: Message | None = None
+    mine: Nested = None
+    metrics: Mapping[str, Metrics] = field(default_factory=dict)
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
+    failure: ClientError | None = None
+    incidents: tuple[str, ...] = ()
+
+    def after(self, seconds: float) -> "Result":
+        """The same result with the time it took."""
+        return replace(self, seconds=seconds)
+
+
+class Engine(ABC):
+    """Where clients run."""
+
+    @abstractmethod
+    def run(self, tasks: Sequence[Task]) -> Iterator[Result]:
+        """Carries out all tasks and yields each result as it comes, in any order. A client's failure is a result."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back processes and memory; the engine cannot be used after."""
+
+
+def place_clients(clients: Sequence[Client], device: torch.device) -> list[Client]:
+    """The clients with their data on `device`; a store that several share is moved once and stays shared."""
+    if device.type == "cpu":
+        return list(clients)
+    moved: dict[int, torch.Tensor] = {}
+
+    def store(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in moved:
+            moved[id(tensor)] = tensor.to(device)
+        return moved[id(tensor)]
+
+    def place(data: Examples | None) -> Examples | None:
+        if data is None:
+            return None
+        index = None if data.index is None else data.index.to(device)
+        return Examples(store(data.x), store(data.y), index, data.transform, data.augment)
+
+    return [
+        Client(c.id, c.model, place(c.train), place(c.test), place(c.val), place(c.balanced_test), c.task)
+        for c in clients
+    ]
+
+
+def longest_first(tasks: Sequence[Task], clients: Mapping[str, Client]) -> list[Task]:
+    """Tasks in the order of falling work, so that no long one starts last; ties by client id."""
+
+    def size(task: Task) -> int:
+        client = clients[task.client]
+        sets = [client.train] if task.phase == "local" else [client.test, client.val, client.balanced_test]
+        return sum(len(data) for data in sets if data is not None)
+
+    return sorted(tasks, key=lambda task: (-size(task), task.client))

@@ -1,0 +1,325 @@
+"""The round loop: sample, dispatch, run, aggregate, evaluate, checkpoint.
+
+`federate` starts a run and `resume` goes on with one; both return a `Run` with the metrics and the personal models.
+"""
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+
+from polyfed import checks, engines
+from polyfed.algorithm import Algorithm, Client, Message
+from polyfed.algorithms import get, name_of
+from polyfed.data.examples import as_examples
+from polyfed.engines.work import Engine, Result, Task
+from polyfed.errors import ClientError, Interrupted, RoundError, UserError
+from polyfed.evaluation import summarise
+from polyfed.rounds import Federation, best_round, flat_metrics, mean_train_loss
+from polyfed.runs import checkpoint as checkpoints
+from polyfed.runs.checkpoint import Checkpoint
+from polyfed.runs.directory import RunDirectory, read_config
+from polyfed.runs.progress import Progress, for_terminal
+from polyfed.runs.results import Run, one_thread
+from polyfed.settings import Settings
+from polyfed.training import LocalTraining, check_precision
+
+
+def federate(
+    clients: Sequence[Client],
+    algorithm: Algorithm[Any, Any] | str,
+    *,
+    rounds: int,
+    seed: int = 0,
+    sample: int | float = 1.0,
+    public: Any = None,
+    engine: Literal["auto", "inprocess", "pool"] = "auto",
+    workers: int | Literal["auto"] = "auto",
+    device: str = "auto",
+    evaluate_every: int = 1,
+    checkpoint_every: int = 1,
+    out: str | Path | None = None,
+    on_error: Literal["raise", "skip"] = "raise",
+    min_replies: int = 1,
+    config: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Runs a federation.
+
+    Args:
+        clients: who takes part, each with its own data and network.
+        algorithm: the method, or its name in the registry for its default hyper-parameters.
+        rounds, seed, sample, engine, workers, device, evaluate_every, checkpoint_every, on_error, min_replies: see
+            `polyfed.settings.Settings`.
+        public: unlabelled examples that are no client's, for the methods that need them.
+        out: a new run directory (metrics, checkpoints, models); None writes nothing.
+        config: what `config.yaml` holds beside the settings and the method, for runs that are described by a file.
+        facts: what `manifest.json` holds beside versions, seed and the fingerprint of the data.
+        progress: who is told how it goes; None shows a bar on a terminal and nothing elsewhere.
+
+    Raises:
+        UserError: something given does not fit; nothing has been computed.
+        ClientError: a client failed and `on_error` is "raise"; the rounds before are saved in `out`.
+        RoundError: fewer than `min_replies` clients replied.
+        Interrupted: Ctrl-C; the rounds before are saved in `out`.
+
+    >>> import torch
+    >>> from polyfed.algorithms import FedAvg
+    >>> x, y = torch.randn(40, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1]).repeat(20)
+    >>> x[:, 0] += 4 * y
+    >>> clients = [Client(n, lambda: torch.nn.Linear(2, 2), (x, y), (x, y)) for n in ("north", "south")]
+    >>> run = federate(clients, FedAvg(lr=0.5), rounds=3, workers=0)
+    >>> [row["client"] for row in run.table()], run.table()[-1]["accuracy"] > 0.8
+    (['north', 'south', 'mean'], True)
+    """
+    settings = Settings(
+        rounds=rounds, seed=seed, sample=sample, engine=engine, workers=workers, device=device,
+        evaluate_every=evaluate_every, checkpoint_every=checkpoint_every, on_error=on_error, min_replies=min_replies,
+    )  # fmt: skip
+    federation = _checked(clients, get(algorithm)() if isinstance(algorithm, str) else algorithm, settings, public)
+    directory = None
+    if out is not None:
+        directory = RunDirectory.create(out)
+        directory.write_config({**(config or {}), **_described(federation)})
+        directory.write_manifest({**(facts or {}), "seed": seed, "data_fingerprint": _fingerprint(federation)})
+    return _play(federation, None, [], directory, progress or for_terminal(lines=False))
+
+
+def resume(
+    out: str | Path,
+    *,
+    clients: Sequence[Client] | None = None,
+    algorithm: Algorithm[Any, Any] | None = None,
+    public: Any = None,
+    engine: Literal["auto", "inprocess", "pool"] | None = None,
+    workers: int | Literal["auto"] | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Goes on with a run that was stopped, from its newest whole checkpoint; the result is the one that it would have had.
+
+    Args:
+        out: the run directory.
+        clients, algorithm, public: as they were given to `federate`; needed only if the run was not described by a file
+            (then the run's `config.yaml` rebuilds them). `algorithm` is needed only if it is not in the registry.
+        engine, workers, device: where to go on; None takes what the run had.
+
+    Raises:
+        UserError: not a run directory, or `clients` are missing or not those of the run.
+    """
+    config = read_config(out)
+    directory = RunDirectory.open(out)
+    try:
+        settings, algorithm = _restored(config, algorithm)
+        settings = dataclasses.replace(
+            settings, engine=engine or settings.engine, workers=settings.workers if workers is None else workers,
+            device=device or settings.device,
+        )  # fmt: skip
+        if clients is None:
+            from polyfed.commands.experiment import rebuild  # imported late: experiments are described in terms of runs
+
+            clients, public = rebuild(config, out)
+        federation = _checked(clients, algorithm, settings, public)
+        before = directory.manifest().get("data_fingerprint")
+        if before != (now := _fingerprint(federation)):
+            raise UserError(
+                f"the clients are not those of the run in {out}: its data fingerprint is {before}, theirs is {now}; "
+                "resume with the same ids, data and networks"
+            )
+        start, notes = checkpoints.load(directory.checkpoints)
+        history = directory.keep_rounds(start.round if start is not None else 0)
+    except BaseException:
+        directory.close()
+        raise
+    progress = progress or for_terminal(lines=False)
+    for note in notes:
+        progress.say(note)
+        warnings.warn(note, RuntimeWarning, stacklevel=2)
+    return _play(federation, start, history, directory, progress)
+
+
+def _checked(clients: Sequence[Client], algorithm: Algorithm[Any, Any], settings: Settings, public: Any) -> Federation:
+    """Everything that can be found wrong before work starts."""
+    if not isinstance(algorithm, Algorithm):
+        raise UserError(
+            f"algorithm must be a method or its name, got {algorithm!r}; for example polyfed.algorithms.FedAvg()"
+        )
+    pool = None if public is None else as_examples(public, "public")
+    checks.check_clients(clients)
+    checks.check_requirements(clients, algorithm, pool)
+    checks.check_models(clients)
+    settings.cohort_size(len(clients))
+    device = engines.choose_device(settings.device)
+    if isinstance(algorithm, LocalTraining):
+        check_precision(algorithm.precision, device)
+    return Federation({c.id: c for c in sorted(clients, key=lambda c: c.id)}, algorithm, settings, pool)
+
+
+def _fingerprint(federation: Federation) -> str:
+    return checks.fingerprint(list(federation.clients.values()), federation.public)
+
+
+def _described(federation: Federation) -> dict[str, Any]:
+    """The part of `config.yaml` that every run has: the method with all its fields, and the settings."""
+    algorithm = federation.algorithm
+    fields = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}  # type: ignore[arg-type]
+    return {"algorithm": {"name": name_of(algorithm), **fields}, **dataclasses.asdict(federation.settings)}
+
+
+def _restored(config: Mapping[str, Any], given: Algorithm[Any, Any] | None) -> tuple[Settings, Algorithm[Any, Any]]:
+    names = [f.name for f in dataclasses.fields(Settings)]
+    settings = Settings(**{name: config[name] for name in names if name in config})
+    if given is not None:
+        return settings, given
+    described = dict(config.get("algorithm", {}))
+    return settings, get(str(described.pop("name", "")))(**described)
+
+
+def _play(
+    federation: Federation,
+    start: Checkpoint | None,
+    past: Sequence[Mapping[str, Any]],
+    directory: RunDirectory | None,
+    progress: Progress,
+) -> Run:
+    """Plays the rounds that are left. Whatever ends it early, the last complete round is saved first."""
+    settings, algorithm = federation.settings, federation.algorithm
+    device = engines.choose_device(settings.device)
+    history: list[Mapping[str, Any]] = list(past)
+    changed: set[str] = set()
+    with one_thread():
+        engine = engines.start(settings.engine, algorithm, list(federation.clients.values()), device, settings.workers)
+        now = start or Checkpoint(0, algorithm.init(federation.context()), {})
+        saved = now.round
+        progress.start(name_of(algorithm), settings.rounds, now.round)
+        try:
+            while now.round < settings.rounds:
+                after, record = _one_round(federation, now, history, engine, progress)
+                if directory is not None:
+                    directory.append(record)
+                history.append(record)
+                changed |= {i for i in after.minds if after.minds[i] is not now.minds.get(i)}
+                now = after
+                progress.round(record)
+                if directory is not None and (
+                    now.round % settings.checkpoint_every == 0 or now.round == settings.rounds
+                ):
+                    checkpoints.save(directory.checkpoints, now, changed)
+                    saved = now.round
+                    changed.clear()
+            if directory is not None:
+                _write_models(federation, now, engine, directory)
+        except BaseException as stop:
+            if directory is not None and now.round > saved:
+                checkpoints.save(directory.checkpoints, now, changed)
+            if isinstance(stop, KeyboardInterrupt) and directory is not None:
+                raise Interrupted(
+                    f"interrupted; {now.round} of {settings.rounds} rounds are saved: continue with "
+                    f"`polyfed resume {directory.path}`"
+                ) from stop
+            raise
+        finally:
+            progress.stop()
+            engine.close()
+            if directory is not None:
+                directory.close()
+    return Run(federation, history, now, None if directory is None else directory.path)
+
+
+def _one_round(
+    federation: Federation,
+    before: Checkpoint,
+    history: Sequence[Mapping[str, Any]],
+    engine: Engine,
+    progress: Progress,
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """One round: the state after it, and its record for `metrics.jsonl`."""
+    settings, algorithm, number, clock = federation.settings, federation.algorithm, before.round + 1, time.perf_counter
+    started = clock()
+    who = federation.cohort(number)
+    downs = {i: algorithm.dispatch(before.state, federation.info(i, number)) for i in who}
+    dispatched = clock()
+    tasks = [federation.task("local", i, number, downs[i], before) for i in who]
+    results, failures = _collect(federation, engine, tasks, progress)
+    trained = clock()
+    replies: dict[str, Message] = {i: results[i].reply for i in sorted(results)}  # type: ignore[misc]
+    if len(replies) < settings.min_replies:
+        reasons = "; ".join(f"{f['client']}: {f['reason']}" for f in failures[:3])
+        raise RoundError(f"round {number} has {len(replies)} valid replies of {len(who)}, min_replies is "
+                         f"{settings.min_replies} ({reasons})")  # fmt: skip
+    state = algorithm.aggregate(before.state, replies)
+    after = Checkpoint(number, state, {**before.minds, **{i: results[i].mine for i in replies}})
+    aggregated = clock()
+
+    rows: dict[str, dict[str, Any]] = {i: {"bytes_down": downs[i].nbytes} for i in who}
+    for i, reply in replies.items():
+        told = {"train_loss": reply.scalars["train_loss"]} if "train_loss" in reply.scalars else {}
+        rows[i] |= {"bytes_up": reply.nbytes, "seconds": round(results[i].seconds, 4), **told}
+    summary: dict[str, dict[str, float]] = {}
+    if number % settings.evaluate_every == 0 or number == settings.rounds:
+        tasks = [federation.personal_task("evaluate", i, after) for i in federation.clients]
+        evaluated, more = _collect(federation, engine, tasks, progress)
+        failures += more
+        metrics = {i: flat_metrics(result.metrics) for i, result in sorted(evaluated.items())}
+        for i, values in metrics.items():
+            rows[i] = rows.get(i, {}) | values
+        summary = summarise(metrics, {i: len(client.train) for i, client in federation.clients.items()})
+    down, up = (sum(row.get(f"bytes_{way}", 0) for row in rows.values()) for way in ("down", "up"))
+    record = {
+        "round": number,
+        "seconds": round(clock() - started, 4),
+        "seconds_clients": round(trained - dispatched, 4),
+        "seconds_server": round(dispatched - started + aggregated - trained, 4),
+        "train_loss": mean_train_loss(replies),
+        "bytes_down": down,
+        "bytes_up": up,
+        "bytes_down_total": down + (history[-1]["bytes_down_total"] if history else 0),
+        "bytes_up_total": up + (history[-1]["bytes_up_total"] if history else 0),
+        "clients": {i: rows[i] for i in sorted(rows)},
+        "summary": summary,
+        "failures": failures,
+    }
+    return after, record | {"best_round": best_round([*history, record])}
+
+
+def _collect(
+    federation: Federation, engine: Engine, tasks: Sequence[Task], progress: Progress
+) -> tuple[dict[str, Result], list[dict[str, Any]]]:
+    """Results that can be accepted, by client, and a record of each failure. Raises at the first if so configured."""
+    accepted: dict[str, Result] = {}
+    failures: list[dict[str, Any]] = []
+    for done, result in enumerate(engine.run(tasks), start=1):
+        task, failure = result.task, result.failure
+        if failure is None and task.phase == "local" and (flaw := federation.flaw(result.reply, task.down)):
+            failure = ClientError(task.round, task.client, "reply", flaw)
+        for incident in result.incidents:
+            warnings.warn(f"round {task.round}, client {task.client!r}: {incident}", RuntimeWarning, stacklevel=5)
+            failures.append(
+                {"client": task.client, "phase": task.phase, "reason": incident, "retried": failure is None}
+            )
+        if failure is None:
+            accepted[task.client] = result
+        elif federation.settings.on_error == "raise":
+            raise failure
+        else:
+            progress.say(f"{failure}; the run goes on without this client")
+            reason = {"client": failure.client, "phase": failure.phase, "reason": failure.reason}
+            failures.append({**reason, "retried": False})
+        progress.client(task.phase, done, len(tasks))
+    return accepted, sorted(failures, key=lambda f: (f["client"], f["phase"], f["reason"]))
+
+
+def _write_models(federation: Federation, last: Checkpoint, engine: Engine, directory: RunDirectory) -> None:
+    """The personal models after the last round, `models/ID.safetensors`."""
+    for result in engine.run([federation.personal_task("export", i, last) for i in federation.clients]):
+        if result.failure is not None:
+            raise result.failure
+        path = directory.model_path(result.task.client)
+        partial = path.with_name(f".partial-{path.name}")
+        partial.write_bytes(safetensors.torch.save({n: t.contiguous() for n, t in result.weights.items()}))
+        partial.rename(path)

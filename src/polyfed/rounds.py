@@ -1,0 +1,127 @@
+"""The parts of a round that are the same for every method: cohort, tasks, validation of replies, the record."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+from polyfed import checks
+from polyfed.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext
+from polyfed.data.examples import Examples
+from polyfed.engines.work import Phase, Task
+from polyfed.evaluation import SCORE, Metrics
+from polyfed.runs.checkpoint import Checkpoint
+from polyfed.seeds import derive, numpy_generator
+from polyfed.settings import Settings
+from polyfed.tree import mismatch, not_finite, spec
+
+
+@final
+@dataclass(frozen=True)
+class Federation:
+    """Who takes part, by which method and settings: what stays the same from round to round."""
+
+    clients: Mapping[str, Client]
+    algorithm: Algorithm[Any, Any]
+    settings: Settings
+    public: Examples | None = None
+
+    @cached_property
+    def _architectures(self) -> Mapping[str, str]:
+        return checks.architectures(list(self.clients.values()))
+
+    def info(self, client: str, round_number: int) -> ClientInfo:
+        """What the server knows of a client: its architecture only where the method requires it."""
+        seen = "architectures" in self.algorithm.requires
+        return ClientInfo(client, round_number, self.settings.rounds, self._architectures.get(client) if seen else None)
+
+    def context(self) -> ServerContext:
+        """What the server knows before the first round: no more than the method requires."""
+        needs, clients = self.algorithm.requires, list(self.clients.values())
+        models: dict[str, Architecture] = {
+            self._architectures[c.id]: c.model for c in clients if c.model is not None
+        } if needs & {"one_architecture", "architectures"} else {}  # fmt: skip
+        return ServerContext(
+            seed=self.settings.seed,
+            rounds=self.settings.rounds,
+            clients=tuple(self.info(client, 1) for client in self.clients),
+            model=next(iter(models.values())) if "one_architecture" in needs else None,
+            architectures=models if "architectures" in needs else None,
+            public=self.public if "public_data" in needs else None,
+        )
+
+    def cohort(self, round_number: int) -> list[str]:
+        """The clients of a round, in the order of their ids; drawn from a stream of its own, so that the cohorts are the
+        same for every method."""
+        ids = sorted(self.clients)
+        size = self.settings.cohort_size(len(ids))
+        if size == len(ids):
+            return ids
+        generator = numpy_generator(derive(self.settings.seed, round_number, "cohort"))
+        return sorted(ids[i] for i in generator.choice(len(ids), size, replace=False))
+
+    def task(self, phase: Phase, client: str, round_number: int, down: Message, before: Checkpoint) -> Task:
+        """One client's task, with the seed of its (run seed, round, client, purpose)."""
+        purpose = "local" if phase == "local" else "personal"
+        seed = derive(self.settings.seed, round_number, client, purpose)
+        return Task(phase, round_number, client, down, before.minds.get(client), seed, self.settings.seed)
+
+    def personal_task(self, phase: Phase, client: str, after: Checkpoint) -> Task:
+        """Evaluation or export of a client's personal model after a round: it is made from the message that the client
+        would receive in the next round. (That download is not counted: a client that takes part gets it anyway.)"""
+        down = self.algorithm.dispatch(after.state, self.info(client, after.round + 1))
+        return self.task(phase, client, after.round, down, after)
+
+    def flaw(self, reply: Message | None, down: Message) -> str | None:
+        """Why a reply cannot be accepted; None if it can."""
+        if not isinstance(reply, Message):
+            return f"the reply is a {type(reply).__name__}, not a Message"
+        for name, value in reply.scalars.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+                return f"scalar {name!r} is {value!r}; the local training diverged: lower lr or set clip_norm"
+        wanted = self.algorithm.reply_spec(down)
+        if wanted is None:
+            wanted = {group: spec(tree) for group, tree in down.arrays.items() if group in reply.arrays}
+        elif reply.arrays.keys() != wanted.keys():
+            return f"the reply holds the groups {sorted(reply.arrays)}, expected {sorted(wanted)}"
+        for group, expected in wanted.items():
+            if difference := mismatch(reply.arrays[group], expected):
+                return f"group {group!r}: {difference}"
+        for group, tree in reply.arrays.items():
+            if broken := not_finite(tree):
+                return (f"group {group!r}: tensor {broken!r} has NaN or infinite values; the local training diverged: "
+                        "lower lr or set clip_norm")  # fmt: skip
+        return None
+
+
+def mean_train_loss(replies: Mapping[str, Message]) -> float | None:
+    """Mean of the clients' training losses, weighted by examples; None if no reply tells its loss."""
+    told = [r.scalars for _, r in sorted(replies.items()) if "train_loss" in r.scalars]
+    if not told:
+        return None
+    weights = [scalars.get("num_examples", 1.0) for scalars in told]
+    return sum(w * s["train_loss"] for w, s in zip(weights, told, strict=True)) / sum(weights)
+
+
+def flat_metrics(metrics: Mapping[str, Metrics]) -> Metrics:
+    """Metrics of the client's sets in one row: "accuracy", "val_accuracy", "balanced_accuracy", ...
+
+    >>> flat_metrics({"test": {"loss": 0.5}, "val": {"loss": 0.7}})
+    {'loss': 0.5, 'val_loss': 0.7}
+    """
+    return {
+        name if part == "test" else f"{part}_{name}": value
+        for part, values in metrics.items()
+        for name, value in values.items()
+    }
+
+
+def best_round(history: Sequence[Mapping[str, Any]]) -> int | None:
+    """The round with the best mean score on the clients' validation examples (the first of equals); None without any."""
+    scores = {
+        record["round"]: statistics["mean"]
+        for record in history
+        for name, statistics in record.get("summary", {}).items()
+        if name in {f"val_{score}" for score in SCORE.values()}
+    }
+    return max(scores, key=lambda r: (scores[r], -r)) if scores else None

@@ -1,0 +1,1 @@
+"""The run directory: checkpoints, progress, and what a run gives back."""

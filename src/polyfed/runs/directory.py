@@ -1,0 +1,179 @@
+"""The run directory: configuration, manifest, metrics of each round, checkpoints and the models at the end."""
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any, final
+
+import yaml
+
+from polyfed.errors import UserError
+from polyfed.runs.checkpoint import file_name
+
+_PACKAGES = ("polyfed", "torch", "numpy", "safetensors", "datasets", "torch-geometric")
+
+
+@final
+@dataclass(frozen=True)
+class RunDirectory:
+    """A folder that belongs to one run; the process that writes to it holds a lock."""
+
+    path: Path
+    _lock: IO[str]
+
+    @classmethod
+    def create(cls, path: str | Path) -> "RunDirectory":
+        """A new run directory.
+
+        Raises:
+            UserError: it exists and is not empty, or cannot be written.
+        """
+        folder = Path(path)
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"the run directory {folder} is a file; choose another --out")
+        if folder.exists() and any(folder.iterdir()):
+            hint = f"continue it with `polyfed resume {folder}` or " if (folder / "config.yaml").exists() else ""
+            raise UserError(f"the run directory {folder} is not empty; {hint}choose another --out")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return cls(folder, _locked(folder))
+        except OSError as error:
+            raise UserError(
+                f"cannot write to the run directory {folder}: {error.strerror}; choose another --out"
+            ) from error
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RunDirectory":
+        """An existing run directory, to go on with.
+
+        Raises:
+            UserError: it is not a run directory, or another process is writing to it.
+        """
+        folder = Path(path)
+        if not (folder / "config.yaml").is_file():
+            raise UserError(f"{folder} is not a run directory: it has no config.yaml")
+        return cls(folder, _locked(folder))
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        self._lock.close()
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoint"
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes `config.yaml`."""
+        _replace(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True).encode())
+
+    def write_manifest(self, facts: Mapping[str, Any]) -> None:
+        """Writes `manifest.json`: `facts`, and the versions and machine of this process."""
+        host = {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()}
+        content = {**facts, "versions": versions(), "host": host}
+        _replace(self.path / "manifest.json", json.dumps(content, indent=1).encode())
+
+    def manifest(self) -> dict[str, Any]:
+        """What `write_manifest` wrote; empty if it is missing or damaged."""
+        try:
+            content = json.loads((self.path / "manifest.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds one round to `metrics.jsonl`."""
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def keep_rounds(self, last: int) -> list[dict[str, Any]]:
+        """Drops what `metrics.jsonl` holds after round `last` (rounds that no checkpoint covers, or half a line) and
+        returns the rest.
+
+        Raises:
+            UserError: a round up to `last` is missing or damaged.
+        """
+        path = self.path / "metrics.jsonl"
+        kept = [r for r in read_metrics(path) if r["round"] <= last]
+        if [r["round"] for r in kept] != list(range(1, last + 1)):
+            raise UserError(f"{path} does not hold rounds 1 to {last}, which the checkpoint follows; it was damaged")
+        _replace(path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept).encode())
+        return kept
+
+    def model_path(self, client: str) -> Path:
+        """Where the personal model of a client is kept."""
+        folder = self.path / "models"
+        folder.mkdir(exist_ok=True)
+        return folder / f"{file_name(client)}.safetensors"
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The content of a `config.yaml`, or of a folder's.
+
+    Raises:
+        UserError: it is missing, or no YAML mapping.
+    """
+    file = Path(path) / "config.yaml" if Path(path).is_dir() else Path(path)
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not valid YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} must hold a mapping of settings, found {type(content).__name__}")
+    return content
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rounds in a `metrics.jsonl`, up to the first damaged line."""
+    records: list[dict[str, Any]] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break
+            if not isinstance(record, dict) or not isinstance(record.get("round"), int):
+                break
+            records.append(record)
+    return records
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide results."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _locked(folder: Path) -> IO[str]:
+    file = (folder / ".lock").open("a")
+    try:
+        import fcntl
+    except ImportError:  # Windows has no advisory locks; two writers are then the user's to avoid
+        return file
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, and forked workers do not inherit it
+    except OSError as error:
+        file.close()
+        raise UserError(f"another process is writing to the run directory {folder}; wait for it or stop it") from error
+    return file
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Writes a file so that it is the old one or the new one at any moment."""
+    partial = path.with_name(f".partial-{path.name}")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)

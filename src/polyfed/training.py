@@ -1,0 +1,203 @@
+"""Local training: the hyper-parameters that methods share, and `fit`, the only training loop."""
+
+import math
+import subprocess
+import sys
+from abc import ABC
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from polyfed.algorithm import Task
+from polyfed.buffers import Policy
+from polyfed.data.examples import Examples, split_rows
+from polyfed.errors import UserError, nearest
+from polyfed.evaluation import loss_function
+from polyfed.seeds import derive, local_rng, torch_generator
+
+Optimizer = Literal["sgd", "adam"]
+Schedule = Literal["constant", "cosine", "exponential"]
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining(ABC):
+    """Hyper-parameters of local training; every method that trains on clients has them. Defaults without a paper are ours.
+
+    Args:
+        local_epochs: passes over the client's training examples in a round.
+        local_steps: if given, exactly this many minibatches instead of `local_epochs`.
+        batch_size: examples in a minibatch; 0 takes all of the client's examples (full batch).
+        lr: learning rate of round 1.
+        schedule: how `lr` falls over the rounds t = 1..R: "constant"; "cosine", lr·½(1 + cos(π(t−1)/R)); "exponential",
+            lr·decay^(t−1).
+        decay: factor a round of the exponential schedule.
+        optimizer: "sgd" or "adam", started afresh each round.
+        momentum, nesterov: of SGD.
+        weight_decay: L2 penalty, as the optimiser applies it.
+        clip_norm: gradients are scaled down to at most this global norm; None leaves them.
+        label_smoothing: of the cross-entropy (classification only).
+        buffers: "average", "local" or "recompute", see `polyfed.buffers`.
+        precision: "fp32", or "bf16" for autocast to bfloat16 (weights stay float32).
+
+    Raises:
+        UserError: a value outside its range, with the value.
+    """
+
+    local_epochs: int = 1
+    local_steps: int | None = None
+    batch_size: int = 32
+    lr: float = 0.01
+    schedule: Schedule = "constant"
+    decay: float = 0.99
+    optimizer: Optimizer = "sgd"
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    label_smoothing: float = 0.0
+    buffers: Policy = "average"
+    precision: Precision = "fp32"
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        for field, kind in {
+            "schedule": Schedule,
+            "optimizer": Optimizer,
+            "buffers": Policy,
+            "precision": Precision,
+        }.items():
+            value, choices = getattr(self, field), get_args(kind)
+            if value not in choices:
+                raise UserError(f"{name}: unknown {field} {value!r}; {nearest(str(value), choices)}")
+        self._require(self.local_epochs >= 1, "local_epochs", "at least 1")
+        self._require(self.local_steps is None or self.local_steps >= 1, "local_steps", "at least 1, or none")
+        self._require(self.batch_size >= 0, "batch_size", "at least 1, or 0 for the full batch")
+        self._require(self.lr > 0 and math.isfinite(self.lr), "lr", "positive")
+        self._require(0 < self.decay <= 1, "decay", "above 0 and at most 1")
+        self._require(0 <= self.momentum < 1, "momentum", "at least 0 and below 1")
+        self._require(not self.nesterov or self.momentum > 0, "nesterov", "false unless momentum is positive")
+        self._require(self.weight_decay >= 0, "weight_decay", "at least 0")
+        self._require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", "positive, or none")
+        self._require(0 <= self.label_smoothing < 1, "label_smoothing", "at least 0 and below 1")
+
+    def _require(self, holds: bool, field: str, wanted: str) -> None:
+        if not holds:
+            raise UserError(f"{type(self).__name__}: {field} must be {wanted}, got {getattr(self, field)!r}")
+
+    def lr_at(self, round_number: int, rounds: int) -> float:
+        """The learning rate of a round, counted from 1.
+
+        >>> from polyfed.algorithms import FedAvg
+        >>> [round(FedAvg(lr=1.0, schedule="cosine").lr_at(t, 4), 3) for t in (1, 2, 3, 4)]
+        [1.0, 0.854, 0.5, 0.146]
+        """
+        past = min(round_number, rounds) - 1
+        if self.schedule == "cosine":
+            return self.lr * 0.5 * (1 + math.cos(math.pi * past / rounds))
+        return self.lr * (self.decay**past if self.schedule == "exponential" else 1.0)
+
+
+def fit(
+    model: nn.Module,
+    examples: Examples,
+    options: LocalTraining,
+    *,
+    lr: float,
+    seed: int,
+    task: Task = "classification",
+    penalty: Callable[[], Tensor] | None = None,
+) -> float:
+    """Trains `model` in place by minibatches and returns the mean loss over all examples seen (without the penalty).
+
+    Args:
+        model: takes a batch of `examples` (transformed inputs) and returns logits, shape (batch, outputs); it lies on the
+            device of `examples`.
+        options: epochs or steps, batch size, optimiser, clipping, precision.
+        lr: learning rate of this round.
+        seed: decides the order of examples, augmentation and dropout.
+        task: which loss.
+        penalty: a further term of the loss, called at every step; its gradient reaches what it depends on.
+
+    >>> from polyfed.algorithms import Local
+    >>> line = nn.Linear(1, 1)
+    >>> with torch.no_grad(): _ = line.weight.fill_(0.0), line.bias.fill_(0.0)
+    >>> data = Examples(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]]))
+    >>> fit(line, data, Local(batch_size=0, local_steps=500), lr=0.1, seed=0, task="regression") < 0.01
+    True
+    """
+    device = examples.x.device
+    number = len(examples)
+    size = min(options.batch_size or number, number)
+    generator = torch_generator(derive(seed, "batches"))
+    criterion = loss_function(task, options.label_smoothing)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = _optimizer(parameters, options, lr)
+    autocast = _autocast(options.precision, device)
+    channels_last = any(isinstance(m, nn.Conv2d) for m in model.modules())
+    has_batch_norm = any(isinstance(m, _BatchNorm) for m in model.modules())
+    total, seen, steps_left = torch.zeros((), device=device), 0, options.local_steps
+    model.train()
+    with local_rng(derive(seed, "dropout"), device):
+        for _ in range(options.local_epochs if steps_left is None else steps_left):  # an epoch has at least one step
+            order = torch.randperm(number, generator=generator).to(device)
+            for rows in split_rows(order, size, at_least_two=has_batch_norm)[:steps_left]:
+                x, y = examples.batch(rows, generator)
+                if channels_last and x.dim() == 4:
+                    x = x.contiguous(memory_format=torch.channels_last)
+                optimizer.zero_grad()
+                with autocast:
+                    loss = criterion(model(x), y)
+                total += loss.detach() * len(rows)
+                seen += len(rows)
+                torch.autograd.backward(loss if penalty is None else loss + penalty())
+                if options.clip_norm is not None:
+                    nn.utils.clip_grad_norm_(parameters, options.clip_norm)
+                optimizer.step()
+                if steps_left is not None:
+                    steps_left -= 1
+            if steps_left == 0:
+                break
+    model.eval()
+    return float(total) / seen
+
+
+def _optimizer(parameters: list[nn.Parameter], options: LocalTraining, lr: float) -> torch.optim.Optimizer:
+    if options.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=lr, weight_decay=options.weight_decay)
+    return torch.optim.SGD(
+        parameters, lr=lr, momentum=options.momentum, nesterov=options.nesterov, weight_decay=options.weight_decay
+    )
+
+
+def _autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    return nullcontext() if precision == "fp32" else torch.autocast(device.type, torch.bfloat16)
+
+
+def check_precision(precision: Precision, device: torch.device) -> None:
+    """Raises a `UserError` where bfloat16 does not run, before work is lost: some virtual machines report AMX but kill the
+    process at its first instruction, so a child process tries it."""
+    if precision == "bf16" and device.type == "cpu" and not _bf16_runs():
+        raise UserError(
+            "precision='bf16' kills the process on this processor (tried in a child process); use precision='fp32', or "
+            "set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 to keep oneDNN from AMX"
+        )
+
+
+_BF16_PROBE = """
+import torch
+net = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 5), torch.nn.Flatten(), torch.nn.Linear(32 * 576, 64))
+with torch.autocast("cpu", torch.bfloat16):
+    net(torch.randn(32, 3, 28, 28)).float().sum().backward()
+"""
+
+
+@lru_cache(maxsize=1)
+def _bf16_runs() -> bool:
+    return subprocess.run([sys.executable, "-c", _BF16_PROBE], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,211 @@
+"""Theory that the averaging methods must meet: closed forms and equivalences, no golden numbers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import polyfed as pf
+from polyfed.algorithms import FedAvg, FedAvgFT, FedProx, Local
+from polyfed.scratch import initial_state
+from polyfed.testing import SmallNet, assert_same_run, small_clients, without_times
+
+
+class Line(nn.Module):
+    """θ·x in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.theta = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        return self.theta * x
+
+
+def quadratic_client(name, a, c, number):
+    """L(θ) = ½·a·(θ − c)², from `number` equal examples."""
+    x = torch.full((number, 1), a**0.5, dtype=torch.float64)
+    data = pf.Examples(x, x * c)
+    return pf.Client(name, Line, data, data, task="regression")
+
+
+CURVATURE, OPTIMUM, COUNT = (1.0, 3.0), (-2.0, 5.0), (10, 30)
+
+
+def quadratics():
+    return [quadratic_client(f"q{i}", CURVATURE[i], OPTIMUM[i], COUNT[i]) for i in (0, 1)]
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_fedavg_reaches_its_closed_form_fixed_point(steps, weighted):
+    lr = 0.1
+    method = FedAvg(local_steps=steps, batch_size=0, lr=lr, weighted=weighted)
+    run = pf.federate(quadratics(), method, rounds=300, workers=0, evaluate_every=300)
+    shares = [n / sum(COUNT) for n in COUNT] if weighted else [0.5, 0.5]
+    # K steps of gradient descent: θ_i = c_i + (1 − ηa_i)^K (θ − c_i)
+    pull = [w * (1 - (1 - lr * a) ** steps) for w, a in zip(shares, CURVATURE, strict=True)]
+    expected = sum(p * c for p, c in zip(pull, OPTIMUM, strict=True)) / sum(pull)
+    assert run.model("q0").theta.item() == pytest.approx(expected, abs=1e-10)
+    minimiser = sum(w * a * c for w, a, c in zip(shares, CURVATURE, OPTIMUM, strict=True)) / sum(
+        w * a for w, a in zip(shares, CURVATURE, strict=True)
+    )
+    assert (abs(expected - minimiser) < 1e-12) == (steps == 1)  # more than one step: the known drift
+
+
+def test_fedprox_reaches_its_closed_form_fixed_point():
+    mu, shares = 0.7, [n / sum(COUNT) for n in COUNT]
+    method = FedProx(local_steps=200, batch_size=0, lr=0.1, mu=mu)
+    run = pf.federate(quadratics(), method, rounds=60, workers=0, evaluate_every=60)
+    # exact local minimisers: θ_i = (a_i c_i + μ θ̄)/(a_i + μ)
+    pull = [w * a / (a + mu) for w, a in zip(shares, CURVATURE, strict=True)]
+    expected = sum(p * c for p, c in zip(pull, OPTIMUM, strict=True)) / sum(pull)
+    assert run.model("q0").theta.item() == pytest.approx(expected, abs=1e-8)
+
+
+def test_local_reaches_each_clients_own_optimum():
+    run = pf.federate(quadratics(), Local(local_steps=50, batch_size=0, lr=0.2), rounds=10, workers=0)
+    assert [run.model(f"q{i}").theta.item() for i in (0, 1)] == pytest.approx(OPTIMUM, abs=1e-8)
+
+
+def test_fedprox_with_mu_0_is_fedavg_bit_for_bit():
+    options = {"lr": 0.05, "local_epochs": 2, "batch_size": 8, "momentum": 0.9}
+    fedavg, fedprox = (
+        pf.federate(small_clients(), m, rounds=3, workers=0) for m in (FedAvg(**options), FedProx(mu=0.0, **options))
+    )
+    assert_same_run(fedavg, fedprox)
+    pulled = pf.federate(small_clients(), FedProx(mu=0.5, **options), rounds=3, workers=0)
+    assert without_times(pulled.history) != without_times(fedavg.history)
+
+
+def test_large_mu_keeps_clients_at_the_received_model():
+    options = {"lr": 0.001, "local_epochs": 5, "batch_size": 0, "buffers": "recompute"}
+    start = initial_state(SmallNet, 0)
+
+    def distance(mu):
+        run = pf.federate(small_clients(), FedProx(mu=mu, **options), rounds=1, workers=0)
+        return sum(float((p.detach() - start[n]).square().sum()) for n, p in run.model("client-0").named_parameters())
+
+    assert distance(900.0) < 0.25 * distance(0.0)
+
+
+def plain_net():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def with_model(clients, factory):
+    return [pf.Client(c.id, factory, c.train, c.test, c.val) for c in clients]
+
+
+def test_one_client_and_one_full_batch_step_are_centralised_sgd():
+    (client,) = with_model(small_clients(1), plain_net)
+    run = pf.federate([client], FedAvg(batch_size=0, lr=0.3), rounds=5, workers=0)
+    model = plain_net()
+    model.load_state_dict(initial_state(plain_net, 0))
+    for _ in range(5):
+        loss = F.cross_entropy(model(client.train.x), client.train.y)
+        for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            p.data -= 0.3 * g
+    for name, tensor in run.model(client.id).state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_one_full_batch_step_of_all_clients_is_centralised_sgd_on_the_pooled_data():
+    clients = with_model(small_clients(), plain_net)
+    run = pf.federate(clients, FedAvg(batch_size=0, lr=0.3), rounds=4, workers=0)
+    x, y = torch.cat([c.train.x for c in clients]), torch.cat([c.train.y for c in clients])
+    model = plain_net()
+    model.load_state_dict(initial_state(plain_net, 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    for name, tensor in run.model("client-1").state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedProx])
+def test_identical_clients_average_to_any_of_them(method):
+    def twins(number):
+        source = small_clients(1)[0]
+        return [pf.Client(f"twin-{k}", SmallNet, source.train, source.test) for k in range(number)]
+
+    # full batch and no dropout: only then do twins, whose random streams differ, compute the same
+    def still():
+        net = SmallNet()
+        net.body[3] = nn.Identity()
+        return net
+
+    options = {"batch_size": 0, "lr": 0.1, "local_epochs": 3}
+    runs = [pf.federate(with_model(twins(n), still), method(**options), rounds=3, workers=0) for n in (1, 3)]
+    one, many = (run.model("twin-0").state_dict() for run in runs)
+    for name in one:
+        torch.testing.assert_close(one[name], many[name], rtol=1e-5, atol=1e-6)
+
+
+def test_local_of_a_lone_client_is_fedavg_of_one():
+    local = pf.federate(small_clients(1), Local(lr=0.1), rounds=3, workers=0)
+    fedavg = pf.federate(small_clients(1), FedAvg(lr=0.1), rounds=3, workers=0)
+    ours, theirs = local.model("client-0").state_dict(), fedavg.model("client-0").state_dict()
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_fine_tuning_is_fedavg_followed_by_local_epochs():
+    options = {"lr": 0.05, "batch_size": 8}
+    fedavg = pf.federate(small_clients(), FedAvg(**options), rounds=2, workers=0)
+    tuned = pf.federate(small_clients(), FedAvgFT(finetune_epochs=2, **options), rounds=2, workers=0)
+    assert torch.equal(fedavg.last.state["model"]["head.weight"], tuned.last.state["model"]["head.weight"])
+    weights = [tuned.model(c.id).head.weight for c in small_clients()]
+    assert not any(torch.equal(w, fedavg.model("client-0").head.weight) for w in weights)
+    assert not torch.equal(weights[0], weights[1])
+    before, after = (sum(r["train_loss"] for r in run.history[-1]["clients"].values()) for run in (fedavg, tuned))
+    assert before == after  # what federates does not depend on the fine-tuning
+
+
+OPTIONS = {"lr": 0.05, "batch_size": 8, "local_epochs": 2}
+
+
+class TestBufferPolicies:
+    def run(self, policy, **options):
+        method = FedAvg(buffers=policy, **(OPTIONS | options))
+        return pf.federate(small_clients(), method, rounds=2, workers=0)
+
+    def test_average_gives_every_client_the_same_statistics(self):
+        run = self.run("average")
+        means = [run.model(c.id).body[1].running_mean for c in small_clients()]
+        assert torch.equal(means[0], means[1])
+        counter = run.last.state["model"]["body.1.num_batches_tracked"]
+        assert counter.dtype == torch.int64
+        assert int(counter) == 2 * 2 * 4  # rounds × epochs × batches of the largest client
+
+    def test_average_is_the_weighted_mean_of_the_clients_statistics(self):
+        clients, method = small_clients(), FedAvg(buffers="average", **OPTIONS)
+        run = pf.federate(clients, method, rounds=1, workers=0)
+        alone = [pf.federate([c], method, rounds=1, workers=0).model(c.id).body[1].running_var for c in clients]
+        sizes = torch.tensor([float(len(c.train)) for c in clients])
+        expected = (torch.stack(alone) * (sizes / sizes.sum())[:, None]).sum(0)
+        torch.testing.assert_close(run.model("client-0").body[1].running_var, expected)
+
+    def test_local_keeps_statistics_with_the_client_and_off_the_wire(self):
+        run = self.run("local")
+        means = [run.model(c.id).body[1].running_mean for c in small_clients()]
+        assert not torch.allclose(means[0], means[2])
+        assert "body.1.running_mean" not in run.last.state["model"]
+        assert torch.equal(run.last.minds["client-0"]["buffers"]["body.1.running_mean"], means[0])
+
+    def test_recompute_gives_the_statistics_of_the_clients_own_data(self):
+        run = self.run("recompute")
+        assert "body.1.running_mean" not in run.last.state["model"]
+        for client in small_clients():
+            model = run.model(client.id)
+            hidden = model.body[0](client.train.x)
+            torch.testing.assert_close(model.body[1].running_mean, hidden.mean(0))
+            torch.testing.assert_close(model.body[1].running_var, hidden.var(0))
+
+    def test_a_client_that_never_took_part_is_not_evaluated_with_untrained_statistics(self):
+        method = FedAvg(buffers="local", **OPTIONS)
+        run = pf.federate(small_clients(), method, rounds=1, sample=1, workers=0)
+        for client in small_clients():
+            mean = run.model(client.id).body[1].running_mean
+            assert not torch.equal(mean, torch.zeros_like(mean))
