@@ -1,0 +1,162 @@
+"""The command `polyfed`. Progress goes to standard error, results to standard output.
+
+Exit status: 0; 2 with one sentence for what the user can mend; 1 for a failure of the run; 130 for Ctrl-C.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from polyfed.errors import ClientError, RoundError, UserError, nearest
+
+_USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help tells more)
+
+  run [RECIPE|config.yaml] [OPTIONS]   run a federation; without arguments the recipe quickstart
+  resume DIR                           go on with a run that was stopped
+  data [RECIPE|config.yaml] [OPTIONS]  show which client has how many examples of which class
+  list [algorithms|data|models|recipes]
+"""
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carries out a command and returns its exit status."""
+    commands: dict[str, Callable[[list[str]], None]] = {"run": _run, "resume": _resume, "data": _data, "list": _list}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0
+    try:
+        if arguments[0] not in commands:
+            raise UserError(f"unknown command {arguments[0]!r}; {nearest(arguments[0], commands)}")
+        commands[arguments[0]](list(arguments[1:]))
+    except UserError as error:
+        return _told(error, 2)
+    except (ClientError, RoundError) as error:
+        return _told(error, 1)
+    except KeyboardInterrupt as stop:
+        return _told(stop if stop.args else "interrupted", 130)
+    except BrokenPipeError:
+        return 0  # the reader of our output has seen enough
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 0
+    return 0
+
+
+def _told(message: object, status: int) -> int:
+    print(f"polyfed: {' '.join(str(message).split())}", file=sys.stderr)
+    return status
+
+
+def _take(words: list[str], option: str) -> str | None:
+    """Removes `--option VALUE` or `--option=VALUE` from the words and returns the last value."""
+    value = None
+    while (at := next((i for i, w in enumerate(words) if w.partition("=")[0] == option), None)) is not None:
+        word = words.pop(at)
+        if "=" in word:
+            value = word.partition("=")[2]
+        elif at < len(words):
+            value = words.pop(at)
+        else:
+            raise UserError(f"{option} needs a value")
+    return value
+
+
+def _flag(words: list[str], option: str) -> bool:
+    found = option in words
+    words[:] = [word for word in words if word != option]
+    return found
+
+
+def _asked_for_help(words: Sequence[str]) -> bool:
+    return "-h" in words or "--help" in words
+
+
+def _run(words: list[str]) -> None:
+    """usage: polyfed run [RECIPE|config.yaml] [OPTIONS]
+
+    Runs a federation and its baselines, and prints a table.
+
+      --out DIR     run directory to create (default: runs/NAME-DATE-TIME)
+      --quiet       no progress
+      --print_config, --help, and the options of every choice: --algorithm fedprox --algorithm.mu 0.1 --help
+    """
+    from polyfed.commands import experiment as experiments
+    from polyfed.commands import options, running
+
+    if _asked_for_help(words):
+        print(_help_of(_run))
+    out, quiet = _take(words, "--out"), _flag(words, "--quiet")
+    name = words.pop(0) if words and not words[0].startswith("-") else None
+    no_arguments = name is None and not any(word != "--help" and word != "-h" for word in words)
+    config = experiments.load_recipe(name or "quickstart") if name or no_arguments else {}
+    config.pop("description", None)
+    experiment = experiments.from_config(options.parse(words, config, "polyfed run"))
+    title = Path(name).stem if name else "quickstart" if no_arguments else type(experiment.algorithm).__name__.lower()
+    running.run(experiment, Path(out) if out else _fresh_directory(title), quiet=quiet)
+
+
+def _fresh_directory(name: str) -> Path:
+    base = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    tries = (base if i == 0 else base.with_name(f"{base.name}-{i}") for i in range(1000))
+    return next(path for path in tries if not path.exists())
+
+
+def _resume(words: list[str]) -> None:
+    """usage: polyfed resume DIR [--quiet]
+
+    Goes on with a run that was stopped, by Ctrl-C, kill -9 or a failure, and with its baselines; the result is the one
+    that the uninterrupted run would have had.
+    """
+    if _asked_for_help(words):
+        print(_help_of(_resume))
+        return
+    from polyfed.commands import running
+
+    quiet = _flag(words, "--quiet")
+    if len(words) != 1:
+        raise UserError(f"polyfed resume takes one run directory, got {words}")
+    running.go_on(Path(words[0]), quiet=quiet)
+
+
+def _data(words: list[str]) -> None:
+    """usage: polyfed data [RECIPE|config.yaml] [OPTIONS]
+
+    Prints how many training examples of each class every client has, and draws it.
+
+      --plot FILE   picture to write, .png or .svg (default: data.png)
+      the other options are those of polyfed run
+    """
+    if _asked_for_help(words):
+        print(_help_of(_data))
+        return
+    from polyfed.commands import experiment as experiments
+    from polyfed.commands import options, running
+
+    plot = _take(words, "--plot") or "data.png"
+    name = words.pop(0) if words and not words[0].startswith("-") else None
+    config = experiments.load_recipe(name or "quickstart") if name or not words else {}
+    config.pop("description", None)
+    running.show_data(experiments.from_config(options.parse(words, config, "polyfed data")), Path(plot))
+
+
+def _list(words: list[str]) -> None:
+    """usage: polyfed list [algorithms|data|models|recipes]
+
+    What there is to choose from; without an argument, all of it.
+    """
+    if _asked_for_help(words):
+        print(_help_of(_list))
+        return
+    from polyfed.commands import listing
+
+    listing.show(words)
+
+
+def _help_of(command: Callable[[list[str]], None]) -> str:
+    lines = (command.__doc__ or "").split("\n")
+    return "\n".join(line.removeprefix("    ") for line in lines)

@@ -1,0 +1,168 @@
+"""An experiment: data, clients, networks, method and settings, as a configuration describes them."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, final
+
+import yaml
+
+from polyfed.algorithm import Algorithm, Client
+from polyfed.algorithms import get
+from polyfed.data import PARTITIONS, SOURCES, PadCropFlip, Partition, Shift, Source, Split, fingerprint, make_clients
+from polyfed.data.examples import Examples
+from polyfed.data.pool import Pool
+from polyfed.errors import UserError, nearest
+from polyfed.models import ModelSpec
+from polyfed.runs.directory import read_config
+from polyfed.seeds import derive
+from polyfed.settings import Settings
+from polyfed.training import LocalTraining
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+@final
+@dataclass(frozen=True)
+class Experiment:
+    """What `polyfed run` runs. `config` is the complete configuration from which it was made."""
+
+    source: Source
+    partition: Partition
+    split: Split
+    shifts: tuple[Shift, ...]
+    augment: bool
+    models: tuple[Mapping[str, Any], ...]
+    algorithm: Algorithm[Any, Any]
+    baselines: Mapping[str, Algorithm[Any, Any]]
+    settings: Settings
+    config: Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class Participants:
+    """The clients of an experiment, its public examples, and what is known of the data.
+
+    Attributes: `classes`, the number of training examples per class of each client, for one-label tasks;
+    `partition_fingerprint`, a hash of who owns which rows.
+    """
+
+    clients: tuple[Client, ...]
+    public: Examples | None
+    pool: Pool
+    classes: Mapping[str, tuple[int, ...]]
+    partition_fingerprint: str
+
+
+def from_config(config: Mapping[str, Any]) -> Experiment:
+    """The experiment of a complete configuration (of `polyfed.commands.options.parse`, or a run's `config.yaml`).
+
+    Raises:
+        UserError: a section or field is missing, unknown or out of range.
+    """
+    try:
+        data = dict(config["data"])
+        partition, models = dict(data.pop("partition")), config["model"]
+        shifts, augment = data.pop("shifts", None) or (), bool(data.pop("augment", False))
+        split = {f.name: data.pop(f.name) for f in dataclasses.fields(Split) if f.name in data}
+        algorithm = dict(config["algorithm"])
+        method = get(algorithm.pop("name"))(**algorithm)
+        return Experiment(
+            source=SOURCES[data.pop("name")](**data),
+            partition=PARTITIONS[partition.pop("name")](**partition),
+            split=Split(**split),
+            shifts=tuple(Shift(**shift) for shift in shifts),
+            augment=augment,
+            models=tuple(models if isinstance(models, list | tuple) else [models]),
+            algorithm=method,
+            baselines={name: like(name, method) for name in config.get("baselines") or ()},
+            settings=Settings(**{f.name: config[f.name] for f in dataclasses.fields(Settings) if f.name in config}),
+            config=config,
+        )
+    except KeyError as error:
+        raise UserError(
+            f"the configuration lacks {error}; `polyfed run --print_config` shows a complete one"
+        ) from error
+    except TypeError as error:
+        raise UserError(f"the configuration does not fit this version of polyfed: {error}") from error
+
+
+def like(name: str, method: Algorithm[Any, Any]) -> Algorithm[Any, Any]:
+    """The method `name` with the local training of `method`, so that both spend the same; each keeps its own policy for
+    buffers.
+
+    >>> like("local", get("fedprox")(lr=0.5, mu=1)).lr
+    0.5
+    """
+    kept = {f.name for f in dataclasses.fields(LocalTraining)} - {"buffers"}
+    shared = {n: getattr(method, n) for n in kept} if isinstance(method, LocalTraining) else {}
+    return get(name)(**shared)
+
+
+def participants(experiment: Experiment) -> Participants:
+    """Loads the data and deals it to the clients.
+
+    Raises:
+        UserError: the data cannot be read, or the partition is impossible.
+    """
+    pool = experiment.source.load()
+    seed = derive(experiment.settings.seed, "partition")
+    augment = PadCropFlip() if experiment.augment else None
+    data, public = make_clients(pool, experiment.split, experiment.partition, seed, experiment.shifts, augment)
+    specs = [
+        ModelSpec(m["name"], {k: v for k, v in m.items() if k != "name"}, pool.input_shape, pool.num_classes)
+        for m in experiment.models
+    ]
+    for spec in specs:
+        size = spec.arguments.get("vocabulary", len(pool.vocabulary))
+        if pool.vocabulary and size < len(pool.vocabulary):
+            raise UserError(
+                f"the text has {len(pool.vocabulary)} tokens, but the network {spec.name} is built for {size}; "
+                f"give --model.vocabulary {len(pool.vocabulary)} or a smaller --data.vocabulary_size"
+            )
+    clients = tuple(
+        Client(d.id, specs[i % len(specs)], d.train, d.test, d.val, d.balanced_test, pool.task)
+        for i, d in enumerate(data)
+    )
+    classes = {}
+    if pool.task == "classification":
+        classes = {c.id: tuple(c.train.labels.bincount(minlength=pool.num_classes).tolist()) for c in clients}
+    return Participants(clients, public, pool, classes, fingerprint([d.rows for d in data]))
+
+
+def rebuild(config: Mapping[str, Any], out: str | Path) -> tuple[tuple[Client, ...], Examples | None]:
+    """Clients and public examples of a run from its configuration.
+
+    Raises:
+        UserError: the run was started in Python with clients of the user's own.
+    """
+    if "data" not in config:
+        raise UserError(
+            f"the clients of {out} were made in Python; go on with it there: polyfed.resume({str(out)!r}, clients=[...])"
+        )
+    found = participants(from_config(config))
+    return found.clients, found.public
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes that polyfed ships, by name."""
+    return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
+
+
+def load_recipe(name: str) -> dict[str, Any]:
+    """The configuration of a recipe, of a YAML file, or of a run directory's `config.yaml`.
+
+    Raises:
+        UserError: there is no such recipe or file.
+
+    >>> load_recipe("quickstart")["algorithm"]["name"]
+    'fedavg'
+    """
+    known = recipes()
+    if name in known:
+        return cast(dict[str, Any], yaml.safe_load(known[name].read_text(encoding="utf-8")))
+    if name.endswith((".yaml", ".yml")) or Path(name).exists():
+        return read_config(name)
+    raise UserError(f"there is no recipe or file {name!r}; {nearest(name, known)}")

@@ -1,0 +1,238 @@
+"""From command-line options and YAML to one complete, typed configuration.
+
+A configuration is a nested mapping. The sections `data`, `data.partition`, `model` and `algorithm` each name a choice
+from a registry (`name`) and hold the fields of that choice; everything else are the fields of `Settings`. The options of
+the command line are the same fields, with dots: `--algorithm fedprox --algorithm.mu 0.1`.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, final, get_type_hints
+
+import yaml
+from docstring_parser import parse as parse_docstring
+from jsonargparse import ArgumentError, ArgumentParser
+
+from polyfed.algorithms import REGISTRY
+from polyfed.data import PARTITIONS, SOURCES, Split
+from polyfed.errors import UserError, nearest
+from polyfed.models import MODELS
+from polyfed.models.factory import load_factory
+from polyfed.settings import Settings
+from polyfed.training import LocalTraining
+
+DEFAULTS = {"data": "digits", "data.partition": "dirichlet", "model": "mlp", "algorithm": "fedavg"}
+_REGISTRIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "data": SOURCES,
+    "data.partition": PARTITIONS,
+    "model": MODELS,
+    "algorithm": REGISTRY,
+}
+_FROM_DATA = frozenset({"input_shape", "num_classes"})  # arguments of a network that the data decide
+_EXTRA: Mapping[str, tuple[Any, Any, str]] = {  # keys that belong to no class: type, default, help
+    "data.shifts": (list[dict[str, float]], [], "shift of each client in turn, e.g. [{rotation: 0}, {rotation: 90}]"),
+    "data.augment": (bool, False, "pad, crop and flip training images at random"),
+    "baselines": (list[str], [], "methods to run as well, with the same clients, rounds and local training"),
+}
+
+
+@final
+@dataclass(frozen=True)
+class Option:
+    """One option: its key, type, default, whether it must be given, and help."""
+
+    key: str
+    type: Any
+    default: Any
+    required: bool
+    help: str
+
+
+def options_of(choice: Callable[..., Any], section: str) -> list[Option]:
+    """The fields of a dataclass, or the arguments of a network's constructor, with what their docstrings say.
+
+    >>> [option.key for option in options_of(MODELS["mlp"], "model")]
+    ['model.hidden']
+    """
+    hints = get_type_hints(choice.__init__ if inspect.isclass(choice) else choice)
+    docs: dict[str, str] = {}
+    for owner in reversed(inspect.getmro(choice)) if inspect.isclass(choice) else (choice,):
+        for entry in parse_docstring(owner.__doc__ or "").params:
+            docs |= {name.strip(): " ".join((entry.description or "").split()) for name in entry.arg_name.split(",")}
+    prefix = f"{section}." if section else ""
+    return [
+        Option(
+            prefix + p.name,
+            hints.get(p.name, Any),
+            None if p.default is p.empty else p.default,
+            p.default is p.empty,
+            docs.get(p.name, "").replace("%", "%%"),
+        )
+        for p in inspect.signature(choice).parameters.values()
+        if p.name not in _FROM_DATA and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+
+
+def parse(arguments: Sequence[str], config: Mapping[str, Any], program: str) -> dict[str, Any]:
+    """The complete configuration.
+
+    Args:
+        arguments: options, e.g. ["--rounds", "5", "--algorithm", "fedprox"].
+        config: what a recipe or file says; options win over it, and it wins over the defaults of the classes.
+        program: how usage texts call this command.
+
+    Raises:
+        UserError: an unknown name, option or key (with the nearest choices), or a value of the wrong type.
+        SystemExit: after `--help` or `--print_config`.
+
+    >>> parse(["--algorithm", "fedprox", "--algorithm.mu", "1"], {}, "polyfed run")["algorithm"]["mu"]
+    1.0
+    """
+    given = _flat(config)
+    words = _with_names(arguments)
+    print_config = "--print_config" in words
+    words = [word for word in words if word != "--print_config"]
+    chosen = {section: _by_option(section, words) for section in DEFAULTS}
+    given = _carried_over(given, chosen)
+    names = {s: _known(s, chosen[s] or given.get(f"{s}.name", default)) for s, default in DEFAULTS.items()}
+    mixture = given.pop("model", None)
+    if "," in names["model"]:
+        mixture = names["model"].split(",")
+        words = [w for w, before in zip(words, ["", *words], strict=False) if "--model.name" not in (w, before)]
+    resolved = _parsed(_options(names, with_model=mixture is None), given, words, program)
+    if mixture is not None:
+        resolved["model"] = [_one_model(entry, program) for entry in mixture]
+    if print_config:
+        print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
+        raise SystemExit(0)
+    return resolved
+
+
+def _options(names: Mapping[str, str], *, with_model: bool) -> list[Option]:
+    found = [*options_of(Settings, "")]
+    for section, registry in _REGISTRIES.items():
+        if section == "model" and not with_model:
+            continue
+        name = names[section]
+        text = "a network of the zoo, several separated by commas, or module:factory" if section == "model" else ""
+        found.append(Option(f"{section}.name", str, name, False, text or f"one of {', '.join(registry)}"))
+        found += options_of(registry[name] if name in registry else load_factory(name), section)
+        if section == "data":
+            found += options_of(Split, "data")
+    return found + [Option(key, kind, value, False, text) for key, (kind, value, text) in _EXTRA.items()]
+
+
+def _parsed(options: Sequence[Option], given: Mapping[str, Any], words: Sequence[str], program: str) -> dict[str, Any]:
+    """Values of all options: the configuration's become options before the user's, so that both are checked alike."""
+    parser = ArgumentParser(prog=program, exit_on_error=False, description="Options of the choices made; choose others "
+                            "(--algorithm NAME ...) to see theirs. --print_config shows the resulting file.")  # fmt: skip
+    known = {option.key for option in options}
+    for option in options:
+        parser.add_argument(f"--{option.key}", type=option.type, default=option.default, required=option.required,
+                            help=option.help or None)  # fmt: skip
+    if unknown := sorted(given.keys() - known):
+        raise UserError(f"unknown key {unknown[0]!r} in the configuration; {nearest(unknown[0], known)}")
+    for word in words:
+        key = word.partition("=")[0].removeprefix("--")
+        if word.startswith("--") and key not in known and key != "help":
+            raise UserError(f"unknown option --{key}; {nearest(key, known)}")
+    try:
+        parsed = parser.parse_args([*(f"--{key}={_as_text(value)}" for key, value in given.items()), *words])
+    except (ArgumentError, TypeError, ValueError, KeyError) as error:
+        raise UserError(_sentence(str(error))) from error
+    plain: dict[str, Any] = parsed.as_dict()
+    return plain
+
+
+def _as_text(value: Any) -> str:
+    return (
+        value
+        if isinstance(value, str)
+        else yaml.safe_dump(value, default_flow_style=True, width=10**6).split("\n...")[0].strip()
+    )
+
+
+def _sentence(message: str) -> str:
+    """jsonargparse's report as one line without Python's notation of types."""
+    text = " ".join(message.split())
+    text = re.sub(r"<class '([\w.]+)'>", r"\1", text).replace("typing.", "")
+    return re.sub(r'^Parser key "([^"]+)":', r"--\1:", text)
+
+
+def _with_names(arguments: Sequence[str]) -> list[str]:
+    """`--algorithm fedprox` means `--algorithm.name fedprox`, and so for each section."""
+    words = []
+    for word in arguments:
+        option, equals, value = word.partition("=")
+        long = f"{option}.name" if option.removeprefix("--") in _REGISTRIES else option
+        words.append(long + equals + value)
+    return words
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys with dots; `algorithm: fedprox` is short for its name.
+
+    >>> _flat({"rounds": 3, "algorithm": "fedprox", "data": {"partition": {"alpha": 0.1}}})
+    {'rounds': 3, 'algorithm.name': 'fedprox', 'data.partition.alpha': 0.1}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{name}.")
+        else:
+            flat[f"{name}.name" if name in _REGISTRIES and isinstance(value, str) else name] = value
+    return flat
+
+
+def _by_option(section: str, words: Sequence[str]) -> str | None:
+    """The name that the options choose for a section, if they do."""
+    name, option = None, f"--{section}.name"
+    for word, following in zip(words, [*words[1:], None], strict=False):
+        if word == option and following is not None:
+            name = following
+        elif word.startswith(f"{option}="):
+            name = word.partition("=")[2]
+    return name
+
+
+def _known(section: str, name: Any) -> str:
+    """The name of a choice, checked."""
+    for part in str(name).split(",") if section == "model" else [str(name)]:
+        if part not in _REGISTRIES[section] and not (section == "model" and ":" in part):
+            raise UserError(f"unknown {section} {part!r}; {nearest(part, _REGISTRIES[section])}")
+    return str(name)
+
+
+def _carried_over(given: Mapping[str, Any], chosen: Mapping[str, str | None]) -> dict[str, Any]:
+    """What still holds of a configuration when options choose another method, data set, partition or network: the local
+    training and the split, not what belonged to the choice that was replaced."""
+    shared = {
+        "algorithm": {f.name for f in fields(LocalTraining)} - {"buffers"},
+        "data": {f.name for f in fields(Split)},
+    }
+    kept = dict(given)
+    for section, name in chosen.items():
+        if name is None or name == given.get(f"{section}.name", DEFAULTS[section]):
+            continue
+        kept.pop(section, None)  # a mixture of networks
+        for key in given:
+            owner, _, field = key.rpartition(".")
+            if owner == section and field not in shared.get(section, set()):
+                kept.pop(key)
+    return kept
+
+
+def _one_model(entry: Any, program: str) -> dict[str, Any]:
+    """One network of a mixture, complete."""
+    entry = {"name": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, Mapping) or "name" not in entry:
+        raise UserError(f"each entry of `model` is a name or a mapping with a name, got {entry!r}")
+    given = _flat({"model": dict(entry)})
+    name = _known("model", given["model.name"])
+    options = [Option("model.name", str, name, False, "")]
+    options += options_of(MODELS[name] if name in MODELS else load_factory(name), "model")
+    model: dict[str, Any] = _parsed(options, given, [], program)["model"]
+    return model

@@ -1,0 +1,126 @@
+"""What the commands `run`, `resume` and `data` do: an experiment with its baselines, its directory, and its table."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from polyfed import federation
+from polyfed.algorithm import Algorithm
+from polyfed.algorithms import name_of
+from polyfed.commands.experiment import Experiment, Participants, from_config, participants
+from polyfed.data import draw_class_table
+from polyfed.errors import UserError
+from polyfed.evaluation import SCORE
+from polyfed.runs.directory import read_config
+from polyfed.runs.progress import for_terminal
+from polyfed.runs.results import Run
+
+BASELINES = "baselines"  # folder of the run directory, one run directory per baseline
+
+
+def run(experiment: Experiment, out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
+    """Runs an experiment and its baselines into `out`, and prints a table.
+
+    Raises:
+        UserError: what `federate` refuses; nothing has been computed.
+    """
+    found = participants(experiment)
+    runs = {name_of(experiment.algorithm): _federate(experiment, experiment.algorithm, found, out, quiet)}
+    for name, baseline in experiment.baselines.items():
+        runs[name] = _federate(experiment, baseline, found, out / BASELINES / name, quiet)
+    show(runs, found, out, console or Console())
+
+
+def go_on(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
+    """Goes on with the run in `out` and with its baselines, and prints the table.
+
+    Raises:
+        UserError: `out` is not a run directory that can be resumed.
+    """
+    config = read_config(out)
+    if "data" not in config:
+        federation.resume(out)  # explains that its clients are needed
+    experiment = from_config(config)
+    found = participants(experiment)
+    clients, public = found.clients, found.public
+    main = federation.resume(out, clients=clients, public=public, progress=for_terminal(quiet=quiet))
+    runs = {name_of(experiment.algorithm): main}
+    for name, baseline in experiment.baselines.items():
+        folder = out / BASELINES / name
+        if (folder / "config.yaml").exists():
+            runs[name] = federation.resume(folder, clients=clients, public=public, progress=for_terminal(quiet=quiet))
+        else:
+            runs[name] = _federate(experiment, baseline, found, folder, quiet)
+    show(runs, found, out, console or Console())
+
+
+def _federate(experiment: Experiment, method: Algorithm[Any, Any], found: Participants, out: Path, quiet: bool) -> Run:
+    s = experiment.settings
+    mine = method is experiment.algorithm
+    kept = {k: v for k, v in experiment.config.items() if mine or k != "baselines"}
+    return federation.federate(
+        found.clients, method, rounds=s.rounds, seed=s.seed, sample=s.sample, public=found.public, engine=s.engine,
+        workers=s.workers, device=s.device, evaluate_every=s.evaluate_every, checkpoint_every=s.checkpoint_every,
+        on_error=s.on_error, min_replies=s.min_replies, out=out, config=kept,
+        facts={"partition_fingerprint": found.partition_fingerprint}, progress=for_terminal(quiet=quiet),
+    )  # fmt: skip
+
+
+def show(runs: Mapping[str, Run], found: Participants, out: Path, console: Console) -> None:
+    """Prints the table of a run and its baselines: per client and overall, with the gain over the first baseline."""
+    main, *others = runs
+    tables = {name: {row["client"]: row for row in run.table()} for name, run in runs.items()}
+    score = SCORE[found.pool.task]
+    table = Table(title=f"{score} on each client's own test examples, after round {runs[main].last.round}",
+                  title_justify="left")  # fmt: skip
+    table.add_column("client")
+    for column in ("examples", *(["classes"] if found.classes else []), *others, main, *(["gain"] if others else [])):
+        table.add_column(column, justify="right")
+    for client, row in tables[main].items():
+        last = client == "mean"
+        if last:
+            table.add_section()
+        cells = [f"{row['num_examples']:.0f}"]
+        if found.classes:
+            counts = [sum(n > 0 for n in numbers) for c, numbers in found.classes.items() if last or c == client]
+            cells.append(f"{sum(counts) / len(counts):.1f}" if last else str(counts[0]))
+        scores = [tables[name][client][score] for name in (*others, main)]
+        cells += ["–" if value is None else f"{value:.3f}" for value in scores]
+        if others:
+            cells.append("–" if None in (scores[0], scores[-1]) else f"{scores[-1] - scores[0]:+.3f}")
+        table.add_row(client, *cells)
+    console.print(table)
+    for name, run in runs.items():
+        record = run.history[-1]
+        down, up = (record[f"bytes_{way}_total"] / 2**20 for way in ("down", "up"))
+        console.print(f"{name}: {down:.1f} MB down, {up:.1f} MB up in {len(run.history)} rounds", highlight=False)
+    console.print(f"Everything about this run is in {out}", highlight=False, soft_wrap=True)
+
+
+def show_data(experiment: Experiment, plot: Path, console: Console | None = None) -> None:
+    """Prints and draws the number of training examples per client and class.
+
+    Raises:
+        UserError: a multi-label task, or a picture that cannot be written.
+    """
+    console = console or Console()
+    found = participants(experiment)
+    if not found.classes:
+        raise UserError("clients can be shown by class only where each example has one label")
+    names = found.pool.class_names
+    table = Table(title=f"training examples by class (partition {found.partition_fingerprint})", title_justify="left")
+    table.add_column("client")
+    for name in (*names, "all", "test"):
+        table.add_column(name, justify="right")
+    for client in found.clients:
+        counts = found.classes[client.id]
+        cells = [str(n) if n else "·" for n in counts]
+        table.add_row(client.id, *cells, str(sum(counts)), str(len(client.test)))
+    console.print(table)
+    import numpy as np
+
+    draw_class_table(np.array([found.classes[c.id] for c in found.clients]), names, plot)
+    console.print(f"drawn in {plot}", highlight=False, soft_wrap=True)

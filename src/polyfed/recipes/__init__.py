@@ -1,0 +1,1 @@
+"""Recipes: one YAML file per experiment; `polyfed run NAME` runs it."""

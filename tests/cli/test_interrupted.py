@@ -1,0 +1,112 @@
+"""Runs stopped by Ctrl-C, by kill -9 at any moment, by damage on the disk: resumed, they end as if they were not."""
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from polyfed.testing import without_times
+
+RUN = [sys.executable, "-m", "polyfed", "run", "quickstart", "--rounds", "8"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    subprocess.run([*RUN, "--out", str(out), "--quiet"], check=True, capture_output=True)
+    return out
+
+
+def assert_same_outcome(one: Path, other: Path):
+    for part in (Path(), Path("baselines/local")):
+        histories = [
+            without_times([json.loads(line) for line in (out / part / "metrics.jsonl").read_text().splitlines()])
+            for out in (one, other)
+        ]
+        assert histories[0] == histories[1]
+        names = [sorted(p.name for p in (out / part / "models").iterdir()) for out in (one, other)]
+        assert names[0] == names[1]
+        assert len(names[0]) == 6
+        for name in names[0]:
+            ours, theirs = (safetensors.torch.load_file(out / part / "models" / name) for out in (one, other))
+            assert all(torch.equal(ours[tensor], theirs[tensor]) for tensor in ours)
+
+
+def resume(out):
+    return subprocess.run(
+        [sys.executable, "-m", "polyfed", "resume", str(out), "--quiet"], capture_output=True, text=True, check=False
+    )
+
+
+def start(out):
+    return subprocess.Popen([*RUN, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_ctrl_c_saves_the_run_and_says_how_to_go_on(tmp_path, whole):
+    out = tmp_path / "run"
+    process = start(out)
+    for line in process.stderr:
+        if "round 3/8" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate()[1]
+    assert process.returncode == 130
+    last = rest.strip().splitlines()[-1]
+    assert re.fullmatch(rf"polyfed: interrupted; \d of 8 rounds are saved: continue with `polyfed resume {out}`", last)
+    done = resume(out)
+    assert done.returncode == 0, done.stderr
+    assert_same_outcome(whole, out)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kill_9_at_any_moment(tmp_path, whole, seed):
+    """Killed again and again, after random times, until a resume comes through."""
+    out, rng = tmp_path / "run", random.Random(seed)
+    process = start(out)
+    while not (out / "config.yaml").exists():
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0.1, 1.5))
+    process.kill()
+    process.communicate()
+    again = subprocess.Popen(
+        [sys.executable, "-m", "polyfed", "resume", str(out), "--quiet"], stdout=subprocess.DEVNULL
+    )
+    time.sleep(rng.uniform(2.0, 3.5))
+    again.kill()
+    again.wait()
+    done = resume(out)
+    assert done.returncode == 0, done.stderr
+    assert_same_outcome(whole, out)
+
+
+def test_a_corrupted_checkpoint_is_told_and_the_one_before_it_used(tmp_path, whole):
+    out = tmp_path / "run"
+    process = start(out)
+    for line in process.stderr:
+        if "round 5/8" in line:
+            break
+    process.kill()
+    process.communicate()
+    newest = max((out / "checkpoint").glob("round-*"))
+    server = newest / "server.safetensors"
+    server.write_bytes(server.read_bytes()[:-5])
+    done = resume(out)
+    assert done.returncode == 0, done.stderr
+    assert f"checkpoint {newest} is damaged (server.safetensors does not match its checksum)" in done.stderr
+    assert_same_outcome(whole, out)
+
+
+def test_resume_of_a_finished_run_changes_nothing(tmp_path, whole):
+    before = {p: p.read_bytes() for p in whole.rglob("*") if p.is_file() and p.suffix in (".jsonl", ".safetensors")}
+    done = resume(whole)
+    assert done.returncode == 0, done.stderr
+    assert "mean" in done.stdout
+    assert all(p.read_bytes() == data for p, data in before.items())
