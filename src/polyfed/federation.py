@@ -7,6 +7,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,7 +139,6 @@ def resume(
         raise
     progress = progress or for_terminal(lines=False)
     for note in notes:
-        progress.say(note)
         warnings.warn(note, RuntimeWarning, stacklevel=2)
     return _play(federation, start, history, directory, progress)
 
@@ -154,6 +154,7 @@ def _checked(clients: Sequence[Client], algorithm: Algorithm[Any, Any], settings
     checks.check_requirements(clients, algorithm, pool)
     checks.check_models(clients)
     settings.cohort_size(len(clients))
+    engines.check(settings.engine, settings.workers)
     device = engines.choose_device(settings.device)
     if isinstance(algorithm, LocalTraining):
         check_precision(algorithm.precision, device)
@@ -192,10 +193,15 @@ def _play(
     device = engines.choose_device(settings.device)
     history: list[Mapping[str, Any]] = list(past)
     changed: set[str] = set()
-    with one_thread():
+    with ExitStack() as stack:
+        if directory is not None:
+            stack.callback(directory.close)
+        stack.enter_context(one_thread())
         engine = engines.start(settings.engine, algorithm, list(federation.clients.values()), device, settings.workers)
+        stack.callback(engine.close)
         now = start or Checkpoint(0, algorithm.init(federation.context()), {})
         saved = now.round
+        stack.callback(progress.stop)
         progress.start(name_of(algorithm), settings.rounds, now.round)
         try:
             while now.round < settings.rounds:
@@ -206,9 +212,8 @@ def _play(
                 changed |= {i for i in after.minds if after.minds[i] is not now.minds.get(i)}
                 now = after
                 progress.round(record)
-                if directory is not None and (
-                    now.round % settings.checkpoint_every == 0 or now.round == settings.rounds
-                ):
+                due = now.round % settings.checkpoint_every == 0 or now.round == settings.rounds
+                if directory is not None and due:
                     checkpoints.save(directory.checkpoints, now, changed)
                     saved = now.round
                     changed.clear()
@@ -223,11 +228,6 @@ def _play(
                     f"`polyfed resume {directory.path}`"
                 ) from stop
             raise
-        finally:
-            progress.stop()
-            engine.close()
-            if directory is not None:
-                directory.close()
     return Run(federation, history, now, None if directory is None else directory.path)
 
 

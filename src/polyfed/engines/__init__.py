@@ -15,6 +15,16 @@ from polyfed.errors import UserError, nearest
 EngineName = Literal["auto", "inprocess", "pool"]
 
 
+def check(name: str, workers: int | str) -> None:
+    """Raises a `UserError` for an unknown engine, or a number of workers that makes no sense for it."""
+    if name not in get_args(EngineName):
+        raise UserError(f"unknown engine {name!r}; {nearest(name, get_args(EngineName))}")
+    if workers != "auto" and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 0):
+        raise UserError(f"workers must be 'auto' or a number of processes from 0, got {workers!r}")
+    if name == "pool" and workers == 0:
+        raise UserError("engine='pool' needs at least one worker, got workers=0; use engine='inprocess'")
+
+
 def start(
     name: str, algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: torch.device, workers: int | str
 ) -> Engine:
@@ -26,17 +36,11 @@ def start(
             this process.
 
     Raises:
-        UserError: an unknown engine, or a number of workers that makes no sense for it.
+        UserError: as `check`.
     """
-    if name not in get_args(EngineName):
-        raise UserError(f"unknown engine {name!r}; {nearest(name, get_args(EngineName))}")
-    automatic = workers == "auto"
-    if not automatic and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 0):
-        raise UserError(f"workers must be 'auto' or a number of processes from 0, got {workers!r}")
-    count = min(usable_cores(), len(clients)) if automatic else int(workers)
-    if name == "pool" and count == 0:
-        raise UserError("engine='pool' needs at least one worker, got workers=0; use engine='inprocess'")
-    alone = count == 0 or (automatic and (count == 1 or device.type != "cpu"))
+    check(name, workers)
+    count = min(usable_cores(), len(clients)) if workers == "auto" else int(workers)
+    alone = count == 0 or (workers == "auto" and (count == 1 or device.type != "cpu"))
     if name == "inprocess" or (name == "auto" and alone):
         return InProcessEngine(algorithm, clients, device)
     return PoolEngine(algorithm, clients, device, count)

@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, final
@@ -28,18 +28,19 @@ from polyfed.errors import ClientError
 from polyfed.tree import decode, encode, tensors_of
 
 _ATTEMPTS = 2
+_AHEAD_BYTES = 32 * 1024  # half of a Linux pipe
 _ORPHAN_CHECK_SECONDS = 2.0
 
 
 @dataclass
 class _Worker:
-    """A process, our end of its pipe, the tensors it holds in this call of `run`, and what it is busy with."""
+    """A process, our end of its pipe, the tensors it holds in this call of `run`, and its tasks with the number of the
+    attempt; the first is the one it works on."""
 
     process: Any  # multiprocessing's types differ between fork and spawn
     pipe: Connection
     holds: dict[int, str] = field(default_factory=dict)
-    task: Task | None = None
-    attempts: int = 0
+    tasks: deque[tuple[Task, int]] = field(default_factory=deque)
 
 
 @final
@@ -96,47 +97,45 @@ class PoolEngine(Engine):
         waiting = deque((task, 1) for task in longest_first(tasks, self._clients))
         for worker in self._workers:
             worker.holds.clear()
-            worker.task = None
-        while waiting or any(worker.task for worker in self._workers):
-            for position, worker in enumerate(self._workers):
-                if worker.task is None and waiting:
-                    worker.task, worker.attempts = waiting.popleft()
-                    if not _send(worker):
-                        yield from self._replace(position, waiting)
-            busy = {worker.pipe: i for i, worker in enumerate(self._workers) if worker.task is not None}
+            worker.tasks.clear()
+        while waiting or any(worker.tasks for worker in self._workers):
+            for worker in self._workers:
+                _feed(worker, waiting)
+            busy = {worker.pipe: i for i, worker in enumerate(self._workers) if worker.tasks}
             for pipe in wait(list(busy)):
-                worker = self._workers[busy[pipe]]  # type: ignore[index]
-                assert worker.task is not None
+                position = busy[pipe]  # type: ignore[index]
+                worker = self._workers[position]
                 try:
-                    result = _unpack(worker.pipe.recv_bytes(), worker.task)
+                    data = worker.pipe.recv_bytes()
                 except (EOFError, ConnectionError):
-                    yield from self._replace(busy[pipe], waiting)  # type: ignore[index]
+                    yield from self._replace(position, waiting)
                     continue
-                result = replace(result, incidents=self._told(worker.task))
-                worker.task = None
-                yield result
+                task, _ = worker.tasks.popleft()
+                _feed(worker, waiting)  # before anything else, so that it does not wait for us
+                yield replace(_unpack(data, task), incidents=self._told(task))
 
     def _replace(self, position: int, waiting: deque[tuple[Task, int]]) -> Iterator[Result]:
-        """A new worker in the place of one that died; its task waits again, or fails after the last attempt."""
+        """A new worker in the place of one that died. The task it worked on waits again, or fails after the last
+        attempt; those that it had not begun just wait again."""
         dead = self._workers[position]
         dead.pipe.close()
         dead.process.join()
         code = dead.process.exitcode
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        assert dead.task is not None
+        task, attempt = dead.tasks.popleft()
         incident = (
-            f"worker process {dead.process.pid} died ({cause}), phase {dead.task.phase!r}, "
-            f"attempt {dead.attempts} of {_ATTEMPTS}"
+            f"worker process {dead.process.pid} died ({cause}), phase {task.phase!r}, attempt {attempt} of {_ATTEMPTS}"
         )
-        self._incidents.setdefault(dead.task.client, []).append(incident)
+        self._incidents.setdefault(task.client, []).append(incident)
+        waiting.extendleft(reversed(dead.tasks))
         del self._workers[position]  # before the fork, which must not inherit a closed pipe
         self._workers.insert(position, self._start())
-        if dead.attempts < _ATTEMPTS:
-            waiting.appendleft((dead.task, dead.attempts + 1))
+        if attempt < _ATTEMPTS:
+            waiting.appendleft((task, attempt + 1))
         else:
             reason = f"its worker process died {_ATTEMPTS} times, last by {cause} (out of memory ends as SIGKILL)"
-            failure = ClientError(dead.task.round, dead.task.client, dead.task.phase, reason)
-            yield Result(dead.task, failure=failure, incidents=self._told(dead.task))
+            failure = ClientError(task.round, task.client, task.phase, reason)
+            yield Result(task, failure=failure, incidents=self._told(task))
 
     def _told(self, task: Task) -> tuple[str, ...]:
         return tuple(self._incidents.pop(task.client, ()))
@@ -153,28 +152,38 @@ class PoolEngine(Engine):
         self._workers.clear()
 
 
-def _send(worker: _Worker) -> bool:
-    """Sends the worker its task; False if it is dead. Tensors it already holds go by name."""
-    task = worker.task
-    assert task is not None
-    known = dict(worker.holds)
-    fresh = {id(t): f"t{id(t)}" for t in tensors_of(task.down.arrays) if id(t) not in known}
-    body = {
-        "forget": not known,
-        "fresh": {name: t for t in tensors_of(task.down.arrays) if (name := fresh.get(id(t))) is not None},
-        "down": None,
-        "task": [task.phase, task.round, task.client, task.seed, task.run_seed],
-        "scalars": dict(task.down.scalars),
-        "mine": task.mine,
-    }
-    names = known | fresh
-    body["down"] = {group: {name: names[id(t)] for name, t in tree.items()} for group, tree in task.down.arrays.items()}
-    worker.holds.update(fresh)
-    try:
-        worker.pipe.send_bytes(encode(body))
-    except (BrokenPipeError, ConnectionError):
-        return False
-    return True
+def _feed(worker: _Worker, waiting: deque[tuple[Task, int]]) -> None:
+    """Gives a worker its next task, and one more ahead if that message is small. A large one would not fit the pipe while
+    the worker is busy: we would wait to write for a worker that waits to write to us."""
+    while waiting and len(worker.tasks) < 2:
+        task = waiting[0][0]
+        fresh = {id(t): t for t in tensors_of(task.down.arrays) if id(t) not in worker.holds}
+        size = sum(t.nbytes for t in (*fresh.values(), *tensors_of(task.mine)))
+        if worker.tasks and size > _AHEAD_BYTES:
+            return
+        message = _message(task, fresh, worker.holds)
+        worker.tasks.append(waiting.popleft())
+        try:
+            worker.pipe.send_bytes(message)
+        except ConnectionError:
+            return  # it is dead, which `run` notices when it waits for the reply
+
+
+def _message(task: Task, fresh: Mapping[int, torch.Tensor], holds: dict[int, str]) -> bytes:
+    """A task as bytes. Tensors that the worker does not hold yet are in it, and entered in `holds`; the others go by
+    name."""
+    forget = not holds
+    holds |= {key: f"t{key}" for key in fresh}
+    return encode(
+        {
+            "forget": forget,
+            "fresh": {holds[key]: tensor for key, tensor in fresh.items()},
+            "down": {group: {n: holds[id(t)] for n, t in tree.items()} for group, tree in task.down.arrays.items()},
+            "task": [task.phase, task.round, task.client, task.seed, task.run_seed],
+            "scalars": dict(task.down.scalars),
+            "mine": task.mine,
+        }
+    )
 
 
 def _serve(

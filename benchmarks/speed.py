@@ -1,0 +1,128 @@
+"""Seconds a round on workloads W1 and W2: the bare loop, polyfed in process, and polyfed's pool, measured in one run.
+
+    python benchmarks/speed.py --out benchmarks/results/speed.json
+
+Each figure is the median of 3 repetitions, taken in turn (bare, in process, pool, bare, ...) so that a slow phase of a
+shared machine hits all alike; a repetition of polyfed is the median of its rounds after the first. Run it on an idle
+machine. bf16 is measured where it runs (see polyfed.training.check_precision).
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import bare
+import torch
+from workloads import METHOD, MODEL, PATH, W1, W2, arrays_of, clients_of
+
+import polyfed as pf
+from polyfed.errors import UserError
+from polyfed.scratch import initial_state
+from polyfed.training import check_precision
+
+
+def fresh_model():
+    model = MODEL()
+    model.load_state_dict(initial_state(MODEL, 0))
+    return model
+
+
+def bare_seconds(workload, arrays, rounds, channels_last):
+    sample = None if workload.sample == 1.0 else workload.sample
+    seconds = bare.federate(
+        fresh_model(), arrays, rounds, lr=0.01, batch_size=32, channels_last=channels_last, sample=sample
+    )
+    return statistics.median(seconds[1:] or seconds)
+
+
+def polyfed_seconds(workload, clients, rounds, workers, evaluate, method=METHOD):
+    """Median seconds of the rounds after the first, without (or with) evaluation of all clients."""
+    run = pf.federate(
+        clients, method, rounds=rounds, sample=workload.sample, workers=workers, evaluate_every=1 if evaluate else 10**6
+    )
+    records = run.history[1:] if evaluate else run.history[1:-1]  # the last round is always evaluated
+    return statistics.median(record["seconds"] for record in records)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", default=PATH)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    measured = {}
+    bf16 = dataclasses.replace(METHOD, precision="bf16")
+    try:
+        check_precision("bf16", torch.device("cpu"))
+        bf16_runs = True
+    except UserError as error:
+        print(error)
+        bf16_runs = False
+    for workload, rounds in ((W1, 3), (W2, 12)):
+        clients, _ = clients_of(workload, options.path)
+        arrays = arrays_of(clients)
+        candidates = {
+            "bare loop, 1 thread": lambda w=workload, a=arrays, r=rounds: bare_seconds(w, a, r, False),
+            "bare loop, 1 thread, channels-last": lambda w=workload, a=arrays, r=rounds: bare_seconds(w, a, r, True),
+            "polyfed, in process": lambda w=workload, c=clients, r=rounds: polyfed_seconds(w, c, r, 0, False),
+            "polyfed, 1 worker": lambda w=workload, c=clients, r=rounds: polyfed_seconds(w, c, r, 1, False),
+            "polyfed, 2 workers": lambda w=workload, c=clients, r=rounds: polyfed_seconds(w, c, r, 2, False),
+            "polyfed, 2 workers, all clients evaluated": lambda w=workload, c=clients, r=rounds: polyfed_seconds(
+                w, c, r, 2, True
+            ),
+        }
+        if bf16_runs:
+            candidates["polyfed, 2 workers, bf16"] = lambda w=workload, c=clients, r=rounds: polyfed_seconds(
+                w, c, r, 2, False, bf16
+            )
+        times = {name: [] for name in candidates}
+        for _ in range(options.repeat):
+            for name, measure in candidates.items():
+                times[name].append(measure())
+        for name, values in times.items():
+            rounded = [round(v, 3) for v in values]
+            print(f"{workload.name}  {name:45s} {statistics.median(values):7.3f} s a round   {rounded}", flush=True)
+        measured[workload.name] = {name: {"median": statistics.median(v), "all": v} for name, v in times.items()}
+    ratios = {}
+    for name, times in measured.items():
+        m = {k: v["median"] for k, v in times.items()}
+        ratios[name] = {
+            "in process / bare loop with the same thread and layout (target 1.05)": m["polyfed, in process"]
+            / m["bare loop, 1 thread, channels-last"],
+            "1 worker / 2 workers (target 1.8)": m["polyfed, 1 worker"] / m["polyfed, 2 workers"],
+            "seconds that evaluating all clients adds": m["polyfed, 2 workers, all clients evaluated"]
+            - m["polyfed, 2 workers"],
+        }
+    print(json.dumps(ratios, indent=1))
+    if options.out:
+        host = {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
+        content = {
+            "date": time.strftime("%Y-%m-%d"),
+            "host": host,
+            "bf16": bf16_runs,
+            "seconds": measured,
+            "ratios": ratios,
+        }
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def cpu_name():
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The contract suite catches what it is there to catch: each broken method fails the test named beside it."""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from polyfed.algorithm import Message
+from polyfed.algorithms import FedAvg, Local
+from polyfed.testing import AlgorithmContract, small_clients
+from polyfed.tree import weighted_mean
+
+
+class Contract(AlgorithmContract):
+    """The suite, called by hand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DependsOnTheProcess(FedAvg):
+    def local(self, down, mine, client, seed):
+        return super().local(down, mine, client, seed + os.getpid())
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsesGlobalRandomness(FedAvg):
+    def local(self, down, mine, client, seed):
+        torch.rand(1)
+        return super().local(down, mine, client, seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangesTheMessage(FedAvg):
+    def local(self, down, mine, client, seed):
+        down.arrays["model"]["head.weight"].add_(1.0)
+        return super().local(down, mine, client, seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangesPrivateState(Local):
+    def local(self, down, mine, client, seed):
+        mine["model"]["head.weight"].add_(1.0)
+        return super().local(down, mine, client, seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangesTheState(FedAvg):
+    def aggregate(self, state, replies):
+        state["model"]["head.weight"].zero_()
+        return super().aggregate(state, replies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstReplyWins(FedAvg):
+    def aggregate(self, state, replies):
+        return {"model": next(iter(replies.values())).arrays["model"]}
+
+
+class Memory:
+    """A counter hidden outside the state, as a field that is no field."""
+
+    calls = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepsAHiddenCounter(FedAvg):
+    def local(self, down, mine, client, seed):
+        Memory.calls += 1
+        return super().local(down, mine, client, seed + Memory.calls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendsPrivateState(Local):
+    def local(self, down, mine, client, seed):
+        reply, mine = super().local(down, mine, client, seed)
+        return Message({"secret": {"w": mine["model"]["head.weight"].clone()}}, reply.scalars), mine
+
+    def reply_spec(self, down):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedsEveryone(FedAvg):
+    def aggregate(self, state, replies):
+        if len(replies) < 3:
+            raise RuntimeError("where is everyone?")
+        return super().aggregate(state, replies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsksForTheUnknown(FedAvg):
+    requires = frozenset({"one_architecture", "luck"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgnoresTheSeed(FedAvg):
+    def init(self, server):
+        from dataclasses import replace
+
+        return super().init(replace(server, seed=0))
+
+    def local(self, down, mine, client, seed):
+        return super().local(down, mine, client, 0)
+
+
+CASES = [
+    (DependsOnTheProcess, "test_same_result_for_0_1_and_2_workers"),
+    (UsesGlobalRandomness, "test_seed_decides_the_result"),
+    (IgnoresTheSeed, "test_seed_decides_the_result"),
+    (ChangesTheMessage, "test_inputs_are_not_changed"),
+    (ChangesPrivateState, "test_inputs_are_not_changed"),
+    (ChangesTheState, "test_inputs_are_not_changed"),
+    (FirstReplyWins, "test_order_of_clients_is_irrelevant"),
+    (KeepsAHiddenCounter, "test_resumed_equals_uninterrupted"),
+    (SendsPrivateState, "test_private_state_is_not_sent"),
+    (NeedsEveryone, "test_a_client_missing"),
+    (NeedsEveryone, "test_one_client"),
+    (AsksForTheUnknown, "test_requirements_are_known"),
+]
+
+
+@pytest.mark.parametrize(("broken", "test"), CASES, ids=[f"{c.__name__}-{t}" for c, t in CASES])
+def test_the_suite_catches(broken, test, tmp_path):
+    arguments = [tmp_path] if "resumed" in test else []
+    with pytest.raises((AssertionError, RuntimeError)):
+        getattr(Contract(), test)(broken(lr=0.05, batch_size=8), *arguments)
+
+
+def test_the_broken_methods_are_broken_only_where_they_say():
+    """The same calls pass for the method that they were derived from, so that a failure means what it seems to mean."""
+    for test in {t for _, t in CASES if "resumed" not in t}:
+        getattr(Contract(), test)(FedAvg(lr=0.05, batch_size=8))
+    assert weighted_mean({"a": {"w": torch.ones(1)}})["w"] == 1
+    assert len(small_clients(2)) == 2

@@ -1,0 +1,129 @@
+"""Trees: exact bytes, exact means, and a serialisation that gives back what it was given."""
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyfed.errors import UserError
+from polyfed.tree import decode, encode, mismatch, not_finite, num_bytes, spec, weighted_mean
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+]  # fmt: skip
+tensors = st.builds(
+    lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+    st.lists(st.integers(0, 5), max_size=3),
+    st.sampled_from(DTYPES),
+)
+names = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=12).filter(
+    lambda n: n != "__metadata__"
+)
+
+
+@given(st.dictionaries(names, tensors, max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_num_bytes_is_the_size_of_the_file(tree):
+    assert num_bytes(tree) == (len(safetensors.torch.save(tree)) if tree else 0)
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=5)
+nested = st.recursive(
+    scalars | st.lists(st.floats(-1, 1), min_size=1, max_size=3).map(torch.tensor),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+@given(nested)
+@settings(max_examples=200, deadline=None)
+def test_encode_and_decode_are_inverse(value):
+    assert equal(decode(encode({"value": value})), {"value": value})
+
+
+def test_tensors_that_share_memory_or_are_views_survive():
+    base = torch.arange(12.0).view(3, 4)
+    value = {"a": base, "b": base, "row": base[1], "column": base[:, 1], "a/b": torch.ones(1), "x": {"y": base.t()}}
+    assert equal(decode(encode(value)), value)
+    clash = {"a": {"b": torch.zeros(1)}, "a/b": torch.ones(1)}
+    assert equal(decode(encode(clash)), clash)
+
+
+def test_shared_tensors_travel_by_name():
+    big = torch.zeros(1000)
+    data = encode({"model": {"w": big}}, shared={id(big): "t1"})
+    assert len(data) < 500
+    assert decode(data, shared={"t1": big})["model"]["w"] is big
+
+
+@pytest.mark.parametrize("value", [{"a": object()}, {1: 2}, {"a": {"b": {3}}}])
+def test_what_cannot_be_kept_is_refused_with_its_path(value):
+    with pytest.raises(TypeError, match="state at"):
+        encode(value)
+
+
+@pytest.mark.parametrize("cut", [0, 4, 9, 60, -1])
+def test_half_a_state_is_refused(cut):
+    data = encode({"w": torch.ones(5)})
+    with pytest.raises(UserError, match="not a complete polyfed state"):
+        decode(data[:cut])
+
+
+def test_mean_is_weighted_keeps_types_and_ignores_order():
+    trees = {
+        "b": {"w": torch.tensor([1.0, 2.0]), "count": torch.tensor(3)},
+        "a": {"w": torch.tensor([3.0, 6.0]), "count": torch.tensor(7)},
+    }
+    mean = weighted_mean(trees, {"a": 1, "b": 3})
+    assert mean["w"].tolist() == [1.5, 3.0]
+    assert mean["count"].dtype == torch.int64
+    assert int(mean["count"]) == 7
+    assert torch.equal(mean["w"], weighted_mean(dict(reversed(trees.items())), {"b": 3, "a": 1})["w"])
+
+
+def test_mean_of_equal_trees_is_that_tree_bit_for_bit():
+    tree = {"w": torch.randn(1000, generator=torch.Generator().manual_seed(0))}
+    for number in (2, 3, 7, 10):
+        ids = [str(i) for i in range(number)]
+        weights = {i: float(k + 1) for k, i in enumerate(ids)}
+        assert torch.equal(weighted_mean(dict.fromkeys(ids, tree), weights)["w"], tree["w"])
+
+
+@pytest.mark.parametrize("weights", [{"a": 0.0, "b": 0.0}, {"a": -1.0, "b": 2.0}, {"a": float("nan"), "b": 1.0}])
+def test_mean_refuses_weights_that_are_none(weights):
+    with pytest.raises(ValueError, match="weights must be finite"):
+        weighted_mean({"a": {"w": torch.ones(1)}, "b": {"w": torch.ones(1)}}, weights)
+    with pytest.raises(ValueError, match="no trees"):
+        weighted_mean({})
+
+
+def test_mismatch_names_the_tensor_and_the_reason():
+    expected = spec({"w": torch.zeros(2, 3), "b": torch.zeros(3)})
+    good = {"w": torch.ones(2, 3), "b": torch.ones(3)}
+    assert mismatch(good, expected) is None
+    assert "'b' is missing" in mismatch({"w": good["w"]}, expected)
+    assert "'x' is unexpected" in mismatch({**good, "x": good["b"]}, expected)
+    assert "'w' has shape (3, 2)" in mismatch({**good, "w": torch.ones(3, 2)}, expected)
+    assert "'b' has dtype torch.float64" in mismatch({**good, "b": good["b"].double()}, expected)
+    assert mismatch({"a": torch.zeros(5, 3)}, {"a": ((None, 3), torch.float32)}) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_not_finite_finds_one_bad_value(value):
+    tree = {"a": torch.ones(1000), "n": torch.tensor([1]), "b": torch.ones(1000)}
+    assert not_finite(tree) is None
+    tree["b"][77] = value
+    assert not_finite(tree) == "b"
+    assert not_finite({"big": torch.full((4,), 3e38)}) is None  # the sum overflows, the values do not
