@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 
 
-def federate(model, clients, rounds, *, lr, batch_size, channels_last, sample=None, seed=0):
+def federate(model, clients, rounds, *, lr, batch_size, channels_last, sample=None, seed=0, shuffle=None):
     """Trains `model` in place.
 
     Args:
         clients: list of (x float (n, 1, 28, 28), y int64 (n,)).
         sample: clients a round; None takes all.
+        shuffle: (round from 1, client, number) -> order of its examples; None draws one here.
 
     Returns:
         Seconds of each round.
@@ -33,7 +34,7 @@ def federate(model, clients, rounds, *, lr, batch_size, channels_last, sample=No
             x, y = clients[c]
             local = copy.deepcopy(model).train()
             optimizer = torch.optim.SGD(local.parameters(), lr=lr)
-            shuffled = torch.randperm(len(y), generator=generator)
+            shuffled = shuffle(r + 1, c, len(y)) if shuffle else torch.randperm(len(y), generator=generator)
             for i in range(0, len(y), batch_size):
                 rows = shuffled[i : i + batch_size]
                 batch = x[rows].contiguous(memory_format=layout)

@@ -2,9 +2,9 @@
 
     python benchmarks/speed.py --out benchmarks/results/speed.json
 
-Each figure is the median of 3 repetitions, taken in turn (bare, in process, pool, bare, ...) so that a slow phase of a
-shared machine hits all alike; a repetition of polyfed is the median of its rounds after the first. Run it on an idle
-machine. bf16 is measured where it runs (see polyfed.training.check_precision).
+Each figure is the median of 3 repetitions (5 for W2), taken in turn (bare, in process, pool, bare, ...) so that a slow
+phase of a shared machine hits all alike; a repetition is the median of its rounds after the first; ratios are taken within
+a repetition. Run it on an idle machine. bf16 is measured where it runs (see polyfed.training.check_precision).
 """
 
 import argparse
@@ -49,6 +49,22 @@ def polyfed_seconds(workload, clients, rounds, workers, evaluate, method=METHOD)
     return statistics.median(record["seconds"] for record in records)
 
 
+def ratios_of(times):
+    """Medians of the ratios within each repetition, whose measurements lie seconds apart."""
+
+    def paired(one, other, combine):
+        return statistics.median(map(combine, times[one]["all"], times[other]["all"]))
+
+    two = "polyfed, 2 workers"
+    return {
+        "in process / bare loop with the same thread and layout (target 1.05)": paired(
+            "polyfed, in process", "bare loop, 1 thread, channels-last", lambda a, b: a / b
+        ),
+        "1 worker / 2 workers (target 1.8)": paired("polyfed, 1 worker", two, lambda a, b: a / b),
+        "seconds that evaluating all clients adds": paired(f"{two}, all clients evaluated", two, lambda a, b: a - b),
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", default=PATH)
@@ -64,7 +80,7 @@ def main():
     except UserError as error:
         print(error)
         bf16_runs = False
-    for workload, rounds in ((W1, 3), (W2, 12)):
+    for workload, rounds, repeat in ((W1, 3, options.repeat), (W2, 15, 2 * options.repeat - 1)):
         clients, _ = clients_of(workload, options.path)
         arrays = arrays_of(clients)
         candidates = {
@@ -82,23 +98,14 @@ def main():
                 w, c, r, 2, False, bf16
             )
         times = {name: [] for name in candidates}
-        for _ in range(options.repeat):
+        for _ in range(repeat):
             for name, measure in candidates.items():
                 times[name].append(measure())
         for name, values in times.items():
             rounded = [round(v, 3) for v in values]
             print(f"{workload.name}  {name:45s} {statistics.median(values):7.3f} s a round   {rounded}", flush=True)
         measured[workload.name] = {name: {"median": statistics.median(v), "all": v} for name, v in times.items()}
-    ratios = {}
-    for name, times in measured.items():
-        m = {k: v["median"] for k, v in times.items()}
-        ratios[name] = {
-            "in process / bare loop with the same thread and layout (target 1.05)": m["polyfed, in process"]
-            / m["bare loop, 1 thread, channels-last"],
-            "1 worker / 2 workers (target 1.8)": m["polyfed, 1 worker"] / m["polyfed, 2 workers"],
-            "seconds that evaluating all clients adds": m["polyfed, 2 workers, all clients evaluated"]
-            - m["polyfed, 2 workers"],
-        }
+    ratios = {name: ratios_of(times) for name, times in measured.items()}
     print(json.dumps(ratios, indent=1))
     if options.out:
         host = {

@@ -1,4 +1,4 @@
-"""Your own networks and data in a federation: a tensor client, a torch Dataset client and a Hugging Face client."""
+"""Your own networks and data in a federation: clients with tensors, a torch Dataset and a Hugging Face dataset."""
 
 import torch
 from datasets import Dataset
@@ -7,19 +7,20 @@ from torch.utils.data import TensorDataset
 
 import polyfed as pf
 
-x, y = torch.randn(600, 8), torch.arange(600) % 2
-x[:, 0] += 3 * y  # something to learn; take your own tensors instead
-parts = [(x[i::3], y[i::3]) for i in range(3)]
-(north, south, west), test = parts, (x[:90], y[:90])
+x, y = torch.randn(240, 8), torch.arange(240) % 2
+x = x + y[:, None]  # something to learn; take your own data instead
+north, south, west, test = ((x[i::4], y[i::4]) for i in range(4))
+table = Dataset.from_dict({"x": west[0].tolist(), "label": west[1].tolist()})
+
+
+def network():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
 clients = [
-    pf.Client("north", lambda: nn.Linear(8, 2), train=north, test=test),
-    pf.Client("south", lambda: nn.Linear(8, 2), train=TensorDataset(*south), test=test),
-    pf.Client(
-        "west",
-        lambda: nn.Linear(8, 2),
-        train=Dataset.from_dict({"x": west[0].tolist(), "label": west[1].tolist()}),
-        test=test,
-    ),
+    pf.Client("north", network, train=north, test=test),
+    pf.Client("south", network, train=TensorDataset(*south), test=test),
+    pf.Client("west", network, train=table, test=test),
 ]
 run = pf.federate(clients, pf.algorithms.FedAvg(lr=0.1, local_epochs=2), rounds=5, seed=0)
 print(*run.table(), sep="\n")

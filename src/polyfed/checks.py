@@ -59,9 +59,16 @@ def architectures(clients: Sequence[Client]) -> dict[str, str]:
     return {client.id: scratch(client.model).architecture for client in clients if client.model is not None}
 
 
-def check_models(clients: Sequence[Client]) -> None:
-    """Runs two examples through each distinct pair of network and input form; raises a `UserError` if a network fails
-    on its data, or its output does not suit the labels."""
+def check_models(clients: Sequence[Client], num_outputs: int | None = None) -> None:
+    """Runs two examples through each distinct pair of network and input form.
+
+    Args:
+        clients: whose networks are tried.
+        num_outputs: the outputs that each network must have, where the data say how many classes there are.
+
+    Raises:
+        UserError: a network fails on its data, or its output does not suit the labels.
+    """
     outputs: dict[Any, tuple[int, ...]] = {}
     for client in clients:
         if client.model is None:
@@ -71,7 +78,14 @@ def check_models(clients: Sequence[Client]) -> None:
             key = (own.architecture, data.x.shape[1:], data.x.dtype, repr(data.transform))
             if key not in outputs:
                 outputs[key] = _output_shape(client, data, f"client {client.id!r}")
+            if num_outputs is not None and outputs[key] != (num_outputs,):
+                raise UserError(f"client {client.id!r}: its network has {_outputs(outputs[key])}, but the data have "
+                                f"{num_outputs} classes; the network's output must have one logit per class")  # fmt: skip
             _check_output(outputs[key], data.labels, f"client {client.id!r}: {name}", client.task)
+
+
+def _outputs(shape: tuple[int, ...]) -> str:
+    return f"{shape[0]} outputs" if len(shape) == 1 else f"outputs of shape {shape}"
 
 
 def _sets(client: Client) -> dict[str, Examples]:
@@ -100,7 +114,7 @@ def _output_shape(client: Client, data: Examples, name: str) -> tuple[int, ...]:
 def _check_output(output: tuple[int, ...], labels: Tensor, name: str, task: str) -> None:
     if task == "classification":
         if len(output) != 1:
-            raise UserError(f"{name}: the network must give logits (batch, classes), got (batch, {output})")
+            raise UserError(f"{name}: the network must give logits of shape (batch, classes), got {('batch', *output)}")
         if int(labels.max()) >= output[0]:
             raise UserError(
                 f"{name} has label {int(labels.max())}, but the network has {output[0]} outputs (classes 0 to "

@@ -5,6 +5,7 @@ Exit status: 0; 2 with one sentence for what the user can mend; 1 for a failure 
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,11 +17,14 @@ _USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help tells more)
   resume DIR                           go on with a run that was stopped
   data [RECIPE|config.yaml] [OPTIONS]  show which client has how many examples of which class
   list [algorithms|data|models|recipes]
+                                       show what there is to choose from
+  --version
 """
 
 
 def entry() -> None:
     """The console script."""
+    warnings.formatwarning = _one_sentence
     sys.exit(main(sys.argv[1:]))
 
 
@@ -29,6 +33,11 @@ def main(arguments: Sequence[str]) -> int:
     commands: dict[str, Callable[[list[str]], None]] = {"run": _run, "resume": _resume, "data": _data, "list": _list}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
+        return 0
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"polyfed {version('polyfed')}")
         return 0
     try:
         if arguments[0] not in commands:
@@ -42,6 +51,8 @@ def main(arguments: Sequence[str]) -> int:
         return _told(stop if stop.args else "interrupted", 130)
     except BrokenPipeError:
         return 0  # the reader of our output has seen enough
+    except OSError as error:  # a full disk, say; what was saved before is whole
+        return _told(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 0
     return 0
@@ -50,6 +61,11 @@ def main(arguments: Sequence[str]) -> int:
 def _told(message: object, status: int) -> int:
     print(f"polyfed: {' '.join(str(message).split())}", file=sys.stderr)
     return status
+
+
+def _one_sentence(message: Warning | str, *_: object, **__: object) -> str:
+    """A warning without the line of code that Python adds."""
+    return f"polyfed: warning: {' '.join(str(message).split())}\n"
 
 
 def _take(words: list[str], option: str) -> str | None:
@@ -67,6 +83,8 @@ def _take(words: list[str], option: str) -> str | None:
 
 
 def _flag(words: list[str], option: str) -> bool:
+    if given := [word for word in words if word.startswith(f"{option}=")]:
+        raise UserError(f"{option} takes no value, got {given[0]!r}")
     found = option in words
     words[:] = [word for word in words if word != option]
     return found
@@ -93,7 +111,7 @@ def _run(words: list[str]) -> None:
     out, quiet = _take(words, "--out"), _flag(words, "--quiet")
     name = words.pop(0) if words and not words[0].startswith("-") else None
     no_arguments = name is None and not any(word != "--help" and word != "-h" for word in words)
-    config = experiments.load_recipe(name or "quickstart") if name or no_arguments else {}
+    config = experiments.load_recipe("quickstart" if name is None else name) if name is not None or no_arguments else {}
     config.pop("description", None)
     experiment = experiments.from_config(options.parse(words, config, "polyfed run"))
     title = Path(name).stem if name else "quickstart" if no_arguments else type(experiment.algorithm).__name__.lower()
@@ -118,8 +136,10 @@ def _resume(words: list[str]) -> None:
     from polyfed.commands import running
 
     quiet = _flag(words, "--quiet")
+    if unknown := [word for word in words if word.startswith("-")]:
+        raise UserError(f"unknown option {unknown[0]}; polyfed resume has --quiet; the rest is the run's config.yaml")
     if len(words) != 1:
-        raise UserError(f"polyfed resume takes one run directory, got {words}")
+        raise UserError(f"polyfed resume takes one run directory, got {' and '.join(words) or 'none'}")
     running.go_on(Path(words[0]), quiet=quiet)
 
 
@@ -139,7 +159,7 @@ def _data(words: list[str]) -> None:
 
     plot = _take(words, "--plot") or "data.png"
     name = words.pop(0) if words and not words[0].startswith("-") else None
-    config = experiments.load_recipe(name or "quickstart") if name or not words else {}
+    config = experiments.load_recipe("quickstart" if name is None else name) if name is not None or not words else {}
     config.pop("description", None)
     running.show_data(experiments.from_config(options.parse(words, config, "polyfed data")), Path(plot))
 

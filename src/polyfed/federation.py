@@ -133,13 +133,18 @@ def resume(
                 "resume with the same ids, data and networks"
             )
         start, notes = checkpoints.load(directory.checkpoints)
+        if start is None and notes:
+            raise UserError(
+                f"no checkpoint of the run in {out} is whole: {'; '.join(notes)}. Put a copy of one back, or delete the "
+                f"folder {directory.checkpoints}: then the run starts again from round 1"
+            )
         history = directory.keep_rounds(start.round if start is not None else 0)
     except BaseException:
         directory.close()
         raise
     progress = progress or for_terminal(lines=False)
     for note in notes:
-        warnings.warn(note, RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=2)
     return _play(federation, start, history, directory, progress)
 
 
@@ -154,7 +159,6 @@ def _checked(clients: Sequence[Client], algorithm: Algorithm[Any, Any], settings
     checks.check_requirements(clients, algorithm, pool)
     checks.check_models(clients)
     settings.cohort_size(len(clients))
-    engines.check(settings.engine, settings.workers)
     device = engines.choose_device(settings.device)
     if isinstance(algorithm, LocalTraining):
         check_precision(algorithm.precision, device)

@@ -65,7 +65,7 @@ def new_module(factory: Architecture, seed: int) -> nn.Module:
     Raises:
         UserError: as for `scratch`.
     """
-    name = getattr(factory, "__qualname__", repr(factory))
+    name = getattr(factory, "__qualname__", None) or getattr(factory, "name", None) or type(factory).__name__
     with local_rng(seed):
         try:
             module = factory()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, final
 
-from polyfed.errors import UserError
+from polyfed.errors import UserError, nearest
 
 
 @final
@@ -54,8 +54,14 @@ class Settings:
             raise UserError(
                 f"sample must be a fraction above 0 and at most 1.0, or a number of clients from 1, got {self.sample!r}"
             )
-        if self.on_error not in ("raise", "skip"):
-            raise UserError(f"on_error must be 'raise' or 'skip', got {self.on_error!r}")
+        for name, choices in {"engine": ("auto", "inprocess", "pool"), "on_error": ("raise", "skip")}.items():
+            if (value := getattr(self, name)) not in choices:
+                raise UserError(f"unknown {name} {value!r}; {nearest(str(value), choices)}")
+        counted = isinstance(self.workers, int) and not isinstance(self.workers, bool)
+        if self.workers != "auto" and not (counted and int(self.workers) >= 0):
+            raise UserError(f"workers must be 'auto' or a number of processes from 0, got {self.workers!r}")
+        if self.engine == "pool" and self.workers == 0:
+            raise UserError("engine='pool' needs at least one worker, got workers=0; use engine='inprocess'")
 
     def cohort_size(self, num_clients: int) -> int:
         """Clients that take part in a round.

@@ -16,7 +16,8 @@ from polyfed.tree import Spec
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(LocalTraining, Algorithm[State, Mine]):
-    """θ ← Σ_i (n_i/n) θ_i, θ_i being θ after local training. One architecture. Evaluated model: θ.
+    """The mean of the clients' models, weighted by examples: θ ← Σ_i (n_i/n) θ_i, θ_i being θ after local training. One
+    architecture. Evaluated model: θ.
 
     Args:
         weighted: by the number of training examples (the paper); False counts every client the same.

@@ -17,8 +17,8 @@ from polyfed.tree import Spec
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedProx(LocalTraining, Algorithm[State, Mine]):
-    """Each client minimises L_i(θ) + μ/2·‖θ − θ̄‖², θ̄ being the model it received; the norm is over parameters, not over
-    buffers. μ = 0 is FedAvg, bit for bit. Evaluated model: the average θ.
+    """FedAvg with a proximal term: each client minimises L_i(θ) + μ/2·‖θ − θ̄‖², θ̄ being the model it received. The norm is
+    over parameters, not over buffers. μ = 0 is FedAvg, bit for bit. Evaluated model: the average θ.
 
     Args:
         weighted: as in FedAvg.

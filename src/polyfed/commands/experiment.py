@@ -73,7 +73,7 @@ def from_config(config: Mapping[str, Any]) -> Experiment:
             source=SOURCES[data.pop("name")](**data),
             partition=PARTITIONS[partition.pop("name")](**partition),
             split=Split(**split),
-            shifts=tuple(Shift(**shift) for shift in shifts),
+            shifts=tuple(_shift(shift) for shift in shifts),
             augment=augment,
             models=tuple(models if isinstance(models, list | tuple) else [models]),
             algorithm=method,
@@ -87,6 +87,13 @@ def from_config(config: Mapping[str, Any]) -> Experiment:
         ) from error
     except TypeError as error:
         raise UserError(f"the configuration does not fit this version of polyfed: {error}") from error
+
+
+def _shift(fields: Mapping[str, float]) -> Shift:
+    known = [field.name for field in dataclasses.fields(Shift)]
+    if unknown := sorted(set(fields) - set(known)):
+        raise UserError(f"a shift has no {unknown[0]!r}; {nearest(unknown[0], known)}")
+    return Shift(**fields)
 
 
 def like(name: str, method: Algorithm[Any, Any]) -> Algorithm[Any, Any]:
@@ -110,7 +117,14 @@ def participants(experiment: Experiment) -> Participants:
     pool = experiment.source.load()
     seed = derive(experiment.settings.seed, "partition")
     augment = PadCropFlip() if experiment.augment else None
+    if experiment.split.test_fraction == 0:
+        raise UserError("test_fraction must be above 0, got 0.0: clients without test examples cannot be evaluated")
     data, public = make_clients(pool, experiment.split, experiment.partition, seed, experiment.shifts, augment)
+    if untested := [d for d in data if not len(d.test)]:
+        raise UserError(
+            f"{untested[0].id} has {len(untested[0].train)} example, too few to test on; use fewer clients, or a partition "
+            "that gives each client at least 2"
+        )
     specs = [
         ModelSpec(m["name"], {k: v for k, v in m.items() if k != "name"}, pool.input_shape, pool.num_classes)
         for m in experiment.models
@@ -163,6 +177,8 @@ def load_recipe(name: str) -> dict[str, Any]:
     known = recipes()
     if name in known:
         return cast(dict[str, Any], yaml.safe_load(known[name].read_text(encoding="utf-8")))
-    if name.endswith((".yaml", ".yml")) or Path(name).exists():
+    if name and Path(name).is_dir() and not (Path(name) / "config.yaml").is_file():
+        raise UserError(f"{name} is a folder without config.yaml; give a run directory, a YAML file or a recipe")
+    if name and (name.endswith((".yaml", ".yml")) or Path(name).exists()):
         return read_config(name)
     raise UserError(f"there is no recipe or file {name!r}; {nearest(name, known)}")

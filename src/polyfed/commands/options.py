@@ -7,9 +7,11 @@ the command line are the same fields, with dots: `--algorithm fedprox --algorith
 
 import inspect
 import re
+from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, final, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, final, get_args, get_origin, get_type_hints
 
 import yaml
 from docstring_parser import parse as parse_docstring
@@ -93,6 +95,8 @@ def parse(arguments: Sequence[str], config: Mapping[str, Any], program: str) -> 
     given = _flat(config)
     words = _with_names(arguments)
     print_config = "--print_config" in words
+    if given_value := [word for word in words if word.startswith("--print_config=")]:
+        raise UserError(f"--print_config takes no value, got {given_value[0]!r}")
     words = [word for word in words if word != "--print_config"]
     chosen = {section: _by_option(section, words) for section in DEFAULTS}
     given = _carried_over(given, chosen)
@@ -126,24 +130,43 @@ def _options(names: Mapping[str, str], *, with_model: bool) -> list[Option]:
 
 def _parsed(options: Sequence[Option], given: Mapping[str, Any], words: Sequence[str], program: str) -> dict[str, Any]:
     """Values of all options: the configuration's become options before the user's, so that both are checked alike."""
-    parser = ArgumentParser(prog=program, exit_on_error=False, description="Options of the choices made; choose others "
-                            "(--algorithm NAME ...) to see theirs. --print_config shows the resulting file.")  # fmt: skip
-    known = {option.key for option in options}
+    parser = ArgumentParser(prog=program, usage=SUPPRESS, exit_on_error=False,
+                            description="Options of the choices made; choose others (--algorithm NAME ...) to see "
+                            "theirs. --print_config shows the resulting file.")  # fmt: skip
+    known = {option.key: option for option in options}
     for option in options:
         parser.add_argument(f"--{option.key}", type=option.type, default=option.default, required=option.required,
                             help=option.help or None)  # fmt: skip
     if unknown := sorted(given.keys() - known):
-        raise UserError(f"unknown key {unknown[0]!r} in the configuration; {nearest(unknown[0], known)}")
+        raise UserError(f"unknown key {_unknown(unknown[0], known)}")
     for word in words:
         key = word.partition("=")[0].removeprefix("--")
-        if word.startswith("--") and key not in known and key != "help":
-            raise UserError(f"unknown option --{key}; {nearest(key, known)}")
+        if word.startswith("--") and key.rstrip("+") not in known and key != "help":
+            raise UserError(f"unknown option {_unknown(key, known, '--')}")
     try:
         parsed = parser.parse_args([*(f"--{key}={_as_text(value)}" for key, value in given.items()), *words])
     except (ArgumentError, TypeError, ValueError, KeyError) as error:
-        raise UserError(_sentence(str(error))) from error
+        raise UserError(_sentence(str(error), known)) from error
     plain: dict[str, Any] = parsed.as_dict()
     return plain
+
+
+def _unknown(key: str, known: Mapping[str, Option], prefix: str = "") -> str:
+    """What to do about a key that nothing has: another choice that has it, or the nearest fields of its section."""
+    section, _, field = key.rpartition(".")
+    if section not in _REGISTRIES:
+        top = {k.partition(".")[0] for k in known}
+        return f"{prefix}{key}; {nearest(key, top)}"
+    if f"{section}.name" not in known:
+        return f"{prefix}{key}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
+    name, registry = known[f"{section}.name"].default, _REGISTRIES[section]
+    others = [n for n, choice in registry.items() if key in {option.key for option in options_of(choice, section)}]
+    if others:
+        how = f"--{section} {others[0]}" if prefix else f"{section}: {{name: {others[0]}}}"
+        verb = "have" if others[1:] else "has"
+        return f"{prefix}{key}; {name} has no {field!r}, but {', '.join(others)} {verb}: give {how}, for example"
+    fields_of_it = {k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section}
+    return f"{prefix}{key}; {name} has no {field!r}: {nearest(field, fields_of_it)}"
 
 
 def _as_text(value: Any) -> str:
@@ -154,11 +177,42 @@ def _as_text(value: Any) -> str:
     )
 
 
-def _sentence(message: str) -> str:
-    """jsonargparse's report as one line without Python's notation of types."""
+def _sentence(message: str, known: Mapping[str, Option]) -> str:
+    """jsonargparse's report as one sentence in plain words, with the value that it saw."""
     text = " ".join(message.split())
-    text = re.sub(r"<class '([\w.]+)'>", r"\1", text).replace("typing.", "")
-    return re.sub(r'^Parser key "([^"]+)":', r"--\1:", text)
+    if found := re.match(r'Parser key "([^"]+)": .*Got value: (.*)', text) or re.match(
+        r'Parser key "([^"]+)": .*Given value: (.*)', text
+    ):
+        key, value = found.groups()
+        return f"--{key} must be {in_words(known[key].type) if key in known else 'of another type'}, got {value!r}"
+    if found := re.match(r"argument --(\S+): expected one argument", text):
+        return f"--{found[1]} needs a value"
+    if found := re.match(r"unrecognized arguments: (.*)", text, re.IGNORECASE):
+        return f"unexpected argument {found[1]!r}; options begin with --, and a recipe or config.yaml comes before them"
+    if found := re.match(r"the following arguments are required: ([\w.]+)", text):
+        return f"--{found[1]} is missing: give it a value"
+    return text
+
+
+def in_words(kind: Any) -> str:
+    """What a value of a type looks like.
+
+    >>> in_words(int | None), in_words(Literal["sgd", "adam"]), in_words(tuple[int, ...])
+    ('a whole number or null', 'sgd or adam', 'a list such as [1, 2]')
+    """
+    plain: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+                             type(None): "null"}  # fmt: skip
+    if kind in plain:
+        return plain[kind]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " or ".join(filter(None, (", ".join(map(str, inner[:-1])), str(inner[-1]))))
+    if origin in (Union, UnionType):
+        inner = tuple(part for part in inner if part is not int or float not in inner)
+        return " or ".join(in_words(part) for part in inner)
+    if origin in (list, tuple):
+        return "a list such as " + {int: "[1, 2]", str: "[local]"}.get(inner[0], "[{rotation: 90}]")
+    return "a value of another type"
 
 
 def _with_names(arguments: Sequence[str]) -> list[str]:
@@ -182,6 +236,8 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{name}.")
+        elif name in _REGISTRIES and not (isinstance(value, str) or (name == "model" and isinstance(value, list))):
+            raise UserError(f"{name} must be a name, or a mapping with a name, got {value!r}")
         else:
             flat[f"{name}.name" if name in _REGISTRIES and isinstance(value, str) else name] = value
     return flat
@@ -215,9 +271,10 @@ def _carried_over(given: Mapping[str, Any], chosen: Mapping[str, str | None]) ->
     }
     kept = dict(given)
     for section, name in chosen.items():
-        if name is None or name == given.get(f"{section}.name", DEFAULTS[section]):
+        mixture = section in given  # `model` as a list, which any name replaces
+        if name is None or (not mixture and name == given.get(f"{section}.name", DEFAULTS[section])):
             continue
-        kept.pop(section, None)  # a mixture of networks
+        kept.pop(section, None)
         for key in given:
             owner, _, field = key.rpartition(".")
             if owner == section and field not in shared.get(section, set()):

@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from polyfed import federation
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms import name_of
+from polyfed.checks import check_models, check_requirements
 from polyfed.commands.experiment import Experiment, Participants, from_config, participants
 from polyfed.data import draw_class_table
 from polyfed.errors import UserError
@@ -28,10 +30,19 @@ def run(experiment: Experiment, out: Path, *, quiet: bool = False, console: Cons
         UserError: what `federate` refuses; nothing has been computed.
     """
     found = participants(experiment)
+    _check(experiment, found)
     runs = {name_of(experiment.algorithm): _federate(experiment, experiment.algorithm, found, out, quiet)}
     for name, baseline in experiment.baselines.items():
         runs[name] = _federate(experiment, baseline, found, out / BASELINES / name, quiet)
     show(runs, found, out, console or Console())
+
+
+def _check(experiment: Experiment, found: Participants) -> None:
+    """Finds before the first round what would be found wrong only after it: a baseline that does not suit the clients, and
+    a network whose outputs are not the classes."""
+    for method in (experiment.algorithm, *experiment.baselines.values()):
+        check_requirements(found.clients, method, found.public)
+    check_models(found.clients, found.pool.num_classes)
 
 
 def go_on(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
@@ -40,6 +51,8 @@ def go_on(out: Path, *, quiet: bool = False, console: Console | None = None) -> 
     Raises:
         UserError: `out` is not a run directory that can be resumed.
     """
+    if not (out / "config.yaml").is_file():
+        raise UserError(f"{out} is not a run directory: it has no config.yaml")
     config = read_config(out)
     if "data" not in config:
         federation.resume(out)  # explains that its clients are needed
@@ -119,8 +132,7 @@ def show_data(experiment: Experiment, plot: Path, console: Console | None = None
         counts = found.classes[client.id]
         cells = [str(n) if n else "·" for n in counts]
         table.add_row(client.id, *cells, str(sum(counts)), str(len(client.test)))
-    console.print(table)
-    import numpy as np
-
+    # Drawn first: if the picture cannot be written, there is an error and nothing else.
     draw_class_table(np.array([found.classes[c.id] for c in found.clients]), names, plot)
+    console.print(table)
     console.print(f"drawn in {plot}", highlight=False, soft_wrap=True)

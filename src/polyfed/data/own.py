@@ -138,7 +138,8 @@ class Npz(Source):
             with np.load(existing(self.path, advice), allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
         except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-            raise UserError(f"cannot read {self.path!r} ({error}); {advice}") from error
+            reason = "it is no .npz file, or holds pickled objects" if "unsafely" in str(error) else str(error)
+            raise UserError(f"cannot read {self.path!r} ({reason}); {advice}") from error
         if not {"x_train", "y_train"} <= arrays.keys():
             raise UserError(f"{self.path!r} holds {', '.join(sorted(arrays)) or 'nothing'}; {advice}")
         splits = ["train", "test"] if {"x_test", "y_test"} <= arrays.keys() else ["train"]

@@ -159,6 +159,10 @@ class DominantClasses(Partition):
 
     Source: pFedLA's non-IID.2 (k = 2; 6 for CIFAR-100). The paper does not state the share; 0.8 is ours.
 
+    Args:
+        k: classes that dominate at each client.
+        share: of a client's examples, that these classes have together.
+
     >>> labels = np.repeat(np.arange(4), 100)
     >>> [sorted(np.bincount(labels[rows]).tolist()) for rows in DominantClasses(k=2, share=0.8)(labels, 2, seed=0)]
     [[20, 20, 80, 80], [20, 20, 80, 80]]
@@ -206,6 +210,9 @@ class Shards(Partition):
     """Examples sorted by class, cut into `k` shards per client, and dealt: most clients see about `k` classes.
 
     Shards differ in size by at most one example, and all examples are used. Source: McMahan et al. 2017.
+
+    Args:
+        k: shards per client.
 
     >>> [len(rows) for rows in Shards(k=2)(np.repeat(np.arange(5), 8), 4, seed=0)]
     [10, 10, 10, 10]

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -10,19 +10,7 @@ from polyfed.algorithm import Algorithm, Client
 from polyfed.engines.inprocess import InProcessEngine
 from polyfed.engines.pool import PoolEngine
 from polyfed.engines.work import Engine
-from polyfed.errors import UserError, nearest
-
-EngineName = Literal["auto", "inprocess", "pool"]
-
-
-def check(name: str, workers: int | str) -> None:
-    """Raises a `UserError` for an unknown engine, or a number of workers that makes no sense for it."""
-    if name not in get_args(EngineName):
-        raise UserError(f"unknown engine {name!r}; {nearest(name, get_args(EngineName))}")
-    if workers != "auto" and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 0):
-        raise UserError(f"workers must be 'auto' or a number of processes from 0, got {workers!r}")
-    if name == "pool" and workers == 0:
-        raise UserError("engine='pool' needs at least one worker, got workers=0; use engine='inprocess'")
+from polyfed.errors import UserError
 
 
 def start(
@@ -33,12 +21,8 @@ def start(
     Args:
         name: "inprocess", "pool", or "auto": the pool on a CPU for two or more workers, else this process.
         workers: number of processes; "auto" is one per core that this process may use, at most one per client; 0 means
-            this process.
-
-    Raises:
-        UserError: as `check`.
+            this process. (`Settings` checks both.)
     """
-    check(name, workers)
     count = min(usable_cores(), len(clients)) if workers == "auto" else int(workers)
     alone = count == 0 or (workers == "auto" and (count == 1 or device.type != "cpu"))
     if name == "inprocess" or (name == "auto" and alone):

@@ -208,7 +208,12 @@ def flha_arch1(
 ) -> nn.Sequential:
     """FLHA's Arch 1: 10 layers, no skips (section 5). Stem, two plain 3×3 convolutions at each of four widths, linear.
 
-    Args, shapes and errors are those of `resnet18`.
+    Args:
+        input_shape: (channels, height, width), of any size.
+        num_classes: number of outputs.
+        width: channels of the first stage; the others have 2, 4 and 8 times as many (64: paper; less for a CPU).
+        norm: layer after each convolution ("batch": paper).
+        stem: "cifar" or "xray", as in `resnet18`, whose shapes and errors these are too.
 
     >>> sum(isinstance(m, nn.Conv2d | nn.Linear) for m in flha_arch1((3, 32, 32), 10, width=4).modules())
     10
@@ -222,7 +227,14 @@ def flha_arch2(
     """FLHA's Arch 2: 12 layers, skips only in the first 8 (section 5).
 
     Stem, four residual blocks (8 layers; widths 1, 1, 2, 2), plain convolutions to widths 4 and 8, linear; shortcuts'
-    1×1 convolutions are not counted, as in "ResNet-18". Args, shapes and errors are those of `resnet18`.
+    1×1 convolutions are not counted, as in "ResNet-18".
+
+    Args:
+        input_shape: (channels, height, width), of any size.
+        num_classes: number of outputs.
+        width: channels of the first stage; the others have 2, 4 and 8 times as many (64: paper; less for a CPU).
+        norm: layer after each convolution ("batch": paper).
+        stem: "cifar" or "xray", as in `resnet18`, whose shapes and errors these are too.
 
     >>> flha_arch2((3, 32, 32), 10, width=4)(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
@@ -235,8 +247,14 @@ def flha_arch3(
 ) -> nn.Sequential:
     """FLHA's Arch 3: 12 layers (others than Arch 2's), skips only in the last 8 (section 5).
 
-    Stem, plain convolutions at widths 1 and 2, four residual blocks (8 layers; widths 4, 4, 8, 8), linear. Args, shapes
-    and errors are those of `resnet18`.
+    Stem, plain convolutions at widths 1 and 2, four residual blocks (8 layers; widths 4, 4, 8, 8), linear.
+
+    Args:
+        input_shape: (channels, height, width), of any size.
+        num_classes: number of outputs.
+        width: channels of the first stage; the others have 2, 4 and 8 times as many (64: paper; less for a CPU).
+        norm: layer after each convolution ("batch": paper).
+        stem: "cifar" or "xray", as in `resnet18`, whose shapes and errors these are too.
 
     >>> flha_arch3((3, 32, 32), 10, width=4)(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])

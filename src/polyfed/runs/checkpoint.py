@@ -83,7 +83,7 @@ def load(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         try:
             return _read(candidate), notes
         except (UserError, OSError, ValueError, KeyError) as error:
-            notes.append(f"checkpoint {candidate} is damaged ({error}); the one before it is used")
+            notes.append(f"checkpoint {candidate} is damaged ({error})")
     return None, notes
 
 

@@ -33,12 +33,12 @@ class RunDirectory:
             UserError: it exists and is not empty, or cannot be written.
         """
         folder = Path(path)
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"the run directory {folder} is a file; choose another --out")
-        if folder.exists() and any(folder.iterdir()):
-            hint = f"continue it with `polyfed resume {folder}` or " if (folder / "config.yaml").exists() else ""
-            raise UserError(f"the run directory {folder} is not empty; {hint}choose another --out")
         try:
+            if folder.exists() and not folder.is_dir():
+                raise UserError(f"the run directory {folder} is a file; choose another --out")
+            if folder.exists() and any(folder.iterdir()):
+                hint = f"continue it with `polyfed resume {folder}` or " if (folder / "config.yaml").exists() else ""
+                raise UserError(f"the run directory {folder} is not empty; {hint}choose another --out")
             folder.mkdir(parents=True, exist_ok=True)
             return cls(folder, _locked(folder))
         except OSError as error:
@@ -56,7 +56,10 @@ class RunDirectory:
         folder = Path(path)
         if not (folder / "config.yaml").is_file():
             raise UserError(f"{folder} is not a run directory: it has no config.yaml")
-        return cls(folder, _locked(folder))
+        try:
+            return cls(folder, _locked(folder))
+        except OSError as error:
+            raise UserError(f"cannot write to the run directory {folder}: {error.strerror}") from error
 
     def close(self) -> None:
         """Gives the lock back."""
@@ -123,7 +126,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not valid YAML: {str(error).splitlines()[0]}") from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise UserError(f"{file} is not valid YAML{where}: {problem or str(error).splitlines()[0]}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} must hold a mapping of settings, found {type(content).__name__}")
     return content

@@ -1,0 +1,351 @@
+"""What a user can get wrong: exit status 2, one sentence on stderr that says what to do, and nothing left on disk."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import polyfed as pf
+from polyfed.cli import main
+from polyfed.runs import checkpoint as checkpoints
+from polyfed.testing import small_clients
+
+NETS = """
+from torch import nn
+def outputs(number): return nn.Sequential(nn.Flatten(), nn.Linear(64, number))
+def broken(): return nn.Linear(3, 10)
+def raises(): raise RuntimeError("no weights at hand")
+def no_module(): return 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty current directory; `load_factory` puts it on the path, so that is undone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+@pytest.fixture
+def refused(here, capsys):
+    """Runs a command that must be refused and returns its sentence."""
+
+    def refused(*arguments):
+        before = sorted(here.rglob("*"))
+        capsys.readouterr()
+        status = main(arguments)
+        out, err = capsys.readouterr()
+        assert status == 2, err
+        assert out == ""
+        assert re.fullmatch(r"polyfed: [^\n]+\n", err), err
+        assert "Traceback" not in err
+        assert sorted(here.rglob("*")) == before, "something was left on disk"
+        return err.removeprefix("polyfed: ").rstrip("\n")
+
+    return refused
+
+
+UNKNOWN = {
+    "bogus": "unknown command 'bogus'; Choices: data, list, resume, run",
+    "rn": "unknown command 'rn'; did you mean run?",
+    "run quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",
+    "data quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",
+    "run --algorithm fedprx": "unknown algorithm 'fedprx'; did you mean fedprox?",
+    "run --data digitz": "unknown data 'digitz'; did you mean digits?",
+    "run --data.partition dirichlett": "unknown data.partition 'dirichlett'; did you mean dirichlet?",
+    "run --model cnn_smal": "unknown model 'cnn_smal'; did you mean cnn_small",
+    "run --model mlp,cnn_smal": "unknown model 'cnn_smal'; did you mean cnn_small",
+    "run --baselines [fedprx]": "unknown algorithm 'fedprx'; did you mean fedprox?",
+    "run --algorithm.lrr 1": "unknown option --algorithm.lrr; fedavg has no 'lrr': did you mean lr?",
+    "run --model.hiddn [3]": "unknown option --model.hiddn; mlp has no 'hiddn': did you mean hidden?",
+    "run --algorithm.mu 1": "unknown option --algorithm.mu; fedavg has no 'mu', but fedprox has: give --algorithm fedprox",
+    "run --data.path x": "digits has no 'path', but fashion_mnist, mnist,",
+    "run --rund 3": "unknown option --rund; did you mean rounds?",
+    "run --nothing.like 3": "unknown option --nothing.like; Choices: algorithm,",
+    "run --model mlp,cnn_small --model.hidden [3]": "a mixture of networks takes its fields from a YAML file",
+    "run --data.shifts [{rotatoin:\t3}]": "a shift has no 'rotatoin'; did you mean rotation?",
+    "list modles": "cannot list 'modles'; did you mean models?",
+    "resume --quik x": "unknown option --quik",
+}
+
+WRONG_TYPE = {
+    "run --rounds abc": "--rounds must be a whole number, got 'abc'",
+    "run --rounds 1.5": "--rounds must be a whole number, got '1.5'",
+    "run --seed x": "--seed must be a whole number, got 'x'",
+    "run --sample x": "--sample must be a number, got 'x'",
+    "run --workers two": "--workers must be a whole number or auto, got 'two'",
+    "run --engine rayy": "--engine must be auto, inprocess or pool, got 'rayy'",
+    "run --algorithm.lr x": "--algorithm.lr must be a number, got 'x'",
+    "run --algorithm.lr nan": "--algorithm.lr must be a number, got 'nan'",
+    "run --algorithm.clip_norm x": "--algorithm.clip_norm must be a number or null, got 'x'",
+    "run --algorithm.optimizer sgdd": "--algorithm.optimizer must be sgd or adam, got 'sgdd'",
+    "run --algorithm.nesterov perhaps": "--algorithm.nesterov must be true or false, got 'perhaps'",
+    "run --model.hidden x": "--model.hidden must be a list such as [1, 2], got 'x'",
+    "run --data.partition.min_examples x": "--data.partition.min_examples must be a whole number, got 'x'",
+    "run --baselines local": "--baselines must be a list such as [local], got 'local'",
+    "run --rounds": "--rounds needs a value",
+    "run --algorithm": "--algorithm.name needs a value",
+    "run --out": "--out needs a value",
+    "run --quiet=yes": "--quiet takes no value, got '--quiet=yes'",
+    "run --print_config=x": "--print_config takes no value",
+    "run quickstart stray": "unexpected argument 'stray'; options begin with --",
+    "run -x": "unexpected argument '-x'",
+    "data --plot": "--plot needs a value",
+    "resume": "takes one run directory, got none",
+    "resume a b": "takes one run directory, got a and b",
+}
+
+OUT_OF_RANGE = {
+    "run --rounds 0": "rounds must be a whole number of at least 1, got 0",
+    "run --rounds -3": "rounds must be a whole number of at least 1, got -3",
+    "run --sample 0": "sample must be a fraction above 0 and at most 1.0, or a number of clients from 1, got 0",
+    "run --sample 1.5": "sample must be a fraction above 0",
+    "run --sample 50": "sample=50 asks for more clients than the 10 there are",
+    "run --min_replies 11": "min_replies=11 is more than the 10 clients of a round",
+    "run --workers -1": "workers must be 'auto' or a number of processes from 0, got -1",
+    "run --engine pool --workers 0": "engine='pool' needs at least one worker",
+    "run --evaluate_every 0": "evaluate_every must be a whole number of at least 1, got 0",
+    "run --device gpu": "unknown device 'gpu'; use auto, cpu,",
+    "run --algorithm.lr 0": "FedAvg: lr must be positive, got 0.0",
+    "run --algorithm.momentum 1": "FedAvg: momentum must be at least 0 and below 1, got 1.0",
+    "run --algorithm.local_epochs 0": "FedAvg: local_epochs must be at least 1, got 0",
+    "run --algorithm.batch_size -1": "FedAvg: batch_size must be at least 1, or 0 for the full batch, got -1",
+    "run --algorithm fedprox --algorithm.mu -1": "FedProx: mu must be at least 0, got -1.0",
+    "run --algorithm fedavg_ft --algorithm.finetune_epochs 0": "FedAvgFT: finetune_epochs must be at least 1, got 0",
+    "run --algorithm local --algorithm.buffers average": "Local: buffers must be 'local'",
+    "run --data.clients 0": "clients must be at least 1, got 0",
+    "run --data.clients 5000": "5000 clients cannot share 1797 examples; use at most 1797",
+    "run --data.clients 1700 --data.partition iid": "has 1 example, too few to test on; use fewer clients",
+    "run --data.examples_per_client 5000": "examples_per_client=5000 takes 7143 examples",
+    "run --data.test_fraction 0": "clients without test examples cannot be evaluated",
+    "run --data.test_fraction 1": "test_fraction must be at least 0 and below 1, got 1.0",
+    "run --data.partition.alpha -1": "Dirichlet: alpha must be a positive number, got -1.0",
+    "run --data.partition classes_per_client --data.partition.k 11": "k=11 classes per client is too many",
+    "run --data.partition by_column": "use another partition",
+    "run --data.shifts [{hue:\t0.3}]": "hue=0.3 needs RGB images",
+    "run --data.balanced_test 10": "balanced_test=10 needs a common test set",
+    "run --model lstm": "lstm takes token sequences",
+    "data --plot x.pdf": "a picture must end in .png or .svg, got 'x.pdf'",
+    "data --plot no/such/folder/x.png": "cannot write the picture 'no/such/folder/x.png'",
+}
+
+
+@pytest.mark.parametrize(("command", "sentence"), [*UNKNOWN.items(), *WRONG_TYPE.items(), *OUT_OF_RANGE.items()])
+def test_refused(refused, command, sentence):
+    assert sentence in refused(*(word.replace("\t", " ") for word in command.split(" ")))
+
+
+YAML = {
+    "algoritm: fedavg": "unknown key algoritm; did you mean algorithm?",
+    "algorithm: {name: fedavg, lrr: 1}": "unknown key algorithm.lrr; fedavg has no 'lrr': did you mean lr?",
+    "algorithm: {name: fedavg, mu: 1}": "fedavg has no 'mu', but fedprox has: give algorithm: {name: fedprox}",
+    "rounds: two": "--rounds must be a whole number, got 'two'",
+    "data: 3": "data must be a name, or a mapping with a name, got 3",
+    "data: {name: digitz}": "unknown data 'digitz'; did you mean digits?",
+    "model: [mlp, {hidden: [3]}]": "each entry of `model` is a name or a mapping with a name",
+    "model: [mlp, {name: mlp, hiddn: [3]}]": "unknown key model.hiddn; mlp has no 'hiddn': did you mean hidden?",
+    "rounds: [": "bad.yaml is not valid YAML, line 1, column 10",
+    "- rounds": "bad.yaml must hold a mapping of settings, found list",
+    "\xff\xfe": "bad.yaml is not valid YAML",
+}
+
+
+@pytest.mark.parametrize(("content", "sentence"), YAML.items())
+@pytest.mark.parametrize("command", ["run", "data"])
+def test_bad_yaml(here, refused, command, content, sentence):
+    (here / "bad.yaml").write_bytes(content.encode("latin-1"))
+    assert sentence in refused(command, "bad.yaml")
+
+
+def test_missing_yaml(refused, here):
+    assert refused("run", "missing.yaml") == "cannot read missing.yaml: No such file or directory"
+    assert "there is no recipe or file ''" in refused("run", "")
+    (here / "empty").mkdir()
+    assert "empty is a folder without config.yaml" in refused("run", "empty")
+
+
+@pytest.fixture
+def nets(here, monkeypatch):
+    monkeypatch.delitem(sys.modules, "nets_bad_input", raising=False)
+    (here / "nets_bad_input.py").write_text(NETS)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # else importing leaves a file
+
+
+@pytest.mark.usefixtures("nets")
+@pytest.mark.parametrize("number", [7, 12])
+def test_a_network_with_another_number_of_outputs_than_classes(refused, number):
+    sentence = refused("run", "--model", "nets_bad_input:outputs", "--model.number", str(number))
+    assert f"client 'client-000': its network has {number} outputs, but the data have 10 classes" in sentence
+
+
+@pytest.mark.usefixtures("nets")
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    {
+        "nets_bad_input:broken": r"its network fails on a batch of shape \(2, 1, 8, 8\)",
+        "nets_bad_input:raises": "nets_bad_input:raises.* failed: RuntimeError: no weights at hand",
+        "nets_bad_input:no_module": "nets_bad_input:no_module: it gave int instead of a torch.nn.Module",
+        "nets_bad_input:raise": "has no 'raise'; did you mean raises",
+        "no_such_module:f": "there is no module 'no_such_module'",
+        "nets_bad_input:": "does not name a model factory; write it as module:factory",
+        "nets_bad_input:outputs": "--model.number is missing: give it a value",
+    }.items(),
+)
+def test_a_network_of_the_users_that_cannot_be_used(refused, model, sentence):
+    assert re.search(sentence, refused("run", "--model", model))
+
+
+def test_a_mixed_federation_and_a_method_for_one_architecture(refused):
+    sentence = refused("run", "--model", "mlp,cnn_small", "--algorithm", "fedavg")
+    assert (
+        "fedavg needs one architecture, but the 10 clients have 2: 'client-001' differs from 'client-000'" in sentence
+    )
+    assert "Methods for different architectures: local" in sentence
+
+
+def test_a_baseline_that_does_not_suit_is_found_before_the_first_round(refused):
+    mixed = ["run", "--model", "mlp,cnn_small", "--algorithm", "local", "--baselines", "[fedavg]"]
+    assert "fedavg needs one architecture" in refused(*mixed, "--out", "run")
+
+
+def test_data_that_are_missing_or_malformed(here, refused):
+    assert "'/no/such' does not exist" in refused("run", "--data", "fashion_mnist", "--data.path", "/no/such")
+    (here / "folder").mkdir()
+    assert "'folder' holds no training images" in refused("run", "--data", "mnist", "--data.path", "folder")
+    for kind in ("images-idx3", "labels-idx1"):
+        (here / f"folder/train-{kind}-ubyte.gz").write_bytes(b"no IDX file")
+    assert "is no whole IDX file" in refused("run", "--data", "mnist", "--data.path", "folder")
+    (here / "no.npz").write_text("1,2")
+    assert "cannot read 'no.npz' (it is no .npz file" in refused("run", "--data", "npz", "--data.path", "no.npz")
+    assert "give --data.path with an .npz file" in refused("run", "--data", "npz")
+    (here / "no.parquet").write_text("1,2")
+    assert "cannot be read as Parquet" in refused("run", "--data", "parquet", "--data.path", "no.parquet")
+    assert "'folder' holds no pictures" in refused("run", "--data", "imagefolder", "--data.path", "folder")
+
+
+def test_labels_out_of_range(here, refused):
+    x = np.zeros((40, 1, 8, 8), np.uint8)
+    np.savez("negative.npz", x_train=x, y_train=np.arange(40) % 4 - 1)
+    sentence = refused("run", "--data", "npz", "--data.path", "negative.npz")
+    assert sentence == "training labels run from -1 to 2; with 3 classes they must run from 0 to 2"
+    x, y = torch.zeros(4, 3), torch.tensor([0, 1, 2, 3])
+    clients = [pf.Client("a", lambda: torch.nn.Linear(3, 3), train=(x, y), test=(x, y))]
+    with pytest.raises(pf.UserError, match=r"client 'a': train has label 3, but the network has 3 outputs"):
+        pf.federate(clients, "local", rounds=1)
+    with pytest.raises(pf.UserError, match=r"client 'a': train labels must count from 0, found -1"):
+        pf.Client("a", None, train=(x, y - 1), test=(x, y))
+
+
+def test_an_empty_client():
+    x, y = torch.zeros(4, 3), torch.tensor([0, 1, 2, 3])
+    with pytest.raises(
+        pf.UserError, match=r"client 'a': train has no examples; give at least one, or leave this client out"
+    ):
+        pf.Client("a", None, train=(x[:0], y[:0]), test=(x, y))
+    with pytest.raises(pf.UserError, match=r"client 'a': test has no examples"):
+        pf.Client("a", None, train=(x, y), test=(x[:0], y[:0]))
+    with pytest.raises(pf.UserError, match="needs at least one client"):
+        pf.federate([], "local", rounds=1)
+
+
+def test_an_output_directory_that_cannot_be_used(here, refused):
+    (here / "full").mkdir()
+    (here / "full/file").write_text("precious")
+    assert refused("run", "--out", "full") == "the run directory full is not empty; choose another --out"
+    assert refused("run", "--out", "full/file") == "the run directory full/file is a file; choose another --out"
+    sentence = refused("run", "--out", "full/file/below")
+    assert sentence == "cannot write to the run directory full/file/below: Not a directory; choose another --out"
+    assert "cannot write to the run directory /proc/nothing" in refused("run", "--out", "/proc/nothing")
+    assert "cannot write to the run directory" in refused("run", "--out", "n" * 300)
+    (here / "full/config.yaml").write_text("rounds: 1")
+    assert "continue it with `polyfed resume full` or choose another --out" in refused("run", "--out", "full")
+    assert (here / "full/file").read_text() == "precious"
+
+
+def test_resume_of_what_is_no_run(here, refused):
+    assert refused("resume", "nowhere") == "nowhere is not a run directory: it has no config.yaml"
+    (here / "folder").mkdir()
+    assert refused("resume", "folder") == "folder is not a run directory: it has no config.yaml"
+    config = here / "folder/config.yaml"
+    config.write_text("data: {name: digits}")
+    assert "the configuration lacks 'partition'" in refused("resume", "folder")
+    config.write_text("rounds: [")
+    assert "is not valid YAML" in refused("resume", "folder")
+
+
+RUN = ["run", "--data.clients", "2", "--rounds", "2", "--out", "run", "--quiet", "--workers", "0"]
+
+
+@pytest.fixture
+def finished(here, capsys):
+    assert main(RUN) == 0
+    return here / "run"
+
+
+def damage(folder, *rounds):
+    for number in rounds:
+        file = folder / f"checkpoint/round-{number:06d}/server.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_all_checkpoints_damaged_is_told_and_nothing_restarts_by_itself(finished, refused, capsys):
+    metrics = (finished / "metrics.jsonl").read_bytes()
+    damage(finished, 1, 2)
+    sentence = refused("resume", "run")
+    for number in (1, 2):
+        reason = "server.safetensors does not match its checksum"
+        assert f"checkpoint run/checkpoint/round-00000{number} is damaged ({reason})" in sentence
+    assert "no checkpoint of the run in run is whole" in sentence
+    assert "delete the folder run/checkpoint: then the run starts again from round 1" in sentence
+    assert (finished / "metrics.jsonl").read_bytes() == metrics
+    for folder in (finished / "checkpoint").iterdir():
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    assert main(["resume", "run", "--quiet"]) == 0, capsys.readouterr().err
+    assert checkpoints.load(finished / "checkpoint")[0].round == 2
+
+
+def test_one_checkpoint_damaged_is_a_warning(finished, capsys):
+    damage(finished, 2)
+    with pytest.warns(RuntimeWarning, match=r"round-000002 is damaged .*; the one before it is used"):
+        assert main(["resume", "run", "--quiet"]) == 0
+
+
+def test_a_run_directory_that_was_changed(finished, refused):
+    lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (finished / "metrics.jsonl").write_text(lines[0])
+    assert "run/metrics.jsonl does not hold rounds 1 to 2" in refused("resume", "run")
+    (finished / "metrics.jsonl").write_text("".join(lines))
+    config = (finished / "config.yaml").read_text()
+    (finished / "config.yaml").write_text(config.replace("clients: 2", "clients: 3"))
+    assert "the clients are not those of the run in run" in refused("resume", "run")
+    (finished / "config.yaml").write_text(config.replace("lr: 0.01", "lr: -1"))
+    assert "lr must be positive" in refused("resume", "run")
+    (finished / "config.yaml").write_text(config)
+    (finished / ".lock").unlink()
+    (finished / ".lock").mkdir()
+    assert refused("resume", "run") == "cannot write to the run directory run: Is a directory"
+
+
+def test_resume_of_a_run_made_in_python(refused):
+    pf.federate(small_clients(), "local", rounds=1, workers=0, out="made")
+    assert "the clients of made were made in Python; go on with it there: polyfed.resume('made'" in refused(
+        "resume", "made"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["run", "--algorithm", "fedprx"], ["run", "--rounds", "0"], ["resume", "nowhere"]]
+)
+def test_the_process_ends_with_status_2(tmp_path, arguments):
+    command = [sys.executable, "-W", "error", "-m", "polyfed", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(r"polyfed: [^\n]+\n", done.stderr)
+    assert list(tmp_path.iterdir()) == []

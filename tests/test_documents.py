@@ -1,0 +1,73 @@
+"""What README, CONTRIBUTING and the examples show does run."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyfed.algorithms import REGISTRY
+from polyfed.cli import main
+
+ROOT = Path(__file__).parent.parent
+
+
+def python_blocks(name):
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def run(*arguments, cwd):
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_own_data_example(tmp_path):
+    done = run("-W", "error", str(ROOT / "examples" / "own_data.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'client': 'mean'" in done.stdout
+    code = [line for line in (ROOT / "examples" / "own_data.py").read_text().splitlines() if line.strip()]
+    assert len([line for line in code if not line.startswith(("import", "from", '"'))]) <= 15
+
+
+def test_readme_example(tmp_path):
+    (block,) = python_blocks("README.md")
+    (tmp_path / "example.py").write_text(block)
+    done = run("example.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'client': 'mean'" in done.stdout
+
+
+def test_readme_commands(tmp_path, monkeypatch, capsys):
+    """Each `polyfed` line is accepted; `run` prints its configuration instead of running."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^polyfed .*", text, flags=re.MULTILINE)]
+    assert {command[0] for command in commands} == {"run", "resume", "data", "list"}
+    assert main(["run", "quickstart", "--rounds", "1", "--quiet", "--workers", "0", "--out", "runs/prox"]) == 0
+    (tmp_path / "config.yaml").write_text((tmp_path / "runs/prox/config.yaml").read_text())
+    for command in commands:
+        assert main([*command, *(["--print_config"] if command[0] == "run" else [])]) == 0, (
+            command,
+            capsys.readouterr().err,
+        )
+
+
+def test_contributing_example_passes_the_contract(tmp_path):
+    (tmp_path / "test_trimmed.py").write_text("\n".join(python_blocks("CONTRIBUTING.md")))
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_trimmed.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "10 passed" in done.stdout
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/methods.md"])
+def test_every_method_is_in_the_documents(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert [name for name in REGISTRY if f"`{name}`" not in text] == []
+
+
+def test_links_between_documents_lead_somewhere():
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"
