@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from polyfed.buffers import recompute
 from polyfed.data.examples import Examples, Normalise
 from polyfed.evaluation import evaluate, mean_auc, predict, summarise
 from polyfed.seeds import torch_generator
@@ -57,3 +58,34 @@ def test_summary_is_over_clients_that_have_the_metric():
         {"mean": 0.5, "weighted_mean": 0.625, "std": np.std([0, 1, 0.5]), "min": 0.0, "p10": 0.1, "p90": 0.9}
     )
     assert found["loss"]["mean"] == 1.0
+
+
+def batch_norm_net():
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("order", ["sorted", "few large"])
+def test_recomputed_statistics_are_those_of_all_examples_whatever_their_order(order):
+    if order == "sorted":
+        x = torch.arange(300.0).view(300, 1).repeat(1, 2)
+    else:
+        x = torch.cat([torch.zeros(128, 2), torch.full((2, 2), 10.0)])
+    model = batch_norm_net()
+    recompute(model, Examples(x, torch.zeros(len(x), dtype=torch.int64)))
+    hidden = model[0](x).detach()
+    torch.testing.assert_close(model[1].running_mean, hidden.mean(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model[1].running_var, hidden.var(0), rtol=1e-4, atol=1e-4)
+    assert not model.training
+
+
+def test_recomputed_statistics_of_convolutions_and_instance_norms():
+    x = torch.randn(150, 2, 5, 5, generator=torch_generator(0)) * torch.linspace(1, 9, 150).view(-1, 1, 1, 1)
+    data = Examples(x, torch.zeros(150, dtype=torch.int64))
+    batch, instance = nn.BatchNorm2d(2, momentum=0.3), nn.InstanceNorm2d(2, track_running_stats=True)
+    for norm in (batch, instance):
+        recompute(norm, data)
+    torch.testing.assert_close(batch.running_mean, x.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.running_var, x.transpose(0, 1).flatten(1).var(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(instance.running_mean, x.mean((2, 3)).mean(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(instance.running_var, x.flatten(2).var(2).mean(0), rtol=1e-4, atol=1e-5)
+    assert batch.momentum == 0.3

@@ -6,15 +6,18 @@
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from polyfed.algorithm import Client
 from polyfed.data.examples import Examples, split_rows
+from polyfed.layout import arrange
 from polyfed.scratch import Scratch, fill, scratch
+from polyfed.seeds import torch_generator
 from polyfed.tree import Tree
 
 Policy = Literal["average", "local", "recompute"]
@@ -51,23 +54,58 @@ def ready(own: Scratch, client: Client, mine: Mapping[str, Tree], policy: Policy
 
 
 def recompute(module: nn.Module, examples: Examples, batch_size: int = 128) -> None:
-    """Sets every BatchNorm's running statistics to their average over `examples`, in place; other modules run as in
-    evaluation. Does nothing to a network without BatchNorm."""
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    """Sets the running statistics of every norm layer that keeps them to mean and variance of its inputs over all
+    `examples`, in place. Inside the network each layer normalises by its batch, as in training; batches are drawn in a
+    fixed shuffled order, so that sorted data do not bias them. Does nothing to a network without such layers."""
+    norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
     if not norms:
         return
-    momenta = [norm.momentum for norm in norms]
+    watched = [_Moments() for _ in norms]
+    hooks = [norm.register_forward_pre_hook(seen) for norm, seen in zip(norms, watched, strict=True)]
     module.eval()
     for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # PyTorch's sign for a cumulative average
         norm.train()
-    rows = torch.arange(len(examples), device=examples.x.device)
+    rows = torch.randperm(len(examples), generator=torch_generator(0)).to(examples.x.device)
     try:
         with torch.no_grad():
             for batch in split_rows(rows, batch_size, at_least_two=True):
-                module(examples.batch(batch)[0])
+                module(arrange(module, examples.batch(batch)[0]))
     finally:
         module.eval()
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
+        for hook in hooks:
+            hook.remove()
+    for norm, seen in zip(norms, watched, strict=True):
+        seen.write(norm)
+
+
+@final
+class _Moments:
+    """Sums over the inputs of one norm layer, in float64 on the CPU."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.total: Tensor = torch.zeros(())
+        self.squares: Tensor = torch.zeros(())
+
+    def __call__(self, norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].detach().to("cpu", torch.float64)
+        if isinstance(norm, _InstanceNorm):  # its statistics are means over examples of each example's own
+            self.number += len(x)
+            self.total = self.total + x.flatten(2).mean(2).sum(0)
+            self.squares = self.squares + x.flatten(2).var(2).sum(0)
+        else:
+            x = x.transpose(0, 1).flatten(1)
+            self.number += x.shape[1]
+            self.total = self.total + x.sum(1)
+            self.squares = self.squares + x.square().sum(1)
+
+    def write(self, norm: _NormBase) -> None:
+        """Puts mean and unbiased variance into the layer; one that was never reached keeps what it has."""
+        if self.number == 0 or norm.running_mean is None or norm.running_var is None:
+            return
+        mean = self.total / self.number
+        variance = self.squares / self.number
+        if not isinstance(norm, _InstanceNorm):
+            variance = (variance - mean.square()).clamp_(min=0) * self.number / max(self.number - 1, 1)
+        norm.running_mean.copy_(mean)
+        norm.running_var.copy_(variance)

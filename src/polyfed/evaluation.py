@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithm import Task
 from polyfed.data.examples import Examples, split_rows
+from polyfed.layout import arrange
 
 SCORE: Mapping[Task, str] = {"classification": "accuracy", "multilabel": "auc", "regression": "r2"}
 """The score of each task; higher is better, and it is the name of the column in tables."""
@@ -32,14 +33,11 @@ def _half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 def predict(model: nn.Module, examples: Examples, batch_size: int = 128) -> Tensor:
     """Outputs of `model` in evaluation mode for all examples, in their order, float32 on the CPU, shape (n, outputs)."""
     model.eval()
-    channels_last = any(isinstance(m, nn.Conv2d) for m in model.modules())
     rows = torch.arange(len(examples), device=examples.x.device)
     outputs = []
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference mode: a network that caches a tensor here may use it in training
         for batch in split_rows(rows, batch_size):
-            x = examples.batch(batch)[0]
-            if channels_last and x.dim() == 4:
-                x = x.contiguous(memory_format=torch.channels_last)
+            x = arrange(model, examples.batch(batch)[0])
             outputs.append(model(x).float().cpu())
     return torch.cat(outputs)
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
+from torch import Tensor
+
 from polyfed import checks
 from polyfed.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext
 from polyfed.data.examples import Examples
@@ -79,6 +81,9 @@ class Federation:
         for name, value in reply.scalars.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
                 return f"scalar {name!r} is {value!r}; the local training diverged: lower lr or set clip_norm"
+        for group, tree in reply.arrays.items():
+            if alien := [name for name, value in tree.items() if not isinstance(value, Tensor)]:
+                return f"group {group!r}: {alien[0]!r} is a {type(tree[alien[0]]).__name__}, not a tensor"
         wanted = self.algorithm.reply_spec(down)
         if wanted is None:
             wanted = {group: spec(tree) for group, tree in down.arrays.items() if group in reply.arrays}

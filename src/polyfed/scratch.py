@@ -1,6 +1,7 @@
 """Scratch modules: one network per architecture and process, filled with a client's weights before each use."""
 
 import hashlib
+import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,26 +15,42 @@ from polyfed.errors import UserError
 from polyfed.seeds import derive, local_rng
 from polyfed.tree import Tree
 
-_KEPT = 64  # architectures whose scratch module a process keeps
+_KEPT = 64  # factories whose scratch module a process keeps
+_Plain = int | float | str | bool | None
 
 
 @final
 @dataclass(frozen=True)
 class Scratch:
-    """A module to fill and use, its buffers as built, and a short name of its architecture.
+    """A module to fill and use, its persistent buffers as built, and a short name of its architecture.
 
-    Two factories have the same `architecture` if their modules print alike and their state dicts have the same names,
-    shapes and types.
+    Two factories have the same `architecture` if their modules have the same class, print alike, have the same plain
+    attributes, and state dicts with the same names, shapes and types.
     """
 
     module: nn.Module
     buffers: Mapping[str, Tensor]
     architecture: str
+    _hidden: Mapping[str, Tensor]
+    _trainable: Mapping[str, bool]
+    _attributes: Mapping[str, Mapping[str, _Plain]]
+
+    def restore(self) -> None:
+        """Undoes what the last client may have left in the module beside weights and persistent buffers: non-persistent
+        buffers, which parameters are trained, and plain attributes (numbers, strings) such as counters."""
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                if name in self._hidden:
+                    buffer.copy_(self._hidden[name])
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(self._trainable[name])
+        for name, part in self.module.named_modules():
+            part.__dict__.update(self._attributes[name])
 
 
 def scratch(factory: Architecture, device: torch.device | None = None) -> Scratch:
-    """The scratch module of an architecture on `device` (default: CPU). Whoever takes it fills it first and does not
-    keep it. Networks with 2-d convolutions use the channels-last memory format, which trains faster (see benchmarks).
+    """The scratch module of an architecture on `device` (default: CPU), as built but for weights and persistent buffers:
+    whoever takes it fills it first and does not keep it. (Tensors that a network caches in plain attributes stay.)
 
     Raises:
         UserError: the factory fails, or does not give an `nn.Module` whose parameters are initialised.
@@ -42,18 +59,44 @@ def scratch(factory: Architecture, device: torch.device | None = None) -> Scratc
     True
     """
     device = device or torch.device("cpu")
-    return _cached(factory, device) if isinstance(factory, Hashable) else _build(factory, device)
+    found = _cached(factory, device) if isinstance(factory, Hashable) else _build(factory, device)
+    found.restore()
+    return found
 
 
 def _build(factory: Architecture, device: torch.device) -> Scratch:
     module = new_module(factory, seed=0).to(device)
-    if any(isinstance(m, nn.Conv2d) for m in module.modules()):
-        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     state = module.state_dict()
-    form = repr([(name, tuple(t.shape), str(t.dtype)) for name, t in state.items()])
-    digest = hashlib.sha256(f"{type(module).__qualname__}\n{module}\n{form}".encode()).hexdigest()
     kept = state.keys() - {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return Scratch(module, {name: state[name].clone() for name in state if name in kept}, digest[:16])
+    return Scratch(
+        module,
+        {name: state[name].clone() for name in state if name in kept},
+        _architecture(module),
+        {name: buffer.clone() for name, buffer in module.named_buffers() if name not in state},
+        {name: parameter.requires_grad for name, parameter in module.named_parameters()},
+        {name: _plain_attributes(part) for name, part in module.named_modules()},
+    )
+
+
+def _architecture(module: nn.Module) -> str:
+    form = [(name, tuple(t.shape), str(t.dtype)) for name, t in module.state_dict().items()]
+    parts = [
+        (name, type(part).__module__, type(part).__qualname__, sorted(_plain_attributes(part).items(), key=repr))
+        for name, part in module.named_modules()
+    ]
+    functions = [
+        (name, key, getattr(value, "__qualname__", ""))
+        for name, part in module.named_modules()
+        for key, value in sorted(part.__dict__.items())
+        if callable(value) and not isinstance(value, nn.Module)
+    ]
+    # A printed address differs from process to process, and a run is resumed in another one.
+    printed = re.sub(r"0x[0-9a-f]+", "", f"{module}\n{form}\n{parts}\n{functions}")
+    return hashlib.sha256(printed.encode()).hexdigest()[:16]
+
+
+def _plain_attributes(part: nn.Module) -> dict[str, _Plain]:
+    return {k: v for k, v in part.__dict__.items() if v is None or isinstance(v, int | float | str | bool)}
 
 
 _cached = lru_cache(maxsize=_KEPT)(_build)

@@ -19,6 +19,7 @@ from polyfed.buffers import Policy
 from polyfed.data.examples import Examples, split_rows
 from polyfed.errors import UserError, nearest
 from polyfed.evaluation import loss_function
+from polyfed.layout import arrange
 from polyfed.seeds import derive, local_rng, torch_generator
 
 Optimizer = Literal["sgd", "adam"]
@@ -140,7 +141,6 @@ def fit(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = _optimizer(parameters, options, lr)
     autocast = _autocast(options.precision, device)
-    channels_last = any(isinstance(m, nn.Conv2d) for m in model.modules())
     has_batch_norm = any(isinstance(m, _BatchNorm) for m in model.modules())
     total, seen, steps_left = torch.zeros((), device=device), 0, options.local_steps
     model.train()
@@ -149,8 +149,7 @@ def fit(
             order = torch.randperm(number, generator=generator).to(device)
             for rows in split_rows(order, size, at_least_two=has_batch_norm)[:steps_left]:
                 x, y = examples.batch(rows, generator)
-                if channels_last and x.dim() == 4:
-                    x = x.contiguous(memory_format=torch.channels_last)
+                x = arrange(model, x)
                 optimizer.zero_grad()
                 with autocast:
                     loss = criterion(model(x), y)

@@ -1,6 +1,8 @@
 """Where clients run: this process, or a pool of processes. `start` chooses."""
 
 import os
+import pickle
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 
 from polyfed.algorithm import Algorithm, Client
 from polyfed.engines.inprocess import InProcessEngine
-from polyfed.engines.pool import PoolEngine
+from polyfed.engines.pool import PoolEngine, can_fork
 from polyfed.engines.work import Engine
 from polyfed.errors import UserError
 
@@ -27,7 +29,26 @@ def start(
     alone = count == 0 or (workers == "auto" and (count == 1 or device.type != "cpu"))
     if name == "inprocess" or (name == "auto" and alone):
         return InProcessEngine(algorithm, clients, device)
+    obstacle = None if can_fork(device) else unsendable(clients)
+    if obstacle and name == "pool":
+        raise UserError(f"{obstacle}; define it at the top level of a module, or use engine='inprocess'")
+    if obstacle:
+        warnings.warn(f"{obstacle}, so all clients run in this process", RuntimeWarning, stacklevel=2)
+        return InProcessEngine(algorithm, clients, device)
     return PoolEngine(algorithm, clients, device, count)
+
+
+def unsendable(clients: Sequence[Client]) -> str | None:
+    """Why a client cannot be given to a process that was not forked: a sentence about the first model factory that cannot
+    be pickled, or None."""
+    for model in {id(client.model): client.model for client in clients}.values():
+        try:
+            pickle.dumps(model)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            return (
+                f"the model factory {getattr(model, '__qualname__', model)} cannot be sent to another process ({error})"
+            )
+    return None
 
 
 def usable_cores() -> int:

@@ -8,9 +8,10 @@ from typing import Any, final
 import torch
 
 from polyfed.algorithm import Algorithm, Client
-from polyfed.engines.work import Engine, Result, Task, place_clients
+from polyfed.engines.work import Engine, Result, Task, check_keepable, place_clients
 from polyfed.errors import ClientError
 from polyfed.evaluation import evaluate
+from polyfed.seeds import local_rng
 
 
 @final
@@ -19,7 +20,7 @@ class InProcessEngine(Engine):
     the pool runs one of these."""
 
     def __init__(self, algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: torch.device) -> None:
-        self._algorithm = algorithm
+        self._algorithm, self._device = algorithm, device
         self._clients = {client.id: client for client in place_clients(clients, device)}
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Result]:
@@ -29,13 +30,15 @@ class InProcessEngine(Engine):
         for task in tasks:
             client, start = self._clients[task.client], time.perf_counter()
             try:
-                mine = algorithm.client_init(client, task.run_seed) if task.mine is None else task.mine
-                if task.phase == "local":
-                    reply, mine = algorithm.local(task.down, mine, client, task.seed)
-                    result = Result(task, reply=reply, mine=mine)
-                else:
-                    model = algorithm.personal(task.down, mine, client, task.seed)
-                    result = _metrics(task, client, model) if task.phase == "evaluate" else _weights(task, model)
+                with local_rng(task.seed, self._device):  # for networks and methods that draw from torch's generator
+                    mine = algorithm.client_init(client, task.run_seed) if task.mine is None else task.mine
+                    if task.phase == "local":
+                        reply, mine = algorithm.local(task.down, mine, client, task.seed)
+                        check_keepable(mine, "the private state")
+                        result = Result(task, reply=reply, mine=mine)
+                    else:
+                        model = algorithm.personal(task.down, mine, client, task.seed)
+                        result = _metrics(task, client, model) if task.phase == "evaluate" else _weights(task, model)
             except Exception as error:  # whatever a user's network or data may raise; it is reported, never swallowed
                 reason = f"{type(error).__name__}: {error}"
                 failure = ClientError(task.round, task.client, task.phase, reason, traceback.format_exc())

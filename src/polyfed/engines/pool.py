@@ -32,6 +32,11 @@ _AHEAD_BYTES = 32 * 1024  # half of a Linux pipe
 _ORPHAN_CHECK_SECONDS = 2.0
 
 
+def can_fork(device: torch.device) -> bool:
+    """Whether workers are forked here: on Linux, and not for CUDA, which does not survive it."""
+    return sys.platform == "linux" and device.type == "cpu"
+
+
 @dataclass
 class _Worker:
     """A process, our end of its pipe, the tensors it holds in this call of `run`, and its tasks with the number of the
@@ -63,8 +68,8 @@ class PoolEngine(Engine):
         start_method: str | None = None,
     ) -> None:
         self._algorithm, self._clients, self._device = algorithm, {c.id: c for c in clients}, device
-        can_fork = sys.platform == "linux" and device.type == "cpu"
-        self._context: Any = multiprocessing.get_context(start_method or ("fork" if can_fork else "spawn"))
+        method = start_method or ("fork" if can_fork(device) else "spawn")
+        self._context: Any = multiprocessing.get_context(method)
         self._incidents: dict[str, list[str]] = {}  # client -> deaths of workers that are not reported yet
         self._workers: list[_Worker] = []
         # The first optimiser of a process imports a second's worth of torch; forked workers share what we have.
@@ -95,9 +100,11 @@ class PoolEngine(Engine):
     def run(self, tasks: Sequence[Task]) -> Iterator[Result]:
         """Yields results as workers finish. A task whose worker died twice is a failure."""
         waiting = deque((task, 1) for task in longest_first(tasks, self._clients))
-        for worker in self._workers:
+        for position, worker in enumerate(self._workers):
             worker.holds.clear()
-            worker.tasks.clear()
+            if worker.tasks:  # an earlier call was abandoned: what the worker still sends is no answer to us
+                worker.process.kill()
+                self._exchange(position)
         while waiting or any(worker.tasks for worker in self._workers):
             for worker in self._workers:
                 _feed(worker, waiting)
@@ -107,7 +114,7 @@ class PoolEngine(Engine):
                 worker = self._workers[position]
                 try:
                     data = worker.pipe.recv_bytes()
-                except (EOFError, ConnectionError):
+                except (EOFError, OSError):  # also when it died in the middle of its reply
                     yield from self._replace(position, waiting)
                     continue
                 task, _ = worker.tasks.popleft()
@@ -117,9 +124,7 @@ class PoolEngine(Engine):
     def _replace(self, position: int, waiting: deque[tuple[Task, int]]) -> Iterator[Result]:
         """A new worker in the place of one that died. The task it worked on waits again, or fails after the last
         attempt; those that it had not begun just wait again."""
-        dead = self._workers[position]
-        dead.pipe.close()
-        dead.process.join()
+        dead = self._exchange(position)
         code = dead.process.exitcode
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         task, attempt = dead.tasks.popleft()
@@ -128,14 +133,20 @@ class PoolEngine(Engine):
         )
         self._incidents.setdefault(task.client, []).append(incident)
         waiting.extendleft(reversed(dead.tasks))
-        del self._workers[position]  # before the fork, which must not inherit a closed pipe
-        self._workers.insert(position, self._start())
         if attempt < _ATTEMPTS:
             waiting.appendleft((task, attempt + 1))
         else:
             reason = f"its worker process died {_ATTEMPTS} times, last by {cause} (out of memory ends as SIGKILL)"
             failure = ClientError(task.round, task.client, task.phase, reason)
             yield Result(task, failure=failure, incidents=self._told(task))
+
+    def _exchange(self, position: int) -> _Worker:
+        """Puts a new worker in the place of a dead one, and returns the dead."""
+        dead = self._workers.pop(position)  # before the fork, which must not inherit a closed pipe
+        dead.pipe.close()
+        dead.process.join()
+        self._workers.insert(position, self._start())
+        return dead
 
     def _told(self, task: Task) -> tuple[str, ...]:
         return tuple(self._incidents.pop(task.client, ()))
@@ -158,27 +169,31 @@ def _feed(worker: _Worker, waiting: deque[tuple[Task, int]]) -> None:
     while waiting and len(worker.tasks) < 2:
         task = waiting[0][0]
         fresh = {id(t): t for t in tensors_of(task.down.arrays) if id(t) not in worker.holds}
-        size = sum(t.nbytes for t in (*fresh.values(), *tensors_of(task.mine)))
-        if worker.tasks and size > _AHEAD_BYTES:
-            return
+        if worker.tasks and sum(t.nbytes for t in (*fresh.values(), *tensors_of(task.mine))) > _AHEAD_BYTES:
+            return  # known without encoding it
         message = _message(task, fresh, worker.holds)
+        if worker.tasks and len(message) > _AHEAD_BYTES:
+            return
         worker.tasks.append(waiting.popleft())
+        worker.holds.update(_names(fresh))
         try:
             worker.pipe.send_bytes(message)
-        except ConnectionError:
+        except OSError:
             return  # it is dead, which `run` notices when it waits for the reply
 
 
-def _message(task: Task, fresh: Mapping[int, torch.Tensor], holds: dict[int, str]) -> bytes:
-    """A task as bytes. Tensors that the worker does not hold yet are in it, and entered in `holds`; the others go by
-    name."""
-    forget = not holds
-    holds |= {key: f"t{key}" for key in fresh}
+def _names(tensors: Mapping[int, torch.Tensor]) -> dict[int, str]:
+    return {key: f"t{key}" for key in tensors}
+
+
+def _message(task: Task, fresh: Mapping[int, torch.Tensor], holds: Mapping[int, str]) -> bytes:
+    """A task as bytes. Tensors that the worker does not hold yet are in it; the others go by name."""
+    names = {**holds, **_names(fresh)}
     return encode(
         {
-            "forget": forget,
-            "fresh": {holds[key]: tensor for key, tensor in fresh.items()},
-            "down": {group: {n: holds[id(t)] for n, t in tree.items()} for group, tree in task.down.arrays.items()},
+            "forget": not holds,
+            "fresh": {names[key]: tensor for key, tensor in fresh.items()},
+            "down": {group: {n: names[id(t)] for n, t in tree.items()} for group, tree in task.down.arrays.items()},
             "task": [task.phase, task.round, task.client, task.seed, task.run_seed],
             "scalars": dict(task.down.scalars),
             "mine": task.mine,
@@ -214,12 +229,22 @@ def _serve(
             phase, number, client, seed, run_seed = body["task"]
             task = Task(phase, number, client, Message(arrays, body["scalars"]), body["mine"], seed, run_seed)
             for result in engine.run([task]):
-                pipe.send_bytes(_pack(result))
+                pipe.send_bytes(_packed(result))
     except (EOFError, ConnectionError):
         os._exit(0)  # the parent closed the pipe; no clean-up of what was inherited from it
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+
+
+def _packed(result: Result) -> bytes:
+    """A result as bytes; one that cannot be written becomes a failure that says why."""
+    try:
+        return _pack(result)
+    except (TypeError, ValueError) as error:
+        task = result.task
+        reason = f"{type(error).__name__}: {error}"
+        return _pack(Result(task, failure=ClientError(task.round, task.client, task.phase, reason)))
 
 
 def _pack(result: Result) -> bytes:

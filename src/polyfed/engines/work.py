@@ -98,3 +98,27 @@ def longest_first(tasks: Sequence[Task], clients: Mapping[str, Client]) -> list[
         return sum(len(data) for data in sets if data is not None)
 
     return sorted(tasks, key=lambda task: (-size(task), task.client))
+
+
+def check_keepable(value: Nested, name: str) -> None:
+    """Raises a `TypeError` for state that would not come back from a checkpoint or another process as it was.
+
+    >>> check_keepable({"seen": (1, 2)}, "the private state")
+    Traceback (most recent call last):
+    TypeError: the private state at 'seen' is a tuple; keep dicts with string keys, lists, plain scalars and tensors
+    """
+
+    def walk(item: Nested, path: str) -> None:
+        if isinstance(item, dict) and all(isinstance(key, str) for key in item):
+            for key, inner in item.items():
+                walk(inner, f"{path}/{key}" if path else key)
+        elif isinstance(item, list):
+            for position, inner in enumerate(item):
+                walk(inner, f"{path}/{position}")
+        elif not isinstance(item, torch.Tensor) and type(item) not in (str, int, float, bool, type(None)):
+            place = f" at {path!r}" if path else ""
+            raise TypeError(
+                f"{name}{place} is a {type(item).__name__}; keep dicts with string keys, lists, plain scalars and tensors"
+            )
+
+    walk(value, "")

@@ -1,6 +1,7 @@
 """What a run gives back: metrics, a table, and each client's personal model."""
 
 import copy
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,17 +19,21 @@ from polyfed.rounds import Federation, best_round
 from polyfed.runs.checkpoint import Checkpoint
 from polyfed.scratch import fill, new_module
 
+_ALONE = threading.RLock()
+
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Inside the block torch uses one thread, in this process as in each worker: sums in another order would give other
-    results, and two busy processes with two threads each slow one another down tenfold."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    results, and two busy processes with two threads each slow one another down tenfold. Federations in two Python threads of
+    a process take turns: they would share scratch modules and torch's random state."""
+    with _ALONE:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 @final
