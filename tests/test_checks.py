@@ -13,6 +13,7 @@ from polyfed.algorithm import Client
 from polyfed.algorithms import FedAvg, FedAvgFT, FedProx, Local
 from polyfed.data.examples import Examples, Normalise
 from polyfed.errors import UserError
+from polyfed.scratch import scratch
 from polyfed.testing import small_clients
 
 
@@ -102,10 +103,11 @@ class TestModels:
             return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
 
         images = torch.zeros(6, 1, 4, 4, dtype=torch.uint8)
+        raw, ready = Examples(images, Y), Examples(images, Y, transform=Normalise((0.5,), (0.5,)))
         with pytest.raises(UserError, match=r"torch.uint8"):
-            checks.check_models([client("a", net, x=images)])
-        ready = Examples(images, Y, transform=Normalise((0.5,), (0.5,)))
+            checks.check_models([Client("a", net, raw, raw)])
         checks.check_models([Client("a", net, ready, ready)])
+        checks.check_models([client("a", net, x=images)])
 
     def test_a_label_beyond_the_outputs(self):
         beyond = client("a", y=torch.tensor([0, 1, 2, 3, 0, 0]))
@@ -131,7 +133,9 @@ class TestModels:
         cases = {
             r"its network must return a tensor of logits, got Tuple": lambda: Two(),
             r"turns 2 examples into an output of shape \(3, 2\)": lambda: Turned(),
-            r"logits of shape \(batch, classes\), got \('batch', 4, 1\)": lambda: nn.Unflatten(1, (4, 1)),
+            r"logits of shape \(batch, classes\), got \('batch', 4, 1\)": lambda: nn.Sequential(
+                nn.Linear(4, 4), nn.Unflatten(1, (4, 1))
+            ),
         }
         for sentence, factory in cases.items():
             with pytest.raises(UserError, match=sentence.replace("Tuple", "tuple")):
@@ -141,6 +145,92 @@ class TestModels:
         with pytest.raises(UserError, match="they must have the same form"):
             checks.check_models([client("a", y=torch.eye(3)[Y][:, :2], task="multilabel")])
         checks.check_models([client("a", y=torch.eye(3)[Y], task="multilabel")])
+
+    def test_regression_targets_are_columns(self):
+        one = client("a", lambda: nn.Linear(4, 1), y=torch.arange(6), task="regression")
+        checks.check_models([one])
+        with pytest.raises(UserError, match=r"output is \('batch',\), the labels are \(6, 1\)"):
+            checks.check_models([client("a", Flat, y=torch.arange(6.0), task="regression")])
+
+    def test_float64_inputs_and_a_float32_network(self):
+        with pytest.raises(
+            UserError,
+            match=r"weights of torch.float32, but its inputs are torch.float64; convert the inputs, x.float()",
+        ):
+            checks.check_models([client(x=X.double())])
+        checks.check_models([client(x=X.double(), model=lambda: linear().double())])
+        checks.check_models([client(x=X.double().numpy())])
+
+    def test_a_network_with_nothing_to_train(self):
+        for factory in (nn.Identity, lambda: linear().requires_grad_(False)):
+            with pytest.raises(UserError, match="client 'a': its network has no parameters that can be trained"):
+                pf.federate([client(model=factory)], FedAvg(), rounds=1)
+
+    def test_a_network_with_a_state_that_is_no_tensor(self):
+        with pytest.raises(UserError, match=r"client 'a': '_extra_state' in its network's state_dict is a dict"):
+            pf.federate([client(model=WithExtraState)], FedAvg(), rounds=1)
+        with pytest.raises(UserError, match="_extra_state"):
+            checks.check_models([client(model=WithExtraState)])
+
+    def test_one_training_example_and_batch_norm(self):
+        def net():
+            return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+        def per_pixel():  # several values a channel even in a batch of one
+            return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+        def lone(model):
+            return Client("lone", model, (X[:1], Y[:1]), (X, Y))
+
+        with pytest.raises(UserError, match="client 'lone' has one training example, and its network cannot"):
+            checks.check_models([client("a", net), lone(net)])
+        checks.check_models([client("a", net), Client("b", net, (X[:2], Y[:2]), (X[:1], Y[:1])), lone(linear)])
+        checks.check_models([lone(per_pixel)])
+
+    def test_trying_a_network_leaves_no_trace(self):
+        for rows in (6, 1):
+            one = Client("a", Caching, (X[:rows], Y[:rows]), (X, Y))
+            state = torch.random.get_rng_state()
+            checks.check_models([one])
+            module = scratch(Caching).module
+            assert module.cached is None
+            assert int(module.calls) == 0
+            assert torch.equal(state, torch.random.get_rng_state())
+            pf.federate([one], FedAvg(), rounds=2, workers=0)
+
+
+class Flat(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+
+    def forward(self, x):
+        return super().forward(x).squeeze(1)
+
+
+class WithExtraState(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def get_extra_state(self):
+        return {"steps": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Caching(nn.Linear):
+    """Keeps a tensor of its first forward pass, counts calls, and uses random numbers in evaluation too."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.cached = None
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x):
+        self.calls += 1
+        if self.cached is None:
+            self.cached = torch.rand(4)
+        return super().forward(x * self.cached)
 
 
 class Two(nn.Linear):

@@ -8,7 +8,7 @@ import torch
 
 from polyfed.algorithm import Message
 from polyfed.algorithms import FedAvg, Local
-from polyfed.testing import AlgorithmContract, small_clients
+from polyfed.testing import AlgorithmContract, SmallNet, small_clients
 from polyfed.tree import weighted_mean
 
 
@@ -44,6 +44,34 @@ class ChangesPrivateState(Local):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChangesPrivateCounter(FedAvg):
+    def client_init(self, client, seed):
+        return {"n": 0}
+
+    def local(self, down, mine, client, seed):
+        mine["n"] += 1
+        return super().local(down, {}, client, seed)[0], {"n": mine["n"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangesPrivateList(FedAvg):
+    def client_init(self, client, seed):
+        return {"losses": []}
+
+    def local(self, down, mine, client, seed):
+        reply, _ = super().local(down, {}, client, seed)
+        mine["losses"].append(reply.scalars["train_loss"])
+        return reply, {"losses": list(mine["losses"])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangesTheScalars(FedAvg):
+    def local(self, down, mine, client, seed):
+        down.scalars["lr"] *= 0.5
+        return super().local(down, mine, client, seed)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChangesTheState(FedAvg):
     def aggregate(self, state, replies):
         state["model"]["head.weight"].zero_()
@@ -62,6 +90,19 @@ class Memory:
     calls = 0
 
 
+class Neighbour:
+    """Who was asked last, as a cached network could remember it."""
+
+    name = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DependsOnThePreviousClient(FedAvg):
+    def local(self, down, mine, client, seed):
+        before, Neighbour.name = Neighbour.name, client.id
+        return super().local(down, mine, client, seed + (before > client.id))
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeepsAHiddenCounter(FedAvg):
     def local(self, down, mine, client, seed):
@@ -77,6 +118,37 @@ class SendsPrivateState(Local):
 
     def reply_spec(self, down):
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendsAPieceOfPrivateState(SendsPrivateState):
+    def local(self, down, mine, client, seed):
+        reply, mine = super().local(down, mine, client, seed)
+        return Message({"secret": {"w": mine["model"]["head.weight"][:2]}}, reply.scalars), mine
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendsInputs(FedAvg):
+    def local(self, down, mine, client, seed):
+        reply, mine = super().local(down, mine, client, seed)
+        return Message({**reply.arrays, "some": {"x": client.train.x[3:5].clone()}}, reply.scalars), mine
+
+    def reply_spec(self, down):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendsLabels(SendsInputs):
+    def local(self, down, mine, client, seed):
+        reply, mine = super().local(down, mine, client, seed)
+        return Message({"model": reply.arrays["model"], "some": {"y": client.train.y.float()}}, reply.scalars), mine
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendsWhatItMustNot(SendsInputs):
+    def local(self, down, mine, client, seed):
+        reply, mine = super().local(down, mine, client, seed)
+        return Message({"model": {"luck": torch.ones(1)}}, reply.scalars), mine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +181,18 @@ CASES = [
     (IgnoresTheSeed, "test_seed_decides_the_result"),
     (ChangesTheMessage, "test_inputs_are_not_changed"),
     (ChangesPrivateState, "test_inputs_are_not_changed"),
+    (ChangesPrivateCounter, "test_inputs_are_not_changed"),
+    (ChangesPrivateList, "test_inputs_are_not_changed"),
+    (ChangesTheScalars, "test_inputs_are_not_changed"),
     (ChangesTheState, "test_inputs_are_not_changed"),
     (FirstReplyWins, "test_order_of_clients_is_irrelevant"),
+    (DependsOnThePreviousClient, "test_order_of_clients_is_irrelevant"),
     (KeepsAHiddenCounter, "test_resumed_equals_uninterrupted"),
     (SendsPrivateState, "test_private_state_is_not_sent"),
+    (SendsAPieceOfPrivateState, "test_private_state_is_not_sent"),
+    (SendsInputs, "test_private_state_is_not_sent"),
+    (SendsLabels, "test_private_state_is_not_sent"),
+    (SendsWhatItMustNot, "test_private_state_is_not_sent"),
     (NeedsEveryone, "test_a_client_missing"),
     (NeedsEveryone, "test_one_client"),
     (AsksForTheUnknown, "test_requirements_are_known"),
@@ -132,3 +212,11 @@ def test_the_broken_methods_are_broken_only_where_they_say():
         getattr(Contract(), test)(FedAvg(lr=0.05, batch_size=8))
     assert weighted_mean({"a": {"w": torch.ones(1)}})["w"] == 1
     assert len(small_clients(2)) == 2
+
+
+def test_the_small_network_shows_what_an_earlier_client_left_in_it():
+    net, x = SmallNet(), small_clients(1)[0].train.x
+    fresh = net.eval()(x)
+    net.steps += 3
+    assert "steps" not in net.state_dict()
+    assert not torch.equal(net(x), fresh)

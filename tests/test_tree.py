@@ -93,12 +93,41 @@ def test_mean_is_weighted_keeps_types_and_ignores_order():
     assert torch.equal(mean["w"], weighted_mean(dict(reversed(trees.items())), {"b": 3, "a": 1})["w"])
 
 
-def test_mean_of_equal_trees_is_that_tree_bit_for_bit():
-    tree = {"w": torch.randn(1000, generator=torch.Generator().manual_seed(0))}
-    for number in (2, 3, 7, 10):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_mean_of_equal_trees_is_that_tree_bit_for_bit(dtype):
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    limits = torch.finfo(dtype)
+    edges = torch.tensor([0.0, -0.0, limits.max, limits.min, limits.tiny, limits.smallest_normal / 2], dtype=dtype)
+    tree = {"w": torch.cat([values.to(dtype), edges])}
+    for number in (1, 2, 3, 7, 10, 200):
         ids = [str(i) for i in range(number)]
-        weights = {i: float(k + 1) for k, i in enumerate(ids)}
-        assert torch.equal(weighted_mean(dict.fromkeys(ids, tree), weights)["w"], tree["w"])
+        for weights in (None, {i: float(k + 1) for k, i in enumerate(ids)}, {i: 10.0**-k for k, i in enumerate(ids)}):
+            mean = weighted_mean(dict.fromkeys(ids, tree), weights)["w"]
+            assert mean.dtype == dtype
+            assert torch.equal(mean.view(torch.uint8), tree["w"].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_mean_of_finite_trees_is_finite_and_ignores_order(dtype):
+    top = torch.finfo(dtype).max
+    generator = torch.Generator().manual_seed(1)
+    trees = {
+        str(k): {
+            "w": torch.cat(
+                [
+                    torch.randn(50, generator=generator).to(dtype),
+                    torch.tensor([top if k % 2 else -top, top], dtype=dtype),
+                ]
+            )
+        }
+        for k in range(6)
+    }
+    mean = weighted_mean(trees)["w"]
+    assert bool(mean.isfinite().all())
+    assert abs(float(mean[-2])) < top / 1000
+    assert torch.equal(mean, weighted_mean(dict(reversed(trees.items())))["w"])
+    expected = torch.stack([t["w"].double()[:50] for t in trees.values()]).mean(0)
+    torch.testing.assert_close(mean[:50], expected.to(dtype))
 
 
 @pytest.mark.parametrize("weights", [{"a": 0.0, "b": 0.0}, {"a": -1.0, "b": 2.0}, {"a": float("nan"), "b": 1.0}])

@@ -36,9 +36,10 @@ tensor(2.2500)
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar, final, get_args
 
+import torch
 from torch import nn
 
 from polyfed.data.examples import Examples, as_examples
@@ -79,9 +80,12 @@ class Client:
         id: its name in tables, files and messages.
         model: builds its own network, without arguments (a class, a function, a `ModelSpec`); None for the methods that
             bring their own network. Give clients of one architecture the same callable: it is built once.
-        train, test, val, balanced_test: (x, y) tensors, a torch `Dataset`, a Hugging Face dataset, or `Examples`.
-            `test` follows the client's own distribution, `balanced_test` is the common one; `val` chooses the best round.
-        task: "classification" (labels int64 (n,)), "multilabel" (0/1 floats (n, labels)) or "regression" (floats).
+        train, test, val, balanced_test: (x, y) tensors, a torch `Dataset`, a Hugging Face dataset, or `Examples`; see
+            `polyfed.data.as_examples` for types and images. `test` follows the client's own distribution,
+            `balanced_test` is the common one; `val` chooses the best round.
+        task: "classification" (labels integers (n,)), "multilabel" (0 or 1, (n, labels)) or "regression" (numbers
+            (n, outputs); (n,) is kept as (n, 1), for a network with outputs (batch, 1)). The targets of the last two
+            are kept as floats.
 
     Raises:
         UserError: an empty id, no examples, or labels that do not suit the task.
@@ -119,6 +123,7 @@ class Client:
                 raise UserError(f"client {id!r}: {name} examples are missing")
             if examples is not None:
                 _check_labels(examples, task, f"client {id!r}: {name}")
+                examples = _suited(examples, task)
             object.__setattr__(self, name, examples)
         for name, value in {"id": id, "model": model, "task": task}.items():
             object.__setattr__(self, name, value)
@@ -135,6 +140,17 @@ def _check_labels(examples: Examples, task: Task, name: str) -> None:
             raise UserError(f"{name} labels must count from 0, found {int(labels.min())}")
     elif task == "multilabel" and (labels.dim() != 2 or not bool(((labels == 0) | (labels == 1)).all())):
         raise UserError(f"{name} labels must be 0 or 1 of shape (n, labels), got shape {tuple(labels.shape)}")
+
+
+def _suited(examples: Examples, task: Task) -> Examples:
+    """The examples with targets as the task's loss and the network's output need them; inputs stay the shared store, and
+    targets a view of it unless their type changes."""
+    y = examples.y
+    if task == "regression" and y.dim() == 1:
+        y = y.unsqueeze(1)
+    if task != "classification" and not y.is_floating_point():
+        y = y.to(torch.float32)
+    return examples if y is examples.y else replace(examples, y=y)
 
 
 @final

@@ -1,5 +1,6 @@
 """What is checked before the first round: that the federation suits the method, and models suit their data."""
 
+import copy
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -7,15 +8,17 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyfed.algorithm import Algorithm, Client
 from polyfed.algorithms import REGISTRY, name_of
 from polyfed.data.examples import Examples
 from polyfed.errors import UserError
-from polyfed.scratch import scratch
+from polyfed.scratch import Scratch, new_module, scratch
+from polyfed.seeds import local_rng
 
 _MODEL = frozenset({"model", "one_architecture", "architectures", "layer_catalogue"})
+_BATCH_NORM = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 def check_clients(clients: Sequence[Client]) -> None:
@@ -56,28 +59,51 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
 
 def architectures(clients: Sequence[Client]) -> dict[str, str]:
     """Client id -> short name of its architecture, for clients that have one."""
-    return {client.id: scratch(client.model).architecture for client in clients if client.model is not None}
+    return {client.id: _scratch(client).architecture for client in clients if client.model is not None}
+
+
+def _scratch(client: Client) -> Scratch:
+    assert client.model is not None
+    try:
+        return scratch(client.model)
+    except AttributeError as error:  # tensors are copied, which an extra state of another type cannot be
+        state = new_module(client.model, seed=0).state_dict()
+        alien = [name for name, value in state.items() if not isinstance(value, Tensor)]
+        if not alien:
+            raise
+        raise UserError(
+            f"client {client.id!r}: {alien[0]!r} in its network's state_dict is a {type(state[alien[0]]).__name__}, and "
+            "only tensors can be sent and saved; keep it as a tensor in a buffer (register_buffer), not in get_extra_state"
+        ) from error
 
 
 def check_models(clients: Sequence[Client], num_outputs: int | None = None) -> None:
-    """Runs two examples through each distinct pair of network and input form.
+    """Runs two examples through a copy of the network, for each distinct pair of network and input form.
 
     Args:
         clients: whose networks are tried.
         num_outputs: the outputs that each network must have, where the data say how many classes there are.
 
     Raises:
-        UserError: a network fails on its data, or its output does not suit the labels.
+        UserError: a network has nothing to train, or fails on its data, or its output does not suit the labels; or a
+            client has one example to train on and BatchNorm needs two.
     """
     outputs: dict[Any, tuple[int, ...]] = {}
+    single: set[Any] = set()
     for client in clients:
         if client.model is None:
             continue
-        own = scratch(client.model)
+        own = _scratch(client)
+        if not any(parameter.requires_grad for parameter in own.module.parameters()):
+            raise UserError(f"client {client.id!r}: its network has no parameters that can be trained "
+                            "(requires_grad); there is nothing to federate")  # fmt: skip
         for name, data in _sets(client).items():
             key = (own.architecture, data.x.shape[1:], data.x.dtype, repr(data.transform))
             if key not in outputs:
-                outputs[key] = _output_shape(client, data, f"client {client.id!r}")
+                outputs[key] = _output_shape(own.module, data, f"client {client.id!r}")
+            if name == "train" and len(data) == 1 and key not in single:
+                _check_single(own.module, data, f"client {client.id!r}")
+                single.add(key)
             if num_outputs is not None and outputs[key] != (num_outputs,):
                 raise UserError(f"client {client.id!r}: its network has {_outputs(outputs[key])}, but the data have "
                                 f"{num_outputs} classes; the network's output must have one logit per class")  # fmt: skip
@@ -93,14 +119,24 @@ def _sets(client: Client) -> dict[str, Examples]:
     return {name: data for name, data in sets.items() if data is not None}
 
 
-def _output_shape(client: Client, data: Examples, name: str) -> tuple[int, ...]:
-    assert client.model is not None
-    module = scratch(client.model).module.eval()
+def _try(module: nn.Module, x: Tensor, training: bool) -> Any:
+    """What the network makes of a batch. On a copy, and without inference mode: whatever it changes or caches in its
+    forward pass, the network that is trained later must not see it; nor may the caller's random numbers."""
+    with torch.no_grad(), local_rng(0):
+        return copy.deepcopy(module).train(training)(x)
+
+
+def _output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ...]:
     x = data.batch(torch.zeros(2, dtype=torch.int64))[0]
     try:
-        with torch.inference_mode():
-            output = module(x)
+        output = _try(module, x, training=False)
     except Exception as error:  # whatever the user's network raises
+        types = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        if x.is_floating_point() and types and x.dtype not in types:
+            raise UserError(
+                f"{name}: its network has weights of {' and '.join(sorted(map(str, types)))}, but its inputs are {x.dtype}; "
+                "convert the inputs, x.float(), or the network, model.double()"
+            ) from error
         raise UserError(
             f"{name}: its network fails on a batch of shape {tuple(x.shape)} ({x.dtype}): {type(error).__name__}: {error}"
         ) from error
@@ -109,6 +145,19 @@ def _output_shape(client: Client, data: Examples, name: str) -> tuple[int, ...]:
     if output.dim() == 0 or len(output) != 2:
         raise UserError(f"{name}: its network turns 2 examples into an output of shape {tuple(output.shape)}")
     return tuple(output.shape[1:])
+
+
+def _check_single(module: nn.Module, data: Examples, name: str) -> None:
+    if not any(isinstance(part, _BATCH_NORM) for part in module.modules()):
+        return
+    try:
+        _try(module, data.batch(torch.zeros(1, dtype=torch.int64))[0], training=True)
+    except Exception as error:  # BatchNorm's, or whatever the user's network raises on a batch of one
+        raise UserError(
+            f"{name} has one training example, and its network cannot be trained on a batch of one "
+            f"({type(error).__name__}: {error}); BatchNorm needs two: give the client more examples, leave it out, or use "
+            "another normalisation (nn.GroupNorm, nn.LayerNorm)"
+        ) from error
 
 
 def _check_output(output: tuple[int, ...], labels: Tensor, name: str, task: str) -> None:
@@ -121,8 +170,8 @@ def _check_output(output: tuple[int, ...], labels: Tensor, name: str, task: str)
                 f"{output[0] - 1}); change the network's output size or the labels"
             )
     elif output != tuple(labels.shape[1:]):
-        raise UserError(f"{name}: the network's output is (batch, {output}), the labels are {tuple(labels.shape)}; "
-                        "they must have the same form")  # fmt: skip
+        raise UserError(f"{name}: the network's output is {('batch', *output)}, the labels are "
+                        f"{tuple(labels.shape)}; they must have the same form")  # fmt: skip
 
 
 def _stable(transform: Any) -> str:
@@ -133,15 +182,17 @@ def _stable(transform: Any) -> str:
 def fingerprint(clients: Sequence[Client], public: Examples | None = None) -> str:
     """A short hash of every example of every client, of ids, tasks and architectures, and of the public examples: a run
     may only be resumed with the same."""
-    seen: dict[int, str] = {}
+    seen: dict[Any, str] = {}
 
     def digest(tensor: Tensor | None) -> str:
         if tensor is None:
             return "none"
-        if id(tensor) not in seen:
+        # Not by id: clients may hold different views of one store, which is read once.
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in seen:
             raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-            seen[id(tensor)] = f"{tuple(tensor.shape)}{tensor.dtype}{hashlib.blake2b(raw.data).hexdigest()}"
-        return seen[id(tensor)]
+            seen[key] = f"{tuple(tensor.shape)}{tensor.dtype}{hashlib.blake2b(raw.data).hexdigest()}"
+        return seen[key]
 
     total = hashlib.sha256()
     kinds: Mapping[str, str] = architectures(clients)

@@ -23,13 +23,16 @@ from polyfed.evaluation import summarise
 from polyfed.rounds import Federation, best_round, flat_metrics, mean_train_loss
 from polyfed.runs import checkpoint as checkpoints
 from polyfed.runs.checkpoint import Checkpoint
-from polyfed.runs.directory import RunDirectory, read_config
+from polyfed.runs.directory import RunDirectory, plain, read_config
 from polyfed.runs.progress import Progress, for_terminal
 from polyfed.runs.results import Run, one_thread
 from polyfed.settings import Settings
 from polyfed.training import LocalTraining, check_precision
 
+_ABSENT = "(absent)"  # no value of a field
 
+
+@one_thread()
 def federate(
     clients: Sequence[Client],
     algorithm: Algorithm[Any, Any] | str,
@@ -85,12 +88,21 @@ def federate(
     federation = _checked(clients, get(algorithm)() if isinstance(algorithm, str) else algorithm, settings, public)
     directory = None
     if out is not None:
+        # What takes long or may be refused comes before the folder is made, and config.yaml last: a run that is stopped
+        # before it can be resumed leaves nothing that would keep it from being started again.
+        described = {**plain(config or {}, "config"), **_described(federation)}
+        known = {**(facts or {}), "seed": federation.settings.seed, "data_fingerprint": _fingerprint(federation)}
         directory = RunDirectory.create(out)
-        directory.write_config({**(config or {}), **_described(federation)})
-        directory.write_manifest({**(facts or {}), "seed": seed, "data_fingerprint": _fingerprint(federation)})
+        try:
+            directory.write_manifest(known)
+            directory.write_config(described)
+        except BaseException:
+            directory.close()
+            raise
     return _play(federation, None, [], directory, progress or for_terminal(lines=False))
 
 
+@one_thread()
 def resume(
     out: str | Path,
     *,
@@ -111,7 +123,7 @@ def resume(
         engine, workers, device: where to go on; None takes what the run had.
 
     Raises:
-        UserError: not a run directory, or `clients` are missing or not those of the run.
+        UserError: not a run directory, `clients` are missing or not those of the run, or `algorithm` is not that of the run.
     """
     config = read_config(out)
     directory = RunDirectory.open(out)
@@ -132,19 +144,22 @@ def resume(
                 f"the clients are not those of the run in {out}: its data fingerprint is {before}, theirs is {now}; "
                 "resume with the same ids, data and networks"
             )
-        start, notes = checkpoints.load(directory.checkpoints)
+        start, notes = checkpoints.load(directory.checkpoints, directory.rounds_told())
         if start is None and notes:
             raise UserError(
-                f"no checkpoint of the run in {out} is whole: {'; '.join(notes)}. Put a copy of one back, or delete the "
-                f"folder {directory.checkpoints}: then the run starts again from round 1"
+                f"no checkpoint of the run in {out} is whole and of a round that metrics.jsonl reaches: {'; '.join(notes)}. "
+                f"Put a copy of what was lost back, or delete the folder "
+                f"{directory.checkpoints}: then the run starts again from round 1"
             )
-        history = directory.keep_rounds(start.round if start is not None else 0)
+        done = 0 if start is None else start.round
+        history = directory.keep_rounds(done)
+        checkpoints.drop_newer(directory.checkpoints, done)
+        for note in notes:
+            warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=2)
     except BaseException:
         directory.close()
         raise
     progress = progress or for_terminal(lines=False)
-    for note in notes:
-        warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=2)
     return _play(federation, start, history, directory, progress)
 
 
@@ -171,18 +186,26 @@ def _fingerprint(federation: Federation) -> str:
 
 def _described(federation: Federation) -> dict[str, Any]:
     """The part of `config.yaml` that every run has: the method with all its fields, and the settings."""
-    algorithm = federation.algorithm
+    settings = plain(dataclasses.asdict(federation.settings), "settings")
+    return {"algorithm": _described_algorithm(federation.algorithm), **settings}
+
+
+def _described_algorithm(algorithm: Algorithm[Any, Any]) -> dict[str, Any]:
     fields = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}  # type: ignore[arg-type]
-    return {"algorithm": {"name": name_of(algorithm), **fields}, **dataclasses.asdict(federation.settings)}
+    return {"name": name_of(algorithm), **plain(fields, name_of(algorithm))}
 
 
 def _restored(config: Mapping[str, Any], given: Algorithm[Any, Any] | None) -> tuple[Settings, Algorithm[Any, Any]]:
     names = [f.name for f in dataclasses.fields(Settings)]
     settings = Settings(**{name: config[name] for name in names if name in config})
-    if given is not None:
-        return settings, given
-    described = dict(config.get("algorithm", {}))
-    return settings, get(str(described.pop("name", "")))(**described)
+    before = dict(config.get("algorithm", {}))
+    if not isinstance(given, Algorithm):  # None, or something that `_checked` refuses
+        return settings, get(str(before.pop("name", "")))(**before) if given is None else given
+    now = _described_algorithm(given)
+    if differ := sorted(f for f in now.keys() | before.keys() if now.get(f, _ABSENT) != before.get(f, _ABSENT)):
+        changes = ", ".join(f"{f} was {before.get(f, _ABSENT)!r} and is now {now.get(f, _ABSENT)!r}" for f in differ)
+        raise UserError(f"algorithm is not that of the run: {changes}; resume with the same, or start another run")
+    return settings, given
 
 
 def _play(
@@ -200,7 +223,6 @@ def _play(
     with ExitStack() as stack:
         if directory is not None:
             stack.callback(directory.close)
-        stack.enter_context(one_thread())
         engine = engines.start(settings.engine, algorithm, list(federation.clients.values()), device, settings.workers)
         stack.callback(engine.close)
         now = start or Checkpoint(0, algorithm.init(federation.context()), {})
@@ -218,14 +240,14 @@ def _play(
                 progress.round(record)
                 due = now.round % settings.checkpoint_every == 0 or now.round == settings.rounds
                 if directory is not None and due:
-                    checkpoints.save(directory.checkpoints, now, changed)
+                    checkpoints.save(directory.checkpoints, now, changed, saved)
                     saved = now.round
                     changed.clear()
             if directory is not None:
-                _write_models(federation, now, engine, directory)
+                _write_models(federation, now, engine, directory, progress)
         except BaseException as stop:
             if directory is not None and now.round > saved:
-                checkpoints.save(directory.checkpoints, now, changed)
+                checkpoints.save(directory.checkpoints, now, changed, saved)
             if isinstance(stop, KeyboardInterrupt) and directory is not None:
                 raise Interrupted(
                     f"interrupted; {now.round} of {settings.rounds} rounds are saved: continue with "
@@ -318,12 +340,22 @@ def _collect(
     return accepted, sorted(failures, key=lambda f: (f["client"], f["phase"], f["reason"]))
 
 
-def _write_models(federation: Federation, last: Checkpoint, engine: Engine, directory: RunDirectory) -> None:
-    """The personal models after the last round, `models/ID.safetensors`."""
+def _write_models(
+    federation: Federation, last: Checkpoint, engine: Engine, directory: RunDirectory, progress: Progress
+) -> None:
+    """The personal models after the last round, `models/ID.safetensors`. With `on_error="skip"` a client whose model cannot
+    be made costs no other client's; the records of the rounds are complete by now, so it is told as a warning."""
     for result in engine.run([federation.personal_task("export", i, last) for i in federation.clients]):
-        if result.failure is not None:
-            raise result.failure
-        path = directory.model_path(result.task.client)
+        client, failure = result.task.client, result.failure
+        for incident in result.incidents:
+            warnings.warn(f"export of client {client!r}: {incident}", RuntimeWarning, stacklevel=4)
+        if failure is not None:
+            if federation.settings.on_error == "raise":
+                raise failure
+            progress.say(f"{failure}; its model is not written")
+            warnings.warn(f"{failure}; its model is not written", RuntimeWarning, stacklevel=4)
+            continue
+        path = directory.model_path(client)
         partial = path.with_name(f".partial-{path.name}")
         partial.write_bytes(safetensors.torch.save({n: t.contiguous() for n, t in result.weights.items()}))
         partial.rename(path)

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from polyfed.algorithm import Algorithm, Client
+from polyfed.algorithm import Algorithm, Client, Message
 from polyfed.data.examples import as_examples
 from polyfed.engines.inprocess import InProcessEngine
 from polyfed.federation import federate, resume
@@ -33,16 +33,24 @@ _KNOWN_REQUIREMENTS = {"model", "one_architecture", "architectures", "layer_cata
 
 @final
 class SmallNet(nn.Module):
-    """A network with BatchNorm and dropout, so that buffers and random numbers are put to the test."""
+    """A network with BatchNorm and dropout, so that buffers and random numbers are put to the test.
+
+    A buffer that is not in the state dict counts the training steps and dampens the outputs: whoever trains or evaluates
+    it with the count that another client left gets other results.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
         self.head = nn.Linear(8, 3)
+        self.steps: torch.Tensor
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits (batch, 3) of inputs (batch, 6)."""
-        out: torch.Tensor = self.head(self.body(x))
+        if self.training:
+            self.steps += 1
+        out: torch.Tensor = self.head(self.body(x)) / (1 + 0.02 * self.steps)
         return out
 
 
@@ -89,9 +97,49 @@ def _copy(nested: Nested) -> Nested:
 
 
 def _assert_unchanged(before: Nested, after: Nested, what: str) -> None:
-    old, new = list(tensors_of(before)), list(tensors_of(after))
-    assert len(old) == len(new), f"{what} has other tensors than before"
-    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(old, new, strict=True)), f"{what} was changed in place"
+    changed = _difference(before, after, "")
+    assert changed is None, f"{what} was changed in place, at {changed or 'the top'!r}"
+
+
+def _difference(before: Nested, after: Nested, path: str) -> str | None:
+    """Where two nested states differ: tensors bit for bit, scalars and lists by value; None if nowhere."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        if before.keys() != after.keys():
+            return path
+        parts = [(before[key], after[key], f"{path}/{key}") for key in before]
+    elif isinstance(before, list | tuple) and isinstance(after, list | tuple):
+        if len(before) != len(after):
+            return path
+        parts = [(a, b, f"{path}/{k}") for k, (a, b) in enumerate(zip(before, after, strict=True))]
+    else:  # as bytes, in which NaN equals NaN, 0.0 is not -0.0 and 1 is not 1.0
+        return None if encode([before]) == encode([after]) else path
+    return next((found for part in parts if (found := _difference(*part)) is not None), None)
+
+
+def _content(message: Message) -> Nested:
+    return {"arrays": message.arrays, "scalars": message.scalars}
+
+
+def _memory(nested: Nested) -> set[int]:
+    """The storages in which these tensors lie."""
+    return {t.untyped_storage().data_ptr() for t in tensors_of(nested) if t.numel()}
+
+
+def _holds_examples(sent: torch.Tensor, client: Client) -> bool:
+    """Whether a tensor has an input of the client among its rows, or is the labels of one of its sets."""
+    for data in (client.train, client.test, client.val, client.balanced_test):
+        if data is None:
+            continue
+        inputs = data.x if data.index is None else data.x[data.index]
+        form = inputs.shape[1:]
+        if sent.numel() and sent.shape[sent.dim() - len(form) :] == form:
+            rows = sent.reshape(-1, 1, form.numel()).to(torch.float64)
+            if bool((rows == inputs.reshape(1, len(inputs), -1).to(torch.float64)).all(2).any()):
+                return True
+        labels = data.labels.flatten()
+        if sent.numel() == len(labels) > 1 and torch.equal(sent.flatten().to(torch.float64), labels.to(torch.float64)):
+            return True
+    return False
 
 
 @final
@@ -157,6 +205,14 @@ class AlgorithmContract(ABC):
         assert_same_run(one, self._federate(algorithm))
         other = self._federate(algorithm, seed=4)
         assert without_times(one.history) != without_times(other.history)
+        federation = self._federation(algorithm)
+        with one_thread():  # the halves by themselves: an engine may give each task a random state of its own
+            start = algorithm.init(federation.context())
+            for client in federation.clients.values():
+                down = algorithm.dispatch(start, federation.info(client.id, 1))
+                _, mine = algorithm.local(down, algorithm.client_init(client, 3), client, 5)
+                algorithm.personal(down, mine, client, 6)
+        assert torch.equal(state, torch.random.get_rng_state()), "the method used torch's global random state"
 
     def test_inputs_are_not_changed(self, algorithm: Algorithm[Any, Any]) -> None:
         """No half changes the state, message, private state or data that it was given."""
@@ -169,24 +225,23 @@ class AlgorithmContract(ABC):
             for client in clients:
                 down = algorithm.dispatch(state, federation.info(client.id, 1))
                 mine = algorithm.client_init(client, 3)
-                kept_down, kept_mine = _copy(dict(down.arrays)), _copy(mine)
+                kept_down, kept_mine = _copy(_content(down)), _copy(mine)
                 replies[client.id], after = algorithm.local(down, mine, client, 5)
-                _assert_unchanged(kept_down, down.arrays, "local: `down`")
+                _assert_unchanged(kept_down, _content(down), "local: `down`")
                 _assert_unchanged(kept_mine, mine, "local: `mine`")
-                kept_after, kept_reply = _copy(after), _copy(dict(replies[client.id].arrays))
+                kept_after, kept_reply = _copy(after), _copy(_content(replies[client.id]))
                 algorithm.personal(down, after, client, 6)
-                _assert_unchanged(kept_down, down.arrays, "personal: `down`")
+                _assert_unchanged(kept_down, _content(down), "personal: `down`")
                 _assert_unchanged(kept_after, after, "personal: `mine`")
-                _assert_unchanged(kept_reply, replies[client.id].arrays, "personal: an earlier reply")
-            kept_replies = _copy({i: dict(reply.arrays) for i, reply in replies.items()})
+                _assert_unchanged(kept_reply, _content(replies[client.id]), "personal: an earlier reply")
+            kept_replies = _copy({i: _content(reply) for i, reply in replies.items()})
             algorithm.aggregate(state, replies)
-            _assert_unchanged(kept_replies, {i: reply.arrays for i, reply in replies.items()}, "aggregate: `replies`")
+            _assert_unchanged(kept_replies, {i: _content(r) for i, r in replies.items()}, "aggregate: `replies`")
             _assert_unchanged(kept_state, state, "aggregate: `state`")
         _assert_unchanged(data, [t for c in clients for t in (c.train.x, c.train.y, c.test.x)], "a client's data")
 
     def test_order_of_clients_is_irrelevant(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Neither the order of the federation's clients nor that of the replies changes a bit."""
-        assert_same_run(self._federate(algorithm), self._federate(algorithm, clients=self.clients()[::-1]))
+        """Neither the order in which an engine runs the clients nor that of the replies changes a bit."""
         federation = self._federation(algorithm)
         with one_thread():
             state = algorithm.init(federation.context())
@@ -196,34 +251,48 @@ class AlgorithmContract(ABC):
                 for i in federation.clients
             ]
             engine = InProcessEngine(algorithm, list(federation.clients.values()), torch.device("cpu"))
-            replies = {result.task.client: result.reply for result in engine.run(tasks) if result.reply is not None}
-            assert len(replies) == len(tasks)
+            one, other = ({r.task.client: r for r in engine.run(order)} for order in (tasks, tasks[::-1]))
+            for client, result in one.items():
+                assert result.reply is not None, result.failure
+                again = other[client].reply
+                assert again is not None, other[client].failure
+                first, second = [_content(result.reply), result.mine], [_content(again), other[client].mine]
+                _assert_unchanged(first, second, f"what {client!r} computes after other clients")
+            replies = {client: result.reply for client, result in one.items() if result.reply is not None}
             forward = algorithm.aggregate(state, replies)
             backward = algorithm.aggregate(state, dict(reversed(replies.items())))
         _assert_unchanged(forward, backward, "the aggregate of replies in another order")
 
     def test_resumed_equals_uninterrupted(self, algorithm: Algorithm[Any, Any], tmp_path: Path) -> None:
         """A run that is stopped and resumed ends as one that is not, bit for bit."""
-        whole = self._federate(algorithm, rounds=4, sample=2)
-        try:
-            self._federate(algorithm, rounds=4, sample=2, out=tmp_path / "run", progress=_StopAfter(2))
-        except KeyboardInterrupt:
-            public = self.public() if "public_data" in algorithm.requires else None
-            resumed = resume(tmp_path / "run", clients=self.clients(), algorithm=algorithm, public=public)
+        public = self.public() if "public_data" in algorithm.requires else None
+        for sample, workers in ((2, 0), (1, 2)):
+            whole, out = self._federate(algorithm, rounds=4, sample=sample), tmp_path / f"run-{sample}"
+            interrupted = False
+            try:
+                self._federate(algorithm, rounds=4, sample=sample, out=out, progress=_StopAfter(2))
+            except KeyboardInterrupt:
+                interrupted = True
+            assert interrupted, "the run was not interrupted"
+            resumed = resume(out, clients=self.clients(), algorithm=algorithm, public=public, workers=workers)
             assert_same_run(whole, resumed)
-        else:
-            raise AssertionError("the run was not interrupted")
 
     def test_private_state_is_not_sent(self, algorithm: Algorithm[Any, Any]) -> None:
-        """No tensor of a client's private state occurs in its reply."""
+        """A reply is valid, and holds no private tensor (nor shares its memory), no input and no labels of the client."""
         federation = self._federation(algorithm)
         with one_thread():
             state = algorithm.init(federation.context())
             for client in federation.clients.values():
                 down = algorithm.dispatch(state, federation.info(client.id, 1))
-                reply, mine = algorithm.local(down, algorithm.client_init(client, 3), client, 5)
-                private = [t for t in tensors_of(mine) if t.is_floating_point() and t.numel() > 1]
+                before = algorithm.client_init(client, 3)
+                reply, mine = algorithm.local(down, before, client, 5)
+                assert (flaw := federation.flaw(reply, down)) is None, flaw
+                own = [client.train.x, client.train.y, client.test.x, client.test.y]
+                shared = _memory(reply.arrays) & _memory([before, mine, own])
+                assert not shared, "a tensor of the reply shares memory with the client's private state or data"
+                private = [t for t in tensors_of([before, mine]) if t.is_floating_point() and t.numel() > 1]
                 for sent in tensors_of(reply.arrays):
+                    assert not _holds_examples(sent, client), "examples of the client are in the reply"
                     for kept in private:
                         equal = sent.shape == kept.shape and torch.equal(sent.to(kept.dtype), kept)
                         assert not equal, f"a private tensor of shape {tuple(kept.shape)} is in the reply"

@@ -6,7 +6,7 @@ keep: dicts, lists, plain scalars and tensors to any depth. Both are stored as s
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import safetensors.torch
@@ -28,9 +28,9 @@ _FORMAT_NAMES = {  # as safetensors writes them; the length of the header depend
 def weighted_mean(trees: Mapping[str, Tree], weights: Mapping[str, float] | None = None) -> dict[str, Tensor]:
     """The mean over clients of trees with the same names, weighted by `weights` (default: each client counts the same).
 
-    Floating tensors are summed in float64 in the order of the client ids, so that the order of `trees` does not matter
-    and the mean of equal trees is that tree bit for bit. Integer and boolean tensors (BatchNorm's counters) take the
-    maximum and keep their type.
+    Floating tensors are averaged in float64 in the order of the client ids, so that the order of `trees` does not matter and
+    the mean of equal trees is that tree bit for bit. Integer and boolean tensors (BatchNorm's counters) take the maximum
+    and keep their type.
 
     Args:
         trees: client id -> tree.
@@ -55,13 +55,34 @@ def weighted_mean(trees: Mapping[str, Tree], weights: Mapping[str, float] | None
     mean: dict[str, Tensor] = {}
     for name, first in trees[ids[0]].items():
         if first.is_floating_point():
-            total = torch.zeros(first.shape, dtype=torch.float64)
-            for i, share in zip(ids, shares, strict=True):
-                total.add_(trees[i][name], alpha=share)
-            mean[name] = total.to(first.dtype)
+            mean[name] = _mean([trees[i][name] for i in ids], shares)
         else:
             mean[name] = torch.stack([trees[i][name] for i in ids]).amax(0)
     return mean
+
+
+def _mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Σ share · tensor, in the type of the tensors. `shares` sum to 1 only up to rounding, which must not show where tensors
+    are equal."""
+    first = tensors[0]
+    if first.dtype == torch.float64:
+        # The mean difference from the first is exactly 0 there.
+        mean, difference = first.clone(), torch.empty_like(first)
+        for tensor, share in zip(tensors[1:], shares[1:], strict=True):
+            torch.sub(first, tensor, out=difference)
+            mean.sub_(difference, alpha=share)  # not added: -0.0 - 0.0 is -0.0, as it was
+        if math.isfinite(mean.sum()):
+            return mean
+        overflown = ~mean.isfinite()  # the difference of two huge numbers may be infinite, though their mean is not
+        return torch.where(overflown, _sum(tensors, shares), mean)
+    return _sum(tensors, shares).to(first.dtype)  # half the time; float64 has 29 bits to spare, which hide the rounding
+
+
+def _sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    total = tensors[0].to(torch.float64) * shares[0]
+    for tensor, share in zip(tensors[1:], shares[1:], strict=True):
+        total.add_(tensor, alpha=share)
+    return total
 
 
 def spec(tree: Tree) -> Spec:

@@ -1,5 +1,8 @@
 """Theory that the averaging methods must meet: closed forms and equivalences, no golden numbers."""
 
+import math
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +10,11 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedAvgFT, FedProx, Local
+from polyfed.runs.results import one_thread
 from polyfed.scratch import initial_state
+from polyfed.seeds import derive
 from polyfed.testing import SmallNet, assert_same_run, small_clients, without_times
+from polyfed.training import fit
 
 
 class Line(nn.Module):
@@ -161,6 +167,66 @@ def test_fine_tuning_is_fedavg_followed_by_local_epochs():
     assert not torch.equal(weights[0], weights[1])
     before, after = (sum(r["train_loss"] for r in run.history[-1]["clients"].values()) for run in (fedavg, tuned))
     assert before == after  # what federates does not depend on the fine-tuning
+
+
+@pytest.mark.parametrize(("own_lr", "lr"), [(None, 0.05 * 0.5), (0.2, 0.2)])
+def test_fine_tuning_is_fit_from_the_global_model(own_lr, lr):
+    """By hand: from θ, with the round's seed of the client, its data, the epochs and the learning rate."""
+    options = {"lr": 0.05, "schedule": "exponential", "decay": 0.5, "batch_size": 8, "local_epochs": 3}
+    run = pf.federate(
+        small_clients(), FedAvgFT(finetune_epochs=2, finetune_lr=own_lr, **options), rounds=2, seed=5, workers=0
+    )
+    for client in small_clients():
+        by_hand = SmallNet()
+        by_hand.load_state_dict(run.last.state["model"])
+        with one_thread():
+            seed = derive(5, 2, client.id, "personal")
+            fit(by_hand, client.train, FedAvg(**{**options, "local_epochs": 2}), lr=lr, seed=seed)
+        ours = run.model(client.id).state_dict()
+        assert all(torch.equal(ours[name], tensor) for name, tensor in by_hand.state_dict().items())
+
+
+@pytest.mark.parametrize("policy", ["local", "recompute"])
+def test_fine_tuning_starts_from_and_ends_with_statistics_of_the_clients_data(policy):
+    method = FedAvgFT(buffers=policy, batch_size=0, lr=0.5, finetune_lr=0.5)
+    run = pf.federate(small_clients(), method, rounds=1, sample=1, workers=0)
+    took_part = {i for i, row in run.history[0]["clients"].items() if "bytes_up" in row}
+    for client in small_clients():
+        if policy == "local" and client.id in took_part:
+            continue
+        tuned, theta = run.model(client.id), SmallNet()
+        theta.load_state_dict(run.last.state["model"], strict=False)
+        # One full-batch step moves the statistics towards those of the same data under θ, where they already are;
+        # under "recompute" they are those of the tuned weights.
+        hidden = (theta if policy == "local" else tuned).body[0](client.train.x)
+        torch.testing.assert_close(tuned.body[1].running_mean, hidden.mean(0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tuned.body[1].running_var, hidden.var(0), rtol=1e-4, atol=1e-5)
+        other = (tuned if policy == "local" else theta).body[0](client.train.x)
+        assert not torch.allclose(tuned.body[1].running_mean, other.mean(0), rtol=1e-4, atol=1e-5)
+
+
+STATES = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(FedAvg):
+    def aggregate(self, state, replies):
+        STATES.append(super().aggregate(state, replies))
+        return STATES[-1]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "exponential"])
+def test_each_round_makes_its_step_with_its_learning_rate(schedule):
+    STATES.clear()
+    method = Recorded(batch_size=0, lr=0.2, schedule=schedule, decay=0.7)
+    pf.federate(quadratics(), method, rounds=5, workers=0, evaluate_every=5)
+    assert len(STATES) == 5
+    theta = initial_state(Line, 0)["theta"].item()
+    for past, state in enumerate(STATES):
+        eta = 0.2 * 0.7**past if schedule == "exponential" else 0.1 * (1 + math.cos(math.pi * past / 5))
+        slope = sum(n / 40 * a * (theta - c) for n, a, c in zip(COUNT, CURVATURE, OPTIMUM, strict=True))
+        theta -= eta * slope
+        assert state["model"]["theta"].item() == pytest.approx(theta, rel=1e-12)
 
 
 OPTIONS = {"lr": 0.05, "batch_size": 8, "local_epochs": 2}

@@ -317,10 +317,10 @@ def test_one_checkpoint_damaged_is_a_warning(finished, capsys):
 
 
 def test_a_run_directory_that_was_changed(finished, refused):
-    lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (finished / "metrics.jsonl").write_text(lines[0])
+    lines = (finished / "metrics.jsonl").read_text()
+    (finished / "metrics.jsonl").write_text("")
     assert "run/metrics.jsonl does not hold rounds 1 to 2" in refused("resume", "run")
-    (finished / "metrics.jsonl").write_text("".join(lines))
+    (finished / "metrics.jsonl").write_text(lines)
     config = (finished / "config.yaml").read_text()
     (finished / "config.yaml").write_text(config.replace("clients: 2", "clients: 3"))
     assert "the clients are not those of the run in run" in refused("resume", "run")

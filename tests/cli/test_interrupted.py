@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,3 +111,25 @@ def test_resume_of_a_finished_run_changes_nothing(tmp_path, whole):
     assert done.returncode == 0, done.stderr
     assert "mean" in done.stdout
     assert all(p.read_bytes() == data for p, data in before.items())
+
+
+def test_a_baseline_that_was_stopped_before_it_had_a_configuration_starts_again(tmp_path, whole):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "baselines" / "local")
+    (out / "baselines" / "local").mkdir()
+    for name in (".lock", ".partial-config.yaml", "manifest.json"):
+        (out / "baselines" / "local" / name).touch()
+    done = resume(out)
+    assert done.returncode == 0, done.stderr
+    assert_same_outcome(whole, out)
+
+
+def test_a_run_that_was_stopped_before_it_had_a_configuration_starts_again(tmp_path, whole):
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in (".lock", "manifest.json"):
+        (out / name).touch()
+    assert "is not a run directory: it has no config.yaml" in resume(out).stderr
+    subprocess.run([*RUN, "--out", str(out), "--quiet"], check=True, capture_output=True)
+    assert_same_outcome(whole, out)

@@ -8,7 +8,7 @@ from torch import nn
 
 from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.algorithms.averaging import Mine, State, average, reply, same_as_down, start
-from polyfed.buffers import receive
+from polyfed.buffers import ready, receive, recompute
 from polyfed.errors import UserError
 from polyfed.training import LocalTraining, fit
 from polyfed.tree import Spec
@@ -25,7 +25,9 @@ class FedAvgFT(LocalTraining, Algorithm[State, Mine]):
         finetune_epochs: epochs of fine-tuning (1, ours).
         finetune_lr: its learning rate; None takes the round's.
 
-    The other fields are those of `LocalTraining`.
+    The other fields are those of `LocalTraining`. `buffers` is "average" by default, although the evaluated model is the
+    client's own: what federates is FedAvg, so that both evaluate the same θ, and fine-tuning then adapts BatchNorm's
+    statistics to the client's data.
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
@@ -71,9 +73,13 @@ class FedAvgFT(LocalTraining, Algorithm[State, Mine]):
         return reply(own, client, loss, self.buffers)
 
     def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
-        """θ after `finetune_epochs` on the client's data."""
+        """θ after `finetune_epochs` on the client's data. Where no BatchNorm statistics came down, tuning starts from those
+        of the client's data; under "recompute" they are estimated again for the tuned weights."""
         own = receive(client, down.arrays["model"], mine, self.buffers)
+        ready(own, client, mine, self.buffers)
         tuning = replace(self, local_epochs=self.finetune_epochs, local_steps=None)
         lr = down.scalars["lr"] if self.finetune_lr is None else self.finetune_lr
         fit(own.module, client.train, tuning, lr=lr, seed=seed, task=client.task)
+        if self.buffers == "recompute":
+            recompute(own.module, client.train)
         return own.module

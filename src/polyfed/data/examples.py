@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,6 +111,10 @@ def as_examples(source: Any, name: str = "examples") -> Examples:
     """Examples from what users have: `Examples`, a pair (x, y) of tensors or arrays, a torch `Dataset` of (input,
     label) pairs, or a Hugging Face dataset with one input column and a column `label`.
 
+    Numbers become float32, integers keep their type; only tensors of float64 stay float64. Images, that is uint8 inputs
+    of shape (n, channels, height, width) or (n, height, width), which gets a channel axis, stay uint8 in memory and reach
+    the network as floats from 0 to 1, by a `Normalise` of mean 0 and std 1. `Examples` are taken as they are.
+
     Raises:
         UserError: nothing of the above, or labels that are no numbers.
 
@@ -121,12 +126,15 @@ def as_examples(source: Any, name: str = "examples") -> Examples:
     if hasattr(source, "column_names") and hasattr(source, "with_format"):
         return _from_hugging_face(source, name)
     if isinstance(source, tuple | list) and len(source) == 2:
-        return Examples(_tensor(source[0], f"{name} inputs"), _labels(source[1], name))
+        return _readable(_tensor(source[0], f"{name} inputs"), _labels(source[1], name))
     if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping | str):
         rows = [source[i] for i in range(len(source))]
         if rows and all(isinstance(row, tuple | list) and len(row) == 2 for row in rows):
             inputs = torch.stack([_tensor(row[0], f"{name} inputs") for row in rows])
-            return Examples(inputs, _labels([_plain(row[1]) for row in rows], name))
+            labels: Any = [row[1] for row in rows]
+            if all(isinstance(label, Tensor) for label in labels):
+                labels = torch.stack(labels)  # keeps their type
+            return _readable(inputs, _labels(labels, name))
     raise UserError(
         f"{name}: cannot read examples from {type(source).__name__}; give (x, y) tensors, a torch Dataset of "
         "(input, label) pairs or a Hugging Face dataset with a column 'label'"
@@ -142,30 +150,42 @@ def _from_hugging_face(source: Any, name: str) -> Examples:
             f"{name}: the Hugging Face dataset has columns {source.column_names}; it needs 'label' and one input column "
             "(rename with .rename_column, keep with .select_columns)"
         )
-    columns = source.with_format("torch")[:]
+    columns = source.with_format("torch")[:]  # images come as uint8, channels first
     x = columns[inputs[0]]
     if isinstance(x, list):
         raise UserError(f"{name}: inputs in column {inputs[0]!r} differ in shape; resize or pad them to one shape")
-    return Examples(_tensor(x, f"{name} inputs"), _labels(columns[label], name))
+    if getattr(source.features[inputs[0]], "dtype", None) == "uint8":
+        x = x.to(torch.uint8)  # the torch format makes int64 of an array of bytes
+    return _readable(_tensor(x, f"{name} inputs"), _labels(columns[label], name))
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
+def _readable(x: Tensor, y: Tensor) -> Examples:
+    """Examples whose uint8 images a network can take: with a channel axis, and scaled to 0..1 batch by batch."""
+    if x.dtype != torch.uint8 or x.dim() < 3:
+        return Examples(x, y)
+    x = x.unsqueeze(1) if x.dim() == 3 else x
+    return Examples(x, y, transform=Normalise((0.0,) * x.shape[1], (1.0,) * x.shape[1]))
 
 
 def _tensor(value: Any, what: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if hasattr(value, "getbands"):  # a PIL image: (height, width) or (height, width, channels)
+        pixels = torch.from_numpy(np.array(value))
+        return pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.movedim(-1, 0).contiguous()
     try:
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{what}: cannot be read as one tensor of numbers ({error})") from error
-    return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor.detach()
+    return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor
 
 
 def _labels(value: Any, name: str) -> Tensor:
     tensor = _tensor(value, f"{name} labels")
-    if tensor.dim() == 1 and not tensor.is_floating_point():
-        return tensor.to(torch.int64)
-    return tensor.to(torch.float32)
+    if tensor.dtype == torch.float64:
+        return tensor  # given as a tensor of float64
+    whole = tensor.dim() == 1 and not tensor.is_floating_point()
+    return tensor.to(torch.int64 if whole else torch.float32)
 
 
 def split_rows(rows: Tensor, batch_size: int, *, at_least_two: bool = False) -> list[Tensor]:

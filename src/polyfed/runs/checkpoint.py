@@ -2,12 +2,14 @@
 
 A checkpoint is a folder `round-000012` with the server's state, one file per client that keeps tensors, and
 `complete.json` with the SHA-256 of each. It is written beside, synced and renamed, so that a folder of that name is whole;
-what a disk damages later is found by the checksums, and then the checkpoint before it is used. Two are kept.
+what a disk damages later is found by the checksums, and then the checkpoint before it is used. Two are kept, and they
+share no file, so that one bad spot on the disk does not take both.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,9 +20,10 @@ from urllib.parse import quote
 from polyfed.errors import UserError
 from polyfed.tree import Nested, decode, encode, tensors_of
 
-_KEPT = 2
 _SERVER = "server.safetensors"
 _COMPLETE = "complete.json"
+_PLAIN = re.compile(r"[a-z0-9_.-]{1,100}")
+_LONGEST = 100  # file systems take 255 bytes, and something is put before and after
 
 
 @final
@@ -35,56 +38,98 @@ class Checkpoint:
 
 
 def file_name(client: str) -> str:
-    """A client's id as a safe file name.
+    """A client's id as a safe file name. Short lower-case ASCII ids keep theirs; the others get a hash, so that names stay
+    different where a file system ignores case, and where they had to be cut.
 
-    >>> file_name("St. Mary's/north")
-    'St.%20Mary%27s%2Fnorth'
+    >>> file_name("client-007"), file_name("St. Mary's/north")
+    ('client-007', 'St.%20Mary%27s%2Fnorth-582fa6f2')
     """
-    return quote(client, safe="")
+    if _PLAIN.fullmatch(client):
+        return client
+    return f"{quote(client, safe='')[:_LONGEST]}-{hashlib.sha256(client.encode()).hexdigest()[:8]}"
 
 
-def save(folder: Path, checkpoint: Checkpoint, changed: Collection[str]) -> None:
-    """Writes a checkpoint below `folder` and removes those that are too old.
+def save(folder: Path, checkpoint: Checkpoint, changed: Collection[str], previous: int) -> None:
+    """Writes a checkpoint below `folder` and removes all others but the previous one.
 
     Args:
-        changed: clients whose private state differs from the last saved checkpoint's; the files of the others are linked.
+        changed: clients whose private state differs from that in the previous checkpoint.
+        previous: the round of the checkpoint that was last loaded or saved; 0 if there is none. Others may lie in
+            `folder`, damaged ones too, but are not relied on.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    final_name = folder / f"round-{checkpoint.round:06d}"
-    partial = folder / f".partial-{final_name.name}"
-    for stale in (*folder.glob(".partial-*"), *([final_name] if final_name.exists() else [])):
+    target, base = _folder_of(folder, checkpoint.round), _folder_of(folder, previous)
+    partial = folder / f".partial-{target.name}"
+    for stale in folder.glob(".partial-*"):
         shutil.rmtree(stale)
     partial.mkdir()
-    previous = next(_newest_first(folder), None)
-    known = _checksums(previous) if previous is not None else {}
+    known = _checksums(base)
+    # What is removed below, the checkpoint before the previous as a rule, may give away its files; `base` stays and may not.
+    spare = [old for old in _newest_first(folder) if old != base]
     with_tensors = {i for i, mine in checkpoint.minds.items() if any(True for _ in tensors_of(mine))}
     plain = {i: mine for i, mine in checkpoint.minds.items() if i not in with_tensors}
     server = {"round": checkpoint.round, "state": checkpoint.state, "minds": plain, "files": sorted(with_tensors)}
     sums = {_SERVER: _write(partial / _SERVER, encode(server))}
     for client in sorted(with_tensors):
-        name = f"client-{file_name(client)}.safetensors"
-        if previous is not None and client not in changed and name in known:
-            os.link(previous / name, partial / name)
-            sums[name] = known[name]
+        name = _client_file(client)
+        wanted = None if client in changed else known.get(name)
+        if wanted is not None and any(_take(old / name, partial / name, wanted) for old in spare):
+            sums[name] = wanted
         else:
             sums[name] = _write(partial / name, encode(checkpoint.minds[client]))
     _write(partial / _COMPLETE, json.dumps(sums, indent=1).encode())
-    _sync_folder(partial)
-    partial.rename(final_name)
-    _sync_folder(folder)
-    for old in list(_newest_first(folder))[_KEPT:]:
-        shutil.rmtree(old)
+    sync_folder(partial)
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)
+    sync_folder(folder)
+    for old in list(_newest_first(folder)):
+        if old not in (target, base):
+            shutil.rmtree(old)
 
 
-def load(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, or None, and a sentence about each newer one that is damaged."""
+def load(folder: Path, covered: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that can be used, or None, and a sentence about each newer one that cannot.
+
+    Args:
+        covered: the last round that the metrics hold; a checkpoint after it cannot be used. None asks for no metrics.
+    """
     notes: list[str] = []
     for candidate in _newest_first(folder):
         try:
-            return _read(candidate), notes
+            found = _read(candidate)
         except (UserError, OSError, ValueError, KeyError) as error:
             notes.append(f"checkpoint {candidate} is damaged ({error})")
+            continue
+        if covered is None or found.round <= covered:
+            return found, notes
+        metrics = folder.parent / "metrics.jsonl"
+        notes.append(f"{metrics} does not hold rounds 1 to {found.round}, which checkpoint {candidate} follows")
     return None, notes
+
+
+def drop_newer(folder: Path, round_number: int) -> None:
+    """Removes the checkpoints after a round: the run goes on from that one, and they could not be used."""
+    for candidate in list(_newest_first(folder)):
+        if candidate.name > _folder_of(folder, round_number).name:
+            shutil.rmtree(candidate)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes sure that files created or renamed in a folder are there after a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _folder_of(folder: Path, round_number: int) -> Path:
+    return folder / f"round-{round_number:06d}"
+
+
+def _client_file(client: str) -> str:
+    return f"client-{file_name(client)}.safetensors"
 
 
 def _read(folder: Path) -> Checkpoint:
@@ -98,9 +143,11 @@ def _read(folder: Path) -> Checkpoint:
             raise UserError(f"{name} does not match its checksum")
         content[name] = data
     server = decode(content[_SERVER])
+    if _folder_of(folder.parent, server["round"]) != folder:
+        raise UserError(f"it is of round {server['round']}")
     minds = dict(server["minds"])
     for client in server["files"]:
-        minds[client] = decode(content[f"client-{file_name(client)}.safetensors"])
+        minds[client] = decode(content[_client_file(client)])
     return Checkpoint(server["round"], server["state"], minds)
 
 
@@ -116,17 +163,20 @@ def _checksums(folder: Path) -> dict[str, str]:
     return sums if isinstance(sums, dict) else {}
 
 
+def _take(source: Path, target: Path, checksum: str) -> bool:
+    """Links a file to save writing it again, if its bytes are what they should be and the file system can."""
+    try:
+        if hashlib.sha256(source.read_bytes()).hexdigest() != checksum:
+            return False
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
+
+
 def _write(path: Path, data: bytes) -> str:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return hashlib.sha256(data).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

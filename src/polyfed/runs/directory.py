@@ -9,12 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, final
 
+import numpy as np
 import yaml
 
 from polyfed.errors import UserError
-from polyfed.runs.checkpoint import file_name
+from polyfed.runs.checkpoint import file_name, sync_folder
 
 _PACKAGES = ("polyfed", "torch", "numpy", "safetensors", "datasets", "torch-geometric")
+_PLAIN = (str, int, float, bool, type(None))
 
 
 @final
@@ -27,7 +29,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path) -> "RunDirectory":
-        """A new run directory.
+        """A new run directory. One that was stopped before it had a `config.yaml` counts as empty.
 
         Raises:
             UserError: it exists and is not empty, or cannot be written.
@@ -36,7 +38,7 @@ class RunDirectory:
         try:
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"the run directory {folder} is a file; choose another --out")
-            if folder.exists() and any(folder.iterdir()):
+            if folder.exists() and not all(_from_a_start(entry.name) for entry in folder.iterdir()):
                 hint = f"continue it with `polyfed resume {folder}` or " if (folder / "config.yaml").exists() else ""
                 raise UserError(f"the run directory {folder} is not empty; {hint}choose another --out")
             folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +73,7 @@ class RunDirectory:
         return self.path / "checkpoint"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes `config.yaml`."""
+        """Writes `config.yaml`, which makes the folder a run directory: everything before the first round comes before."""
         _replace(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True).encode())
 
     def write_manifest(self, facts: Mapping[str, Any]) -> None:
@@ -89,9 +91,20 @@ class RunDirectory:
         return content if isinstance(content, dict) else {}
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Adds one round to `metrics.jsonl`."""
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        """Adds one round to `metrics.jsonl`; it is on the disk before a checkpoint that follows it."""
+        path = self.path / "metrics.jsonl"
+        new = not path.exists()
+        with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            sync_folder(self.path)
+
+    def rounds_told(self) -> int:
+        """The last round up to which `metrics.jsonl` holds every round."""
+        numbers = [record["round"] for record in read_metrics(self.path / "metrics.jsonl")]
+        return next((n for n, found in enumerate(numbers) if found != n + 1), len(numbers))
 
     def keep_rounds(self, last: int) -> list[dict[str, Any]]:
         """Drops what `metrics.jsonl` holds after round `last` (rounds that no checkpoint covers, or half a line) and
@@ -112,6 +125,29 @@ class RunDirectory:
         folder = self.path / "models"
         folder.mkdir(exist_ok=True)
         return folder / f"{file_name(client)}.safetensors"
+
+
+def plain(value: Any, name: str) -> Any:
+    """A value as YAML and JSON can write it: NumPy's scalars as Python's, tuples as lists.
+
+    Raises:
+        UserError: something that cannot be written, with its place.
+
+    >>> plain({"lr": np.float64(0.1), "milestones": (3, np.int64(6))}, "algorithm")
+    {'lr': 0.1, 'milestones': [3, 6]}
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Mapping):
+        return {k if type(k) in _PLAIN else str(k): plain(item, f"{name}.{k}") for k, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{name}[{position}]") for position, item in enumerate(value)]
+    if type(value) not in _PLAIN:
+        raise UserError(
+            f"{name} is a {type(value).__name__}, which config.yaml cannot hold: {value!r}; give numbers, strings, lists or "
+            "mappings, or run without out="
+        )
+    return value
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -160,6 +196,10 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _from_a_start(name: str) -> bool:
+    return name in (".lock", "manifest.json") or name.startswith(".partial-")
+
+
 def _locked(folder: Path) -> IO[str]:
     file = (folder / ".lock").open("a")
     try:
@@ -182,3 +222,4 @@ def _replace(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+    sync_folder(path.parent)
