@@ -15,14 +15,17 @@ LABELS = [0, 1, 0, 1, 0, 1]
 
 
 def hub_images(pixels):
-    datasets, image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
+    import datasets
+    from PIL import Image as image
+
     kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
     columns = {"image": [image.fromarray(p) for p in pixels], "label": LABELS}
     return datasets.Dataset.from_dict(columns, features=kinds)
 
 
 def pil_pairs(pixels):
-    image = pytest.importorskip("PIL.Image")
+    from PIL import Image as image
+
     return [(image.fromarray(p), y) for p, y in zip(pixels, LABELS, strict=True)]
 
 
@@ -42,7 +45,8 @@ def test_pictures_are_kept_as_bytes_and_reach_the_network_as_floats(source, pixe
 
 
 def test_arrays_of_bytes_from_the_hub_are_images_too():
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     kinds = datasets.Features({"x": datasets.Array2D((4, 5), "uint8"), "label": datasets.Value("int64")})
     examples = as_examples(datasets.Dataset.from_dict({"x": list(GREY), "label": LABELS}, features=kinds))
     torch.testing.assert_close(examples.batch(torch.arange(6))[0], expected(GREY))

@@ -79,21 +79,24 @@ def test_killed_at_any_write_and_started_or_resumed_it_ends_as_if_it_had_not_bee
 
 
 def test_a_run_goes_on_past_newer_damaged_checkpoints(tmp_path, monkeypatch):
-    """The private states of idle clients come from the checkpoint that was loaded, not from the newest folder."""
-    options = {"rounds": 8, "workers": 0, "sample": 1, "evaluate_every": 8}
-    whole = pf.federate(small_clients(), Local(lr=0.1), **options)
-    out = tmp_path / "run"
-    whole_flaw = Federation.flaw
-    monkeypatch.setattr(Federation, "flaw", lambda self, reply, down: None if len(read(out)) < 5 else "stop here")
-    with pytest.raises(pf.RoundError):
-        pf.federate(small_clients(), Local(lr=0.1), out=out, on_error="skip", **options)
-    monkeypatch.setattr(Federation, "flaw", whole_flaw)
-    newest = max((out / "checkpoint").iterdir())
-    (newest / "server.safetensors").write_bytes(b"")
-    with pytest.warns(RuntimeWarning, match="round-000005 is damaged .*; the one before it is used"):
-        run = pf.resume(out, clients=small_clients())
-    assert_same_run(run, whole)
-    monkeypatch.setattr(Federation, "flaw", lambda self, reply, down: "no round is played again")
+    """Private states of idle clients come from the checkpoint that was loaded. Here the newest folder is of round 5 and
+    damaged, the run goes on from 3, and stops at 4: the client that trained in round 5 must not have trained yet."""
+    method, out = Local(lr=0.1), tmp_path / "run"
+    options = {"rounds": 8, "workers": 0, "sample": 1, "evaluate_every": 8, "checkpoint_every": 3}
+    whole = pf.federate(small_clients(), method, **options)
+    good, last = Federation.flaw, 5
+    monkeypatch.setattr(
+        Federation, "flaw", lambda self, reply, down: good(self, reply, down) if len(read(out)) < last else "stop"
+    )
+    with pytest.raises(pf.ClientError):
+        pf.federate(small_clients(), method, out=out, **options)
+    (out / "checkpoint" / "round-000005" / "server.safetensors").write_bytes(b"")
+    last = 4
+    warned = pytest.warns(RuntimeWarning, match="round-000005 is damaged .*; the one before it is used")
+    with warned, pytest.raises(pf.ClientError):
+        pf.resume(out, clients=small_clients())
+    assert sorted(p.name for p in (out / "checkpoint").iterdir()) == ["round-000003", "round-000004"]
+    last = 8
     assert_same_run(pf.resume(out, clients=small_clients()), whole)
 
 
