@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 
 .PHONY: demo test test-slow lint types clean
 
-demo: $(INSTALLED)  ## the quickstart: real handwritten digits, six clients, offline
+demo: $(INSTALLED)  ## the quickstart: real handwritten digits, eight clients, four networks, offline
 	$(BIN)/polyfed run
 
 test: $(INSTALLED)  ## the fast tests

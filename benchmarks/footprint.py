@@ -2,7 +2,7 @@
 
     python benchmarks/footprint.py --out benchmarks/results/footprint.json
 
-Start-up: seconds from the start of the process `polyfed run quickstart` to the end of its first round. Memory: peak PSS
+Start-up: seconds from the start of the process `polyfed run fedavg_digits` to the end of its first round. Memory: peak PSS
 (proportional set size, shared pages counted once) of the whole process tree with 500 clients of Fashion-MNIST (60,000
 images) on two workers, sampled every 50 ms.
 """
@@ -33,7 +33,7 @@ def tree_pss(process):
 def seconds_to_first_round(folder):
     out = Path(folder) / "run"
     start = time.perf_counter()
-    command = [sys.executable, "-m", "polyfed", "run", "quickstart", "--rounds", "1", "--out", str(out)]
+    command = [sys.executable, "-m", "polyfed", "run", "fedavg_digits", "--rounds", "1", "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:
             if "round 1/1" in line:

@@ -24,9 +24,9 @@ def draw(run, picture):
     names = [*together, "mean"]
     bars = {
         "alone (local)": [*alone.values(), np.mean(list(alone.values()))],
-        "together (fedavg)": [*together.values(), np.mean(list(together.values()))],
+        "together (flha_ghn)": [*together.values(), np.mean(list(together.values()))],
     }
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     places = np.arange(len(names)) + np.r_[np.zeros(len(names) - 1), 0.5]
@@ -37,7 +37,7 @@ def draw(run, picture):
     axes.set_ylim(0, 1.18)
     axes.set_yticks(np.linspace(0, 1, 6))
     axes.set_ylabel("test accuracy")
-    axes.set_title("Six clients with 40 handwritten digits each, 20 rounds", loc="left", fontsize=11)
+    axes.set_title("Eight clients, 40 handwritten digits each, four different networks; 20 rounds", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=2, loc="upper right", fontsize=9)
     figure.savefig(picture, dpi=120)

@@ -117,7 +117,7 @@ config = recipes.load_recipe("quickstart")
 config.pop("description")
 found = experiment.participants(experiment.from_config(options.parse([], config, "polyfed run")))
 running._check(experiment.from_config(options.parse([], config, "polyfed run")), found)
-assert len(found.clients) == 6
+assert len(found.clients) == 8
 assert not heavy & set(sys.modules), ("quickstart", heavy & set(sys.modules))
 """
 

@@ -103,6 +103,23 @@ def test_label_smoothing_reaches_the_loss():
     assert smooth == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_loss_of_the_methods_own_gets_inputs_outputs_and_targets():
+    """Written out, the task's own loss trains as it does by itself; and what it returns is what is reported."""
+    ours, theirs, seen = new_module(net, 0), new_module(net, 0), []
+
+    def loss(x, outputs, y):
+        seen.append((x, outputs, y))
+        return F.cross_entropy(outputs, y)
+
+    reported = fit(ours, data(), FedAvg(batch_size=8), lr=0.1, seed=5, loss=loss)
+    assert reported == fit(theirs, data(), FedAvg(batch_size=8), lr=0.1, seed=5)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert [len(x) for x, _, _ in seen] == [8, 8, 7]
+    torch.testing.assert_close(seen[0][1], new_module(net, 0)(seen[0][0]))
+    assert torch.cat([y for _, _, y in seen]).bincount().tolist() == data().y.bincount().tolist()
+    assert fit(ours, data(), FedAvg(), lr=0.1, seed=0, loss=lambda x, outputs, y: 0 * outputs.sum() + 7) == 7
+
+
 def test_a_last_batch_of_one_does_not_break_batch_norm():
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     fit(model, data(17), FedAvg(batch_size=8), lr=0.1, seed=0)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.algorithm import Task
+from polyfed.algorithm import Client, Task
 from polyfed.data.examples import Examples, split_rows
 from polyfed.layout import arrange
 
@@ -61,6 +61,18 @@ def evaluate(model: nn.Module, examples: Examples, task: Task) -> Metrics:
         spread = float(((targets - targets.mean(0)) ** 2).double().sum())
         score = 1 - float(((targets - outputs) ** 2).double().sum()) / spread if spread else float("nan")
     return {SCORE[task]: _finite(score), "loss": _finite(loss)}
+
+
+def client_metrics(model: nn.Module, client: Client, prefix: str = "") -> Metrics:
+    """Metrics of a network on all of the client's sets in one row: "accuracy", "val_accuracy", "balanced_accuracy", ...,
+    each name after `prefix`."""
+    sets = {"": client.test, "val_": client.val, "balanced_": client.balanced_test}
+    return {
+        f"{prefix}{part}{metric}": value
+        for part, data in sets.items()
+        if data is not None
+        for metric, value in evaluate(model, data, client.task).items()
+    }
 
 
 def _finite(value: float) -> float | None:

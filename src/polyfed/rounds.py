@@ -12,6 +12,8 @@ from polyfed.algorithm import Algorithm, Architecture, Client, ClientInfo, Messa
 from polyfed.data.examples import Examples
 from polyfed.engines.work import Phase, Task, effort
 from polyfed.evaluation import SCORE
+from polyfed.graphs.cached import graph_of
+from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.runs.checkpoint import Checkpoint
 from polyfed.seeds import derive, numpy_generator
 from polyfed.settings import Settings
@@ -56,6 +58,7 @@ class Federation:
             clients=tuple(self.info(client, 1) for client in self.clients),
             model=next(iter(models.values())) if "one_architecture" in needs else None,
             architectures=models if "architectures" in needs else None,
+            layer_catalogue=LayerCatalogue.of(map(graph_of, clients)) if "layer_catalogue" in needs else None,
             public=self.public if "public_data" in needs else None,
         )
 

@@ -70,17 +70,7 @@ class LocalTraining(ABC):
     precision: Precision = "fp32"
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
-        self._check_numbers()
-        for field, kind in {
-            "schedule": Schedule,
-            "optimizer": Optimizer,
-            "buffers": Policy,
-            "precision": Precision,
-        }.items():
-            value, choices = getattr(self, field), get_args(kind)
-            if value not in choices:
-                raise UserError(f"{name}: unknown {field} {value!r}; {nearest(str(value), choices)}")
+        self._check_kinds()
         self._require(self.local_epochs >= 1, "local_epochs", "at least 1")
         self._require(self.local_steps is None or self.local_steps >= 1, "local_steps", "at least 1, or none")
         self._require(self.batch_size >= 0, "batch_size", "at least 1, or 0 for the full batch")
@@ -92,9 +82,14 @@ class LocalTraining(ABC):
         self._require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", "positive, or none")
         self._require(0 <= self.label_smoothing < 1, "label_smoothing", "at least 0 and below 1")
 
-    def _check_numbers(self) -> None:
-        """A whole number given as 1.5 or "3" would fail late, inside a client, or not at all."""
+    def _check_kinds(self) -> None:
+        """A whole number given as 1.5 or "3", or a choice that is none, would fail late, inside a client, or not at all."""
         for field, hint in _hints(type(self)).items():
+            if get_origin(hint) is Literal:
+                value, choices = getattr(self, field), get_args(hint)
+                if value not in choices:
+                    hints = nearest(str(value), choices)
+                    raise UserError(f"{type(self).__name__}: unknown {field} {value!r}; {hints}")
             united = get_origin(hint) in (Union, UnionType)
             kinds, value = set(get_args(hint)) if united else {hint}, getattr(self, field)
             if value is None and NoneType in kinds:
@@ -141,6 +136,7 @@ def fit(
     penalty: Callable[[], Tensor] | None = None,
     gradient: Callable[[Callable[[int], Tensor]], Tensor] | None = None,
     batches_per_step: int = 1,
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> float:
     """Trains `model` in place by minibatches and returns the mean loss over all examples seen (without the penalty).
 
@@ -158,6 +154,8 @@ def fit(
             descend, the parameters as it found them, and returns the loss to be reported.
         batches_per_step: minibatches that each step takes; the last step of an epoch may have fewer, and then repeats
             them.
+        loss: the loss of a minibatch in place of the task's, called with its inputs as the model got them, the model's
+            outputs and the targets.
 
     >>> from polyfed.algorithms import Local
     >>> line = nn.Linear(1, 1)
@@ -182,11 +180,11 @@ def fit(
         x, y = batches[k % len(batches)]
         optimizer.zero_grad()
         with autocast:
-            loss = criterion(model(x), y)
-        torch.autograd.backward(loss if penalty is None else loss + penalty())
+            value = criterion(model(x), y) if loss is None else loss(x, model(x), y)
+        torch.autograd.backward(value if penalty is None else value + penalty())
         if options.clip_norm is not None:
             nn.utils.clip_grad_norm_(parameters, options.clip_norm)
-        return loss.detach()
+        return value.detach()
 
     with local_rng(derive(seed, "dropout"), device):
         for _ in range(options.local_epochs if steps_left is None else steps_left):  # an epoch has at least one step
@@ -195,10 +193,10 @@ def fit(
             for group in _groups(batches, batches_per_step)[:steps_left]:
                 drawn = [examples.batch(rows, generator) for rows in group]
                 step_loss = partial(loss_of, [(arrange(model, x), y) for x, y in drawn])
-                loss = step_loss(0) if gradient is None else gradient(step_loss)
+                found = step_loss(0) if gradient is None else gradient(step_loss)
                 optimizer.step()
                 rows_in_step = sum(len(rows) for rows in group)
-                total += loss * rows_in_step
+                total += found * rows_in_step
                 seen += rows_in_step
                 if steps_left is not None:
                     steps_left -= 1

@@ -50,7 +50,7 @@ def refused(here, capsys):
 
 
 UNKNOWN = {
-    "bogus": "unknown command 'bogus'; Choices: data, list, resume, run",
+    "bogus": "unknown command 'bogus'; Choices: data, graph, list, resume, run, warmstart",
     "rn": "unknown command 'rn'; did you mean run?",
     "run quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",
     "data quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",
@@ -204,7 +204,7 @@ def test_a_mixed_federation_and_a_method_for_one_architecture(refused):
     assert (
         "fedavg needs one architecture, but the 10 clients have 2: 'client-001' differs from 'client-000'" in sentence
     )
-    assert "Methods for different architectures: local" in sentence
+    assert "Methods for different architectures: distillation, " in sentence
 
 
 def test_a_baseline_that_does_not_suit_is_found_before_the_first_round(refused):

@@ -71,7 +71,7 @@ def test_help_of_run_shows_its_own_options_and_those_of_the_method(polyfed, here
 
 
 def test_help_explains_each_of_the_fields_that_a_docstring_groups(polyfed):
-    text = words_of(polyfed("run", "--help")[0])
+    text = words_of(polyfed("run", "fedavg_digits", "--help")[0])
     assert "--algorithm.momentum MOMENTUM of SGD." in text
     assert "--algorithm.nesterov {true,false} of SGD." in text
 
@@ -161,7 +161,7 @@ def test_a_network_of_the_users(polyfed, here, monkeypatch):
 
 
 def test_the_table_results_on_stdout_progress_on_stderr(polyfed, here):
-    out, err = polyfed("run", "quickstart", "--rounds", "2", "--workers", "0", "--out", "run")
+    out, err = polyfed("run", "fedavg_digits", "--rounds", "2", "--workers", "0", "--out", "run")
     assert "accuracy on each client's own test examples, after round 2" in out
     assert re.search(r"client\s.*examples\s.*classes\s.*local\s.*fedavg\s.*gain", out)
     assert len(re.findall(r"^\W*client-00\d\W+40\W+\d+\W+0\.\d{3}\W+0\.\d{3}\W+?[+-]0\.\d{3}", out, re.MULTILINE)) == 6
@@ -215,7 +215,7 @@ def test_list_says_what_a_method_requires(polyfed):
 
 @pytest.mark.parametrize("plot", [None, "mine.svg"])
 def test_data_prints_a_table_and_draws_it(polyfed, here, plot):
-    out, err = polyfed("data", "quickstart", "--data.clients", "3", *(["--plot", plot] if plot else []))
+    out, err = polyfed("data", "fedavg_digits", "--data.clients", "3", *(["--plot", plot] if plot else []))
     assert err == ""
     assert re.search(r"training examples by class \(partition [0-9a-f]{16}\)", out)
     assert len(re.findall(r"^\W*client-00\d", out, re.MULTILINE)) == 3

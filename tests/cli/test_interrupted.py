@@ -16,7 +16,7 @@ import torch
 
 from polyfed.testing import without_times
 
-RUN = [sys.executable, "-m", "polyfed", "run", "quickstart", "--rounds", "8"]
+RUN = [sys.executable, "-m", "polyfed", "run", "fedavg_digits", "--rounds", "8"]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """From options and YAML to a configuration: the parts that the command line's tests do not reach."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import pytest
 
@@ -35,6 +36,7 @@ def test_every_option_has_a_help_text(section, name, choice):
         (int | float, "a number"), (float | None, "a number or null"), (int | Literal["auto"], "a whole number or auto"),
         (Literal["a", "b", "c"], "a, b or c"), (tuple[int, ...], "a list such as [1, 2]"),
         (list[dict[str, float]], "a list such as [{rotation: 90}]"), (tuple[str, ...], "a list such as [fc1, fc2]"),
+        (str | Mapping[str, Any], "text or a mapping such as {name: mlp, hidden: [32]}"),
         (tuple[tuple[int, ...], ...], "a list such as [[0, 1], [2, 3]]"), (bytes, "a value of another type"),
     ],
 )  # fmt: skip

@@ -96,6 +96,12 @@ def test_shrinking_halves_the_training_data_of_a_share_of_the_clients():
     assert (abs(counts - class_counts(LABELS, plain, 10)[np.array(ratio) == 0.5] / 2) <= 1).all()
 
 
+def test_newcomers_own_what_they_would_own_as_clients():
+    plain, _ = split(LABELS, Split(4), Dirichlet(0.3), 0)
+    with_newcomers, _ = split(LABELS, Split(4, newcomers=3), Dirichlet(0.3), 0)
+    assert fingerprint(plain) == fingerprint(with_newcomers)
+
+
 def test_tiny_clients_keep_training_then_test_then_validation():
     for size, expected in ((1, (1, 0, 0)), (2, (1, 0, 1)), (3, (1, 1, 1))):
         rows, _ = split(np.zeros(size, int), Split(1, val_fraction=0.1, test_fraction=0.1), IID(), 0)
@@ -134,6 +140,11 @@ def test_fingerprint_tells_seeds_apart_and_is_stable():
         ({"shrink_fraction": 1.5}, "between 0 and 1, got 1.5"),
         ({"balanced_test": -2}, "got -2"),
         ({"public_fraction": -0.1}, "public_fraction"),
+        ({"newcomers": -1}, "newcomers must be at least 0 and fewer than the 10 clients"),
+        (
+            {"clients": 3, "newcomers": 3},
+            r"fewer than the 3 clients, of which they are the last, got 3; add the newcomers",
+        ),
     ],
 )
 def test_fields_are_checked(fields, message):

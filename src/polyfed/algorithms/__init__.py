@@ -3,12 +3,14 @@
 from typing import Any
 
 from polyfed.algorithm import Algorithm
+from polyfed.algorithms.distillation import Distillation
 from polyfed.algorithms.fedavg import FedAvg
 from polyfed.algorithms.fedavg_ft import FedAvgFT
 from polyfed.algorithms.fedbn import FedBN
 from polyfed.algorithms.fedfomo import FedFomo
 from polyfed.algorithms.fedprox import FedProx
 from polyfed.algorithms.fedrep import FedRep
+from polyfed.algorithms.flha_ghn import FLHAGHN
 from polyfed.algorithms.heur_pfedla import HeurPFedLA
 from polyfed.algorithms.local import Local
 from polyfed.algorithms.per_fedavg import PerFedAvg
@@ -28,6 +30,8 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "pfedme": PFedMe,
     "pfedhn": PFedHN,
     "fedfomo": FedFomo,
+    "distillation": Distillation,
+    "flha_ghn": FLHAGHN,
     "pfedla": PFedLA,
     "heur_pfedla": HeurPFedLA,
 }
@@ -58,7 +62,9 @@ def name_of(algorithm: Algorithm[Any, Any]) -> str:
 
 
 __all__ = [
+    "FLHAGHN",
     "REGISTRY",
+    "Distillation",
     "FedAvg",
     "FedAvgFT",
     "FedBN",

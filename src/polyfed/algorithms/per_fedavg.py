@@ -3,7 +3,7 @@ Ozdaglar, NeurIPS 2020, algorithm 1)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, final, get_args
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.algorithms.averaging import Mine, State, average, reply, same_as_down, start
 from polyfed.buffers import Policy, ready, receive, recompute
-from polyfed.errors import UserError, nearest
 from polyfed.training import LocalTraining, fit
 from polyfed.tree import Spec
 
@@ -55,8 +54,6 @@ class PerFedAvg(LocalTraining, Algorithm[State, Mine]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.variant not in get_args(Variant):
-            raise UserError(f"PerFedAvg: unknown variant {self.variant!r}; {nearest(self.variant, get_args(Variant))}")
         self._require(0 <= self.alpha < float("inf"), "alpha", "at least 0")
         self._require(0 < self.delta < float("inf"), "delta", "positive")
         self._require(self.adapt_steps >= 1, "adapt_steps", "at least 1")

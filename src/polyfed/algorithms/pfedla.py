@@ -3,7 +3,7 @@
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, final, get_args
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.algorithms.averaging import start
 from polyfed.buffers import Policy, give_back, ready, receive
-from polyfed.errors import UserError, nearest
+from polyfed.errors import UserError
 from polyfed.hypernetworks.aggregation import (
     Normalise,
     alphas,
@@ -60,10 +60,6 @@ class LayerAggregation(LocalTraining, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
-        for field, kind in {"normalise": Normalise, "layer": Granularity}.items():
-            if (value := getattr(self, field)) not in get_args(kind):
-                raise UserError(f"{name}: unknown {field} {value!r}; {nearest(str(value), get_args(kind))}")
         self._require(self.hn_lr is None or 0 <= self.hn_lr < float("inf"), "hn_lr", "at least 0 and finite, or none")
         self._require(self.embedding_dim >= 1, "embedding_dim", "at least 1")
         self._require(self.hidden >= 1, "hidden", "at least 1")

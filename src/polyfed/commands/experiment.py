@@ -40,11 +40,12 @@ class Experiment:
 class Participants:
     """The clients of an experiment, its public examples, and what is known of the data.
 
-    Attributes: `classes`, the number of training examples per class of each client, for one-label tasks;
-    `partition_fingerprint`, a hash of who owns which rows.
+    Attributes: `clients`, who federate; `newcomers`, who come after; `classes`, the number of training examples per class
+    of each client and newcomer, for one-label tasks; `partition_fingerprint`, a hash of who owns which rows.
     """
 
     clients: tuple[Client, ...]
+    newcomers: tuple[Client, ...]
     public: Examples | None
     pool: Pool
     classes: Mapping[str, tuple[int, ...]]
@@ -144,17 +145,7 @@ def participants(experiment: Experiment) -> Participants:
             f"{untested[0].id} has {len(untested[0].train)} example, too few to test on; use fewer clients, or a partition "
             "that gives each client at least 2"
         )
-    specs = [
-        ModelSpec(m["name"], {k: v for k, v in m.items() if k != "name"}, pool.input_shape, pool.num_classes)
-        for m in experiment.models
-    ]
-    for spec in specs:
-        size = spec.arguments.get("vocabulary", len(pool.vocabulary))
-        if pool.vocabulary and size < len(pool.vocabulary):
-            raise UserError(
-                f"the text has {len(pool.vocabulary)} tokens, but the network {spec.name} is built for {size}; "
-                f"give --model.vocabulary {len(pool.vocabulary)} or a smaller --data.vocabulary_size"
-            )
+    specs = [network(m, pool) for m in experiment.models]
     clients = tuple(
         Client(d.id, specs[i % len(specs)], d.train, d.test, d.val, d.balanced_test, pool.task)
         for i, d in enumerate(data)
@@ -162,7 +153,25 @@ def participants(experiment: Experiment) -> Participants:
     classes = {}
     if pool.task == "classification":
         classes = {c.id: tuple(c.train.labels.bincount(minlength=pool.num_classes).tolist()) for c in clients}
-    return Participants(clients, public, pool, classes, fingerprint([d.rows for d in data]))
+    stay = len(clients) - experiment.split.newcomers
+    return Participants(clients[:stay], clients[stay:], public, pool, classes, fingerprint([d.rows for d in data]))
+
+
+def network(model: Mapping[str, Any], pool: Pool) -> ModelSpec:
+    """The network of a section `model` for these data.
+
+    Raises:
+        UserError: an unknown name or argument, or a vocabulary smaller than that of the data.
+    """
+    arguments = {k: v for k, v in model.items() if k != "name"}
+    spec = ModelSpec(model["name"], arguments, pool.input_shape, pool.num_classes)
+    size = spec.arguments.get("vocabulary", len(pool.vocabulary))
+    if pool.vocabulary and size < len(pool.vocabulary):
+        raise UserError(
+            f"the text has {len(pool.vocabulary)} tokens, but the network {spec.name} is built for {size}; "
+            f"give --model.vocabulary {len(pool.vocabulary)} or a smaller --data.vocabulary_size"
+        )
+    return spec
 
 
 def rebuild(config: Mapping[str, Any], out: str | Path) -> tuple[tuple[Client, ...], Examples | None]:

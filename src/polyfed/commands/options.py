@@ -82,13 +82,19 @@ def options_of(choice: Callable[..., Any], section: str) -> list[Option]:
     ]
 
 
-def parse(arguments: Sequence[str], config: Mapping[str, Any], program: str) -> dict[str, Any]:
+def parse(
+    arguments: Sequence[str],
+    config: Mapping[str, Any],
+    program: str,
+    offered: Callable[[str], bool] = lambda key: True,
+) -> dict[str, Any]:
     """The complete configuration.
 
     Args:
         arguments: options, e.g. ["--rounds", "5", "--algorithm", "fedprox"].
         config: what a recipe or file says; options win over it, and it wins over the defaults of the classes.
         program: how usage texts call this command.
+        offered: which keys a command takes, of a part of a configuration; what else `config` says is left out.
 
     Raises:
         UserError: an unknown name, option or key (with the nearest choices), or a value of the wrong type.
@@ -97,7 +103,7 @@ def parse(arguments: Sequence[str], config: Mapping[str, Any], program: str) -> 
     >>> parse(["--algorithm", "fedprox", "--algorithm.mu", "1"], {}, "polyfed run")["algorithm"]["mu"]
     1.0
     """
-    given = _flat(config)
+    given = {key: value for key, value in _flat(config).items() if offered(key)}
     words = _with_names(arguments)
     print_config = "--print_config" in words
     if given_value := [word for word in words if word.startswith("--print_config=")]:
@@ -110,10 +116,12 @@ def parse(arguments: Sequence[str], config: Mapping[str, Any], program: str) -> 
     if "," in names["model"]:
         mixture = names["model"].split(",")
         words = [w for w, before in zip(words, ["", *words], strict=False) if "--model.name" not in (w, before)]
-    resolved = _parsed(_options(names, with_model=mixture is None), given, words, program)
+    offers = [option for option in _options(names, with_model=mixture is None) if offered(option.key)]
+    resolved = _parsed(offers, given, words, program)
     if mixture is not None:
         resolved["model"] = [_one_model(entry, program) for entry in mixture]
-    resolved["baselines"] = [_one_baseline(entry, program) for entry in resolved["baselines"]]
+    if "baselines" in resolved:
+        resolved["baselines"] = [_one_baseline(entry, program) for entry in resolved["baselines"]]
     if print_config:
         print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
         raise SystemExit(0)
@@ -137,7 +145,7 @@ def _options(names: Mapping[str, str], *, with_model: bool) -> list[Option]:
 def _parsed(options: Sequence[Option], given: Mapping[str, Any], words: Sequence[str], program: str) -> dict[str, Any]:
     """Values of all options: the configuration's become options before the user's, so that both are checked alike."""
     parser = ArgumentParser(prog=program, usage=SUPPRESS, exit_on_error=False,
-                            description="Options of the choices made; choose others (--algorithm NAME ...) to see "
+                            description="Options of the choices made; choose others (--model NAME ...) to see "
                             "theirs. --print_config shows the resulting file.")  # fmt: skip
     known = {option.key: option for option in options}
     for option in options:
@@ -147,7 +155,7 @@ def _parsed(options: Sequence[Option], given: Mapping[str, Any], words: Sequence
         raise UserError(f"unknown key {_unknown(unknown[0], known)}")
     for word in words:
         key = word.partition("=")[0].removeprefix("--")
-        if word.startswith("--") and key.rstrip("+") not in known and key != "help":
+        if word.startswith("--") and key != "help" and not _leads_to(key.rstrip("+"), known):
             raise UserError(f"unknown option {_unknown(key, known, '--')}")
     try:
         parsed = parser.parse_args([*(f"--{key}={_as_text(value)}" for key, value in given.items()), *words])
@@ -157,10 +165,20 @@ def _parsed(options: Sequence[Option], given: Mapping[str, Any], words: Sequence
     return plain
 
 
+def _leads_to(key: str, known: Mapping[str, Option]) -> bool:
+    """Whether a key is an option, or an entry of one that is a mapping: `algorithm.teacher.name`."""
+    owner = known.get(key.rpartition(".")[0])
+    return key in known or (owner is not None and _is_mapping(owner.type))
+
+
+def _is_mapping(kind: Any) -> bool:
+    return any(get_origin(part) in (dict, Mapping) for part in (kind, *get_args(kind)))
+
+
 def _unknown(key: str, known: Mapping[str, Option], prefix: str = "") -> str:
     """What to do about a key that nothing has: another choice that has it, or the nearest fields of its section."""
     section, _, field = key.rpartition(".")
-    if section not in _REGISTRIES:
+    if section not in _REGISTRIES or (section != "model" and f"{section}.name" not in known):
         top = {k.partition(".")[0] for k in known}
         return f"{prefix}{key}; {nearest(key, top)}"
     if f"{section}.name" not in known:
@@ -226,6 +244,8 @@ def in_words(kind: Any) -> str:
     if origin in (Union, UnionType):
         inner = tuple(part for part in inner if part is not int or float not in inner)
         return " or ".join(in_words(part) for part in inner)
+    if origin in (dict, Mapping):
+        return "a mapping such as {name: mlp, hidden: [32]}"
     if origin in (list, tuple):
         return "a list such as " + _LISTS.get(inner[0], "[{rotation: 90}]")
     return "a value of another type"
@@ -242,15 +262,17 @@ def _with_names(arguments: Sequence[str]) -> list[str]:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys with dots; `algorithm: fedprox` is short for its name.
+    """Keys of nested sections with dots; `algorithm: fedprox` is short for its name. A mapping elsewhere is a value.
 
     >>> _flat({"rounds": 3, "algorithm": "fedprox", "data": {"partition": {"alpha": 0.1}}})
     {'rounds': 3, 'algorithm.name': 'fedprox', 'data.partition.alpha': 0.1}
+    >>> _flat({"algorithm": {"name": "distillation", "teacher": {"name": "mlp"}}})
+    {'algorithm.name': 'distillation', 'algorithm.teacher': {'name': 'mlp'}}
     """
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and name in _REGISTRIES:
             flat |= _flat(value, f"{name}.")
         elif name in _REGISTRIES and not (isinstance(value, str) or (name == "model" and isinstance(value, list))):
             raise UserError(f"{name} must be a name, or a mapping with a name, got {value!r}")

@@ -34,7 +34,7 @@ class Recipe:
             it says of one variant only. The default is "cpu", or the first if there is no such scale.
 
     >>> read("quickstart").configuration()["algorithm"]["name"]
-    'fedavg'
+    'flha_ghn'
     """
 
     name: str

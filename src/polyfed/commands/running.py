@@ -44,7 +44,7 @@ def _check(experiment: Experiment, found: Participants) -> None:
     a network whose outputs are not the classes."""
     for method in (experiment.algorithm, *experiment.baselines.values()):
         check_requirements(found.clients, method, found.public)
-    check_models(found.clients, found.pool.num_classes)
+    check_models((*found.clients, *found.newcomers), found.pool.num_classes)
 
 
 def go_on(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
@@ -101,7 +101,8 @@ def show(runs: Mapping[str, Run], found: Participants, out: Path, console: Conso
             table.add_section()
         cells = [f"{row['num_examples']:.0f}"]
         if found.classes:
-            counts = [sum(n > 0 for n in numbers) for c, numbers in found.classes.items() if last or c == client]
+            shown = [c.id for c in found.clients] if last else [client]
+            counts = [sum(n > 0 for n in found.classes[c]) for c in shown]
             cells.append(f"{sum(counts) / len(counts):.1f}" if last else str(counts[0]))
         scores = [tables[name][client][score] for name in (*others, main)]
         cells += ["–" if value is None else f"{value:.3f}" for value in scores]
@@ -117,6 +118,12 @@ def show(runs: Mapping[str, Run], found: Participants, out: Path, console: Conso
         told = f"{name}: {down:.1f} MB down, {up:.1f} MB up in {len(run.history)} rounds"
         console.print(f"{told}{_pace(run)}", highlight=False, soft_wrap=True)
     console.print(f"Everything about this run is in {out}", highlight=False, soft_wrap=True)
+    if found.newcomers:
+        absent = f"{', '.join(c.id for c in found.newcomers)} took no part"
+        if "flha_ghn" in runs:
+            folder = out if main == "flha_ghn" else out / BASELINES / "flha_ghn"
+            absent += f"; `polyfed warmstart {folder}` gives newcomers their networks"
+        console.print(absent, highlight=False, soft_wrap=True)
 
 
 def _by_method(tables: Mapping[str, Mapping[str, Mapping[str, Any]]], main: str, score: str, when: str) -> Table:
@@ -160,11 +167,13 @@ def show_data(experiment: Experiment, plot: Path, console: Console | None = None
     table.add_column("client")
     for name in (*names, "all", "test"):
         table.add_column(name, justify="right")
-    for client in found.clients:
+    everyone, first = (*found.clients, *found.newcomers), len(found.clients)
+    for position, client in enumerate(everyone):
         counts = found.classes[client.id]
         cells = [str(n) if n else "·" for n in counts]
-        table.add_row(client.id, *cells, str(sum(counts)), str(len(client.test)))
+        mark = " (newcomer)" if position >= first else ""
+        table.add_row(f"{client.id}{mark}", *cells, str(sum(counts)), str(len(client.test)))
     # Drawn first: if the picture cannot be written, there is an error and nothing else.
-    draw_class_table(np.array([found.classes[c.id] for c in found.clients]), names, plot)
+    draw_class_table(np.array([found.classes[c.id] for c in everyone]), names, plot, newcomers=len(found.newcomers))
     console.print(table)
     console.print(f"drawn in {plot}", highlight=False, soft_wrap=True)

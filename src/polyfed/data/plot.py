@@ -21,7 +21,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
     """
     from matplotlib import rc_context
 
-    path = _picture(path)
+    path = picture_path(path)
     # Without a date and with ids that do not change.
     metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
@@ -31,19 +31,25 @@ def save_figure(figure: Any, path: str | Path) -> None:
         raise UserError(f"cannot write the picture {str(path)!r} ({error.strerror})") from error
 
 
-def _picture(path: str | Path) -> Path:
+def picture_path(path: str | Path) -> Path:
+    """The path of a picture.
+
+    Raises:
+        UserError: it does not end in .png or .svg.
+    """
     if Path(path).suffix not in (".png", ".svg"):
         raise UserError(f"a picture must end in .png or .svg, got {str(path)!r}")
     return Path(path)
 
 
-def draw_class_table(counts: NDArray[Any], class_names: Sequence[str], path: str | Path) -> None:
+def draw_class_table(counts: NDArray[Any], class_names: Sequence[str], path: str | Path, *, newcomers: int = 0) -> None:
     """Draws how many examples of each class each client has, as a heat map.
 
     Args:
         counts: shape (num_clients, num_classes), as from `class_counts`.
         class_names: one per class.
         path: the picture to write; its ending, .png or .svg, is the format.
+        newcomers: how many of the last clients take no part; a line divides them from the others.
 
     Raises:
         UserError: shapes that do not fit, another ending, or a place that cannot be written.
@@ -51,7 +57,7 @@ def draw_class_table(counts: NDArray[Any], class_names: Sequence[str], path: str
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    path = _picture(path)
+    path = picture_path(path)
     if counts.ndim != 2 or 0 in counts.shape or counts.shape[1] != len(class_names):
         raise UserError(
             f"counts of shape {counts.shape} do not fit {len(class_names)} classes (num_clients, num_classes)"
@@ -63,6 +69,9 @@ def draw_class_table(counts: NDArray[Any], class_names: Sequence[str], path: str
     axes = figure.add_subplot()
     picture = axes.imshow(counts.T, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
     axes.set_xlabel("client")
+    if newcomers:
+        axes.axvline(clients - newcomers - 0.5, color="red", linestyle="--", linewidth=1.5)
+        axes.set_title("newcomers on the right of the line", fontsize=9)
     axes.set_ylabel("class")
     axes.set_xticks(range(0, clients, -(-clients // 60)))
     steps = range(0, classes, -(-classes // 60))

@@ -34,6 +34,8 @@ class Split:
         balanced_test: examples of the source's common test set on which every client is evaluated too (the same for
             all); 0 none, −1 all of them.
         public_fraction: share of all examples that is held out before the partition as the public pool, no client's.
+        newcomers: how many of the clients, the last ones, take no part in the federation: they keep their examples and
+            networks until `polyfed warmstart` (FLHA-GHN, section 5.4).
 
     Raises:
         UserError: a number outside its range, or no room left for training.
@@ -49,10 +51,16 @@ class Split:
     shrink_fraction: float = 0.0
     balanced_test: int = 0
     public_fraction: float = 0.0
+    newcomers: int = 0
 
     def __post_init__(self) -> None:
         if self.clients < 1:
             raise UserError(f"clients must be at least 1, got {self.clients}")
+        if not 0 <= self.newcomers < self.clients:
+            raise UserError(
+                f"newcomers must be at least 0 and fewer than the {self.clients} clients, of which they are the last, "
+                f"got {self.newcomers}; add the newcomers to clients"
+            )
         if self.examples_per_client is not None and self.examples_per_client < 1:
             raise UserError(f"examples_per_client must be at least 1 or null, got {self.examples_per_client}")
         for name in ("val_fraction", "test_fraction", "public_fraction"):

@@ -10,7 +10,7 @@ import torch
 from polyfed.algorithm import Algorithm, Client
 from polyfed.engines.work import Engine, Result, Task, check_keepable, place_clients
 from polyfed.errors import ClientError
-from polyfed.evaluation import evaluate
+from polyfed.evaluation import client_metrics
 from polyfed.seeds import local_rng
 
 
@@ -41,9 +41,9 @@ class InProcessEngine(Engine):
                         if task.phase == "export":
                             result = _weights(task, model)
                         else:
-                            metrics = _metrics(client, model, "")
+                            metrics = client_metrics(model, client)
                             for name, other in algorithm.beside(task.down, mine, client, task.seed):
-                                metrics |= _metrics(client, other, f"{name}_")
+                                metrics |= client_metrics(other, client, f"{name}_")
                             result = Result(task, metrics=metrics)
             except Exception as error:  # whatever a user's network or data may raise; it is reported, never swallowed
                 reason = f"{type(error).__name__}: {error}"
@@ -54,17 +54,6 @@ class InProcessEngine(Engine):
 
     def close(self) -> None:
         """Nothing to give back."""
-
-
-def _metrics(client: Client, model: torch.nn.Module, prefix: str) -> dict[str, float | None]:
-    """Metrics of a network on all of the client's sets in one row: "accuracy", "val_accuracy", "balanced_accuracy", ..."""
-    sets = {"": client.test, "val_": client.val, "balanced_": client.balanced_test}
-    return {
-        f"{prefix}{part}{metric}": value
-        for part, data in sets.items()
-        if data is not None
-        for metric, value in evaluate(model, data, client.task).items()
-    }
 
 
 def _weights(task: Task, model: torch.nn.Module) -> Result:

@@ -75,21 +75,19 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes `config.yaml`, which makes the folder a run directory: everything before the first round comes before."""
-        _replace(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True).encode())
+        replace_file(
+            self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True).encode()
+        )
 
     def write_manifest(self, facts: Mapping[str, Any]) -> None:
         """Writes `manifest.json`: `facts`, and the versions and machine of this process."""
         host = {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()}
         content = {**facts, "versions": versions(), "host": host}
-        _replace(self.path / "manifest.json", json.dumps(content, indent=1).encode())
+        replace_file(self.path / "manifest.json", json.dumps(content, indent=1).encode())
 
     def manifest(self) -> dict[str, Any]:
         """What `write_manifest` wrote; empty if it is missing or damaged."""
-        try:
-            content = json.loads((self.path / "manifest.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        return read_manifest(self.path)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds one round to `metrics.jsonl`; it is on the disk before a checkpoint that follows it."""
@@ -108,7 +106,7 @@ class RunDirectory:
         folder.mkdir(exist_ok=True)
         content = io.BytesIO()
         np.savez_compressed(content, allow_pickle=False, **{name: np.asarray(value) for name, value in arrays.items()})
-        _replace(folder / f"round-{round_number:06d}.npz", content.getvalue())
+        replace_file(folder / f"round-{round_number:06d}.npz", content.getvalue())
 
     def rounds_told(self) -> int:
         """The last round up to which `metrics.jsonl` holds every round."""
@@ -126,7 +124,7 @@ class RunDirectory:
         kept = [r for r in read_metrics(path) if r["round"] <= last]
         if [r["round"] for r in kept] != list(range(1, last + 1)):
             raise UserError(f"{path} does not hold rounds 1 to {last}, which the checkpoint follows; it was damaged")
-        _replace(path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept).encode())
+        replace_file(path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept).encode())
         for file in (self.path / "analysis").glob("round-*.npz"):
             if (number := file.stem.removeprefix("round-")).isdecimal() and int(number) > last:
                 file.unlink()
@@ -182,6 +180,15 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """What `write_manifest` wrote in a run directory; empty if it is missing or damaged."""
+    try:
+        content = json.loads((Path(folder) / "manifest.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rounds in a `metrics.jsonl`, up to the first damaged line."""
     records: list[dict[str, Any]] = []
@@ -226,8 +233,8 @@ def _locked(folder: Path) -> IO[str]:
     return file
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Writes a file so that it is the old one or the new one at any moment."""
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file, durably, so that it is the old one or the new one at any moment."""
     partial = path.with_name(f".partial-{path.name}")
     with partial.open("wb") as file:
         file.write(data)

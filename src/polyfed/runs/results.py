@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import nn
 
+from polyfed.algorithm import Architecture
 from polyfed.engines import choose_device
 from polyfed.engines.inprocess import InProcessEngine
 from polyfed.errors import UserError, nearest
@@ -18,6 +19,9 @@ from polyfed.evaluation import SCORE
 from polyfed.rounds import Federation, best_round
 from polyfed.runs.checkpoint import Checkpoint
 from polyfed.scratch import fill, new_module
+
+if TYPE_CHECKING:
+    from polyfed.newcomer import WarmStart
 
 _ALONE = threading.RLock()
 
@@ -114,3 +118,37 @@ class Run:
                 else task.mine
             )
             return copy.deepcopy(self.federation.algorithm.personal(task.down, mine, clients[client], task.seed)).eval()
+
+    def warmstart(self, model: Architecture, data: Any, *, test: Any = None, id: str = "newcomer") -> "WarmStart":
+        """Weights at once for a network that took no part, from the hypernetwork of a run of `flha_ghn`: its score before
+        and after one epoch on the head, and what could not be generated (see `polyfed.newcomer`).
+
+        Args:
+            model: builds the newcomer's network, as `Client.model`; its layers may be connected as they like.
+            data: the newcomer's examples, as `Client.train`; they are not sent anywhere.
+            test: examples for the score; None holds out a fifth of `data`.
+            id: the newcomer's name. With the id of a client, the draws are that client's.
+
+        Raises:
+            UserError: a run of another method, or a network that does not suit the data.
+
+        >>> from polyfed.algorithms import FLHAGHN
+        >>> from polyfed.federation import federate
+        >>> from polyfed.testing import small_clients
+        >>> run = federate(small_clients(), FLHAGHN(head="factored"), rounds=1, workers=0)
+        >>> data = run.federation.clients["client-0"].train
+        >>> start = run.warmstart(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), data)
+        >>> start.coverage, start.held_out, start.model
+        (1.0, 4, Sequential(
+          (0): Linear(in_features=6, out_features=8, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=8, out_features=3, bias=True)
+        ))
+        """
+        from polyfed.newcomer import Server, as_newcomer, warmstart  # imported late: it builds on this module
+
+        federation = self.federation
+        server = Server(federation.algorithm, self.last.state, federation.settings, self.last.round)  # type: ignore[arg-type]
+        task = next(iter(federation.clients.values())).task
+        client, held_out = as_newcomer(model, data, test=test, id=id, task=task, seed=federation.settings.seed)
+        return warmstart(server, client, held_out=held_out)

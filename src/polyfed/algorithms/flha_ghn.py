@@ -1,0 +1,187 @@
+"""FLHA-GHN: clients of any architectures train one graph hypernetwork ("Federated Learning with Heterogeneous
+Architectures using Graph HyperNetworks", section 4)."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import nn
+
+from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.buffers import Policy, ready, receive, recompute
+from polyfed.errors import UserError
+from polyfed.graphs import ArchitectureGraph, LayerCatalogue
+from polyfed.graphs.cached import graph_of
+from polyfed.hypernetworks.generated import GeneratedNetwork, aliases, assembled
+from polyfed.hypernetworks.ghn import Form, Head, Init, catalogue_of, create
+from polyfed.models.split import head_modules, split_names
+from polyfed.scratch import Scratch, initial_state, scratch
+from polyfed.training import LocalTraining, Schedule, fit
+from polyfed.tree import Spec, Tree, spec, weighted_mean
+
+State = dict[str, Tree]  # "ghn": (W_G, W_H)
+Mine = dict[str, Tree]  # "private": parameters that are not generated; "buffers"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
+    """A graph hypernetwork (GHN) generates the weights θ_c(𝒜_c; W_G, W_H) of each client's network from the graph 𝒜_c of its
+    layers. Clients train the GHN through their networks on their data, the server averages it (algorithm 1). Graph and
+    architecture never leave a client; layers outside the public catalogue stay with it and are trained beside the GHN.
+    Evaluated model: generated weights with the linear head refined for one epoch, the client's own buffers. Beside it,
+    "generated" is the same without the refinement.
+
+    Args:
+        depth: T of eq. 2 (6, paper); 0 is Table 2's ablation without GNN, one set of weights a layer type.
+        latent: entries of h_v (51, paper).
+        hidden: hidden entries of a head H_l (16, paper).
+        head: "mlp" (paper), or "factored" (ours): low rank over output and input channels, a fraction of the bytes.
+        rank: of the factored heads (16, ours).
+        normalise: whether GNN and heads keep activations of one size (true, ours); false is the published form.
+        initialisation: "kaiming" (ours): generated weights have Kaiming's variance; "paper": section 4.2's formula (paper).
+        norms: "generate" (ours; the paper does not say), or "local": scales and shifts of norm layers stay with the client.
+        catalogue: file of the public layer types (`polyfed graph --catalogue` writes one); None takes the union over the
+            clients, as a simulation can (ours).
+        refine_epochs: of the linear head before evaluation (1, paper); 0 evaluates what is generated.
+        refine_lr: rate of the refinement; None takes `lr` (ours).
+        weighted: whether replies count by examples; false counts each client the same (paper, algorithm 1).
+        lr: learning rate of round 1 (0.009, paper).
+        schedule: of the rate over rounds ("cosine", paper).
+        batch_size: examples in a minibatch (64, ours).
+        momentum: of local SGD (0.9, ours).
+        clip_norm: largest norm of a gradient (5, ours): a step moves all layers of a type at once; None leaves it.
+        buffers: "local" (ours) or "recompute".
+
+    The other fields are those of `LocalTraining`.
+
+    >>> FLHAGHN(head="factored").depth
+    6
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"layer_catalogue"})
+    depth: int = 6
+    latent: int = 51
+    hidden: int = 16
+    head: Head = "mlp"
+    rank: int = 16
+    normalise: bool = True
+    initialisation: Init = "kaiming"
+    norms: Literal["generate", "local"] = "generate"
+    catalogue: str | None = None
+    refine_epochs: int = 1
+    refine_lr: float | None = None
+    weighted: bool = False
+    lr: float = 0.009
+    schedule: Schedule = "cosine"
+    batch_size: int = 64
+    momentum: float = 0.9
+    clip_norm: float | None = 5.0
+    buffers: Policy = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.depth >= 0, "depth", "at least 0")
+        for field in ("latent", "hidden", "rank"):
+            self._require(getattr(self, field) >= 1, field, "at least 1")
+        self._require(self.refine_epochs >= 0, "refine_epochs", "at least 0")
+        self._require(self.refine_lr is None or 0 < self.refine_lr < float("inf"), "refine_lr", "positive, or none")
+        self._require(self.buffers != "average", "buffers", "'local' or 'recompute' (clients' buffers differ in form)")
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def init(self, server: ServerContext) -> State:
+        """(W_G, W_H), initialised for the layer types of the catalogue."""
+        catalogue = server.layer_catalogue if self.catalogue is None else LayerCatalogue.read(self.catalogue)
+        types = tuple(t for t in catalogue.types if self.norms == "generate" or not t.is_norm)
+        if not types:
+            raise UserError("flha_ghn has nothing to generate: no layer of any client is of a type that it knows")
+        return {"ghn": create(self._form(LayerCatalogue(types)), self.initialisation, server.seed)}
+
+    def dispatch(self, state: State, who: ClientInfo) -> Message:
+        """The GHN, and the learning rate of the round; the same to all."""
+        return Message({"ghn": state["ghn"]}, {"lr": self.lr_at(who.round, who.rounds)})
+
+    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
+        """W ← 1/C Σ_c W_c (algorithm 1)."""
+        weights = {i: reply.scalars["num_examples"] for i, reply in replies.items()} if self.weighted else None
+        return {"ghn": weighted_mean({i: reply.arrays["ghn"] for i, reply in replies.items()}, weights)}
+
+    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec]:
+        """A reply holds the GHN, and nothing else."""
+        return {"ghn": spec(down.arrays["ghn"])}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def client_init(self, client: Client, seed: int) -> Mine:
+        """All parameters from the common draw; those that turn out to be generated do not count."""
+        assert client.model is not None
+        start = initial_state(client.model, seed)
+        names = [name for name, _ in scratch(client.model).module.named_parameters()]
+        return {"private": {name: start[name] for name in names}}
+
+    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+        """W_c by eq. 5: SGD on the task's loss, through the generated weights, into the GHN, and into the parameters that
+        are private."""
+        network, own, graph = self._assembled(down, mine, client)
+        for name, parameter in own.module.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name in graph.local)
+        loss = fit(network, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
+        trained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in network.ghn.state_dict().items()}
+        return Message({"ghn": trained}, {"num_examples": len(client.train), "train_loss": loss}), self._kept(
+            own, graph
+        )
+
+    def _kept(self, own: Scratch, graph: ArchitectureGraph) -> Mine:
+        state = own.module.state_dict()
+        parts = {"private": graph.local, "buffers": own.buffers if self.buffers == "local" else ()}
+        kept = {part: {name: state[name].to("cpu", copy=True) for name in names} for part, names in parts.items()}
+        return {part: tensors for part, tensors in kept.items() if tensors}
+
+    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
+        """θ_c with the linear head refined on the client's data ("Inference and local refinement")."""
+        _, own, _ = self._assembled(down, mine, client)
+        ready(own, client, mine, self.buffers)
+        if self.refine_epochs:
+            self._refine(own.module, client, seed)
+            if self.buffers == "recompute":
+                recompute(own.module, client.train)
+        return own.module
+
+    def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
+        """θ_c as it is generated."""
+        _, own, _ = self._assembled(down, mine, client)
+        yield "generated", ready(own, client, mine, self.buffers)
+
+    def graph(self, down: Message, client: Client) -> ArchitectureGraph:
+        """The client's graph under the GHN that came down: layers outside its catalogue are private, each with a reason."""
+        return graph_of(client, catalogue_of(down.arrays["ghn"]))
+
+    def _refine(self, network: nn.Module, client: Client, seed: int) -> None:
+        """One epoch on the last layer; BatchNorm's statistics move along, as in training."""
+        row = torch.zeros(1, dtype=torch.int64, device=client.train.x.device)
+        _, head = split_names(network, head_modules(network, client.train.batch(row)[0]))
+        trained = False
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name in head)
+            trained |= parameter.requires_grad
+        if trained:
+            options = replace(self, local_epochs=self.refine_epochs, local_steps=None)
+            fit(network, client.train, options, lr=self.refine_lr or self.lr, seed=seed, task=client.task)
+
+    def _assembled(
+        self, down: Message, mine: Mine, client: Client
+    ) -> tuple[GeneratedNetwork, Scratch, ArchitectureGraph]:
+        """The client's network under the GHN that came down; filled with what that generates, the private parameters and
+        the buffers; and its graph, in which layers outside the catalogue stay private."""
+        assert client.model is not None
+        form = self._form(catalogue_of(down.arrays["ghn"]))
+        graph = graph_of(client, form.catalogue)
+        network = assembled(client.model, graph, form, down.arrays["ghn"], client.train.x.device)
+        with torch.no_grad():
+            weights = {**mine.get("private", {}), **network.weights()}
+        return network, receive(client, aliases(network.model, weights), mine, self.buffers), graph
+
+    def _form(self, catalogue: LayerCatalogue) -> Form:
+        return Form(catalogue, self.depth, self.latent, self.hidden, self.head, self.rank, self.normalise)

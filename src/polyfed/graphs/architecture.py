@@ -1,0 +1,191 @@
+"""The graph 𝒜 = (V, E, X) of a network's layers (FLHA-GHN, section 4.2): nodes, their types, and what they own."""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, cast, final, get_args
+
+from polyfed.errors import UserError, nearest
+
+Kind = Literal[
+    "conv1d", "conv2d", "conv3d", "linear", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Role = Literal["weight", "bias"]
+Mark = Literal["add", "concat", "other"]
+MARKS: tuple[Mark, ...] = ("add", "concat", "other")
+"""Nodes without generated weights: the two joins, and "other", a layer outside the catalogue, which passes messages on."""
+
+_KEY = re.compile(r"([a-z0-9_]+)-(\d+)-(\d+)-k([\dx]*)-s([\dx]*)-g(\d+)-b([01])")
+
+
+@final
+@dataclass(frozen=True, order=True)
+class LayerType:
+    """What two layers must have in common so that one hypernetwork head H_l can generate both.
+
+    Args:
+        kind: one of `KINDS`.
+        c_in, c_out: channels or features; of a norm, the number of its scales, twice.
+        kernel, stride: one entry a dimension of the convolution; empty for the other kinds.
+        groups: of the convolution; 1 for the other kinds.
+        bias: whether there is a bias (of a norm: a shift).
+
+    Raises:
+        UserError: an unknown kind, or numbers that make no layer.
+
+    >>> conv = LayerType("conv2d", 64, 128, (3, 3), (2, 2), 1, False)
+    >>> conv.key, conv.shapes, conv.fan_in
+    ('conv2d-64-128-k3x3-s2x2-g1-b0', {'weight': (128, 64, 3, 3)}, 576)
+    """
+
+    kind: Kind
+    c_in: int
+    c_out: int
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    groups: int = 1
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"unknown kind of layer {self.kind!r}; {nearest(str(self.kind), KINDS)}")
+        numbers = (self.c_in, self.c_out, self.groups, *self.kernel, *self.stride)
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in numbers):
+            raise UserError(f"a {self.kind} layer needs whole numbers of at least 1, got {self}")
+        dimensions = int(self.kind[4]) if self.kind.startswith("conv") else 0
+        if (len(self.kernel), len(self.stride)) != (dimensions, dimensions):
+            raise UserError(f"a {self.kind} layer has {dimensions} entries in kernel and in stride, got {self}")
+        if not self.is_conv and self.groups != 1:
+            raise UserError(f"a {self.kind} layer has groups=1, got {self.groups}")
+        if self.c_in % self.groups or self.c_out % self.groups:
+            raise UserError(f"groups={self.groups} does not divide {self.c_in} and {self.c_out} channels, of {self}")
+        if self.is_norm and self.c_in != self.c_out:
+            raise UserError(f"a {self.kind} layer has as many channels after it as before, got {self}")
+
+    @property
+    def is_conv(self) -> bool:
+        """Whether it is a convolution."""
+        return self.kind.startswith("conv")
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is a norm layer, whose weight is a scale near 1."""
+        return self.kind.endswith("_norm")
+
+    @property
+    def shapes(self) -> dict[Role, tuple[int, ...]]:
+        """The shapes of its parameters."""
+        weight = (self.c_out,) if self.is_norm else (self.c_out, self.c_in // self.groups, *self.kernel)
+        return {"weight": weight, "bias": (self.c_out,)} if self.bias else {"weight": weight}
+
+    @property
+    def fan_in(self) -> int:
+        """Inputs of one output: of what Kaiming's variance 2/fan_in is made."""
+        return 1 if self.is_norm else self.c_in // self.groups * math.prod(self.kernel)
+
+    @property
+    def key(self) -> str:
+        """The type as text without dots, as part of tensors' names."""
+        kernel, stride = ("x".join(map(str, numbers)) for numbers in (self.kernel, self.stride))
+        return f"{self.kind}-{self.c_in}-{self.c_out}-k{kernel}-s{stride}-g{self.groups}-b{int(self.bias)}"
+
+    @classmethod
+    def from_key(cls, key: str) -> "LayerType":
+        """The type that has this key.
+
+        Raises:
+            UserError: no type has it.
+
+        >>> LayerType.from_key("linear-64-10-k-s-g1-b1")
+        LayerType(kind='linear', c_in=64, c_out=10, kernel=(), stride=(), groups=1, bias=True)
+        """
+        found = _KEY.fullmatch(key)
+        if found is None:
+            raise UserError(f"{key!r} is no layer type; an example is 'conv2d-64-128-k3x3-s2x2-g1-b0'")
+        kind, c_in, c_out, kernel, stride, groups, bias = found.groups()
+        k, s = (tuple(int(n) for n in numbers.split("x")) if numbers else () for numbers in (kernel, stride))
+        return cls(cast(Kind, kind), int(c_in), int(c_out), k, s, int(groups), bias == "1")
+
+
+@final
+@dataclass(frozen=True)
+class Node:
+    """A vertex: one use of a layer, or a join.
+
+    Attributes: `name`, where it is in the model, for people; `type`, a layer type or a mark; `parameters`, what it owns:
+    for a layer type role -> name in `named_parameters()`, for "other" name -> name, for joins nothing.
+    """
+
+    name: str
+    type: LayerType | Mark
+    parameters: Mapping[str, str]
+
+
+@final
+@dataclass(frozen=True)
+class Generated:
+    """One set of weights to generate: the layer type, the nodes that use it, and role -> name in `named_parameters()`."""
+
+    type: LayerType
+    nodes: tuple[int, ...]
+    parameters: Mapping[str, str]
+
+
+@final
+@dataclass(frozen=True)
+class ArchitectureGraph:
+    """A network as a graph.
+
+    Attributes:
+        nodes: in the order in which they run.
+        edges: (from, to), positions among `nodes`: the output of the first reaches the second through nothing but
+            operations without a node (activations, pooling, reshapes). Each pair once, sorted.
+        sizes: number of entries of every parameter, by its name in `named_parameters()`.
+        local: name -> reason, for each parameter that cannot be generated and stays with the client.
+        tracer: "torch.fx" or "torch.export": which of them could follow the network.
+    """
+
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[int, int], ...]
+    sizes: Mapping[str, int]
+    local: Mapping[str, str]
+    tracer: str = "torch.fx"
+
+    @cached_property
+    def generated(self) -> tuple[Generated, ...]:
+        """The sets of weights to generate. Nodes that use the same parameters (shared weights) share one."""
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for position, node in enumerate(self.nodes):
+            if isinstance(node.type, LayerType):
+                groups.setdefault(tuple(sorted(node.parameters.values())), []).append(position)
+        return tuple(
+            Generated(self.nodes[members[0]].type, tuple(members), self.nodes[members[0]].parameters)  # type: ignore[arg-type]
+            for members in groups.values()
+        )
+
+    @property
+    def types(self) -> tuple[LayerType, ...]:
+        """The layer types that occur, sorted."""
+        return tuple(sorted({node.type for node in self.nodes if isinstance(node.type, LayerType)}))
+
+    @property
+    def coverage(self) -> float:
+        """Share of the parameters that is generated, from 0 to 1."""
+        total = sum(self.sizes.values())
+        return 1 - sum(self.sizes[name] for name in self.local) / total if total else 0.0
+
+    def restricted(self, types: Collection[LayerType]) -> "ArchitectureGraph":
+        """The same graph where only layers of these types are generated; the others become "other" and stay local."""
+        known = set(types)
+        if known.issuperset(self.types):
+            return self
+        nodes, local = list(self.nodes), dict(self.local)
+        for position, node in enumerate(self.nodes):
+            if isinstance(node.type, LayerType) and node.type not in known:
+                own = {name: name for name in node.parameters.values()}
+                nodes[position] = replace(node, type="other", parameters=own)
+                local |= dict.fromkeys(own, f"the layer catalogue lacks its type {node.type.key}")
+        return replace(self, nodes=tuple(nodes), local=local)

@@ -1,0 +1,48 @@
+"""The graph of a client's architecture, extracted once a process."""
+
+from collections.abc import Hashable
+from functools import lru_cache
+
+import torch
+
+from polyfed.algorithm import Architecture, Client
+from polyfed.errors import UserError
+from polyfed.graphs.architecture import ArchitectureGraph
+from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.graphs.extract import extract
+from polyfed.scratch import scratch
+from polyfed.seeds import torch_generator
+
+
+def graph_of(client: Client, catalogue: LayerCatalogue | None = None) -> ArchitectureGraph:
+    """The graph of a client's network; with a catalogue, one in which layers of other types are private.
+
+    Raises:
+        UserError: the network cannot be followed, with the client's id.
+    """
+    assert client.model is not None
+    # Two rows, since BatchNorm or torch.export may treat a batch of one as a special case.
+    x = client.train.batch(torch.zeros(2, dtype=torch.int64, device=client.train.x.device))[0]
+    find = _cached if isinstance(client.model, Hashable) else _extracted
+    try:
+        return find(client.model, tuple(x.shape), x.dtype, catalogue)
+    except UserError as error:
+        raise UserError(f"client {client.id!r}: {error}") from error
+
+
+def _extracted(
+    factory: Architecture, shape: tuple[int, ...], dtype: torch.dtype, catalogue: LayerCatalogue | None
+) -> ArchitectureGraph:
+    if catalogue is not None and isinstance(factory, Hashable):
+        return _cached(factory, shape, dtype, None).restricted(catalogue.types)
+    # Values that differ, so that a graph which computes something else than the network shows; a token is 0 or 1.
+    generator = torch_generator(0)
+    if dtype.is_floating_point:
+        x = torch.randn(shape, generator=generator).to(dtype)
+    else:
+        x = torch.randint(0, 2, shape, generator=generator).to(dtype)
+    graph = extract(scratch(factory).module, x)
+    return graph if catalogue is None else graph.restricted(catalogue.types)
+
+
+_cached = lru_cache(maxsize=128)(_extracted)

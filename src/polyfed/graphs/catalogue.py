@@ -1,0 +1,95 @@
+"""The layer catalogue: the types of layers that a federation's hypernetwork can generate. It is public; graphs are not."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, final
+
+import yaml
+
+from polyfed.errors import UserError, nearest
+from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType, Mark
+
+
+@final
+@dataclass(frozen=True)
+class LayerCatalogue:
+    """The layer types l_1..l_k, sorted and each once.
+
+    >>> conv, line = LayerType("conv2d", 1, 8, (3, 3), (1, 1)), LayerType("linear", 8, 2)
+    >>> catalogue = LayerCatalogue((line, conv, conv))
+    >>> [t.kind for t in catalogue.types], len(catalogue.features), catalogue.feature("add"), catalogue.feature(line)
+    (['conv2d', 'linear'], 5, 0, 4)
+    """
+
+    types: tuple[LayerType, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "types", tuple(sorted(set(self.types))))
+
+    @classmethod
+    def of(cls, graphs: Iterable[ArchitectureGraph]) -> "LayerCatalogue":
+        """The union of the types that occur in these graphs."""
+        return cls(tuple(t for graph in graphs for t in graph.types))
+
+    @property
+    def features(self) -> tuple[Mark | LayerType, ...]:
+        """What a column of the one-hot node features X stands for: the marks "add", "concat", "other", then the types."""
+        return (*MARKS, *self.types)
+
+    def feature(self, kind: Mark | LayerType) -> int:
+        """The column of a node's type.
+
+        Raises:
+            UserError: the type is not in the catalogue.
+        """
+        try:
+            return self.features.index(kind)
+        except ValueError:
+            raise UserError(f"{kind} is not in the layer catalogue of {len(self.types)} types") from None
+
+    def write(self, path: str | Path) -> None:
+        """Writes `catalogue.yaml`: what the sites of a deployment agree on."""
+        rows = [
+            {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(t).items()}
+            for t in self.types
+        ]
+        text = "# Layer types that the federation's hypernetwork generates; public. Layers of other types stay local.\n"
+        text += yaml.safe_dump({"layer_types": rows}, sort_keys=False, default_flow_style=None)
+        Path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | Path) -> "LayerCatalogue":
+        """The catalogue in a file that `write` wrote, or a person.
+
+        Raises:
+            UserError: the file cannot be read, or says something that is no layer type.
+        """
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UserError(f"the layer catalogue {path} cannot be read: {error}") from error
+        rows = content.get("layer_types") if isinstance(content, Mapping) else None
+        if not isinstance(rows, list) or not rows:
+            raise UserError(
+                f"the layer catalogue {path} must have a list layer_types; `polyfed graph MODEL --catalogue FILE` writes one"
+            )
+        return cls(tuple(_layer_type(row, f"{path}, layer type {k}") for k, row in enumerate(rows, start=1)))
+
+
+def _layer_type(row: Any, where: str) -> LayerType:
+    known = [field.name for field in fields(LayerType)]
+    if not isinstance(row, Mapping) or not {"kind", "c_in", "c_out"} <= row.keys():
+        raise UserError(f"{where} must give kind, c_in and c_out, got {row!r}")
+    if unknown := sorted(set(map(str, row)) - set(known)):
+        raise UserError(f"{where}: there is no {unknown[0]!r}; {nearest(unknown[0], known)}")
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    if not isinstance(values.get("bias", True), bool):
+        raise UserError(f"{where}: bias must be true or false, got {values['bias']!r}")
+    for name in ("kernel", "stride"):
+        if not isinstance(values.get(name, ()), tuple):
+            raise UserError(f"{where}: {name} must be a list, got {values[name]!r}")
+    try:
+        return LayerType(**values)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None

@@ -1,0 +1,118 @@
+"""The picture of an architecture graph."""
+
+import math
+import textwrap
+from pathlib import Path
+from statistics import mean
+
+from polyfed.data.plot import save_figure
+from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
+
+_COLOURS = {"conv": "#cfe2f3", "linear": "#d9ead3", "norm": "#eeeeee", "join": "#fce5cd", "other": "#ffffff"}
+_Point = tuple[float, float]
+
+
+def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> None:
+    """Draws a graph from top to bottom; a node that stays local has a dashed border.
+
+    Args:
+        graph: to draw.
+        path: the picture to write; its ending, .png or .svg, is the format.
+        title: above the picture.
+
+    Raises:
+        UserError: another ending, or a place that cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    places, lines = layout(graph)
+    rows = 1 + max((y for _, y in places), default=0)
+    columns = 1 + max((x for line in [places, *lines] for x, _ in line), default=0)
+    # A row is as high as two lines of text, until the picture is so high that no reader opens it.
+    figure = Figure(figsize=(1 + 2.2 * columns, 1 + min(0.42 * rows, 250)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_axis_off()
+    axes.set_title(textwrap.fill(title, 45), fontsize=8)
+    axes.set_xlim(-0.55, columns - 0.45)
+    axes.set_ylim(rows - 0.4, -0.6)
+    for line in lines:
+        axes.plot(*zip(*line, strict=True), color="#666666", linewidth=0.8, zorder=1)
+    for position, (node, place) in enumerate(zip(graph.nodes, places, strict=True)):
+        box = {
+            "boxstyle": "round,pad=0.25",
+            "facecolor": _COLOURS[_family(node)],
+            "edgecolor": "#333333",
+            "linewidth": 0.7,
+        }
+        if node.type == "other":
+            box["linestyle"] = "dashed"
+        axes.text(*place, f"{position}  {label(node)}", bbox=box, fontsize=6, ha="center", va="center", zorder=2)
+    save_figure(figure, path)
+
+
+def layout(graph: ArchitectureGraph) -> tuple[list[_Point], list[list[_Point]]]:
+    """Where the nodes are, (column, row) with row 0 on top, and the corners of each edge's line.
+
+    A node is in the row after its last predecessor's, one without predecessors just before its first successor. An edge
+    that skips rows passes through each of them on the right of the nodes, so that no line crosses a node.
+
+    >>> nodes = [Node(name, "other", {name: name}) for name in "abc"]
+    >>> places, lines = layout(ArchitectureGraph(tuple(nodes), ((0, 1), (0, 2), (1, 2)), {}, {}))
+    >>> places, lines[1]
+    ([(0.0, 0.0), (0.0, 1.0), (0.0, 2.0)], [(0.0, 0.0), (0.6, 1.0), (0.0, 2.0)])
+    """
+    before: list[list[int]] = [[] for _ in graph.nodes]
+    after: list[list[int]] = [[] for _ in graph.nodes]
+    for start, end in graph.edges:
+        before[end].append(start)
+        after[start].append(end)
+    rows = [0] * len(graph.nodes)
+    for node in range(len(rows)):
+        rows[node] = max((rows[earlier] + 1 for earlier in before[node]), default=0)
+    for node in range(len(rows)):
+        if not before[node]:
+            rows[node] = min((rows[later] - 1 for later in after[node]), default=rows[node])
+    columns = [0.0] * len(rows)
+    passing: dict[tuple[int, int], list[_Point]] = {edge: [] for edge in graph.edges}
+
+    def last_column(edge: tuple[int, int]) -> float:
+        return passing[edge][-1][0] if passing[edge] else columns[edge[0]]
+
+    for row in range(max(rows, default=-1) + 1):
+        here = [node for node, r in enumerate(rows) if r == row]
+        here.sort(key=lambda node: mean(last_column((e, node)) for e in before[node]) if before[node] else math.inf)
+        for column, node in enumerate(here):
+            columns[node] = float(column)
+        crossing = sorted((edge for edge in graph.edges if rows[edge[0]] < row < rows[edge[1]]), key=last_column)
+        for lane, edge in enumerate(crossing):
+            passing[edge].append((len(here) - 0.4 + 0.1 * lane, float(row)))
+    places = [(column, float(row)) for column, row in zip(columns, rows, strict=True)]
+    return places, [[places[start], *passing[start, end], places[end]] for start, end in graph.edges]
+
+
+def label(node: Node) -> str:
+    """A node's name and its type, in two lines.
+
+    >>> label(Node("stem", LayerType("conv2d", 3, 64, (7, 7), (2, 2), bias=False), {})).split("\\n")
+    ['stem', 'conv2d 3→64, 7×7 /2']
+    """
+    name = node.name if len(node.name) <= 34 else f"…{node.name[-33:]}"
+    if not isinstance(node.type, LayerType):
+        return name if node.name.endswith(node.type) else f"{name}\n{node.type}"
+    t = node.type
+    text = f"{t.kind} {t.c_in}" if t.is_norm else f"{t.kind} {t.c_in}→{t.c_out}"
+    if t.is_conv:
+        text += f", {'×'.join(map(str, t.kernel))}"
+    if set(t.stride) - {1}:
+        text += f" /{t.stride[0] if len(set(t.stride)) == 1 else '×'.join(map(str, t.stride))}"
+    if t.groups > 1:
+        text += f", {t.groups} groups"
+    return f"{name}\n{text}"
+
+
+def _family(node: Node) -> str:
+    if not isinstance(node.type, LayerType):
+        return "other" if node.type == "other" else "join"
+    return "conv" if node.type.is_conv else "norm" if node.type.is_norm else "linear"

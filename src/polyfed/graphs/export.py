@@ -1,0 +1,59 @@
+"""Programs of networks by torch.export, which runs `forward` on the example and records the operators of ATen."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.graphs.flow import Program, Root, tensors
+
+
+def trace(root: Root, x: Tensor) -> Program:
+    """The program of a model on inputs of the shape of x; decisions on shapes and types are made as x has them.
+
+    Args:
+        root: holds a copy of the model.
+        x: a batch of inputs.
+
+    Raises:
+        Exception: of any kind, where a decision depends on the values of tensors or an operation is unknown.
+
+    >>> [node.op for node in trace(Root(nn.Flatten()), torch.zeros(2, 1, 3)).graph.nodes][-2:]
+    ['call_function', 'output']
+    """
+    with _quiet():
+        # strict=False runs Python itself rather than analyse its bytecode: faster, and takes more models.
+        program: Any = torch.export.export(_Tensors(root.model), (x,), strict=False).module()
+    return Program(program.graph, program)
+
+
+@final
+class _Tensors(nn.Module):
+    """Leaves of a model's output the tensors; torch.export takes no containers of classes that it does not know."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return list(tensors(self.model(x)))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch.export prints and logs about a model that it cannot take; the error says it."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()):
+            # Models that keep tensors in plain attributes (an LSTM's list of weights); the copy is thrown away.
+            warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
+            yield
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,251 @@
+"""From any network to its graph of layers (FLHA-GHN, Litany et al. 2022, section 4.2): by torch.fx, else by torch.export."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from polyfed.errors import UserError
+from polyfed.graphs import export, fx
+from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
+from polyfed.graphs.flow import Flow, Program, Root, follow, tensors
+from polyfed.seeds import local_rng
+
+_TRACERS: dict[str, Callable[[Root, Tensor], Program]] = {"torch.fx": fx.trace, "torch.export": export.trace}
+_GENERATED = (torch.float32, torch.float64)  # types of the numbers that can be generated
+
+
+def extract(model: nn.Module, example_input: Tensor) -> ArchitectureGraph:
+    """The graph of a network's layers: a node for each use of a layer and for each join, edges along the data flow.
+
+    A copy of the model is traced in evaluation mode, by torch.fx, or where Python decides on shapes, by torch.export;
+    nothing of the model itself changes, nor the random state. A graph is believed only if the traced program computes
+    what the model does on the example, and misses no parameter on which the output depends.
+
+    Convolutions, linear and norm layers, classes derived from them and calls of their functions are nodes of a
+    `LayerType`; sums and concatenations of what comes from different layers are joins; everything else that has
+    parameters is "other" and stays local, with a reason. What has no parameters is passed through.
+
+    Args:
+        model: any network whose `forward` needs one tensor; its parameters are initialised.
+        example_input: a batch that the model takes, of shape (batch, ...), on the model's device; two rows are enough.
+
+    Raises:
+        UserError: the model is no nn.Module, cannot be copied, needs other arguments, fails on the example, or neither
+            tracer can follow it; then the sentence names the module where each of them stopped.
+
+    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    >>> graph = extract(net, torch.zeros(2, 1, 8, 8))
+    >>> [node.type.key for node in graph.nodes], graph.edges, graph.coverage
+    (['conv2d-1-4-k3x3-s1x1-g1-b0', 'linear-144-2-k-s-g1-b1'], ((0, 1),), 1.0)
+    """
+    _check(model, example_input)
+    x = example_input.detach()
+    # A caller's inference mode or no_grad would hide what depends on what.
+    with torch.inference_mode(False), torch.enable_grad():
+        reference = _run(model, x)
+        failures: list[str] = []
+        graphs: list[ArchitectureGraph] = []
+        for tracer, trace in _TRACERS.items():
+            root = _copy(model)
+            try:
+                with local_rng(0, x.device):
+                    program = trace(root, x.clone())
+                with local_rng(0, x.device):
+                    flow = follow(program, model, x.clone())
+                _verify(flow, reference)
+            except Exception as error:
+                failures.append(f"{tracer} stopped in {_where(error, root)}: {_sentence(error)}")
+                continue
+            graphs.append(_graph(flow, model, reference, tracer))
+            if not flow.opaque:
+                break
+    if not graphs:
+        raise UserError(
+            f"the layers of {type(model).__name__} cannot be followed. {'. '.join(failures)}. Keep its "
+            f"forward to torch's operations, whatever the values are (torch.where in place of if), or use a method "
+            f"that needs no graph"
+        )
+    # torch.export sees into torch's composite modules (attention), torch.fx does not; the first one wins a tie.
+    return max(graphs, key=lambda graph: graph.coverage)
+
+
+def _check(model: Any, x: Any) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(x, Tensor):
+        raise UserError(
+            f"a graph is extracted from a torch.nn.Module and a tensor, got {type(model).__name__} and {type(x).__name__}"
+        )
+    lazy = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise UserError(f"{type(model).__name__} leaves {lazy[0]!r} uninitialised; run one batch through it first")
+    if compiled := [
+        name or "the model" for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)
+    ]:
+        raise UserError(
+            f"{compiled[0]} is compiled by torch.jit, which tracing cannot see into; give the module it was made from"
+        )
+    try:
+        inspect.signature(model.forward).bind(x)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{type(model).__name__}.forward cannot be called with one tensor ({error}); "
+            f"wrap the model in a module whose forward takes the inputs alone"
+        ) from error
+
+
+def _copy(model: nn.Module) -> Root:
+    try:
+        return Root(deepcopy(model)).eval()
+    except Exception as error:
+        raise UserError(
+            f"{type(model).__name__} cannot be copied, which tracing needs: {_sentence(error)}; "
+            f"keep what copy.deepcopy refuses outside the module"
+        ) from error
+
+
+@final
+@dataclass(frozen=True)
+class _Reference:
+    """What the model itself does on the example.
+
+    Attributes:
+        output: what it computes.
+        reached: the parameters that a gradient of the output reaches.
+        all_reached: whether it reaches no others; unknown where the output is not differentiable, or behind functions
+            of Python, which may call layers that autograd's graph does not show (checkpointing).
+    """
+
+    output: Any
+    reached: frozenset[str]
+    all_reached: bool
+
+
+def _run(model: nn.Module, x: Tensor) -> _Reference:
+    root = _copy(model)
+    try:
+        with local_rng(0, x.device):
+            output = root(x.clone())
+    except Exception as error:
+        raise UserError(
+            f"{type(model).__name__} fails on an example of shape {tuple(x.shape)} and type {x.dtype}, in "
+            f"{_where(error, root)}: {_sentence(error)}; give an example that the model takes"
+        ) from error
+    names = {id(parameter): name for name, parameter in root.model.named_parameters()}
+    leaves = {id(tensor) for tensor in tensors(output) if tensor.is_leaf}
+    functions = _history(output)
+    leaves |= {id(function.variable) for function in functions if hasattr(function, "variable")}
+    reached = frozenset(names[leaf] for leaf in leaves if leaf in names)
+    return _Reference(output, reached, bool(reached) and not any(isinstance(f, BackwardCFunction) for f in functions))
+
+
+def _history(output: Any) -> set[Any]:
+    """The functions of autograd's graph from which the output comes. Nothing is differentiated."""
+    ahead = [tensor.grad_fn for tensor in tensors(output)]
+    found: set[Any] = set()
+    while ahead:
+        function = ahead.pop()
+        if function is not None and function not in found:
+            found.add(function)
+            ahead.extend(before for before, _ in function.next_functions)
+    return found
+
+
+def _verify(flow: Flow, reference: _Reference) -> None:
+    """Refuses a program that computes something else than the model, and a flow that misses a parameter."""
+    expected, got = list(tensors(reference.output)), list(tensors(flow.output))
+    if len(expected) != len(got) or not all(map(_close, expected, got)):
+        raise UserError("what was traced computes another output than the model does on the example")
+    if missed := sorted(reference.reached - _owned(flow.nodes)):
+        raise UserError(f"what was traced does not use {missed[0]}, on which the output depends")
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point() or not a.numel():
+        return torch.equal(a, b)
+    largest = a.nan_to_num(0, 0, 0).abs().max().item()
+    return torch.allclose(a, b, rtol=0, atol=1e-3 * largest, equal_nan=True)
+
+
+def _graph(flow: Flow, model: nn.Module, reference: _Reference, tracer: str) -> ArchitectureGraph:
+    """The graph of a flow, with a reason for each parameter that stays local."""
+    parameters = dict(model.named_parameters())
+    refused = {name: reason for name, p in parameters.items() if (reason := _refusal(p))}
+    owned = _owned(flow.nodes)
+    if reference.all_reached:  # the others are behind no_grad or detach: generated, they would never be learnt
+        refused |= dict.fromkeys(owned - reference.reached - refused.keys(), "no gradient of the output reaches it")
+    nodes, reasons = list(flow.nodes), dict(flow.reasons)
+    for position, node in enumerate(nodes):
+        stays = next((name for name in node.parameters.values() if name in refused), None)
+        if stays is not None and isinstance(node.type, LayerType):
+            nodes[position] = _other(node)
+            reasons |= dict.fromkeys(node.parameters.values(), f"{stays} of the same layer stays: {refused[stays]}")
+    while clash := _clashes(nodes):
+        for position, node in enumerate(nodes):
+            shared = next((name for name in node.parameters.values() if name in clash), None)
+            if shared is not None:
+                nodes[position] = _other(node)
+                reasons |= dict.fromkeys(node.parameters.values(), f"{shared} is shared between different layers")
+    generated = _owned(node for node in nodes if isinstance(node.type, LayerType))
+    local = {
+        name: refused.get(name) or (reasons[name] if name in owned else "the output does not depend on it")
+        for name in parameters
+        if name not in generated
+    }
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    return ArchitectureGraph(tuple(nodes), flow.edges, sizes, local, tracer)
+
+
+def _owned(nodes: Iterable[Node]) -> set[str]:
+    return {name for node in nodes for name in node.parameters.values()}
+
+
+def _refusal(parameter: nn.Parameter) -> str:
+    if not parameter.requires_grad:
+        return "it is not trained (requires_grad is False)"
+    if parameter.dtype not in _GENERATED:
+        return f"its numbers are {str(parameter.dtype).removeprefix('torch.')}, not float32 or float64"
+    return ""
+
+
+def _other(node: Node) -> Node:
+    return replace(node, type="other", parameters={name: name for name in node.parameters.values()})
+
+
+def _clashes(nodes: Sequence[Node]) -> set[str]:
+    """The parameters shared by nodes that do not agree in type and in all their parameters, a layer of the catalogue among
+    them: no one set of generated weights suits them."""
+    uses: dict[str, set[tuple[object, frozenset[tuple[str, str]]]]] = {}
+    for node in nodes:
+        for name in node.parameters.values():
+            uses.setdefault(name, set()).add((node.type, frozenset(node.parameters.items())))
+    return {
+        name for name, kinds in uses.items() if len(kinds) > 1 and any(isinstance(kind, LayerType) for kind, _ in kinds)
+    }
+
+
+def _where(error: BaseException, root: Root) -> str:
+    """The innermost module in whose forward the error was raised."""
+    names = {id(module): name for name, module in root.named_modules()}
+    found, trace = "model", error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_name == "forward" and frame.f_code.co_varnames:
+            found = names.get(id(frame.f_locals.get(frame.f_code.co_varnames[0]))) or found
+        trace = trace.tb_next
+    kind = type(root.get_submodule(found)).__name__
+    return kind if found == "model" else f"{found.removeprefix('model.')} ({kind})"
+
+
+def _sentence(error: BaseException) -> str:
+    """The error's class, if it is not ours, and the first line of its message, without the full stop."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    first = first if len(first) <= 240 else f"{first[:240]}…"
+    kind = "" if isinstance(error, UserError) else type(error).__name__
+    return ": ".join(part for part in (kind, first.rstrip(".")) if part)

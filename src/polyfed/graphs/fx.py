@@ -1,0 +1,35 @@
+"""Programs of networks by torch.fx, which runs `forward` with symbols in place of tensors."""
+
+from typing import final
+
+from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from polyfed.graphs.flow import Program, Root, is_torchs_own
+from polyfed.graphs.layers import has_only_weight_and_bias, kind_of
+
+
+def trace(root: Root, x: Tensor) -> Program:
+    """The program of a model, with calls of layers as calls of modules.
+
+    Args:
+        root: holds a copy of the model; symbols may be left in it.
+        x: not used; the program is the same for all inputs.
+
+    Raises:
+        Exception: of any kind, where `forward` does with a symbol what only a tensor can.
+
+    >>> import torch
+    >>> [node.op for node in trace(Root(nn.Linear(2, 3)), torch.zeros(1, 2)).graph.nodes]
+    ['placeholder', 'call_module', 'output']
+    """
+    return Program(_Tracer(param_shapes_constant=True).trace(root), root)
+
+
+@final
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether the module is one operation: torch's own ones, layers of the catalogue's kinds whatever they do with their
+        weight, and layers whose weight is computed (a property that symbols cannot pass)."""
+        layer = kind_of(m) is not None and has_only_weight_and_bias(m)
+        return layer or is_parametrized(m) or is_torchs_own(m)

@@ -1,0 +1,142 @@
+"""Which operations of a traced program are layers of the catalogue's kinds, and which are joins.
+
+Both tracers ask here: torch.fx, whose programs call modules and torch's Python functions, and torch.export, whose
+programs call the operators of ATen.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
+
+from polyfed.graphs.architecture import KINDS, Kind, LayerType, Role
+
+# Transposed convolutions are not derived from these; SyncBatchNorm and whatever a user derives are.
+_CLASSES: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
+    ((nn.Conv1d,), "conv1d"),
+    ((nn.Conv2d,), "conv2d"),
+    ((nn.Conv3d,), "conv3d"),
+    ((nn.Linear,), "linear"),
+    ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), "batch_norm"),
+    ((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), "instance_norm"),
+    ((nn.GroupNorm,), "group_norm"),
+    ((nn.LayerNorm,), "layer_norm"),
+    ((nn.RMSNorm,), "rms_norm"),
+)
+_JOINS: dict[str, Literal["add", "concat"]] = {
+    **dict.fromkeys(("add", "iadd", "sub", "isub", "rsub", "subtract"), "add"),
+    **dict.fromkeys(("cat", "concat", "concatenate", "hstack", "vstack", "dstack", "stack"), "concat"),
+    **dict.fromkeys(("column_stack", "row_stack"), "concat"),
+}
+# Operations that read of a tensor the shape and type only: of every operand, and of all but the first.
+_NEW = {f"{what}_like" for what in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")}
+_NEW |= {f"new_{what}" for what in ("empty", "full", "ones", "zeros")}
+_AS = {"expand_as", "reshape_as", "type_as", "view_as"}
+
+
+@final
+@dataclass(frozen=True)
+class Layer:
+    """A use of a layer: its type, and the tensors that are its parameters."""
+
+    type: LayerType
+    parameters: Mapping[Role, Tensor]
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """The kind of layer that the module is, by its class or a class it is derived from; None for all others.
+
+    >>> kind_of(nn.SyncBatchNorm(3)), kind_of(nn.ConvTranspose2d(1, 1, 1))
+    ('batch_norm', None)
+    """
+    return next((kind for classes, kind in _CLASSES if isinstance(module, classes)), None)
+
+
+def has_only_weight_and_bias(module: nn.Module) -> bool:
+    """Whether the module has no parameters but a `weight` and a `bias` that nothing computes."""
+    return not is_parametrized(module) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
+
+
+def module_layer(module: nn.Module) -> Layer | None:
+    """The layer that a call of this module is; None if it is of no kind or has other parameters than the kind has.
+
+    >>> module_layer(nn.Conv1d(4, 6, 3, stride=2, groups=2)).type.key, module_layer(nn.PReLU())
+    ('conv1d-4-6-k3-s2-g2-b1', None)
+    """
+    kind = kind_of(module)
+    if kind is None or not has_only_weight_and_bias(module):
+        return None
+    own: dict[Role, Any] = {"weight": getattr(module, "weight", None), "bias": getattr(module, "bias", None)}
+    return _layer(kind, own, getattr(module, "stride", ()), getattr(module, "groups", 1))
+
+
+def call_layer(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Layer | None:
+    """The layer that a call of a function is, with tensors for weight and bias; None if it is no such function.
+
+    Args:
+        node: of the traced program.
+        args, kwargs: the values with which it is called.
+    """
+    name = operation(node)
+    if name not in KINDS:
+        return None
+    kind: Kind = name
+
+    def argument(position: int, keyword: str, default: Any = None) -> Any:
+        return args[position] if position < len(args) else kwargs.get(keyword, default)
+
+    weight_at = {"layer_norm": 2, "group_norm": 2, "rms_norm": 2}.get(name, 1)
+    if node.target in (F.batch_norm, F.instance_norm):
+        weight_at = 3  # the Python functions, other than the operators, have the running statistics first
+    own: dict[Role, Any] = {"weight": argument(weight_at, "weight")}
+    own["bias"] = None if name == "rms_norm" else argument(weight_at + 1, "bias")
+    return _layer(kind, own, argument(3, "stride", 1), argument(6, "groups", 1))
+
+
+def _layer(kind: Kind, own: Mapping[Role, Any], stride: int | Sequence[int], groups: int) -> Layer | None:
+    parameters = {role: value for role, value in own.items() if isinstance(value, Tensor)}
+    if "weight" not in parameters:
+        return None
+    shape = tuple(parameters["weight"].shape)
+    dimensions = int(kind[4]) if kind.startswith("conv") else 0
+    if len(shape) != (1 if kind.endswith("_norm") else 2 + dimensions) or 0 in shape:
+        return None
+    if dimensions:
+        stride = (stride,) if isinstance(stride, int) else tuple(stride)
+        stride = stride * dimensions if len(stride) == 1 else stride
+    else:
+        stride, groups = (), 1
+    c_in = shape[0] if kind.endswith("_norm") else shape[1] * groups
+    layer = LayerType(kind, c_in, shape[0], shape[2:], stride, groups, "bias" in parameters)
+    fits = {role: tuple(value.shape) for role, value in parameters.items()} == layer.shapes
+    return Layer(layer, parameters) if fits else None
+
+
+def join_of(node: fx.Node) -> Literal["add", "concat"] | None:
+    """Whether the operation puts its operands together, as a sum (or difference) or one beside the other."""
+    return _JOINS.get(operation(node))
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values an operation reads, each once."""
+    name = operation(node)
+    return [] if name in _NEW else node.all_input_nodes[:1] if name in _AS else node.all_input_nodes
+
+
+def operation(node: fx.Node) -> str:
+    """Torch's name of what a node calls, the same for function, method, operator and their in-place forms; "" for calls of
+    modules and of functions that are not torch's."""
+    if node.op == "call_method":
+        return str(node.target).rstrip("_")
+    if node.op != "call_function":
+        return ""
+    target: Any = node.target
+    name = getattr(target, "__name__", "")
+    if isinstance(target, torch._ops.OpOverload):
+        return name.partition(".")[0].rstrip("_") if target.namespace == "aten" else ""
+    return name if any(getattr(home, name, None) is target for home in (operator, torch, F)) else ""

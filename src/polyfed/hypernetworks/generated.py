@@ -1,0 +1,103 @@
+"""A network whose weights a graph hypernetwork generates at each forward pass: training it trains the hypernetwork."""
+
+from collections.abc import Hashable, Mapping
+from functools import lru_cache
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from polyfed.algorithm import Architecture
+from polyfed.graphs.architecture import ArchitectureGraph
+from polyfed.hypernetworks.ghn import GHN, Form, GraphTensors, scratch_ghn, tensors_of_graph
+from polyfed.scratch import scratch
+from polyfed.tree import Tree
+
+
+@final
+class GeneratedNetwork(nn.Module):
+    """f_c(·; θ_c(𝒜_c; W_G, W_H)) of FLHA-GHN's eq. 5, with what is not generated trained beside the hypernetwork.
+
+    Parameters that are trained: the hypernetwork's, and those of `model` that require a gradient; its user takes that from
+    the generated ones. BatchNorm's statistics are the buffers of `model`, as ever. Inputs and outputs are those of `model`.
+    """
+
+    def __init__(self, ghn: GHN, model: nn.Module, graph: GraphTensors) -> None:
+        super().__init__()
+        self.ghn, self.model, self.graph = ghn, model, graph
+
+    def weights(self) -> dict[str, Tensor]:
+        """θ_c: name -> generated parameter, in the shape, type and memory layout of the one whose place it takes: its layout
+        decides in which one convolutions work."""
+        own = dict(self.model.named_parameters())
+        return {name: _alike(made, own[name]) for name, made in self.ghn(self.graph).items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs of the client's network with θ_c in the place of its own weights."""
+        output: Tensor = functional_call(self.model, self.weights(), (x,))
+        return output
+
+
+def _alike(made: Tensor, own: Tensor) -> Tensor:
+    made = made.to(own.dtype)
+    if own.dim() == 4 and not own.is_contiguous():
+        made = made.contiguous(memory_format=torch.channels_last)
+    return made
+
+
+def assembled(
+    factory: Architecture, graph: ArchitectureGraph, form: Form, ghn: Tree, device: torch.device | None = None
+) -> GeneratedNetwork:
+    """The network of an architecture under a hypernetwork with the weights `ghn`: one module a process, whose `model` is the
+    one of `scratch(factory, device)`. Whoever takes it fills that and does not keep it.
+
+    Raises:
+        ValueError: the weights are not those of a hypernetwork of this form.
+    """
+    device = device or torch.device("cpu")
+    find = _cached if isinstance(factory, Hashable) else _build
+    network = find(factory, _Same(graph), form, device)
+    try:
+        network.ghn.load_state_dict(dict(ghn))
+    except RuntimeError as error:
+        raise ValueError(
+            "the hypernetwork that came down is not of the form of this client's settings (depth, latent, hidden, head, "
+            f"rank): {str(error).splitlines()[-1].strip()}"
+        ) from error
+    return network
+
+
+@final
+class _Same:
+    """A graph as part of a cache's key: by identity, since comparing graphs would take longer than it saves."""
+
+    def __init__(self, graph: ArchitectureGraph) -> None:
+        self.graph = graph
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.graph is self.graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+
+def _build(factory: Architecture, graph: _Same, form: Form, device: torch.device) -> GeneratedNetwork:
+    tensors = tensors_of_graph(graph.graph, form.catalogue, device)
+    return GeneratedNetwork(scratch_ghn(form, device), scratch(factory, device).module, tensors)
+
+
+_cached = lru_cache(maxsize=64)(_build)
+
+
+def aliases(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` by all names that a parameter has in `state_dict()`, from those by its first (weights may be shared).
+
+    >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    >>> tied[1].weight = tied[0].weight
+    >>> aliases(tied, {"0.weight": 5})
+    {'0.weight': 5, '1.weight': 5}
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: values[first[id(parameter)]] for name, parameter in every}

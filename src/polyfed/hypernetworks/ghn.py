@@ -1,0 +1,304 @@
+"""The graph hypernetwork (FLHA-GHN, section 4.2): a graph neural network and one MLP per layer type, which together turn
+the graph of an architecture into weights for it.
+
+Dimensions: V nodes, E edges, k node types (the catalogue and three marks), d latent entries of a node, H hidden entries
+of a head, n sets of weights of one layer type, P numbers of a weight.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType
+from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.seeds import derive, local_rng, torch_generator
+from polyfed.tree import Tree
+
+Head = Literal["mlp", "factored"]
+Init = Literal["kaiming", "paper"]
+_TINY = 1e-12  # added to mean squares before a division
+_CHAINS = 16  # random graphs on which the heads' activations are measured at initialisation
+
+
+@final
+@dataclass(frozen=True)
+class Form:
+    """What two graph hypernetworks must have in common so that one can take the other's weights.
+
+    Args:
+        catalogue: the layer types.
+        depth: T, layers of the graph neural network; with 0 the heads see the node's type alone.
+        latent: d.
+        hidden: H.
+        head: "mlp" (paper) or "factored" (ours), see `Factored`.
+        rank: of the factored heads.
+        normalise: whether the GNN keeps the variance of its input and heads bring their hidden activations z to mean square
+            1 (ours). As PyG and torch initialise, differences between nodes shrink in each layer to 3 % of ‖h‖, and z is
+            about 0.05: nearly all of a step then goes into the last layers' biases, the same for all nodes of a type.
+    """
+
+    catalogue: LayerCatalogue
+    depth: int = 6
+    latent: int = 51
+    hidden: int = 16
+    head: Head = "mlp"
+    rank: int = 16
+    normalise: bool = True
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class GraphTensors:
+    """A graph as the hypernetwork reads it.
+
+    Attributes: `features` X, one-hot, (V, k); `edges`, int64 (2, E), from and to; `sets`, by layer type, the nodes that use
+    weights of this type (m,), to which of the n sets each belongs (m,), and of each set role -> parameter's name.
+    """
+
+    features: Tensor
+    edges: Tensor
+    sets: Mapping[LayerType, tuple[Tensor, Tensor, tuple[Mapping[str, str], ...]]]
+
+
+def tensors_of_graph(graph: ArchitectureGraph, catalogue: LayerCatalogue, device: torch.device) -> GraphTensors:
+    """The tensors of a graph whose layer types are all in the catalogue (see `ArchitectureGraph.restricted`)."""
+    columns = {kind: column for column, kind in enumerate(catalogue.features)}
+    types = torch.tensor([columns[node.type] for node in graph.nodes], device=device)
+    edges = torch.tensor(graph.edges, dtype=torch.int64, device=device).reshape(-1, 2).T.contiguous()
+    sets = {}
+    for kind in graph.types:
+        members = [made for made in graph.generated if made.type == kind]
+        nodes = [(node, row) for row, made in enumerate(members) for node in made.nodes]
+        positions, rows = (torch.tensor(column, device=device) for column in zip(*nodes, strict=True))
+        sets[kind] = (positions, rows, tuple(made.parameters for made in members))
+    return GraphTensors(F.one_hot(types, len(columns)).float(), edges, sets)
+
+
+@final
+class GHN(nn.Module):
+    """GNN G(·; W_G) and heads {H_l(·; W_H^l)}.
+
+    Layer t of the GNN is eq. 2, PyG's `GraphConv` with ReLU: h_v ← σ(A h_v + B Σ_{u→v} h_u + b). Weights are eq. 3,
+    θ^v = H_l(h_v^T); those that several nodes share are made of the mean of their h_v^T, so that no order of the nodes
+    matters.
+
+    `forward` takes `GraphTensors` and returns name -> generated parameter, in its shape.
+    """
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        graph_conv = _graph_conv()
+        columns = len(form.catalogue.features)
+        self.gnn = nn.ModuleList(
+            graph_conv(form.latent if t else columns, form.latent, aggr="add") for t in range(form.depth)
+        )
+        self.heads = nn.ModuleDict({
+            kind.key: TypeHead(kind, form.latent if form.depth else columns, form) for kind in form.catalogue.types
+        })  # fmt: skip
+
+    def latent(self, features: Tensor, edges: Tensor) -> Tensor:
+        """h^T of every node, (V, d), from X (V, k) and edges (2, E)."""
+        h = features
+        for layer in self.gnn:
+            h = layer(h, edges).relu()  # eq. 2
+        return h
+
+    def forward(self, graph: GraphTensors) -> dict[str, Tensor]:
+        """All weights of the graph; the nodes of one type go through their head as one batch."""
+        h = self.latent(graph.features, graph.edges)
+        generated: dict[str, Tensor] = {}
+        for kind, (nodes, rows, parameters) in graph.sets.items():
+            own = h[nodes]
+            if len(nodes) > len(parameters):
+                sums = own.new_zeros(len(parameters), own.shape[1]).index_add(0, rows, own)
+                own = sums / rows.bincount(minlength=len(parameters))[:, None]
+            for role, made in self.heads[kind.key](own).items():  # eq. 3
+                generated |= {names[role]: made[row] for row, names in enumerate(parameters)}
+        return generated
+
+
+def _graph_conv() -> Callable[..., nn.Module]:
+    """PyG's layer. Its import takes two seconds, which only this method should cost, and uses what torch has deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch_geometric.nn.conv import GraphConv
+    layer: Callable[..., nn.Module] = GraphConv
+    return layer
+
+
+@final
+class TypeHead(nn.Module):
+    """H_l: a hidden layer with LeakyReLU, then the weight W, its scale s (Littwin & Wolf 2019) and the bias, each linear in
+    the hidden activations z. The layer uses s·W.
+
+    With `normalise`, z is divided by its root mean square, so that the initial variance is Kaiming's for every node of every
+    graph.
+
+    Shapes: (n, d) to {"weight": (n, *weight), "bias": (n, c_out)}.
+    """
+
+    def __init__(self, kind: LayerType, inputs: int, form: Form) -> None:
+        super().__init__()
+        self.shape, self.normalise = kind.shapes["weight"], form.normalise
+        self.hidden = nn.Linear(inputs, form.hidden)
+        self.scale = nn.Linear(form.hidden, 1)
+        dense = nn.Linear(form.hidden, math.prod(self.shape))
+        self.out: nn.Linear | Factored = dense
+        if form.head == "factored" and not kind.is_norm:
+            factored = Factored(kind, form.hidden, form.rank)
+            if _size(factored) < _size(dense):  # small layers have nothing to save
+                self.out = factored
+        if kind.bias:
+            self.shift = nn.Linear(form.hidden, kind.c_out)
+
+    def forward(self, h: Tensor) -> dict[str, Tensor]:
+        """One weight, and one bias if the type has one, for each row of h."""
+        z = self.activations(h)
+        weight = (self.scale(z) * self.out(z)).reshape(len(z), *self.shape)
+        return {"weight": weight, "bias": self.shift(z)} if hasattr(self, "shift") else {"weight": weight}
+
+    def activations(self, h: Tensor) -> Tensor:
+        """z, (n, H)."""
+        z = F.leaky_relu(self.hidden(h))
+        return z * torch.rsqrt(z.square().mean(1, keepdim=True) + _TINY) if self.normalise else z
+
+
+@final
+class Factored(nn.Module):
+    """The last layer of a head with fewer numbers (ours): what depends on the node is a product of low rank over output and
+    input channels, W[o, i, κ] = Σ_r rows[o, r]·columns[i, r]·(core[r, κ]·z) + base[o, i, κ], κ running over the kernel's
+    places. `base`, which the published head has too as its bias, keeps W at full rank.
+
+    Numbers: P + R·(c_out + c_in/groups + H·|κ|), instead of 17·P. Shapes: (n, H) to (n, P).
+    """
+
+    def __init__(self, kind: LayerType, hidden: int, rank: int) -> None:
+        super().__init__()
+        c_out, c_in, *kernel = kind.shapes["weight"]
+        self.rows = nn.Parameter(torch.empty(c_out, rank))
+        self.columns = nn.Parameter(torch.empty(c_in, rank))
+        self.core = nn.Parameter(torch.empty(rank, math.prod(kernel), hidden))
+        self.bias = nn.Parameter(torch.empty(c_out * c_in * math.prod(kernel)))
+
+    def forward(self, z: Tensor) -> Tensor:
+        """The weights of each row of z, flattened."""
+        mixed = torch.einsum("rkj,nj->nrk", self.core, z)
+        made = torch.einsum("or,ir,nrk->noik", self.rows, self.columns, mixed)
+        return made.flatten(1) + self.bias
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def create(form: Form, init: Init, seed: int) -> dict[str, Tensor]:
+    """The initial tensors (W_G, W_H), by name.
+
+    With `normalise` the GNN and the hidden layers have Kaiming's variance, shared between A and B, and zero biases; else
+    they start as PyG and torch initialise them. At the start every scale s is 1, biases of the heads and generated biases
+    are 0, generated norm scales are 1, and the weights W have, by `init`,
+
+    - "kaiming": variance 2/fan_in (He et al. 2015), since the last layer's is 2/(fan_in·H·E[z²]). E[z²] is measured per type
+      on random graphs of the catalogue's types, for the server knows no client's graph;
+    - "paper": what Xavier-normal · √(2·c_in/H) gives (section 4.2), which is 2/fan_in only where c_out = 2·c_in and
+      E[z²] = 1.
+
+    >>> from polyfed.graphs import LayerType
+    >>> tensors = create(Form(LayerCatalogue((LayerType("linear", 20, 10),))), "kaiming", seed=0)
+    >>> tuple(tensors["heads.linear-20-10-k-s-g1-b1.out.weight"].shape)
+    (200, 16)
+    """
+    with local_rng(derive(seed, "graph hypernetwork")):
+        ghn = GHN(form)
+        if form.normalise:
+            _reset_trunk(ghn)
+        energies = _energies(ghn, form, seed) if init == "kaiming" else {}
+        with torch.no_grad():
+            for kind in form.catalogue.types:
+                head = ghn.heads[kind.key]
+                assert isinstance(head, TypeHead)
+                variance = _paper_variance(kind, form) if init == "paper" else 2 / (kind.fan_in * energies[kind])
+                _reset(head, kind, variance)
+    return {name: tensor.detach().clone() for name, tensor in ghn.state_dict().items()}
+
+
+def _reset_trunk(ghn: GHN) -> None:
+    """Activations keep their variance from layer to layer: after one other node, A h and B Σ h have half of it each."""
+    for name, parameter in ghn.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif ".lin_" in name:
+            nn.init.kaiming_normal_(parameter)
+            parameter.data.mul_(2**-0.5)
+        elif name.endswith("hidden.weight"):
+            nn.init.kaiming_normal_(parameter)
+
+
+def _reset(head: TypeHead, kind: LayerType, variance: float) -> None:
+    """Initial weights of a head's last layers; `variance` is that of the entries by which z is multiplied."""
+    nn.init.zeros_(head.scale.weight)
+    nn.init.ones_(head.scale.bias)
+    nn.init.zeros_(head.out.bias)
+    if kind.bias:
+        nn.init.zeros_(head.shift.weight)
+        nn.init.zeros_(head.shift.bias)
+    if isinstance(head.out, Factored):
+        # The product of the three has the variance of a dense layer. Rows and columns are small and the core large, so that
+        # a step through the core, which all entries of W share, moves W about as much as one of the base.
+        rank, hidden = head.out.rows.shape[1], head.out.core.shape[2]
+        nn.init.normal_(head.out.rows, std=(rank * hidden) ** -0.25)
+        nn.init.normal_(head.out.columns, std=(rank * hidden) ** -0.25)
+        nn.init.normal_(head.out.core, std=math.sqrt(hidden * variance))
+    elif kind.is_norm:
+        nn.init.zeros_(head.out.weight)
+        nn.init.ones_(head.out.bias)
+    else:
+        nn.init.normal_(head.out.weight, std=math.sqrt(variance))
+
+
+def _paper_variance(kind: LayerType, form: Form) -> float:
+    """Of Xavier-normal on the (P, H) matrix, times 2·c_in/H."""
+    return 2 / (form.hidden + math.prod(kind.shapes["weight"])) * 2 * kind.c_in / form.hidden
+
+
+@torch.no_grad()
+def _energies(ghn: GHN, form: Form, seed: int) -> dict[LayerType, float]:
+    """H·E[z²] of each type: the mean of ‖z‖² over random circles, each of which has every node type once. With normalised z
+    it is H up to rounding."""
+    features = len(form.catalogue.features)
+    totals = dict.fromkeys(form.catalogue.types, 0.0)
+    generator = torch_generator(derive(seed, "graph hypernetwork", "chains"))
+    for _ in range(_CHAINS):
+        order = torch.randperm(features, generator=generator)
+        edges = torch.stack([order, order.roll(-1)])
+        h = ghn.latent(torch.eye(features), edges)
+        for column, kind in enumerate(form.catalogue.types, start=len(MARKS)):
+            head = ghn.heads[kind.key]
+            assert isinstance(head, TypeHead)
+            totals[kind] += float(head.activations(h[column : column + 1]).square().sum()) / _CHAINS
+    return totals
+
+
+def catalogue_of(tensors: Tree) -> LayerCatalogue:
+    """The catalogue that a hypernetwork was made for, read from the names of its tensors: with the weights a client gets the
+    public catalogue.
+
+    >>> form = Form(LayerCatalogue((LayerType("linear", 20, 10),)))
+    >>> catalogue_of(create(form, "kaiming", seed=0)) == form.catalogue
+    True
+    """
+    keys = {name.split(".")[1] for name in tensors if name.startswith("heads.")}
+    return LayerCatalogue(tuple(LayerType.from_key(key) for key in keys))
+
+
+@lru_cache(maxsize=4)
+def scratch_ghn(form: Form, device: torch.device) -> GHN:
+    """One hypernetwork of this form a process, to be filled before each use."""
+    return GHN(form).to(device)

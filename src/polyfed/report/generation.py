@@ -1,0 +1,276 @@
+"""Pictures of FLHA-GHN: warm starts against training from scratch (its Figs. 3 and 7), the weights that a fresh hypernetwork
+generates (Fig. 6), and the score against the number of communications (Fig. 4)."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.errors import UserError, nearest
+from polyfed.evaluation import SCORE
+from polyfed.graphs import ArchitectureGraph, LayerCatalogue
+from polyfed.hypernetworks.ghn import GHN, Form, create, tensors_of_graph
+from polyfed.newcomer import Curves
+from polyfed.runs.directory import read_config, read_metrics
+from polyfed.runs.results import one_thread
+from polyfed.seeds import derive, local_rng, torch_generator
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Start = Literal["standard", "paper", "kaiming"]
+_TITLES: Mapping[Start, str] = {
+    "standard": "initialised as PyTorch does",
+    "paper": "initialised by the paper's formula",
+    "kaiming": "initialised for Kaiming's variance (ours)",
+}
+_WARM, _SCRATCH, _REST = "#0072B2", "#D55E00", "#9a9a9a"
+_BINS = 60
+
+
+def draw_curves(curves: Mapping[str, Curves]) -> "Figure":
+    """A newcomer's score while its whole network is trained, from the warm start and from scratch (Figs. 3 and 7): one
+    panel a newcomer. A dotted line is what training from scratch has at the end, a mark where the warm start reaches it.
+
+    Args:
+        curves: of each newcomer, e.g. of `polyfed.newcomer.compare_curves`.
+
+    Raises:
+        UserError: there are none.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    if not curves:
+        raise UserError("there are no curves to draw; train for some epochs, `polyfed warmstart RUN --epochs 20`")
+    columns = min(len(curves), 4)
+    lines = -(-len(curves) // columns)
+    figure = _figure(1 + 4.2 * columns, 0.6 + 3.4 * lines)
+    panels = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axes, (name, found) in zip(panels, curves.items(), strict=False):
+        epochs = range(found.epochs + 1)
+        for values, colour, label in (
+            (found.warm, _WARM, "generated weights"),
+            (found.scratch, _SCRATCH, "from scratch"),
+        ):
+            # A training that diverged leaves a gap.
+            shown = [math.nan if value is None else value for value in values]
+            axes.plot(epochs, shown, color=colour, label=label, linewidth=1.5, marker=".", markersize=4)
+        if (goal := found.scratch[-1]) is not None:
+            axes.axhline(goal, color=_SCRATCH, linestyle=":", linewidth=1)
+        if found.reached is not None:
+            value = found.warm[found.reached]
+            axes.plot([found.reached], [value], color=_WARM, marker="o", markersize=8, fillstyle="none", linestyle="")
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("epochs of training the whole network")
+        axes.set_ylabel(found.score)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, loc="lower right")
+    for spare in panels[len(curves) :]:
+        spare.set_visible(False)
+    return figure
+
+
+def fresh_weights(
+    graph: ArchitectureGraph, parameter: str, initialisation: Start, *, form: Form | None = None, seed: int = 0
+) -> Tensor:
+    """A parameter of a network as a hypernetwork that has seen no training generates it.
+
+    Args:
+        graph: of the network, e.g. `graphs.extract`.
+        parameter: its name in `named_parameters()`.
+        initialisation: of the hypernetwork: "kaiming" or "paper" as in `hypernetworks.ghn.create`; "standard" as PyTorch
+            and PyG initialise the published design, with no regard to what is generated.
+        form: the hypernetwork's form; None takes the paper's sizes, with the layer types of the graph.
+        seed: of its initial weights.
+
+    Raises:
+        UserError: an unknown initialisation, or a parameter that is not generated.
+
+    >>> from polyfed.graphs import extract
+    >>> net = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.ReLU(), torch.nn.Linear(50, 2))
+    >>> weight = fresh_weights(extract(net, torch.zeros(2, 100)), "0.weight", "kaiming")
+    >>> tuple(weight.shape), bool((weight.std() / (2 / 100) ** 0.5 - 1).abs() < 0.2)
+    ((50, 100), True)
+    """
+    form = form or Form(LayerCatalogue.of([graph]))
+    graph = graph.restricted(form.catalogue.types)
+    names = {name for made in graph.generated for name in made.parameters.values()}
+    if parameter not in names:
+        raise UserError(f"{parameter!r} is not generated for this network; {nearest(parameter, names)}")
+    if initialisation not in _TITLES:
+        raise UserError(f"unknown initialisation {initialisation!r}; {nearest(str(initialisation), _TITLES)}")
+    with one_thread(), torch.no_grad():  # as in a run
+        if initialisation == "standard":
+            form = dataclasses.replace(form, head="mlp", normalise=False)
+            with local_rng(derive(seed, "graph hypernetwork")):
+                ghn = GHN(form)
+        else:
+            ghn = GHN(form)
+            ghn.load_state_dict(create(form, initialisation, seed))
+        weight: Tensor = ghn(tensors_of_graph(graph, form.catalogue, torch.device("cpu")))[parameter]
+    return weight
+
+
+def draw_initialisation(
+    graph: ArchitectureGraph,
+    parameter: str,
+    *,
+    initialisations: Sequence[Start] = ("standard", "kaiming"),
+    form: Form | None = None,
+    seed: int = 0,
+) -> "Figure":
+    """Histograms of a layer's weight, drawn with Kaiming's variance 2/fan_in and as a fresh hypernetwork generates it, one
+    panel for each initialisation of the hypernetwork (Fig. 6, there for a convolution 3×3 of 64 to 128 channels).
+
+    Args:
+        graph: of a network with this layer.
+        parameter: name of the layer's weight.
+        initialisations: see `fresh_weights`.
+        form, seed: see `fresh_weights`.
+
+    Raises:
+        UserError: as of `fresh_weights`; or `parameter` is a bias or a norm layer's scale, for which there is no variance.
+    """
+    owners = [made.type for made in graph.generated if made.parameters.get("weight") == parameter]
+    if owners and owners[0].is_norm:
+        raise UserError(
+            f"{parameter!r} is the scale of a norm layer, which starts at 1; choose the weight of another layer"
+        )
+    weights = {start: fresh_weights(graph, parameter, start, form=form, seed=seed) for start in initialisations}
+    if not owners:
+        raise UserError(f"{parameter!r} is a bias, which starts at 0; choose a layer's weight")
+    kind = owners[0]
+    deviation = math.sqrt(2 / kind.fan_in)
+    shape = kind.shapes["weight"]
+    wanted = torch.randn(shape, generator=torch_generator(derive(seed, "kaiming"))).numpy().ravel() * deviation
+    figure = _figure(4.6 * len(weights), 3.8)
+    for axes, (start, weight) in zip(figure.subplots(1, len(weights), squeeze=False)[0], weights.items(), strict=True):
+        made = weight.numpy().ravel()
+        edges = np.histogram_bin_edges(np.concatenate([wanted, made]), bins=_BINS)
+        for values, colour, name in ((wanted, _WARM, "Kaiming"), (made, _SCRATCH, "generated")):
+            counts, _ = np.histogram(values, edges, density=True)
+            label = f"{name}, std {values.std():.3g}"
+            axes.stairs(counts, edges, fill=True, color=colour, alpha=0.5, label=label)
+        axes.set_title(_TITLES[start], fontsize=10)
+        axes.set_xlabel("weight")
+        axes.legend(fontsize=8)
+    figure.axes[0].set_ylabel("density")
+    figure.suptitle(f"{parameter} ({'×'.join(map(str, shape))}), before training")
+    return figure
+
+
+@final
+@dataclass(frozen=True)
+class Communications:
+    """Scores of runs that spend the same epochs on clients with more or fewer communications.
+
+    Attributes:
+        score: "accuracy", "auc" or "r2".
+        epochs: L × R, the same for all.
+        rounds: R, ascending, each once.
+        mean: by R, the mean over clients after the last round, averaged over the runs with this R.
+        spread: by R, the standard deviation of that mean over these runs (0 for one run).
+        clients: by client's id, the same average of its own score, for each R.
+    """
+
+    score: str
+    epochs: int
+    rounds: tuple[int, ...]
+    mean: tuple[float, ...]
+    spread: tuple[float, ...]
+    clients: Mapping[str, tuple[float, ...]]
+
+
+def read_communications(runs: Sequence[str | Path]) -> Communications:
+    """The scores of several run directories, each of R rounds of L local epochs with L × R constant (Fig. 4: 1,000). Runs of
+    the same R, of several seeds, are averaged.
+
+    Raises:
+        UserError: there are none, one is no complete run, or they differ in L × R, clients or score.
+    """
+    if not runs:
+        raise UserError("give at least one run directory; those of Fig. 4 have rounds × local_epochs in common")
+    read = [_last_scores(Path(folder)) for folder in runs]
+    for place, kind in enumerate(("rounds × local_epochs", "score", "clients")):
+        values = [(one[1] * one[2], one[0], tuple(sorted(one[3])))[place] for one in read]
+        if other := next((i for i, value in enumerate(values) if value != values[0]), 0):
+            raise UserError(
+                f"{runs[other]} differs from {runs[0]} in {kind}: {_text(values[other])} against {_text(values[0])}; draw "
+                "runs that have it in common"
+            )
+    rounds = sorted({one[1] for one in read})
+    by_round = [[one[3] for one in read if one[1] == number] for number in rounds]
+    clients = {
+        client: tuple(float(np.mean([scores[client] for scores in same])) for same in by_round)
+        for client in sorted(read[0][3])
+    }
+    means = [[float(np.mean(list(scores.values()))) for scores in same] for same in by_round]
+    return Communications(
+        score=read[0][0],
+        epochs=read[0][1] * read[0][2],
+        rounds=tuple(rounds),
+        mean=tuple(float(np.mean(same)) for same in means),
+        spread=tuple(float(np.std(same)) for same in means),
+        clients=clients,
+    )
+
+
+def _text(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _last_scores(folder: Path) -> tuple[str, int, int, dict[str, float]]:
+    """Score, R, L, and each client's value after the last round."""
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder} is not a run directory: it has no config.yaml")
+    config, history = read_config(folder), read_metrics(folder / "metrics.jsonl")
+    method = config.get("algorithm") or {}
+    rounds, epochs = config.get("rounds"), method.get("local_epochs")
+    if method.get("local_steps") is not None or not isinstance(epochs, int) or not isinstance(rounds, int):
+        raise UserError(
+            f"{folder}: its clients do not train for local_epochs, so that rounds × local_epochs is not known"
+        )
+    if not history or history[-1]["round"] < rounds:
+        done = history[-1]["round"] if history else 0
+        raise UserError(f"{folder} has {done} of {rounds} rounds; finish it, `polyfed resume {folder}`")
+    last = history[-1]
+    score = next((name for name in SCORE.values() if name in last["summary"]), None)
+    if score is None:
+        raise UserError(f"{folder} has no score after its last round, since no client could be evaluated; run it again")
+    return score, rounds, epochs, {i: row[score] for i, row in last["clients"].items() if row.get(score) is not None}
+
+
+def draw_communications(found: Communications) -> "Figure":
+    """The score against the number of communications R, at the same number of epochs on clients (Fig. 4): the mean over
+    clients, with its deviation where there are several runs of an R, and each client, if they are at most eight."""
+    figure = _figure(6.4, 4.2)
+    axes = figure.add_subplot()
+    if len(found.clients) <= 8:
+        for client, values in found.clients.items():
+            axes.plot(found.rounds, values, color=_REST, linewidth=0.8, label=client)
+            axes.annotate(client, (found.rounds[-1], values[-1]), fontsize=7, color="#555555", xytext=(4, 0),
+                          textcoords="offset points", va="center")  # fmt: skip
+    axes.errorbar(found.rounds, found.mean, yerr=found.spread, color=_WARM, marker="o", markersize=4, linewidth=1.8,
+                  capsize=3, label="mean")  # fmt: skip
+    axes.margins(x=0.12)  # room for the names
+    axes.set_xticks(found.rounds, [str(number) for number in found.rounds])
+    axes.set_xlabel(f"communications R, with L = {found.epochs}/R local epochs each")
+    axes.set_ylabel(found.score)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

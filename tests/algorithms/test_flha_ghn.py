@@ -1,0 +1,255 @@
+"""FLHA-GHN: identity 9, what travels, what stays, catalogues, refinement, expressive power."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import polyfed as pf
+from polyfed.algorithm import ClientInfo
+from polyfed.algorithms import FLHAGHN, FedAvg
+from polyfed.errors import UserError
+from polyfed.graphs import LayerCatalogue
+from polyfed.graphs.cached import graph_of
+from polyfed.models import ModelSpec
+from polyfed.rounds import Federation
+from polyfed.scratch import initial_state
+from polyfed.seeds import torch_generator
+from polyfed.settings import Settings
+from polyfed.tree import spec
+
+SHAPE, CLASSES = (1, 8, 8), 3
+ARCHITECTURES = [
+    ModelSpec(name, {"width": 4, "norm": "batch"}, SHAPE, CLASSES)
+    for name in ("resnet18", "flha_arch1", "flha_arch2", "flha_arch3")
+]
+OPTIONS = {"lr": 0.05, "batch_size": 8, "momentum": 0.9, "clip_norm": 5.0}
+
+
+def examples(seed, number=24):
+    generator = torch_generator(seed)
+    y = torch.arange(number) % CLASSES
+    centres = torch.randn(CLASSES, *SHAPE, generator=torch_generator(99))
+    return centres[y] + 0.5 * torch.randn(number, *SHAPE, generator=generator), y
+
+
+def clients(*models):
+    return [pf.Client(f"c{i}", model, examples(i), examples(100 + i, 9)) for i, model in enumerate(models)]
+
+
+def first_round(method, everyone, seed=0):
+    """The server's state, and what goes down to and comes up from each client in round 1."""
+    federation = Federation({c.id: c for c in everyone}, method, Settings(rounds=3, seed=seed))
+    state = method.init(federation.context())
+    downs = {c.id: method.dispatch(state, ClientInfo(c.id, 1, 3)) for c in everyone}
+    ups = {c.id: method.local(downs[c.id], method.client_init(c, seed), c, seed=5) for c in everyone}
+    return state, downs, ups
+
+
+class Lookup(nn.Module):
+    """A table in the place of the GHN: one row a layer type."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.heads = nn.ModuleDict({
+            kind.key: nn.ParameterDict({role: torch.zeros(shape) for role, shape in kind.shapes.items()})
+            for kind in form.catalogue.types
+        })  # fmt: skip
+
+    def forward(self, graph):
+        return {
+            names[role]: row
+            for kind, (_, _, (names,)) in graph.sets.items()
+            for role, row in self.heads[kind.key].items()
+        }
+
+
+class Distinct(nn.Module):
+    """No two layers are of one type, and some are norms with statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3, stride=2, bias=False),
+            nn.Flatten(), nn.Linear(16, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, CLASSES),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_with_a_lookup_table_it_is_unweighted_fedavg(monkeypatch):
+    """Identity 9, bit for bit over three rounds, on clients of unequal size."""
+    sizes = (12, 20, 31)
+    everyone = [pf.Client(f"c{i}", Distinct, examples(i, n), examples(9 + i, 9)) for i, n in enumerate(sizes)]
+    start = initial_state(Distinct, seed=4)
+    generated = graph_of(everyone[0]).generated
+    table = {f"heads.{m.type.key}.{role}": start[name] for m in generated for role, name in m.parameters.items()}
+    monkeypatch.setattr("polyfed.algorithms.flha_ghn.create", lambda *_: table)
+    monkeypatch.setattr("polyfed.hypernetworks.generated.scratch_ghn", lambda form, _: Lookup(form))
+    shared = {**OPTIONS, "schedule": "cosine", "buffers": "local", "local_epochs": 2}
+    runs = [
+        pf.federate(everyone, method, rounds=3, seed=4, workers=0)
+        for method in (FLHAGHN(**shared, refine_epochs=0), FedAvg(**shared, weighted=False))
+    ]
+    for client in everyone:
+        one, other = (run.model(client.id).state_dict() for run in runs)
+        assert any(not torch.equal(one[name], start[name]) for name in one)
+        for name in one:
+            assert torch.equal(one[name], other[name]), name
+
+
+def test_equal_clients_get_equal_updates():
+    twins = [pf.Client(i, ARCHITECTURES[2], examples(1), examples(2)) for i in ("a", "b")]
+    _, _, ups = first_round(FLHAGHN(**OPTIONS), twins)
+    one, other = (ups[i][0].arrays["ghn"] for i in "ab")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_replies_have_the_same_names_and_shapes_for_every_architecture():
+    """Upward privacy: tensors of the public catalogue's hypernetwork, two numbers, nothing of the graph. That heads which a
+    client has no use for come back as they were is what training itself tells (docs/methods.md)."""
+    everyone = clients(*ARCHITECTURES)
+    _, downs, ups = first_round(FLHAGHN(**OPTIONS), everyone)
+    replies = [reply for reply, _ in ups.values()]
+    assert all(set(reply.arrays) == {"ghn"} for reply in replies)
+    assert all(set(reply.scalars) == {"num_examples", "train_loss"} for reply in replies)
+    forms = [spec(reply.arrays["ghn"]) for reply in replies]
+    assert all(form == spec(downs["c0"].arrays["ghn"]) for form in forms)
+    assert all(list(form) == list(forms[0]) for form in forms)  # the order of tensors could tell something, too
+    assert len({reply.nbytes for reply in replies}) == 1
+
+
+def test_nothing_of_a_graph_is_in_the_state_of_the_server():
+    """Order, number and names of a client's layers: two federations with one catalogue start alike."""
+    shallow = ModelSpec("mlp", {"hidden": (6, 6)}, SHAPE, CLASSES)
+    deep = ModelSpec("mlp", {"hidden": (6, 6, 6, 6)}, SHAPE, CLASSES)
+    states = [first_round(FLHAGHN(**OPTIONS), clients(model))[0] for model in (shallow, deep)]
+    assert states[0]["ghn"].keys() == states[1]["ghn"].keys()
+    assert all(torch.equal(states[0]["ghn"][name], states[1]["ghn"][name]) for name in states[0]["ghn"])
+
+
+class Mixed(nn.Module):
+    """Half of it is outside the catalogue: a PReLU, a transposed convolution, a frozen layer, a parameter of no use."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(1, 4, 3, stride=2), nn.PReLU()
+        self.up = nn.ConvTranspose2d(4, 2, 2)
+        self.frozen = nn.Conv2d(2, 2, 1)
+        self.unused = nn.Linear(2, 2)
+        self.head = nn.Linear(32, CLASSES)
+        for parameter in self.frozen.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.frozen(self.up(self.act(self.conv(x)))).flatten(1))
+
+
+def test_what_the_catalogue_lacks_stays_with_the_client_and_learns_there():
+    method = FLHAGHN(**OPTIONS)
+    (client,) = everyone = clients(Mixed)
+    state, _, ups = first_round(method, everyone)
+    reply, mine = ups["c0"]
+    private = {"act.weight", "up.weight", "up.bias", "frozen.weight", "frozen.bias", "unused.weight", "unused.bias"}
+    assert mine["private"].keys() == private
+    start = initial_state(Mixed, seed=0)
+    changed = {name for name in private if not torch.equal(mine["private"][name], start[name])}
+    assert changed == {"act.weight", "up.weight", "up.bias"}
+    assert {name.split(".")[1].split("-")[0] for name in reply.arrays["ghn"] if "heads" in name} == {"conv2d", "linear"}
+    down = method.dispatch(method.aggregate(state, {"c0": reply}), ClientInfo("c0", 2, 3))
+    weights = method.personal(down, mine, client, seed=1).state_dict()
+    assert all(torch.equal(weights[name], mine["private"][name]) for name in private)
+
+
+def test_clients_with_private_layers_federate_and_resume(tmp_path):
+    everyone = clients(Mixed, ARCHITECTURES[0], Distinct)
+    method = FLHAGHN(**OPTIONS)
+    whole = pf.federate(everyone, method, rounds=3)
+    pf.federate(everyone, method, rounds=3, out=tmp_path / "run", workers=2)
+    resumed = pf.resume(tmp_path / "run", clients=everyone)
+    for client in everyone:
+        one, other = whole.model(client.id).state_dict(), resumed.model(client.id).state_dict()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_catalogue_file_decides_what_is_generated(tmp_path):
+    """In a deployment the server knows a public file, not the clients' layers."""
+    (client,) = everyone = clients(Distinct)
+    types = graph_of(client).types
+    kept = tuple(t for t in types if t.kind == "conv2d")
+    LayerCatalogue(kept).write(tmp_path / "catalogue.yaml")
+    method = FLHAGHN(**OPTIONS, catalogue=str(tmp_path / "catalogue.yaml"))
+    _, downs, ups = first_round(method, everyone)
+    keys = {name.split(".")[1] for name in downs["c0"].arrays["ghn"] if name.startswith("heads")}
+    assert keys == {t.key for t in kept}
+    assert ups["c0"][1]["private"].keys() == {f"net.{i}.{role}" for i in (1, 5, 8) for role in ("weight", "bias")}
+    with pytest.raises(UserError, match="cannot be read"):
+        pf.federate(everyone, FLHAGHN(catalogue="nowhere.yaml"), rounds=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_norms_can_stay_local():
+    _, downs, ups = first_round(FLHAGHN(**OPTIONS, norms="local"), clients(Distinct))
+    assert not any("norm" in name for name in downs["c0"].arrays["ghn"])
+    assert ups["c0"][1]["private"].keys() == {"net.1.weight", "net.1.bias"}
+
+
+def test_nothing_to_generate_is_refused(tmp_path):
+    class Alien(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(64, CLASSES))
+
+        def forward(self, x):
+            return x.flatten(1) @ self.w
+
+    with pytest.raises(UserError, match="nothing to generate"):
+        pf.federate(clients(Alien), FLHAGHN(), rounds=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("buffers", ["local", "recompute"])
+def test_refinement_trains_the_head_alone_and_generated_is_beside(buffers):
+    method = FLHAGHN(**OPTIONS, buffers=buffers)
+    (client,) = everyone = clients(ARCHITECTURES[0])
+    state, _, ups = first_round(method, everyone)
+    reply, mine = ups["c0"]
+    assert ("buffers" in mine) == (buffers == "local")
+    down = method.dispatch(method.aggregate(state, {"c0": reply}), ClientInfo("c0", 2, 3, purpose="personal"))
+    raw = {k: v.clone() for k, v in method.personal(down, mine, client, 1).state_dict().items()}
+    ((name, network),) = method.beside(down, mine, client, 1)
+    assert name == "generated"
+    generated = {k: v.clone() for k, v in network.state_dict().items()}
+    statistics = {k for k in raw if "running" in k or "num_batches" in k}
+    assert {k for k in raw if not torch.equal(raw[k], generated[k])} - statistics == {"fc.weight", "fc.bias"}
+    unrefined = dataclasses.replace(method, refine_epochs=0).personal(down, mine, client, 1)
+    assert all(torch.equal(unrefined.state_dict()[k], generated[k]) for k in generated)
+
+
+def test_a_ghn_of_another_form_is_refused():
+    (client,) = everyone = clients(ARCHITECTURES[0])
+    _, downs, _ = first_round(FLHAGHN(), everyone)
+    with pytest.raises(ValueError, match="not of the form"):
+        FLHAGHN(latent=50).local(downs["c0"], FLHAGHN().client_init(client, 0), client, 0)
+
+
+@pytest.mark.parametrize(
+    "field", [{"depth": -1}, {"latent": 0}, {"hidden": 0}, {"rank": 0}, {"refine_epochs": -1}, {"refine_lr": 0.0},
+              {"buffers": "average"}, {"head": "mpl"}, {"initialisation": "xavier"}, {"norms": "none"}]
+)  # fmt: skip
+def test_bad_settings_are_refused(field):
+    with pytest.raises(UserError, match=next(iter(field))):
+        FLHAGHN(**field)
+
+
+@pytest.mark.parametrize("head", ["mlp", "factored"])
+def test_one_ghn_overfits_four_architectures_at_once(head):
+    """Expressive power: 32 examples with random labels, the four architectures of the paper, training accuracy ≥ 95 %."""
+    generator = torch_generator(11)
+    x, y = torch.randn(32, *SHAPE, generator=generator), torch.randint(0, CLASSES, (32,), generator=generator)
+    everyone = [pf.Client(f"c{i}", model, (x, y), (x, y)) for i, model in enumerate(ARCHITECTURES)]
+    method = FLHAGHN(lr=0.05, batch_size=0, local_steps=5, head=head, refine_epochs=0, buffers="recompute")
+    run = pf.federate(everyone, method, rounds=20, evaluate_every=20)
+    assert all(row["accuracy"] >= 0.95 for row in run.table())  # the test examples are the training examples

@@ -1,0 +1,324 @@
+"""Which parameters stay with the client, and why."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from polyfed.graphs import LayerType
+
+
+class Net(nn.Module):
+    """A network whose modules and forward a test gives as they come."""
+
+    def __init__(self, forward, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.tensor([[1, 2, 0], [3, 4, 5]])
+ELSEWHERE = "uses it outside the layers of the catalogue"
+
+
+def line(c_in=4, c_out=4, bias=True):
+    return nn.Linear(c_in, c_out, bias)
+
+
+def reasons(graph):
+    """One for each module: its parameters' name without the last part -> reason."""
+    return {name.rpartition(".")[0]: reason for name, reason in graph.local.items()}
+
+
+def test_modules_outside_the_catalogue(extracted, told):
+    def forward(net, tokens):
+        x = net.recurrent(net.embedding(tokens))[0]
+        return net.out(net.act(net.up(x.transpose(1, 2))).sum(2))
+
+    net = Net(
+        forward, embedding=nn.Embedding(6, 4), recurrent=nn.LSTM(4, 5, 2, batch_first=True),
+        up=nn.ConvTranspose1d(5, 3, 2), act=nn.PReLU(), out=line(3, 2),
+    )  # fmt: skip
+    graph = extracted(net, TOKENS)
+    assert told(graph) == [
+        "embedding: other < ",
+        "recurrent: other < embedding",
+        "up: other < recurrent",
+        "act: other < up",
+        "out: linear-3-2-k-s-g1-b1 < act",
+    ]
+    assert reasons(graph) == {
+        "embedding": "Embedding is no layer of the catalogue",
+        "recurrent": "LSTM is no layer of the catalogue",
+        "up": "ConvTranspose1d is no layer of the catalogue",
+        "act": "PReLU is no layer of the catalogue",
+    }
+    assert len(graph.nodes[1].parameters) == 8
+    assert graph.coverage == pytest.approx(8 / sum(p.numel() for p in net.parameters()))
+
+
+def test_norms_without_parameters_are_passed_through(extracted):
+    net = nn.Sequential(
+        line(), nn.BatchNorm1d(4, affine=False), nn.LayerNorm(4, elementwise_affine=False), nn.GroupNorm(2, 4, affine=False),
+        line(),
+    )  # fmt: skip
+    graph = extracted(net, X)
+    assert (graph.edges, graph.coverage) == (((0, 1),), 1.0)
+
+
+def test_a_norm_over_several_dimensions_is_no_layer_type(extracted):
+    graph = extracted(nn.Sequential(nn.LayerNorm((3, 4)), line()), torch.randn(2, 3, 4))
+    assert [getattr(node.type, "kind", node.type) for node in graph.nodes] == ["other", "linear"]
+    assert graph.local["0.weight"] == "LayerNorm with weight (3, 4), bias (3, 4) is no layer of the catalogue"
+
+
+def test_frozen_parameters_and_their_layers(extracted):
+    net = nn.Sequential(line(), line(), line())
+    net[0].requires_grad_(False)
+    net[1].weight.requires_grad_(False)
+    graph = extracted(net, X)
+    assert [node.type for node in graph.nodes[:2]] == ["other", "other"]
+    assert graph.edges == ((0, 1), (1, 2))
+    frozen = "it is not trained (requires_grad is False)"
+    assert graph.local == {
+        "0.weight": frozen,
+        "0.bias": frozen,
+        "1.weight": frozen,
+        "1.bias": f"1.weight of the same layer stays: {frozen}",
+    }
+
+
+@pytest.mark.parametrize("cut", [lambda net, x: net.b(net.a(x).detach()), lambda net, x: net.b(without_grad(net.a, x))])
+def test_behind_detach_and_no_grad_nothing_is_generated(extracted, cut):
+    graph = extracted(Net(cut, a=line(), b=line()), X)
+    assert graph.local == dict.fromkeys(("a.weight", "a.bias"), "no gradient of the output reaches it")
+    assert graph.edges == ((0, 1),)
+
+
+def without_grad(module, x):
+    with torch.no_grad():
+        return module(x)
+
+
+def test_an_output_without_gradient_has_a_graph(extracted):
+    graph = extracted(Net(lambda net, x: net.b(net.a(x)).argmax(1), a=line(), b=line()), X)
+    assert (graph.edges, graph.coverage) == (((0, 1),), 1.0)
+
+
+def test_unused_parameters_and_dead_branches(extracted, told):
+    def forward(net, x):
+        x = net.body(x)
+        net.dead(net.deader(x))
+        if net.training:
+            return net.out(x), net.auxiliary(x)
+        return net.out(x)
+
+    net = Net(forward, dead=line(), out=line(4, 2), body=line(), auxiliary=line(), deader=line(), never=line())
+    net.train()
+    graph = extracted(net, X)
+    assert told(graph) == ["body: linear-4-4-k-s-g1-b1 < ", "out: linear-4-2-k-s-g1-b1 < body"]
+    assert graph.local == {
+        f"{name}.{part}": "the output does not depend on it"
+        for name in ("dead", "auxiliary", "deader", "never")
+        for part in ("weight", "bias")
+    }
+    assert net.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_types_of_numbers(extracted, dtype):
+    graph = extracted(nn.Sequential(line(), line()).to(dtype), X.to(dtype))
+    if dtype is torch.float64:
+        assert graph.coverage == 1.0
+    else:
+        assert set(graph.local.values()) == {"its numbers are bfloat16, not float32 or float64"}
+        assert (graph.coverage, graph.edges) == (0.0, ((0, 1),))
+
+
+def test_a_module_used_twice(extracted):
+    graph = extracted(Net(lambda net, x: net.b(net.a(net.b(x))), a=line(), b=line()), X)
+    assert [node.name for node in graph.nodes] == ["b", "a", "b"]
+    assert [one.nodes for one in graph.generated] == [(0, 2), (1,)]
+    assert graph.coverage == 1.0
+
+
+def test_one_module_under_two_names_and_one_tensor_in_two_layers(extracted):
+    one, two = line(bias=False), line(bias=False)
+    two.weight = one.weight
+    graph = extracted(nn.Sequential(one, nn.ReLU(), two, one), X)
+    assert [node.parameters for node in graph.nodes] == [{"weight": "0.weight"}] * 3
+    assert [one.nodes for one in graph.generated] == [(0, 1, 2)]
+    assert graph.sizes == {"0.weight": 16}
+
+
+def test_layers_that_share_a_part_are_not_generated(extracted):
+    """c shares its bias with b, which shares its weight with a: none of the three can be generated alone."""
+    net = nn.Sequential(line(), line(), line(), line())
+    net[1].weight = net[0].weight
+    net[2].bias = net[1].bias
+    graph = extracted(net, X)
+    assert [isinstance(node.type, LayerType) for node in graph.nodes] == [False, False, False, True]
+    assert graph.local == {
+        "0.weight": "0.weight is shared between different layers",
+        "0.bias": "0.weight is shared between different layers",
+        "1.bias": "1.bias is shared between different layers",
+        "2.weight": "1.bias is shared between different layers",
+    }
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_tied_weights_of_an_embedding_and_of_an_autoencoder(extracted, turned):
+    if turned:
+        net = Net(lambda net, x: F.linear(net.a(x).relu(), net.a.weight.T), a=line(4, 2, bias=False))
+        graph = extracted(net, X)
+        assert [node.type for node in graph.nodes] == ["other", "other"]
+        assert graph.local == {"a.weight": "a.weight is shared between different layers"}
+    else:
+        net = Net(lambda net, x: net.out(net.tokens(x).mean(1)), tokens=nn.Embedding(6, 4), out=line(4, 6))
+        net.out.weight = net.tokens.weight
+        graph = extracted(net, TOKENS)
+        assert [node.type for node in graph.nodes] == ["other", "other"]
+        shared = "tokens.weight is shared between different layers"
+        assert graph.local == {"tokens.weight": shared, "out.bias": shared}
+
+
+@pytest.mark.parametrize("parametrised", [weight_norm, spectral_norm])
+def test_computed_weights_are_no_layers(extracted, parametrised):
+    graph = extracted(nn.Sequential(line(), nn.ReLU(), parametrised(line())), X)
+    assert [node.name for node in graph.nodes] == ["0", "2"]
+    assert (graph.nodes[1].type, graph.edges) == ("other", ((0, 1),))
+    assert set(reasons(graph).values()) == {"ParametrizedLinear is no layer of the catalogue"}
+
+
+class Standardised(nn.Conv1d):
+    """A convolution that does something with its weight."""
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2), keepdim=True)
+        return F.conv1d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class Scaled(nn.Linear):
+    """A linear layer with a parameter more."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.gain = nn.Parameter(torch.ones(sizes[1]))
+
+    def forward(self, x):
+        return super().forward(x) * self.gain
+
+
+class Named(nn.BatchNorm1d):
+    pass
+
+
+class Activated(nn.BatchNorm1d):
+    def __init__(self, width):
+        super().__init__(width)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+def test_derived_layers(extracted, told):
+    net = nn.Sequential(Standardised(4, 4, 1), Named(4), Activated(4), nn.Flatten(), Scaled(8, 3), line(3, 2))
+    graph = extracted(net, torch.randn(2, 4, 2))
+    assert told(graph) == [
+        "0: conv1d-4-4-k1-s1-g1-b1 < ",
+        "1: batch_norm-4-4-k-s-g1-b1 < 0",
+        "2: batch_norm-4-4-k-s-g1-b1 < 1",
+        "4: linear-8-3-k-s-g1-b1 < 2",
+        "4.gain: other < 4",
+        "5: linear-3-2-k-s-g1-b1 < 4.gain",
+    ]
+    assert graph.local == {"4.gain": f"Scaled {ELSEWHERE}"}
+
+
+class Functional(nn.Module):
+    """Parameters of its own, given to torch's functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Parameter(0.1 * torch.randn(4, 1, 3, 3))
+        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+        self.weights = nn.ParameterList([nn.Parameter(0.1 * torch.randn(n, 16)) for n in (16, 3)])
+        self.gamma, self.last = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        x = F.conv2d(x, self.kernel, stride=(2, 1), groups=2)
+        x = F.batch_norm(x, self.mean, self.var, self.scale, bias=self.shift)
+        x = F.group_norm(x, 2, weight=self.scale, bias=self.shift).flatten(2).mean(2).repeat(1, 4)
+        x = F.layer_norm(x, self.gamma.shape, self.gamma)
+        x = F.linear(x, self.weights[0]).relu()
+        return F.linear(x, self.weights[1], bias=self.last)
+
+
+def test_functions_with_the_models_own_parameters(extracted):
+    graph = extracted(Functional(), torch.randn(2, 2, 9, 9))
+    types = [getattr(node.type, "key", node.type) for node in graph.nodes]
+    assert types == [
+        "conv2d-2-4-k3x3-s2x1-g2-b0",
+        "other",
+        "other",
+        "layer_norm-16-16-k-s-g1-b0",
+        "linear-16-16-k-s-g1-b0",
+        "linear-16-3-k-s-g1-b1",
+    ]
+    assert graph.edges == tuple((i, i + 1) for i in range(5))
+    assert graph.nodes[5].parameters == {"weight": "weights.1", "bias": "last"}
+    assert graph.local == dict.fromkeys(("scale", "shift"), "scale is shared between different layers")
+
+
+def test_parameters_that_are_used_as_they_are(extracted, told):
+    """Both tracers' rule: an operation on parameters and other tensors is a node that owns the parameters."""
+
+    def forward(net, x):
+        tokens = torch.cat([net.cls.expand(x.shape[0], -1, -1), net.patch(x).unsqueeze(1)], 1) + net.position
+        return net.out((tokens * net.gamma) @ net.matrix)
+
+    net = Net(forward, patch=line(), out=line(4, 2))
+    net.cls, net.position = nn.Parameter(torch.ones(1, 1, 4)), nn.Parameter(torch.ones(1, 2, 4))
+    net.gamma, net.matrix = nn.Parameter(torch.ones(4)), nn.Parameter(torch.eye(4))
+    graph = extracted(net, X)
+    assert told(graph) == [
+        "cls: other < ",
+        "patch: linear-4-4-k-s-g1-b1 < ",
+        "concat: concat < cls patch",
+        "position: other < ",
+        "add: add < concat position",
+        "gamma: other < add",
+        "matrix: other < gamma",
+        "out: linear-4-2-k-s-g1-b1 < matrix",
+    ]
+    assert graph.local == dict.fromkeys(("cls", "position", "gamma", "matrix"), f"Net {ELSEWHERE}")
+
+
+def test_a_list_of_parameters_is_its_owners(extracted, told):
+    net = Net(lambda net, x: x * net.gains[0] * net.gains[1], gains=nn.ParameterList([torch.ones(4), torch.ones(4)]))
+    graph = extracted(net, X)
+    assert told(graph) == ["gains.0: other < ", "gains.1: other < gains.0"]
+    assert set(graph.local.values()) == {f"Net {ELSEWHERE}"}
+
+
+def test_a_learnt_query_is_an_input_of_its_layer(extracted, told):
+    net = Net(lambda net, x: net.to_query(net.query) * x, to_query=line())
+    net.query = nn.Parameter(torch.ones(1, 4))
+    assert told(extracted(net, X)) == ["query: other < ", "to_query: linear-4-4-k-s-g1-b1 < query"]
+
+
+def test_nothing_to_generate(extracted):
+    graph = extracted(nn.Flatten(), X)
+    assert (graph.nodes, graph.edges, graph.coverage) == ((), (), 0.0)
+    net = Net(lambda net, x: net.query)
+    net.query = nn.Parameter(torch.ones(1, 4))
+    assert [node.name for node in extracted(net, X).nodes] == ["query"]

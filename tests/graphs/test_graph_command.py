@@ -1,0 +1,191 @@
+"""`polyfed graph`: tables, picture, layer catalogue, and what is said to a user's mistakes."""
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from polyfed.cli import main
+from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node, extract
+from polyfed.graphs.draw import draw_graph, label, layout
+from polyfed.models import build
+
+NETS = '''
+import torch
+from torch import nn
+
+
+class Learner(nn.Module):
+    """A residual layer, a gain that no hypernetwork generates, and a layer that is never used."""
+
+    def __init__(self, width=4, classes=2):
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(width, width), nn.Linear(width, classes), nn.Linear(1, 1)
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.b(x + self.a(x) * self.gain)
+
+
+def decides(input_shape, num_classes):
+    class Deciding(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else x
+
+    return Deciding(nn.Linear(input_shape[0], num_classes))
+
+
+def fails():
+    raise RuntimeError("no such file")
+'''
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    (tmp_path / "own_nets.py").write_text(NETS)
+    return tmp_path
+
+
+@pytest.fixture
+def polyfed(capsys):
+    """Runs a command and returns its status, standard output and error."""
+
+    def polyfed(*arguments):
+        capsys.readouterr()
+        status = main(arguments)
+        return status, *capsys.readouterr()
+
+    return polyfed
+
+
+def cells(out):
+    """The rows of all tables: lists of what stands between the lines."""
+    return [[cell.strip() for cell in row.strip("│").split("│")] for row in out.splitlines() if row.startswith("│")]
+
+
+def test_tables_of_a_users_network(polyfed, here):
+    status, out, err = polyfed("graph", "own_nets:Learner", "--input", "4", "--model.width", "4", "--model.classes=3")
+    assert (status, err) == (0, "")
+    assert cells(out) == [
+        ["0", "", "a", "linear-4-4-k-s-g1-b1", "20", "generated"],
+        ["1", "0", "gain", "other", "4", "local"],
+        ["2", "1", "add", "add", "", ""],
+        ["3", "2", "b", "linear-4-3-k-s-g1-b1", "15", "generated"],
+        ["linear-4-3-k-s-g1-b1", "1", "15"],
+        ["linear-4-4-k-s-g1-b1", "1", "20"],
+        ["gain", "4", "Learner uses it outside the layers of the catalogue"],
+        ["unused.weight", "1", "the output does not depend on it"],
+        ["unused.bias", "1", "the output does not depend on it"],
+    ]
+    assert "4 nodes and 3 edges" in out
+    assert out.endswith(
+        "85.4% of 41 parameters are generated, as 2 layers of 2 types; the network was followed by torch.fx\n"
+        "drawn in graph.png\n"
+    )
+    assert (here / "graph.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_networks_of_the_zoo(polyfed, here):
+    arguments = ["--input", "1,8,8", "--plot", "one.svg"]
+    status, out, err = polyfed("graph", "mlp", *arguments, "--classes", "3", "--model.hidden", "[16]")
+    assert (status, err) == (0, "")
+    assert [row[2:4] for row in cells(out)[:2]] == [["fc1", "linear-64-16-k-s-g1-b1"], ["fc2", "linear-16-3-k-s-g1-b1"]]
+    assert "stay with the client" not in out
+    first = (here / "one.svg").read_bytes()
+    assert b"<svg" in first
+    assert polyfed("graph", "mlp", *arguments, "--classes", "3", "--model.hidden", "[16]")[1] == out
+    assert (here / "one.svg").read_bytes() == first
+    status, out, _ = polyfed("graph", "lstm", "--input=7", "--integer", "--model.vocabulary", "9")
+    assert status == 0
+    assert ["embedding.weight", "576", "Embedding is no layer of the catalogue"] in cells(out)
+
+
+def test_a_catalogue_grows(polyfed, here):
+    command = ["graph", "mlp", "--input", "1,8,8", "--catalogue", "layers.yaml"]
+    status, out, _ = polyfed(*command, "--model.hidden", "[16]")
+    assert status == 0
+    assert "2 layer types in layers.yaml, 2 of them new" in out
+    assert "3 layer types in layers.yaml, 1 of them new" in polyfed(*command, "--model.hidden", "[16, 10]")[1]
+    assert "3 layer types in layers.yaml, 0 of them new" in polyfed(*command, "--model.hidden", "[16]")[1]
+    sizes = [(64, 16), (16, 10), (10, 10)]
+    assert LayerCatalogue.read("layers.yaml") == LayerCatalogue(tuple(LayerType("linear", *size) for size in sizes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "takes one model, got none"),
+        (["mlp", "vit", "--input", "4"], "takes one model, got mlp and vit"),
+        (["mlp"], "needs the shape of an example, for instance --input 3,32,32"),
+        (["mlp", "--input", "3,x"], "--input must be whole numbers of at least 1, .* got '3,x'"),
+        (["mlp", "--input", "3,0"], "got '3,0'"),
+        (["mlp", "--input"], "--input needs a value"),
+        (["mlp", "--input", "4", "--classes", "2,3"], "--classes must be one whole number of at least 1, got '2,3'"),
+        (["mlp", "--input", "4", "--integer=yes"], "--integer takes no value"),
+        (["mlp", "--input", "4", "--catalog", "c.yaml"], "unknown option --catalog; did you mean --catalogue"),
+        (["mpl", "--input", "4"], "there is no model 'mpl'; did you mean mlp"),
+        (["mlp", "--input", "4", "--model.hiden", "3"], "unknown argument 'hiden'; did you mean hidden"),
+        (["mlp", "--input", "4", "--model.hidden", "[3"], r"--model.hidden must be a number, a word or a \[list\]"),
+        (["vit", "--input", "1,9,9"], "patch=4 does not divide images of 9x9"),
+        (["own_nets:Lerner", "--input", "4"], "has no 'Lerner'; did you mean Learner"),
+        (["own_nets:fails", "--input", "4"], "factory own_nets:fails failed: RuntimeError: no such file"),
+        (["own_nets:Learner", "--input", "5"], r"fails on an example of shape \(2, 5\) .* in a \(Linear\)"),
+        (["own_nets:decides", "--input", "4"], "cannot be followed. torch.fx stopped in Deciding"),
+        (["mlp", "--input", "4", "--plot", "graph.gif"], "a picture must end in .png or .svg, got 'graph.gif'"),
+        (["mlp", "--input", "4", "--plot", "no/graph.png"], "cannot write the picture 'no/graph.png'"),
+        (
+            ["mlp", "--input", "4", "--catalogue", "no/c.yaml"],
+            r"cannot write the layer catalogue 'no/c.yaml' \(No such",
+        ),
+        (["mlp", "--input", "4", "--catalogue", "own_nets.py"], "the layer catalogue own_nets.py"),
+        (["torch.nn:Identity", "--input", "4", "--catalogue", "c.yaml"], "nothing to write to c.yaml"),
+    ],
+)
+def test_a_users_mistakes(polyfed, arguments, message):
+    status, out, err = polyfed("graph", *arguments)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(rf"polyfed: .*{message}.*\n", err), err
+
+
+def test_help(polyfed):
+    status, out, _ = polyfed("graph", "--help")
+    assert status == 0
+    assert out.startswith("usage: polyfed graph MODEL --input SHAPE")
+    for option in ("--integer", "--classes", "--model.NAME", "--plot", "--catalogue"):
+        assert option in out
+    assert "\n  graph " in polyfed("--help")[1]
+
+
+def crosses(line, places):
+    """Whether a line's corners, but for its ends, meet a node, or lie in another row than the next one."""
+    inside = line[1:-1]
+    gaps = [after[1] - before[1] for before, after in pairwise(line)]
+    return any(abs(x - column) < 0.5 and y == row for x, y in inside for column, row in places) or set(gaps) != {1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("resnet18", (3, 16, 16)), ("flha_chain", (1, 16, 16)), ("vit", (1, 8, 8))]
+)
+def test_no_line_of_the_picture_crosses_a_node(name, shape):
+    model = build(name, shape, 3, **({"pool": "cls"} if name == "vit" else {"width": 4}))
+    graph = extract(model, torch.zeros(2, *shape))
+    places, lines = layout(graph)
+    assert len(set(places)) == len(graph.nodes)
+    assert all(places[a][1] < places[b][1] for a, b in graph.edges)
+    assert not any(crosses(line, places) for line in lines)
+
+
+def test_pictures_of_odd_graphs(here):
+    """No nodes, nodes without edges, long names."""
+    draw_graph(extract(nn.Flatten(), torch.zeros(2, 3)), "none.png")
+    node = Node("block." * 20 + "gain", "other", {"gain": "gain"})
+    draw_graph(ArchitectureGraph((node, node), (), {"gain": 1}, {"gain": "it is mine"}), "two.svg", "a" * 100)
+    assert (here / "none.png").exists()
+    assert label(node) == "…lock.block.block.block.block.gain\nother"
+    pointwise = LayerType("conv2d", 8, 8, (1, 3), (2, 1), groups=8)
+    assert label(Node("c", pointwise, {})) == "c\nconv2d 8→8, 1×3 /2×1, 8 groups"
+    assert [label(Node("block.add", mark, {})) for mark in ("add", "other")] == ["block.add", "block.add\nother"]
