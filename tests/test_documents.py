@@ -30,6 +30,17 @@ def test_own_data_example(tmp_path):
     assert len([line for line in code if not line.startswith(("import", "from", '"'))]) <= 15
 
 
+@pytest.mark.slow
+def test_any_network_example(tmp_path):
+    """Networks in the form of MobileNetV2 and DenseNet join a federation with the zoo's; each learns."""
+    done = run("-W", "error", str(ROOT / "examples" / "any_network.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("100% of the weights generated") == 3
+    accuracies = re.findall(r"(\w+): accuracy ([0-9.]+)", done.stdout)
+    assert [name for name, _ in accuracies] == ["north", "south", "west", "mean"]
+    assert all(float(accuracy) > 0.4 for _, accuracy in accuracies)  # 0.1 is chance
+
+
 def test_readme_example(tmp_path):
     (block,) = python_blocks("README.md")
     (tmp_path / "example.py").write_text(block)

@@ -32,7 +32,11 @@ def receive(client: Client, model: Tree, mine: Mapping[str, Tree], policy: Polic
     """The client's scratch module filled with what came down and, under "local", with its own buffers (as built, before
     its first round)."""
     assert client.model is not None  # `federate` has checked that the method's clients have one
-    own = scratch(client.model, client.train.x.device)
+    return filled(scratch(client.model, client.train.x.device), model, mine, policy)
+
+
+def filled(own: Scratch, model: Tree, mine: Mapping[str, Tree], policy: Policy) -> Scratch:
+    """The same for a scratch module that the caller already has."""
     kept = own.buffers if policy == "recompute" or not mine.get("buffers") else mine["buffers"]
     fill(own.module, model, {} if policy == "average" else kept)
     return own

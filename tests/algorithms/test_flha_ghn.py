@@ -12,6 +12,7 @@ from polyfed.algorithms import FLHAGHN, FedAvg
 from polyfed.errors import UserError
 from polyfed.graphs import LayerCatalogue
 from polyfed.graphs.cached import graph_of
+from polyfed.hypernetworks import generated as generated_module
 from polyfed.models import ModelSpec
 from polyfed.rounds import Federation
 from polyfed.scratch import initial_state
@@ -88,6 +89,7 @@ def test_with_a_lookup_table_it_is_unweighted_fedavg(monkeypatch):
     table = {f"heads.{m.type.key}.{role}": start[name] for m in generated for role, name in m.parameters.items()}
     monkeypatch.setattr("polyfed.algorithms.flha_ghn.create", lambda *_: table)
     monkeypatch.setattr("polyfed.hypernetworks.generated.scratch_ghn", lambda form, _: Lookup(form))
+    monkeypatch.setattr("polyfed.hypernetworks.generated._cached", generated_module._build)  # leaves no table behind
     shared = {**OPTIONS, "schedule": "cosine", "buffers": "local", "local_epochs": 2}
     runs = [
         pf.federate(everyone, method, rounds=3, seed=4, workers=0)
@@ -98,6 +100,21 @@ def test_with_a_lookup_table_it_is_unweighted_fedavg(monkeypatch):
         assert any(not torch.equal(one[name], start[name]) for name in one)
         for name in one:
             assert torch.equal(one[name], other[name]), name
+
+
+class Unhashable:
+    """A factory that cannot be a key of a cache."""
+
+    __hash__ = None
+
+    def __call__(self):
+        return Distinct()
+
+
+def test_factories_that_cannot_be_cached_give_the_same_run():
+    runs = [pf.federate(clients(model, model), FLHAGHN(**OPTIONS), rounds=2) for model in (Distinct, Unhashable())]
+    one, other = (run.model("c1").state_dict() for run in runs)
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_equal_clients_get_equal_updates():
@@ -244,7 +261,7 @@ def test_bad_settings_are_refused(field):
         FLHAGHN(**field)
 
 
-@pytest.mark.parametrize("head", ["mlp", "factored"])
+@pytest.mark.parametrize("head", ["mlp", pytest.param("factored", marks=pytest.mark.slow)])
 def test_one_ghn_overfits_four_architectures_at_once(head):
     """Expressive power: 32 examples with random labels, the four architectures of the paper, training accuracy ≥ 95 %."""
     generator = torch_generator(11)

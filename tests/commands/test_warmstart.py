@@ -315,6 +315,7 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(here, capsys, monkey
     assert file.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_document_shows_what_runs(here, capsys):
     text = (Path(__file__).parents[2] / "docs/newcomers.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.buffers import Policy, ready, receive, recompute
+from polyfed.buffers import Policy, filled, ready, recompute
 from polyfed.errors import UserError
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.graphs.cached import graph_of
@@ -129,9 +129,8 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
             parameter.requires_grad_(parameter.requires_grad and name in graph.local)
         loss = fit(network, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
         trained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in network.ghn.state_dict().items()}
-        return Message({"ghn": trained}, {"num_examples": len(client.train), "train_loss": loss}), self._kept(
-            own, graph
-        )
+        scalars = {"num_examples": len(client.train), "train_loss": loss}
+        return Message({"ghn": trained}, scalars), self._kept(own, graph)
 
     def _kept(self, own: Scratch, graph: ArchitectureGraph) -> Mine:
         state = own.module.state_dict()
@@ -178,10 +177,10 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
         assert client.model is not None
         form = self._form(catalogue_of(down.arrays["ghn"]))
         graph = graph_of(client, form.catalogue)
-        network = assembled(client.model, graph, form, down.arrays["ghn"], client.train.x.device)
+        network, own = assembled(client.model, graph, form, down.arrays["ghn"], client.train.x.device)
         with torch.no_grad():
             weights = {**mine.get("private", {}), **network.weights()}
-        return network, receive(client, aliases(network.model, weights), mine, self.buffers), graph
+        return network, filled(own, aliases(own.module, weights), mine, self.buffers), graph
 
     def _form(self, catalogue: LayerCatalogue) -> Form:
         return Form(catalogue, self.depth, self.latent, self.hidden, self.head, self.rank, self.normalise)

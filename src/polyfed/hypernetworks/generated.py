@@ -11,7 +11,7 @@ from torch.func import functional_call
 from polyfed.algorithm import Architecture
 from polyfed.graphs.architecture import ArchitectureGraph
 from polyfed.hypernetworks.ghn import GHN, Form, GraphTensors, scratch_ghn, tensors_of_graph
-from polyfed.scratch import scratch
+from polyfed.scratch import Scratch, scratch
 from polyfed.tree import Tree
 
 
@@ -48,16 +48,17 @@ def _alike(made: Tensor, own: Tensor) -> Tensor:
 
 def assembled(
     factory: Architecture, graph: ArchitectureGraph, form: Form, ghn: Tree, device: torch.device | None = None
-) -> GeneratedNetwork:
-    """The network of an architecture under a hypernetwork with the weights `ghn`: one module a process, whose `model` is the
-    one of `scratch(factory, device)`. Whoever takes it fills that and does not keep it.
+) -> tuple[GeneratedNetwork, Scratch]:
+    """The network of an architecture under a hypernetwork with the weights `ghn`, and the scratch module that is its
+    `model`: as with `scratch`, whoever takes them fills the latter and does not keep them.
 
     Raises:
         ValueError: the weights are not those of a hypernetwork of this form.
     """
     device = device or torch.device("cpu")
     find = _cached if isinstance(factory, Hashable) else _build
-    network = find(factory, _Same(graph), form, device)
+    network, own = find(factory, _Same(graph), form, device)
+    own.restore()
     try:
         network.ghn.load_state_dict(dict(ghn))
     except RuntimeError as error:
@@ -65,7 +66,7 @@ def assembled(
             "the hypernetwork that came down is not of the form of this client's settings (depth, latent, hidden, head, "
             f"rank): {str(error).splitlines()[-1].strip()}"
         ) from error
-    return network
+    return network, own
 
 
 @final
@@ -82,9 +83,9 @@ class _Same:
         return id(self.graph)
 
 
-def _build(factory: Architecture, graph: _Same, form: Form, device: torch.device) -> GeneratedNetwork:
-    tensors = tensors_of_graph(graph.graph, form.catalogue, device)
-    return GeneratedNetwork(scratch_ghn(form, device), scratch(factory, device).module, tensors)
+def _build(factory: Architecture, graph: _Same, form: Form, device: torch.device) -> tuple[GeneratedNetwork, Scratch]:
+    tensors, own = tensors_of_graph(graph.graph, form.catalogue, device), scratch(factory, device)
+    return GeneratedNetwork(scratch_ghn(form, device), own.module, tensors), own
 
 
 _cached = lru_cache(maxsize=64)(_build)

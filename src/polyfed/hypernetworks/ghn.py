@@ -173,8 +173,9 @@ class TypeHead(nn.Module):
 @final
 class Factored(nn.Module):
     """The last layer of a head with fewer numbers (ours): what depends on the node is a product of low rank over output and
-    input channels, W[o, i, κ] = Σ_r rows[o, r]·columns[i, r]·(core[r, κ]·z) + base[o, i, κ], κ running over the kernel's
-    places. `base`, which the published head has too as its bias, keeps W at full rank.
+    input channels, W[o, i, κ] = Σ_r rows[o, r]·columns[i, r]·(core[r, κ]·z) + √H·bias[o, i, κ], κ running over the kernel's
+    places. The bias, which the published head has too, keeps W at full rank; √H makes it learn as fast as that head's H
+    numbers for each weight do together.
 
     Numbers: P + R·(c_out + c_in/groups + H·|κ|), instead of 17·P. Shapes: (n, H) to (n, P).
     """
@@ -191,7 +192,7 @@ class Factored(nn.Module):
         """The weights of each row of z, flattened."""
         mixed = torch.einsum("rkj,nj->nrk", self.core, z)
         made = torch.einsum("or,ir,nrk->noik", self.rows, self.columns, mixed)
-        return made.flatten(1) + self.bias
+        return made.flatten(1) + math.sqrt(z.shape[1]) * self.bias
 
 
 def _size(module: nn.Module) -> int:
