@@ -107,6 +107,8 @@ class Federation:
         for name, value in reply.scalars.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
                 return f"scalar {name!r} is {value!r}; the local training diverged: lower lr or set clip_norm"
+        if not reply.scalars.get("num_examples", 1) >= 1:
+            return f"num_examples is {reply.scalars['num_examples']!r}; a client has at least one"
         for group, tree in reply.arrays.items():
             if alien := [name for name, value in tree.items() if not isinstance(value, Tensor)]:
                 return f"group {group!r}: {alien[0]!r} is a {type(tree[alien[0]]).__name__}, not a tensor"

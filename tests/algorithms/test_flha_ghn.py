@@ -125,8 +125,8 @@ def test_equal_clients_get_equal_updates():
 
 
 def test_replies_have_the_same_names_and_shapes_for_every_architecture():
-    """Upward privacy: tensors of the public catalogue's hypernetwork, two numbers, nothing of the graph. That heads which a
-    client has no use for come back as they were is what training itself tells (docs/methods.md)."""
+    """Upward privacy: tensors of the public catalogue's hypernetwork and two numbers; nothing depends on the graph except
+    through training. What training tells is in `test_flha_privacy.py`."""
     everyone = clients(*ARCHITECTURES)
     _, downs, ups = first_round(FLHAGHN(**OPTIONS), everyone)
     replies = [reply for reply, _ in ups.values()]
@@ -270,3 +270,83 @@ def test_one_ghn_overfits_four_architectures_at_once(head):
     method = FLHAGHN(lr=0.05, batch_size=0, local_steps=5, head=head, refine_epochs=0, buffers="recompute")
     run = pf.federate(everyone, method, rounds=20, evaluate_every=20)
     assert all(row["accuracy"] >= 0.95 for row in run.table())  # the test examples are the training examples
+
+
+def test_weighted_replies_count_by_examples():
+    sizes = {"a": 12, "b": 36}
+    everyone = [pf.Client(i, ARCHITECTURES[1], examples(k, n), examples(9)) for k, (i, n) in enumerate(sizes.items())]
+    for weighted, share in ((False, 0.5), (True, 0.75)):
+        method = FLHAGHN(**OPTIONS, weighted=weighted)
+        state, _, ups = first_round(method, everyone)
+        replies = {i: reply for i, (reply, _) in ups.items()}
+        mean = method.aggregate(state, replies)["ghn"]["gnn.0.lin_rel.weight"]
+        one, other = (replies[i].arrays["ghn"]["gnn.0.lin_rel.weight"] for i in "ab")
+        torch.testing.assert_close(mean, (1 - share) * one + share * other)
+        without = dataclasses.replace(replies["a"], scalars={})
+        assert (method.reply_flaw(state, without) is not None) == weighted
+
+
+def test_the_fields_of_the_refinement_are_used():
+    (client,) = everyone = clients(ARCHITECTURES[3])
+    base = FLHAGHN(**OPTIONS)
+    _, downs, ups = first_round(base, everyone)
+
+    def head(**fields):
+        method = dataclasses.replace(base, **fields)
+        return method.personal(downs["c0"], ups["c0"][1], client, 1).state_dict()["fc.weight"].clone()
+
+    assert not torch.equal(head(), head(refine_lr=0.5))
+    assert not torch.equal(head(), head(refine_epochs=2))
+    assert torch.equal(head(refine_lr=0.05), head())  # lr
+
+
+class RawHead(nn.Module):
+    """Its last layer is a parameter of the network itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(64, 6)
+        self.last = nn.Parameter(torch.full((6, CLASSES), 0.1))
+
+    def forward(self, x):
+        return torch.relu(self.body(x.flatten(1))) @ self.last
+
+
+def test_the_head_is_the_last_layer_of_the_graph_even_if_it_is_a_raw_parameter():
+    (client,) = everyone = clients(RawHead)
+    assert graph_of(client).head == {"last"}
+    method = FLHAGHN(**OPTIONS)
+    _, downs, ups = first_round(method, everyone)
+    raw = {k: v.clone() for k, v in method.personal(downs["c0"], ups["c0"][1], client, 1).state_dict().items()}
+    ((_, network),) = method.beside(downs["c0"], ups["c0"][1], client, 1)
+    assert {k for k, v in network.state_dict().items() if not torch.equal(v, raw[k])} == {"last"}
+
+
+def test_a_client_of_which_nothing_is_generated_is_warned(tmp_path):
+    """The likely mistake of a deployment: a network of another width than the catalogue's."""
+    LayerCatalogue(graph_of(clients(Distinct)[0]).types).write(tmp_path / "catalogue.yaml")
+    method = FLHAGHN(**OPTIONS, catalogue=str(tmp_path / "catalogue.yaml"))
+    with pytest.warns(RuntimeWarning, match="nothing of the network of client 'c0' is generated"):
+        first_round(method, clients(RawHead))
+
+
+def test_networks_in_float64_are_generated_in_float64():
+    class Double(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, CLASSES))
+            self.double()
+
+    (x, y), (x_test, y_test) = examples(0), examples(1)
+    client = pf.Client("c", Double, (x.double(), y), (x_test.double(), y_test))
+    run = pf.federate([client], FLHAGHN(**OPTIONS), rounds=2)
+    assert all(tensor.dtype == torch.float64 for tensor in run.model("c").state_dict().values())
+
+
+def test_one_factory_may_be_used_under_two_catalogues():
+    """Caches are kept apart: a run with norms generated, one without, and the first again."""
+    everyone = clients(Distinct)
+    first, _, again = (
+        pf.federate(everyone, FLHAGHN(**OPTIONS, norms=norms), rounds=1, workers=0).model("c0").state_dict()
+        for norms in ("generate", "local", "generate")
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)

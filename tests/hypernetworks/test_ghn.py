@@ -191,7 +191,7 @@ def test_gradient_equals_finite_differences(head):
 def test_shared_weights_are_generated_once_of_the_mean():
     """Two uses of one layer: one set of weights, made of the mean of both nodes' latent vectors."""
     graph = chain(A, B, A, shared=(0, 2))
-    ghn, form = ghn_of(graph)
+    ghn, form = ghn_of(graph, normalise=False)  # a normalised head could not tell a mean from a sum
     tensors = tensors_of_graph(graph, form.catalogue, CPU)
     h = ghn.latent(tensors.features, tensors.edges)
     made = generate(ghn, form, graph)

@@ -1,6 +1,7 @@
 """FLHA-GHN: clients of any architectures train one graph hypernetwork ("Federated Learning with Heterogeneous
 Architectures using Graph HyperNetworks", section 4)."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
@@ -15,7 +16,6 @@ from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.graphs.cached import graph_of
 from polyfed.hypernetworks.generated import GeneratedNetwork, aliases, assembled
 from polyfed.hypernetworks.ghn import Form, Head, Init, catalogue_of, create
-from polyfed.models.split import head_modules, split_names
 from polyfed.scratch import Scratch, initial_state, scratch
 from polyfed.training import LocalTraining, Schedule, fit
 from polyfed.tree import Spec, Tree, spec, weighted_mean
@@ -28,8 +28,9 @@ Mine = dict[str, Tree]  # "private": parameters that are not generated; "buffers
 @dataclass(frozen=True, kw_only=True)
 class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
     """A graph hypernetwork (GHN) generates the weights θ_c(𝒜_c; W_G, W_H) of each client's network from the graph 𝒜_c of its
-    layers. Clients train the GHN through their networks on their data, the server averages it (algorithm 1). Graph and
-    architecture never leave a client; layers outside the public catalogue stay with it and are trained beside the GHN.
+    layers. Clients train the GHN through their networks on their data, the server averages it (algorithm 1). Neither the
+    graph nor the network is sent, though a single reply tells much of them (docs/methods.md); layers outside the public
+    catalogue stay with the client and are trained beside the GHN.
     Evaluated model: generated weights with the linear head refined for one epoch, the client's own buffers. Beside it,
     "generated" is the same without the refinement.
 
@@ -112,6 +113,11 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
         """A reply holds the GHN, and nothing else."""
         return {"ghn": spec(down.arrays["ghn"])}
 
+    def reply_flaw(self, state: State, reply: Message) -> str | None:
+        """Weighting by examples needs their number."""
+        missing = self.weighted and "num_examples" not in reply.scalars
+        return "the reply does not tell num_examples, by which weighted=true weighs it" if missing else None
+
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> Mine:
@@ -125,6 +131,13 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
         """W_c by eq. 5: SGD on the task's loss, through the generated weights, into the GHN, and into the parameters that
         are private."""
         network, own, graph = self._assembled(down, mine, client)
+        if not graph.generated:
+            warnings.warn(
+                f"FLHAGHN: nothing of the network of client {client.id!r} is generated, so that it trains alone: none of "
+                "its layers is of a type of the catalogue (kind, channels, kernel, stride, groups, bias)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         for name, parameter in own.module.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name in graph.local)
         loss = fit(network, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
@@ -140,10 +153,10 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
 
     def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
         """θ_c with the linear head refined on the client's data ("Inference and local refinement")."""
-        _, own, _ = self._assembled(down, mine, client)
+        _, own, graph = self._assembled(down, mine, client)
         ready(own, client, mine, self.buffers)
         if self.refine_epochs:
-            self._refine(own.module, client, seed)
+            self._refine(own.module, graph.head, client, seed)
             if self.buffers == "recompute":
                 recompute(own.module, client.train)
         return own.module
@@ -157,15 +170,11 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
         """The client's graph under the GHN that came down: layers outside its catalogue are private, each with a reason."""
         return graph_of(client, catalogue_of(down.arrays["ghn"]))
 
-    def _refine(self, network: nn.Module, client: Client, seed: int) -> None:
+    def _refine(self, network: nn.Module, head: frozenset[str], client: Client, seed: int) -> None:
         """One epoch on the last layer; BatchNorm's statistics move along, as in training."""
-        row = torch.zeros(1, dtype=torch.int64, device=client.train.x.device)
-        _, head = split_names(network, head_modules(network, client.train.batch(row)[0]))
-        trained = False
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name in head)
-            trained |= parameter.requires_grad
-        if trained:
+        if any(parameter.requires_grad for parameter in network.parameters()):
             options = replace(self, local_epochs=self.refine_epochs, local_steps=None)
             fit(network, client.train, options, lr=self.refine_lr or self.lr, seed=seed, task=client.task)
 

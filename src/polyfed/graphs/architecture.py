@@ -166,6 +166,24 @@ class ArchitectureGraph:
             for members in groups.values()
         )
 
+    @cached_property
+    def head(self) -> frozenset[str]:
+        """Names of the parameters of the last layers, after which no other comes. A norm there goes along with the layers
+        before it, and where branches join last, the last layer of each is in the head."""
+        before: dict[int, list[int]] = {position: [] for position in range(len(self.nodes))}
+        for start, end in self.edges:
+            before[end].append(start)
+        waiting = sorted(before.keys() - {start for start, _ in self.edges})
+        seen, names = set(waiting), set[str]()
+        while waiting:
+            position = waiting.pop()
+            node = self.nodes[position]
+            names |= set(node.parameters.values())
+            if node.type in ("add", "concat") or (isinstance(node.type, LayerType) and node.type.is_norm):
+                waiting += [earlier for earlier in before[position] if earlier not in seen]
+                seen |= set(waiting)
+        return frozenset(names)
+
     @property
     def types(self) -> tuple[LayerType, ...]:
         """The layer types that occur, sorted."""

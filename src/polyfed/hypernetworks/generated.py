@@ -31,7 +31,9 @@ class GeneratedNetwork(nn.Module):
         """θ_c: name -> generated parameter, in the shape, type and memory layout of the one whose place it takes: its layout
         decides in which one convolutions work."""
         own = dict(self.model.named_parameters())
-        return {name: _alike(made, own[name]) for name, made in self.ghn(self.graph).items()}
+        with torch.autocast(self.graph.features.device.type, enabled=False):  # weights stay float32, also in bf16
+            generated = self.ghn(self.graph)
+        return {name: _alike(made, own[name]) for name, made in generated.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs of the client's network with θ_c in the place of its own weights."""

@@ -174,8 +174,8 @@ class TypeHead(nn.Module):
 class Factored(nn.Module):
     """The last layer of a head with fewer numbers (ours): what depends on the node is a product of low rank over output and
     input channels, W[o, i, κ] = Σ_r rows[o, r]·columns[i, r]·(core[r, κ]·z) + √H·bias[o, i, κ], κ running over the kernel's
-    places. The bias, which the published head has too, keeps W at full rank; √H makes it learn as fast as that head's H
-    numbers for each weight do together.
+    places. The bias, which the published head has too, keeps W at full rank; with normalised z, √H makes it learn as fast as
+    that head's H numbers for each weight do together.
 
     Numbers: P + R·(c_out + c_in/groups + H·|κ|), instead of 17·P. Shapes: (n, H) to (n, P).
     """

@@ -1,0 +1,42 @@
+"""What a reply of FLHA-GHN tells a server that looks at it: the protocol sends no graph, and yet one can be read off."""
+
+import torch
+from torch import nn
+
+import polyfed as pf
+from polyfed.algorithm import ClientInfo, ServerContext
+from polyfed.algorithms import FLHAGHN
+from polyfed.graphs import LayerCatalogue
+from polyfed.graphs.cached import graph_of
+from polyfed.seeds import torch_generator
+
+
+def network(*order):
+    """Layers of six types that occur once each, three of them in the given order."""
+
+    def build():
+        middle = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8, bias=False), "c": nn.LayerNorm(8)}
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), *(middle[name] for name in order), nn.Linear(8, 3))
+
+    return build
+
+
+def test_one_reply_tells_the_edges_of_a_graph_without_repeated_types():
+    """In the GNN's first layer ∂/∂A[:, c] is Σ of δ_v over nodes of type c, and ∂/∂B[:, c] over the successors of such nodes:
+    the columns of B's change are sums of columns of A's, one for each edge (documented in docs/methods.md)."""
+    generator = torch_generator(0)
+    x, y = torch.randn(40, 4, generator=generator), torch.arange(40) % 3
+    method = FLHAGHN(lr=0.01)
+    for order in ("abc", "cab", "bca"):
+        client = pf.Client("c", network(*order), (x, y), (x, y))
+        graph = graph_of(client)
+        catalogue = LayerCatalogue.of([graph])
+        down = method.dispatch(method.init(ServerContext(0, 1, (), layer_catalogue=catalogue)), ClientInfo("c"))
+        up, _ = method.local(down, method.client_init(client, 0), client, seed=1)
+        change = {name: up.arrays["ghn"][name] - tensor for name, tensor in down.arrays["ghn"].items()}
+        own, following = (change[f"gnn.0.lin_{part}.weight"].double() for part in ("root", "rel"))
+        used = [c for c in range(own.shape[1]) if own[:, c].any()]
+        found = torch.linalg.lstsq(own[:, used], following).solution.round(decimals=1)
+        told = {(c, used[k]) for k in range(len(used)) for c in range(own.shape[1]) if found[k, c] > 0.5}
+        types = [catalogue.feature(node.type) for node in graph.nodes]
+        assert told == {(types[u], types[v]) for u, v in graph.edges}
