@@ -37,7 +37,9 @@ def draw(run, picture):
     axes.set_ylim(0, 1.18)
     axes.set_yticks(np.linspace(0, 1, 6))
     axes.set_ylabel("test accuracy")
-    axes.set_title("Eight clients, 40 handwritten digits each, four different networks; 20 rounds", loc="left", fontsize=11)
+    axes.set_title(
+        "Eight clients, 40 handwritten digits each, four different networks; 20 rounds", loc="left", fontsize=11
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=2, loc="upper right", fontsize=9)
     figure.savefig(picture, dpi=120)

@@ -22,7 +22,7 @@ def network(*order):
 
 
 def test_one_reply_tells_the_edges_of_a_graph_without_repeated_types():
-    """In the GNN's first layer ∂/∂A[:, c] is Σ of δ_v over nodes of type c, and ∂/∂B[:, c] over the successors of such nodes:
+    """In the GNN's first layer ∂/∂A[:, c] is Σ of δ_v over nodes of type c, ∂/∂B[:, c] over the successors of such nodes:
     the columns of B's change are sums of columns of A's, one for each edge (documented in docs/methods.md)."""
     generator = torch_generator(0)
     x, y = torch.randn(40, 4, generator=generator), torch.arange(40) % 3
