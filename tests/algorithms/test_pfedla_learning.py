@@ -47,7 +47,8 @@ def inside(method):
     return (alpha * same[:, None, :]).sum(2).mean(0)
 
 
-@pytest.mark.parametrize("method", [PFedLA, pytest.param(HeurPFedLA, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [PFedLA, HeurPFedLA])
 def test_the_weights_go_to_the_own_group(method):
     learned, fixed = (method(hn_lr=rate, **OPTIONS) for rate in (None, 0.0))
     assert inside(learned).mean() >= 0.8
