@@ -261,7 +261,8 @@ def test_bad_settings_are_refused(field):
         FLHAGHN(**field)
 
 
-@pytest.mark.parametrize("head", ["mlp", pytest.param("factored", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["mlp", "factored"])
 def test_one_ghn_overfits_four_architectures_at_once(head):
     """Expressive power: 32 examples with random labels, the four architectures of the paper, training accuracy ≥ 95 %."""
     generator = torch_generator(11)

@@ -50,6 +50,7 @@ def check_run(polyfed, name, variant, *words, score="accuracy"):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_of_one_round(polyfed):
     check_run(polyfed, "flha_table1", "cifar10-25", "--scale", "smoke", "--rounds", "1", "--workers", "0")
 

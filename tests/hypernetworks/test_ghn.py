@@ -154,7 +154,7 @@ def test_generated_weights_have_kaiming_variance(resnets, seed, normalise, toler
     assert checked == 21 + 10 + 13 + 14  # convolutions with those of shortcuts, and the linear layer, by hand
 
 
-@pytest.mark.parametrize("head", ["mlp", "factored"])
+@pytest.mark.parametrize("head", ["mlp", pytest.param("factored", marks=pytest.mark.slow)])
 def test_gradient_equals_finite_differences(head):
     """∂ loss/∂(W_G, W_H) through the generated weights of a small network, in float64."""
     torch_model = build("resnet18", (1, 8, 8), 3, width=2, norm="group").double()
