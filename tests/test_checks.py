@@ -63,7 +63,9 @@ class TestRequirements:
         with pytest.raises(UserError) as error:
             pf.federate(mixed, method(), rounds=1)
         assert "needs one architecture, but the 3 clients have 2: 'west' differs from 'north'" in str(error.value)
-        assert str(error.value).endswith("Methods for different architectures: distillation, flha_ghn, local, pfedhn")
+        assert str(error.value).endswith(
+            "Methods for different architectures: distillation, fedhenn, flha_ghn, local, pfedhn"
+        )
         checks.check_requirements(mixed, Local(), None)
 
     def test_the_same_architecture_from_other_factories_is_one(self):

@@ -198,7 +198,8 @@ class Algorithm(ABC, Generic[State, Mine]):
 
     requires: ClassVar[frozenset[str]] = frozenset()
     """Of "model" (each client brings a network), "one_architecture", "architectures", "layer_catalogue" (which all imply
-    it) and "public_data"; checked before the first round."""
+    it), "public_data" (of the form of the clients' inputs) and "one_input_form"; checked before the first round. Where a
+    method's fields decide, `__post_init__` sets it for the instance."""
 
     published: ClassVar[frozenset[str]] = frozenset()
     """Groups (top-level keys) of the private state that the method sends up by its nature, as FedFomo does the client's own
@@ -241,6 +242,11 @@ class Algorithm(ABC, Generic[State, Mine]):
     def reply_flaw(self, state: State, reply: Message) -> str | None:
         """Why a reply of the right form cannot be accepted, such as a request that nobody may make; None if it can."""
         return None
+
+    def server_step(self, state: State, server: ServerContext) -> State:
+        """What the server computes after `aggregate` with what it knows besides: networks on the public examples, say. Part
+        of every round."""
+        return state
 
     def dispatch_all(self, state: State, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
         """The messages to several clients, in their order, each made when it is asked for. A method that makes many at once

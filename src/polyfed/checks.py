@@ -42,6 +42,15 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
     if "public_data" in needs and public is None:
         raise UserError(f"{name} needs public examples that are no client's data; give public=... (federate) or "
                         "--data.public_fraction")  # fmt: skip
+    if "public_data" in needs and public is not None:
+        _check_public(clients, public)
+    if "one_input_form" in needs:
+        forms = {client.id: _form(client.train) for client in clients}
+        if other := next((i for i in forms if forms[i] != forms[clients[0].id]), None):
+            raise UserError(
+                f"{name} needs inputs of one form, but those of {other!r} are {forms[other]}, those of {clients[0].id!r} "
+                f"{forms[clients[0].id]}"
+            )
     if not needs & _MODEL:
         return
     without = [client.id for client in clients if client.model is None]
@@ -55,6 +64,28 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
             f"{name} needs one architecture, but the {len(clients)} clients have {len(set(kinds.values()))}: "
             f"{other!r} differs from {first!r}. Methods for different architectures: {', '.join(mixed)}"
         )
+
+
+def _form(examples: Examples) -> str:
+    return f"{examples.x.dtype} of shape {tuple(examples.x.shape[1:])}"
+
+
+def _check_public(clients: Sequence[Client], public: Examples) -> None:
+    """Public examples reach networks as the client's own inputs do."""
+    if not len(public):
+        raise UserError("public holds no examples; give some (public=..., or --data.public_fraction)")
+    for client in clients:
+        if _form(public) != _form(client.train):
+            raise UserError(
+                f"the public examples (public=...) are {_form(public)}, but the inputs of client {client.id!r} are "
+                f"{_form(client.train)}; give public examples of the same form"
+            )
+        one, other = (_stable(examples.transform) for examples in (public, client.train))
+        if one != other:
+            raise UserError(
+                f"the public examples (public=...) are prepared by {one}, but the inputs of client {client.id!r} by "
+                f"{other}; prepare both alike"
+            )
 
 
 def architectures(clients: Sequence[Client]) -> dict[str, str]:

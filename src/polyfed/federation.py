@@ -255,7 +255,7 @@ def _one_round(
         raise RoundError(f"round {number} has {len(replies)} valid replies of {len(who)}, min_replies is "
                          f"{settings.min_replies} ({reasons})")  # fmt: skip
     aggregating = clock()
-    state = algorithm.aggregate(before.state, replies)
+    state = algorithm.server_step(algorithm.aggregate(before.state, replies), federation.context())
     seconds_server = local.seconds_dispatch + clock() - aggregating
     after = Checkpoint(number, state, {**before.minds, **{i: result.mine for i, result in local.results.items()}})
 

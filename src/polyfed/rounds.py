@@ -48,6 +48,10 @@ class Federation:
 
     def context(self) -> ServerContext:
         """What the server knows before the first round: no more than the method requires."""
+        return self._context
+
+    @cached_property
+    def _context(self) -> ServerContext:
         needs, clients = self.algorithm.requires, list(self.clients.values())
         models: dict[str, Architecture] = {
             self._architectures[c.id]: c.model for c in clients if c.model is not None

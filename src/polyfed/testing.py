@@ -28,7 +28,7 @@ from polyfed.seeds import torch_generator
 from polyfed.settings import Settings
 from polyfed.tree import Nested, decode, encode, tensors_of
 
-_KNOWN_REQUIREMENTS = {"model", "one_architecture", "architectures", "layer_catalogue", "public_data"}
+_KNOWN_REQUIREMENTS = {"model", "one_architecture", "architectures", "layer_catalogue", "public_data", "one_input_form"}
 
 
 @final
@@ -185,8 +185,8 @@ class AlgorithmContract(ABC):
         return small_clients(number)
 
     def public(self) -> Any:
-        """Public examples, for a method that requires them."""
-        return torch.randn(40, 6, generator=torch_generator(8)), torch.zeros(40, dtype=torch.int64)
+        """Public examples, for a method that requires them; as many as FedHeNN's default takes."""
+        return torch.randn(5000, 6, generator=torch_generator(8)), torch.zeros(5000, dtype=torch.int64)
 
     def _federate(self, algorithm: Algorithm[Any, Any], clients: Sequence[Client] | None = None, **options: Any) -> Run:
         public = self.public() if "public_data" in algorithm.requires else None

@@ -7,12 +7,15 @@ import pytest
 from polyfed.algorithms import REGISTRY
 from polyfed.testing import AlgorithmContract
 
+ALIGNING = {"local_epochs": 2, "rad_size": 20, "rad_batch": 8, "eta0": 1.0}
+"""Of FedHeNN, whose defaults want 5,000 public examples."""
+
 
 @pytest.mark.parametrize("name", REGISTRY)
 class TestRegistered(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, name):
-        return REGISTRY[name](lr=0.05, momentum=0.5, batch_size=8)
+        return REGISTRY[name](lr=0.05, momentum=0.5, batch_size=8, **(ALIGNING if "fedhenn" in name else {}))
 
 
 @pytest.mark.parametrize("policy", ["local", "recompute"])

@@ -283,7 +283,7 @@ def test_a_baseline_that_is_the_method_itself_is_run_once():
 
 def choices():
     """Those of FLHA-GHN are in test_flha_recipes.py."""
-    found = [read(name) for name in recipes() if not name.startswith("flha_")]
+    found = [read(name) for name in recipes() if not name.startswith(("flha_", "fedhenn_"))]
     return [
         (r.name, scale, variant) for r in found for scale in (r.scales or [None]) for variant in (r.variants or [None])
     ]

@@ -8,6 +8,8 @@ from polyfed.algorithms.fedavg import FedAvg
 from polyfed.algorithms.fedavg_ft import FedAvgFT
 from polyfed.algorithms.fedbn import FedBN
 from polyfed.algorithms.fedfomo import FedFomo
+from polyfed.algorithms.fedhenn import FedHeNN
+from polyfed.algorithms.fedhenn_homo import FedHeNNHomo
 from polyfed.algorithms.fedprox import FedProx
 from polyfed.algorithms.fedrep import FedRep
 from polyfed.algorithms.flha_ghn import FLHAGHN
@@ -32,6 +34,8 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "fedfomo": FedFomo,
     "distillation": Distillation,
     "flha_ghn": FLHAGHN,
+    "fedhenn": FedHeNN,
+    "fedhenn_homo": FedHeNNHomo,
     "pfedla": PFedLA,
     "heur_pfedla": HeurPFedLA,
 }
@@ -69,6 +73,8 @@ __all__ = [
     "FedAvgFT",
     "FedBN",
     "FedFomo",
+    "FedHeNN",
+    "FedHeNNHomo",
     "FedProx",
     "FedRep",
     "HeurPFedLA",

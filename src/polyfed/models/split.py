@@ -172,7 +172,7 @@ def representation_module(model: nn.Module, example: Tensor) -> str:
     return linear[-1]
 
 
-def representation(model: nn.Module, x: Tensor, *, module: str | None = None) -> Tensor:
+def representation(model: nn.Module, x: Tensor, *, module: str | None = None, batch_statistics: bool = False) -> Tensor:
     """Φ(x): what the last linear layer gets, without dropout (FedHeNN, Makhija et al. 2022, section 3).
 
     The model runs in evaluation mode, and every module's mode is restored; gradients flow to the parameters if they are
@@ -183,6 +183,8 @@ def representation(model: nn.Module, x: Tensor, *, module: str | None = None) ->
         x: a batch of inputs.
         module: name of the module whose input is taken. None finds the last nn.Linear by one more run on the first row;
             a caller who comes back often asks `representation_module` once and gives the name.
+        batch_statistics: BatchNorm normalises by mean and variance of `x`, as it does in training, instead of its running
+            statistics, which stay as they are.
 
     Returns:
         (batch, width) tensor; the input at the module's last use, flattened.
@@ -205,7 +207,7 @@ def representation(model: nn.Module, x: Tensor, *, module: str | None = None) ->
 
     handle = modules[name].register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        with _evaluating(model):
+        with _evaluating(model, batch_statistics):
             model(x)
     finally:
         handle.remove()
@@ -313,14 +315,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: nn.Module, batch_statistics: bool = False) -> Iterator[None]:
     """All modules in evaluation mode inside the block, each in its own mode again after it.
 
     RNNs without dropout, which compute the same in both modes, are put in training mode: cuDNN differentiates them only
-    there.
+    there. With `batch_statistics`, BatchNorm uses those of its batch and does not track them.
     """
     modes = [(module, module.training) for module in model.modules()]
+    tracking = [(m, m.track_running_stats) for m in model.modules() if batch_statistics and isinstance(m, _BatchNorm)]
     model.eval()
+    for norm, _ in tracking:
+        norm.training, norm.track_running_stats = True, False
     for module, _ in modes:
         if isinstance(module, nn.RNNBase) and not module.dropout:
             module.training = True
@@ -329,3 +334,5 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        for norm, tracks in tracking:
+            norm.track_running_stats = tracks

@@ -1,0 +1,172 @@
+"""What the two forms of FedHeNN share: the schedule of η, the public examples on which networks are aligned, and the term
+η·(1 − CKA) of the local loss."""
+
+import math
+from abc import ABC
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.alignment.rad import noise_like, rad_rows
+from polyfed.alignment.representations import differentiable, representation_name
+from polyfed.alignment.target import Target
+from polyfed.data.examples import Examples
+from polyfed.errors import UserError
+from polyfed.models import FrozenArguments
+from polyfed.seeds import derive, torch_generator
+from polyfed.training import LocalTraining
+from polyfed.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aligning(LocalTraining, ABC):
+    """Hyper-parameters of the alignment term, η_t·(1 − CKA(K_i, ·)) on the RAD, with η_t = η_0·f(t).
+
+    Args:
+        eta0: η_0 (0.001, paper, tuned for CIFAR; 0.01 for Sentiment140). It is small: with few rounds, tune it upwards.
+        growth: f(t): "sqrt" √t (ours; the paper leaves f open, and says that η is low in the first rounds), "linear" t,
+            "constant" 1.
+        rad: where the RAD comes from (paper: "public", unlabelled examples that are no client's). "noise" needs no public
+            data: 2·rad_size random inputs that each client makes from a common seed.
+        rad_size: L, examples in the RAD of a round (5000, paper); not more than there are public examples.
+        rad_batch: examples of the RAD, drawn afresh, at each minibatch (256, ours: all 5,000 at every step are out of
+            reach); 0 takes the whole RAD (paper).
+        kernel: "linear" or "rbf" (both in the paper, which finds them alike).
+        sigma: width of the RBF kernel, as a fraction of the median distance between two examples (0.5, ours; the paper
+            tried several).
+        module: name of the module whose input is the representation, for all clients or by client's id; None finds the
+            last linear layer of each network (ours, after the paper's "all but the last layer").
+        pool_once: send the public examples to a client once, and afterwards their numbers (False, ours). Clients keep them,
+            in memory and in checkpoints.
+        local_epochs: passes over the client's training examples in a round (20, paper).
+        momentum: of SGD (0.5, ours: the paper has momentum, and does not tell its size).
+    """
+
+    local_epochs: int = 20
+    momentum: float = 0.5
+    eta0: float = 0.001
+    growth: Literal["sqrt", "linear", "constant"] = "sqrt"
+    rad: Literal["public", "noise"] = "public"
+    rad_size: int = 5000
+    rad_batch: int = 256
+    kernel: Literal["linear", "rbf"] = "linear"
+    sigma: float = 0.5
+    module: str | Mapping[str, str] | None = None
+    pool_once: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(0 <= self.eta0 < float("inf"), "eta0", "at least 0")
+        self._require(self.rad_size >= 2, "rad_size", "at least 2")
+        enough = self.rad_batch == 0 or self.rad_batch >= 2
+        self._require(enough, "rad_batch", "at least 2, or 0 for the whole RAD")
+        self._require(0 < self.sigma < float("inf"), "sigma", "positive")
+        if isinstance(self.module, Mapping):
+            object.__setattr__(self, "module", FrozenArguments(self.module))
+        if self.rad == "noise":  # instead of public data, inputs of one form
+            object.__setattr__(self, "requires", self.requires - {"public_data"} | {"one_input_form"})
+
+    requires: ClassVar[frozenset[str]] = frozenset()
+
+    def eta_at(self, round_number: int) -> float:
+        """η_t = η_0·f(t), t counted from 1."""
+        f = {"sqrt": math.sqrt(round_number), "linear": float(round_number), "constant": 1.0}
+        return self.eta0 * f[self.growth]
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def _start_pool(self, server: ServerContext) -> dict[str, Any]:
+        """The public examples as they are stored, the run's seed, and who has the pool already."""
+        if self.rad == "noise":
+            return {"public": {}, "seed": server.seed, "holders": []}
+        assert server.public is not None  # `requires` names "public_data"
+        pool = server.public.x if server.public.index is None else server.public.x[server.public.index]
+        if len(pool) < self.rad_size:
+            raise UserError(
+                f"{type(self).__name__}: rad_size must be at most the number of public examples, {len(pool)}, got "
+                f"{self.rad_size}; lower rad_size, or give more public examples (public=..., or --data.public_fraction)"
+            )
+        return {"public": {"x": pool.cpu()}, "seed": server.seed, "holders": []}
+
+    def _rows(self, state: Mapping[str, Any], who: ClientInfo) -> Tensor:
+        """The rows of the pool that are X, the RAD of this round: the same for everyone."""
+        pool = len(state["public"]["x"]) if state["public"] else 2 * self.rad_size
+        return rad_rows(state["seed"], who.round, pool, self.rad_size)
+
+    def _rad(self, state: Mapping[str, Any], who: ClientInfo, whole: bool) -> dict[str, Tensor]:
+        """What tells X to the clients: X itself, or its rows in the pool, where a client has all of that: because it needs
+        it (`whole`), was sent it once, or makes it from noise."""
+        rows = self._rows(state, who)
+        if whole or self.pool_once or self.rad == "noise":
+            return {"rows": rows}
+        return {"x": state["public"]["x"][rows.long()]}
+
+    def _public(self, state: Mapping[str, Any], who: ClientInfo, rad: Tree) -> dict[str, Tree]:
+        """X in the form of `_rad`, and the pool, where a client needs it and does not have it."""
+        held = "x" in rad or self.rad == "noise" or (self.pool_once and who.id in state["holders"])
+        return {"rad": rad, **({} if held else {"public": state["public"]})}
+
+    def _scalars(self, state: Mapping[str, Any], who: ClientInfo) -> dict[str, float]:
+        scalars = {"lr": self.lr_at(who.round, who.rounds), "eta": self.eta_at(who.round)}
+        if self.rad == "noise":  # whole numbers up to 2^53 survive as floats on every wire
+            scalars["noise"] = derive(state["seed"], "noise") >> 10
+        return scalars
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def _received(self, down: Message, mine: Mapping[str, Any], client: Client) -> tuple[Examples, Tensor]:
+        """The public examples that the client has, prepared as its own are; and which of them are X."""
+        device, rad = client.train.x.device, down.arrays["rad"]
+        if "x" in rad:
+            x = rad["x"].to(device)
+            rows = torch.arange(len(x), device=device)
+        else:
+            rows = rad["rows"].to(device, torch.int64)
+            if self.rad == "noise":
+                return noise_like(client.train, 2 * self.rad_size, int(down.scalars["noise"])), rows
+            pool = down.arrays.get("public", mine.get("public"))
+            if pool is None:
+                raise UserError(
+                    f"client {client.id!r} was sent the public examples in an earlier round, and lost them with its private "
+                    "state; start the run again, or set pool_once to false"
+                )
+            x = pool["x"].to(device)
+        if x.shape[1:] != client.train.x.shape[1:] or x.dtype != client.train.x.dtype:
+            raise UserError(
+                f"client {client.id!r}: the public examples are {x.dtype} of shape {tuple(x.shape[1:])}, its inputs are "
+                f"{client.train.x.dtype} of shape {tuple(client.train.x.shape[1:])}; give public examples (public=...) of "
+                "the same form"
+            )
+        return Examples(x, torch.zeros(len(x), device=device), transform=client.train.transform), rows
+
+    def _keep_pool(self, down: Message, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """What the client keeps of the public examples."""
+        kept = down.arrays.get("public", mine.get("public")) if self.pool_once else None
+        return {} if kept is None else {"public": dict(kept)}
+
+    def _representation(self, model: nn.Module, client: str, examples: Examples) -> str:
+        """Name of the module whose input is Φ, in the network of this client, which takes such examples."""
+        given = self.module.get(client) if isinstance(self.module, Mapping) else self.module
+        return representation_name(model, examples) if given is None else given
+
+    def _term(
+        self, model: nn.Module, module: str, target: Target, pool: Examples, rows: Tensor, eta: float, seed: int
+    ) -> Callable[[], Tensor] | None:
+        """η·(1 − CKA(K_i, K̄)) at the present parameters of `model` (eq. 5, 6), on `rad_batch` rows of X that are drawn at
+        each call; None if η is 0."""
+        if eta == 0:
+            return None
+        generator, device = torch_generator(derive(seed, "rad")), rows.device
+        target = replace(target, matrix=target.matrix.to(device))
+        number = min(self.rad_batch or len(rows), len(rows))
+
+        def term() -> Tensor:
+            drawn = torch.randperm(len(rows), generator=generator)[:number].to(device)
+            a = differentiable(model, pool, rows[drawn], module)
+            return eta * (1 - target.alignment(a.float(), drawn))
+
+        return term

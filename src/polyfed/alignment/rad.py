@@ -1,0 +1,56 @@
+"""RAD, the representation alignment dataset of a round: a fresh draw from a public pool, or from noise, the same for all
+clients (FedHeNN, section 3.3)."""
+
+import torch
+from torch import Tensor
+
+from polyfed.data.examples import Examples
+from polyfed.errors import UserError
+from polyfed.seeds import derive, torch_generator
+
+
+def rad_rows(seed: int, round_number: int, pool: int, size: int) -> Tensor:
+    """The rows of the pool that are the RAD of a round: int32, shape (size,), drawn without replacement.
+
+    Args:
+        seed: of the run.
+        round_number: counted from 1.
+        pool: examples in the pool, at least `size`.
+        size: L.
+
+    >>> rad_rows(0, 1, pool=10, size=10).sort().values.tolist() == list(range(10))
+    True
+    """
+    generator = torch_generator(derive(seed, round_number, "rad"))
+    return torch.randperm(pool, generator=generator)[:size].to(torch.int32)
+
+
+def noise_like(examples: Examples, number: int, seed: int) -> Examples:
+    """Noise in the form of a client's inputs: the same for all clients whose inputs have the same form.
+
+    Args:
+        examples: of the client; what it does to its inputs is done to the noise.
+        number: how many.
+        seed: of the noise.
+
+    Returns:
+        Images, kept as bytes, are of uniform bytes; numbers are standard normal. Labels are 0.
+
+    Raises:
+        UserError: inputs are whole numbers, such as the tokens of a text, of which there is no noise.
+
+    >>> noise_like(Examples(torch.zeros(2, 3), torch.zeros(2)), 5, seed=0).x.shape
+    torch.Size([5, 3])
+    """
+    shape, dtype, generator = (number, *examples.x.shape[1:]), examples.x.dtype, torch_generator(seed)
+    if dtype == torch.uint8:
+        x = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    elif dtype.is_floating_point:
+        x = torch.randn(shape, generator=generator).to(dtype)
+    else:
+        raise UserError(
+            f"rad='noise' makes images or numbers, but these inputs are {dtype} (text?); use rad='public' with public "
+            "examples (public=..., or --data.public_fraction)"
+        )
+    device = examples.x.device
+    return Examples(x.to(device), torch.zeros(number, device=device), transform=examples.transform)

@@ -1,0 +1,67 @@
+"""Representations of many examples: without gradients in batches, and with them in the memory of one batch."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from polyfed.data.examples import Examples, split_rows
+from polyfed.layout import arrange
+from polyfed.models.split import representation, representation_module
+
+_BATCH = 256
+
+
+def representations(
+    model: nn.Module, examples: Examples, *, module: str | None = None, batch_statistics: bool = False
+) -> Tensor:
+    """A = Φ(X; W): what the last linear layer of `model` gets for each example, float32 on the CPU, shape (n, width).
+
+    The model runs in evaluation mode, without dropout.
+
+    Args:
+        model: any network.
+        examples: their inputs; labels are not used.
+        module: name of the module whose input is the representation; None finds the last nn.Linear.
+        batch_statistics: BatchNorm normalises by the statistics of each batch of 256 examples instead of its running ones.
+
+    Raises:
+        UserError: there is no such module, or no nn.Linear.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> representations(net, Examples(torch.ones(5, 4), torch.zeros(5))).shape
+    torch.Size([5, 8])
+    """
+    name = representation_name(model, examples) if module is None else module
+    found = []
+    with torch.no_grad():
+        everything = torch.arange(len(examples), device=examples.x.device)
+        for rows in split_rows(everything, _BATCH, at_least_two=True):
+            x = arrange(model, examples.batch(rows)[0])
+            found.append(representation(model, x, module=name, batch_statistics=batch_statistics).float().cpu())
+    return torch.cat(found)
+
+
+def differentiable(model: nn.Module, examples: Examples, rows: Tensor, module: str) -> Tensor:
+    """Representations of some rows, with gradients to the parameters, shape (number, width), where the model is.
+
+    BatchNorm normalises by the batch, as in the training that goes on at the same time: with running statistics, which are
+    constants to the gradient, the term would align a function that training does not see, and accuracy collapses.
+
+    More than one batch is run again in the backward pass, batch by batch, so that activations of one batch only are in
+    memory: all 5,000 rows of the paper's RAD would need gigabytes.
+    """
+    batches = split_rows(rows, _BATCH, at_least_two=True)
+
+    def of(x: Tensor) -> Tensor:
+        return representation(model, arrange(model, x), module=module, batch_statistics=True)
+
+    run = of if len(batches) == 1 else partial(checkpoint, of, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([run(examples.batch(batch)[0]) for batch in batches])
+
+
+def representation_name(model: nn.Module, examples: Examples) -> str:
+    """Name of the module whose input is the representation, found on one example."""
+    one = examples.batch(torch.zeros(1, dtype=torch.int64, device=examples.x.device))[0]
+    return representation_module(model, arrange(model, one))

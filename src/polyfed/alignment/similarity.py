@@ -1,0 +1,51 @@
+"""How alike several networks see the same examples: CKA between any two of them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ROWS = 256
+"""Examples that are compared, evenly spaced, if there are more."""
+
+
+def pairwise_cka(parts: Sequence[Tensor]) -> Tensor:
+    """Linear CKA between any two representations of the same examples: shape (N, N), float64, 1 on the diagonal (0 for a
+    constant representation).
+
+    Args:
+        parts: representations, shapes (L, d_j); of more than 256 examples, 256 evenly spaced ones are compared.
+
+    >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> pairwise_cka([a, 2 * a]).round(decimals=6)
+    tensor([[1., 1.],
+            [1., 1.]], dtype=torch.float64)
+    """
+    number = len(parts[0])
+    places = torch.linspace(0, number - 1, _ROWS).long() if number > _ROWS else torch.arange(number)
+    flat = []
+    for part in parts:
+        a = part[places].double()
+        centred = a - a.mean(0)
+        size = torch.linalg.vector_norm(centred)
+        # A constant leaves rounding errors of the type in which it was computed.
+        constant = size <= 16 * torch.finfo(part.dtype).eps * torch.linalg.vector_norm(a)
+        centred = torch.zeros_like(a) if bool(constant) else centred / size
+        kernel = (centred @ centred.T).flatten()
+        norm = torch.linalg.vector_norm(kernel)
+        flat.append(kernel / norm if bool(norm > 0) else kernel)
+    stacked = torch.stack(flat)
+    return stacked @ stacked.T
+
+
+def mean_similarity(parts: Sequence[Tensor]) -> float | None:
+    """The mean CKA over the pairs of different networks; None of fewer than two.
+
+    >>> mean_similarity([torch.eye(3), 2 * torch.eye(3)])
+    1.0
+    """
+    if len(parts) < 2:
+        return None
+    table = pairwise_cka(parts)
+    number = len(parts)
+    return round(float((table.sum() - table.diagonal().sum()) / (number * (number - 1))), 9)

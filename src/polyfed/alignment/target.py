@@ -1,0 +1,112 @@
+"""K̄, the mean kernel of several representations (FedHeNN, eq. 6), in a form that fits into memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from polyfed.alignment.cka import linear_cka, rbf_cka, rbf_kernel, spread
+from polyfed.seeds import torch_generator
+
+_EXACT_WIDTH = 1024
+"""Up to this width a representation is reduced by the eigenvectors of ÃᵀÃ, beyond it by a randomised search."""
+
+
+@final
+@dataclass(frozen=True)
+class Target:
+    """K̄ on the RAD, with which a client aligns.
+
+    Attributes:
+        matrix: of a linear kernel, features F, shape (L, width), with K̄ = FFᵀ; of an RBF kernel K̄ itself, shape (L, L).
+        sigma: None for a linear kernel; else the RBF kernel's width, see `rbf_kernel`.
+
+    >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> round(Target(a).alignment(2 * a, torch.arange(3)).item(), 6)
+    1.0
+    """
+
+    matrix: Tensor
+    sigma: float | None = None
+
+    def alignment(self, a: Tensor, rows: Tensor) -> Tensor:
+        """CKA(K_i, K̄) on some rows of the RAD: a scalar.
+
+        Args:
+            a: the client's representation of these rows, shape (number, d_i).
+            rows: int64, shape (number,).
+        """
+        if self.sigma is None:
+            return linear_cka(a, self.matrix[rows])
+        return rbf_cka(a, self.matrix[rows][:, rows], self.sigma)
+
+
+def mean_features(parts: Sequence[Tensor], weights: Sequence[float], normalise: bool = False) -> Tensor:
+    """F = [√w_1·A_1, ..., √w_N·A_N], whose linear kernel FFᵀ is K̄ = Σ_j w_j·A_j·A_jᵀ (eq. 6): shape (L, Σ_j d_j).
+
+    Args:
+        parts: representations A_j of the same L examples, shapes (L, d_j).
+        weights: w_j ≥ 0.
+        normalise: divide each A_j by ‖HA_j‖_F, so that none dominates by the scale of its features.
+
+    >>> a, b = torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0, 0.0], [0.0, 2.0]])
+    >>> f = mean_features([a, b], [0.5, 0.5])
+    >>> torch.allclose(f @ f.T, (a @ a.T + b @ b.T) / 2)
+    True
+    """
+    scaled = []
+    for a, weight in zip(parts, weights, strict=True):
+        size = spread(a - a.mean(0), a) if normalise else torch.ones(())
+        scaled.append(a * (weight**0.5 / float(size) if float(size) > 0 else 0.0))
+    return torch.cat(scaled, dim=1)
+
+
+def mean_rbf_kernel(parts: Sequence[Tensor], weights: Sequence[float], sigma: float = 0.5) -> Tensor:
+    """K̄ = Σ_j w_j K_j of the RBF kernels of representations (eq. 6), added up one at a time: shape (L, L).
+
+    Args:
+        parts: representations A_j of the same L examples, shapes (L, d_j).
+        weights: w_j ≥ 0.
+        sigma: see `rbf_kernel`; each representation has a median distance of its own.
+
+    >>> mean_rbf_kernel([torch.tensor([[0.0], [1.0]])] * 2, [0.5, 0.5])[0, 0].item()
+    1.0
+    """
+    total = torch.zeros(len(parts[0]), len(parts[0]))
+    for a, weight in zip(parts, weights, strict=True):
+        total.add_(rbf_kernel(a, sigma), alpha=weight)
+    return total
+
+
+def reduced(a: Tensor, rank: int) -> Tensor:
+    """The representation with `rank` columns (or fewer) whose centred linear kernel is nearest to that of `a`: its
+    principal components, shape (L, rank). Of a wide one they are found by a randomised search in O(L·d·rank), always with
+    the same random numbers (Halko, Martinsson and Tropp 2011, algorithm 4.4).
+
+    Args:
+        a: shape (L, d).
+        rank: columns to keep, at least 1.
+
+    >>> a = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
+    >>> b = reduced(a, 1)
+    >>> b.shape, torch.allclose(b @ b.T, (a - 2) @ (a - 2).T, atol=1e-5)
+    (torch.Size([3, 1]), True)
+    """
+    centred = a - a.mean(0)
+    if a.shape[1] <= rank:
+        return centred
+    if a.shape[1] <= _EXACT_WIDTH:
+        _, vectors = torch.linalg.eigh((centred.T @ centred).double())
+        leading: Tensor = centred @ vectors[:, -rank:].flip(1).to(a.dtype)
+        return leading
+    start = torch.randn(a.shape[1], rank + 16, generator=torch_generator(0), dtype=a.dtype)
+    basis = torch.linalg.qr(centred @ start.to(a.device)).Q
+    for _ in range(2):
+        basis = torch.linalg.qr(centred @ (centred.T @ basis)).Q
+    small = basis.T @ centred
+    _, vectors = torch.linalg.eigh((small @ small.T).double())
+    turn = vectors[:, -rank:].flip(1).to(a.dtype)
+    found: Tensor = basis @ (turn * torch.linalg.vector_norm(turn.T @ small, dim=1))
+    return found

@@ -1,0 +1,296 @@
+"""FedHeNN's public examples, what travels, the contract of its options, and what it refuses."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyfed as pf
+from polyfed.algorithms import FedHeNN, FedHeNNHomo
+from polyfed.alignment import rad_rows
+from polyfed.data.examples import Examples, Normalise, as_examples
+from polyfed.rounds import Federation
+from polyfed.runs.results import Run, one_thread
+from polyfed.seeds import torch_generator
+from polyfed.settings import Settings
+from polyfed.testing import AlgorithmContract, SmallNet, small_clients, without_times
+from polyfed.tree import num_bytes
+
+OPTIONS: dict[str, Any] = {"lr": 0.05, "batch_size": 8, "local_epochs": 2, "rad_size": 20, "rad_batch": 8, "eta0": 1.0}
+SEED = 3
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch_generator(seed), dtype=dtype)
+
+
+PUBLIC = random(8, 40, 6), torch.zeros(40, dtype=torch.int64)
+
+CONTRACT = {
+    "weights": FedHeNN(share="weights", normalise=True, **OPTIONS),
+    "rbf kernel, pool once": FedHeNN(kernel="rbf", pool_once=True, weighting="capacity", **OPTIONS),
+    "noise and a rank": FedHeNN(rad="noise", rank=3, **OPTIONS),
+    "homogeneous, pool once": FedHeNNHomo(pool_once=True, kernel="rbf", buffers="local", **OPTIONS),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+class TestOptions(AlgorithmContract):
+    @pytest.fixture
+    def algorithm(self, name: str) -> pf.Algorithm:
+        return CONTRACT[name]
+
+
+BOTH = pytest.mark.parametrize("kind", [FedHeNN, FedHeNNHomo])
+
+
+def federate(method: pf.Algorithm, clients: Sequence[pf.Client] | None = None, **settings: Any) -> Run:
+    wanted: dict[str, Any] = {"rounds": 2, "seed": SEED, "workers": 0, "public": PUBLIC}
+    return pf.federate(small_clients() if clients is None else clients, method, **(wanted | settings))
+
+
+def federation(method: pf.Algorithm, public: Any = PUBLIC) -> Federation:
+    clients = {c.id: c for c in small_clients()}
+    return Federation(clients, method, Settings(rounds=4, seed=SEED), None if public is None else as_examples(public))
+
+
+def reply_of(at: Federation, state: Any, client: str, number: int = 1) -> tuple[pf.Message, pf.Message]:
+    """What goes down to a client that starts, and its reply."""
+    with one_thread():
+        down = at.algorithm.dispatch(state, at.info(client, number))
+        own = at.clients[client]
+        return down, at.algorithm.local(down, at.algorithm.client_init(own, SEED), own, 7)[0]
+
+
+# -- RAD ----------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("fields", [{}, {"pool_once": True}, {"rad": "noise"}])
+def test_all_clients_of_a_round_have_one_rad_and_the_next_round_another(kind: Any, fields: Mapping[str, Any]) -> None:
+    method = kind(**OPTIONS, **fields)
+    at = federation(method, None if "rad" in fields else PUBLIC)
+    state = method.init(at.context())
+    seen = []
+    for t in (1, 2, 3):
+        everyone = [at.info(i, t) for i in at.clients]
+        downs = [*method.dispatch_all(state, everyone), *(method.dispatch(state, who) for who in everyone)]
+        rads = [dict(down.arrays["rad"]) for down in downs]
+        for rad in rads:
+            assert rad.keys() == rads[0].keys()
+            assert all(torch.equal(rad[name], rads[0][name]) for name in rad)
+        expected = rad_rows(SEED, t, 40, 20)
+        if kind is FedHeNNHomo and not fields:
+            assert torch.equal(rads[0]["x"], PUBLIC[0][expected.long()])
+        else:
+            assert torch.equal(rads[0]["rows"], expected)
+        seen.append(sorted(expected.tolist()))
+    assert seen[0] != seen[1] != seen[2] != seen[0]
+
+
+@BOTH
+@pytest.mark.parametrize("kernel", ["linear", "rbf"])
+def test_the_pool_goes_down_once_and_changes_nothing_but_the_bytes(kind: Any, kernel: Any) -> None:
+    options = OPTIONS | {"kernel": kernel}
+    settings: dict[str, Any] = {"rounds": 6, "sample": 1, "seed": 4}
+    once, always = (federate(kind(pool_once=value, **options), **settings) for value in (True, False))
+    for i in once.federation.clients:
+        ours, theirs = once.model(i).state_dict(), always.model(i).state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    pool, part = (num_bytes({"public/x": PUBLIC[0][:n]}) for n in (40, 20))
+    reached, again = set[str](), 0
+    for one, other in zip(once.history, always.history, strict=True):
+        ((i, row),) = ((i, row) for i, row in one["clients"].items() if "bytes_up" in row)
+        theirs = other["clients"][i]
+        assert (row["loss"], row["accuracy"], row["bytes_up"]) == (
+            theirs["loss"],
+            theirs["accuracy"],
+            theirs["bytes_up"],
+        )
+        saved = theirs["bytes_down"] - row["bytes_down"]
+        if kind is FedHeNN:
+            assert saved == 0 if i not in reached else pool - 200 < saved <= pool
+        else:
+            assert (saved < 0) == (i not in reached)
+            assert i not in reached or part - 200 < saved + 20 * 4 <= part
+        again += i in reached
+        reached.add(i)
+    assert len(reached) > 1
+    assert again > 1
+    assert once.last.state["holders"] == sorted(reached)
+    assert always.last.state["holders"] == []
+    assert ("public" in once.last.minds["client-0"]) == ("client-0" in reached)
+    assert "public" not in next(iter(always.last.minds.values()))
+
+
+@BOTH
+def test_a_client_whose_reply_was_refused_gets_the_pool_again(kind: Any) -> None:
+    method = kind(pool_once=True, **OPTIONS)
+    at = federation(method)
+    state = method.init(at.context())
+    down, reply = reply_of(at, state, "client-0")
+    assert torch.equal(down.arrays["public"]["x"], PUBLIC[0])
+    after = method.aggregate(state, {"client-0": reply})
+    assert [("public" in method.dispatch(after, at.info(i, 2)).arrays) for i in at.clients] == [False, True, True]
+    own = at.clients["client-0"]
+    with pytest.raises(pf.UserError, match="'client-0' was sent the public examples in an earlier round, and lost"):
+        method.local(method.dispatch(after, at.info("client-0", 2)), method.client_init(own, SEED), own, 7)
+
+
+@BOTH
+def test_noise_needs_no_public_examples_and_nothing_of_it_travels(kind: Any) -> None:
+    method = kind(rad="noise", **OPTIONS)
+    run = federate(method, public=None, rounds=3)
+    assert without_times(run.history) == without_times(federate(method, public=PUBLIC, rounds=3).history)
+    at = federation(method, None)
+    down, _ = reply_of(at, run.last.state, "client-0", 3)
+    assert "public" not in down.arrays
+    assert set(down.arrays["rad"]) == {"rows"}
+    assert int(down.scalars["noise"]) == down.scalars["noise"] < 2**53
+    assert down.scalars["noise"] != kind(rad="noise", **OPTIONS).init(federation(method, None).context())["seed"]
+    fresh = kind(rad="noise", **OPTIONS | {"eta0": 0.0})
+    assert without_times(federate(fresh, public=None, rounds=3).history) != without_times(run.history)
+
+
+def test_representations_of_noise_are_of_the_same_noise_for_all_clients() -> None:
+    """Clients whose networks are equal, at a vanishing learning rate, have equal representations."""
+    method = FedHeNN(rad="noise", **OPTIONS | {"lr": 1e-30, "local_epochs": 1})
+    clients = [pf.Client(c.id, lambda: nn.Linear(6, 3), c.train, c.test) for c in small_clients()]
+    found = list(federate(method, clients, public=None, rounds=1).last.state["representations"].values())
+    assert all(torch.equal(a, found[0]) for a in found)
+    assert found[0].shape == (40, 6)
+    other = federate(method, clients, public=None, rounds=1, seed=9).last.state["representations"]["client-0"]
+    assert not torch.allclose(found[0], other)
+
+
+# -- refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kinds", "fields", "message"),
+    [
+        ("both", {"rad_batch": 1}, "rad_batch must be at least 2, or 0 for the whole RAD, got 1"),
+        ("both", {"rad_size": 1}, "rad_size must be at least 2, got 1"),
+        ("both", {"eta0": -0.1}, "eta0 must be at least 0, got -0.1"),
+        ("both", {"eta0": float("nan")}, "eta0 must be at least 0, got nan"),
+        ("both", {"sigma": 0.0}, "sigma must be positive, got 0.0"),
+        ("both", {"kernel": "rfb"}, "unknown kernel 'rfb'; .*rbf"),
+        ("both", {"rad": "nose"}, "unknown rad 'nose'; .*noise"),
+        ("both", {"growth": "sqr"}, "unknown growth 'sqr'; .*sqrt"),
+        ("both", {"pool_once": 1}, "pool_once must be true or false, got 1"),
+        ("one", {"rank": 0}, "rank must be at least 1, or none, got 0"),
+        ("one", {"share": "weight"}, "unknown share 'weight'; .*weights"),
+        ("one", {"weighting": "size"}, "unknown weighting 'size'"),
+        ("one", {"buffers": "average"}, "buffers must be 'local', .*got 'average'"),
+        ("one", {"share": "weights", "rad": "noise"}, "rad='noise' needs share='representations'"),
+    ],
+)
+def test_fields_out_of_range_are_named(kinds: str, fields: Mapping[str, Any], message: str) -> None:
+    for kind in (FedHeNN, FedHeNNHomo) if kinds == "both" else (FedHeNN,):
+        with pytest.raises(pf.UserError, match=f"^{kind.__name__}: {message}"):
+            kind(**OPTIONS | dict(fields))
+
+
+IMAGES = torch.randint(256, (40, 1, 2, 3), generator=torch_generator(1), dtype=torch.uint8)
+
+
+def image_clients() -> list[pf.Client]:
+    data = Examples(IMAGES[:12], torch.arange(12) % 3, transform=Normalise((0.5,), (0.5,)))
+    return [pf.Client("a", lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), data, data)]
+
+
+@BOTH
+def test_public_examples_that_do_not_suit_are_refused(kind: Any) -> None:
+    method, none = kind(**OPTIONS), torch.zeros(40, dtype=torch.int64)
+    with pytest.raises(pf.UserError, match=r"^fedhenn(_homo)? needs public examples .*public=.*--data.public_fraction"):
+        federate(method, public=None)
+    with pytest.raises(pf.UserError, match=r"rad_size must be at most the number of public examples, 19, got 20"):
+        federate(method, public=(PUBLIC[0][:19], none[:19]))
+    for x in (random(1, 40, 7), random(1, 40, 6, dtype=torch.float64), random(1, 40, 1, 6)):
+        with pytest.raises(
+            pf.UserError, match=r"public=.* are torch.float.* of shape .*client 'client-0' are torch.float32"
+        ):
+            federate(method, public=(x, none))
+    with pytest.raises(pf.UserError, match=r"public=.* are prepared by Normalise\(.*client 'a' by Normalise\(.*alike"):
+        federate(method, image_clients(), public=(IMAGES, none))
+    suited = Examples(IMAGES, none, transform=Normalise((0.5,), (0.5,)))
+    assert federate(method, image_clients(), public=suited).history[-1]["failures"] == []
+    with pytest.raises(pf.UserError, match=r"rad_size must be at most the number of public examples, 12"):
+        federate(method, image_clients(), public=suited.select(torch.arange(12)))
+
+
+@pytest.mark.parametrize("rad", ["public", "noise"])
+def test_clients_of_different_input_shapes_are_refused(rad: Any) -> None:
+    data = random(1, 12, 7), torch.arange(12) % 3
+    clients = [*small_clients(2), pf.Client("wide", lambda: nn.Linear(7, 3), data, data)]
+    message = {
+        "public": r"shape \(6,\), but the inputs of client 'wide' are torch.float32 of shape \(7,\)",
+        "noise": r"inputs of one form, but those of 'wide' are .*\(7,\), those of 'client-0' torch.float32 of .*\(6,\)",
+    }
+    with pytest.raises(pf.UserError, match=message[rad]):
+        federate(FedHeNN(rad=rad, **OPTIONS), clients)
+
+
+def test_there_is_no_noise_of_texts() -> None:
+    data = torch.ones(12, 6, dtype=torch.int64), torch.arange(12) % 3
+    embed = [pf.Client("a", lambda: nn.Sequential(nn.EmbeddingBag(5, 4), nn.Linear(4, 3)), data, data)]
+    with pytest.raises(pf.ClientError, match="use rad='public'"):
+        federate(FedHeNN(rad="noise", **OPTIONS), embed, public=None)
+    assert federate(FedHeNN(**OPTIONS), embed, public=(torch.ones(40, 6, dtype=torch.int64), PUBLIC[1])).table()
+
+
+def test_representations_that_cannot_be_used_are_refused() -> None:
+    method = FedHeNN(rank=5, weighting="capacity", **OPTIONS)
+    at = federation(method)
+    state = method.init(at.context())
+    down, good = reply_of(at, state, "client-1")
+    assert at.flaw(good, state, down) is None
+    a = good.arrays["representations"]["a"]
+
+    def flaw(new: Tensor) -> str | None:
+        return at.flaw(dataclasses.replace(good, arrays={"representations": {"a": new}}), state, down)
+
+    assert flaw(a[:, :2]) is None
+    for wrong, message in (
+        (a[:39], "shape (39, 5), expected"),
+        (a.double(), "float64"),
+        (a.flatten(), "shape (200,), expected"),
+        (torch.ones(40, 6), "its representation has 6 columns; it must have from 1 to 5"),
+        (torch.ones(40, 0), "its representation has 0 columns"),
+        (torch.full_like(a, float("nan")), "NaN"),
+    ):
+        assert message in str(flaw(wrong))
+    for scalars in ({}, {"capacity": 0}, {"capacity": float("nan")}):
+        assert "capacity" in str(at.flaw(dataclasses.replace(good, scalars=scalars), state, down))
+    for arrays in ({}, {"model": {"a": a}}, {"representations": {"a": a}, "model": {}}):
+        assert "expected ['representations']" in str(at.flaw(dataclasses.replace(good, arrays=arrays), state, down))
+    for tree in ({}, {"b": a}, {"a": a, "b": a}):
+        wrong_names = dataclasses.replace(good, arrays={"representations": tree})
+        assert "group 'representations'" in str(at.flaw(wrong_names, state, down))
+    free = FedHeNN(**OPTIONS)
+    assert federation(free).flaw(pf.Message({"representations": {"a": torch.ones(40, 600)}}), state, down) is None
+
+
+def test_weights_that_cannot_be_used_are_refused() -> None:
+    """A client's weights are held against the form of its own architecture."""
+    method = FedHeNN(share="weights", **OPTIONS)
+    clients = small_clients()
+    clients[1] = pf.Client("client-1", lambda: nn.Linear(6, 3), clients[1].train, clients[1].test)
+    at = Federation({c.id: c for c in clients}, method, Settings(rounds=4, seed=SEED), as_examples(PUBLIC))
+    state = method.init(at.context())
+    sent = {i: reply_of(at, state, i) for i in at.clients}
+    for i, (down, _) in sent.items():
+        for j, (_, reply) in sent.items():
+            flaw = at.flaw(reply, state, down)
+            assert (flaw is None) == ((i == "client-1") == (j == "client-1"))
+            assert flaw is None or "group 'model'" in flaw
+    down, reply = sent["client-0"]
+    model = dict(reply.arrays["model"])
+    assert model.keys() == SmallNet().state_dict().keys()
+    model["head.bias"] = model["head.bias"] / 0
+    assert "'head.bias' has NaN or infinite values" in str(at.flaw(pf.Message({"model": model}), state, down))
+    model["head.bias"] = torch.zeros(3, dtype=torch.float64)
+    assert "float64" in str(at.flaw(pf.Message({"model": model}), state, down))

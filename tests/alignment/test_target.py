@@ -1,0 +1,118 @@
+"""K̄ as features and as a kernel; what is left of a representation with few columns."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyfed.alignment import Target, cka, linear_cka, mean_features, mean_rbf_kernel, rbf_kernel, reduced
+from polyfed.seeds import torch_generator
+
+WEIGHTS = [0.5, 0.3, 0.2]
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch_generator(seed), dtype=dtype)
+
+
+def parts() -> list[Tensor]:
+    """Of three widths and scales, far from 0."""
+    return [scale * random(seed, 20, width) + scale for seed, width, scale in ((1, 4, 1.0), (2, 9, 5.0), (3, 30, 0.1))]
+
+
+def centred(a: Tensor) -> Tensor:
+    return a.double() - a.double().mean(0)
+
+
+def test_features_have_the_weighted_mean_of_the_kernels() -> None:
+    f = mean_features(parts(), WEIGHTS)
+    assert f.shape == (20, 43)
+    expected = sum(w * a @ a.T for w, a in zip(WEIGHTS, parts(), strict=True))
+    torch.testing.assert_close(f @ f.T, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_normalised_representations_enter_with_unit_centred_norm() -> None:
+    f = mean_features(parts(), WEIGHTS, normalise=True)
+    for part, a, weight in zip(f.split([4, 9, 30], dim=1), parts(), WEIGHTS, strict=True):
+        assert torch.linalg.vector_norm(centred(part)).item() == pytest.approx(weight**0.5, rel=1e-5)
+        torch.testing.assert_close(part / part.norm(), a / a.norm())
+    scaled = [a * scale for a, scale in zip(parts(), (100, 1e-3, 7), strict=True)]
+    torch.testing.assert_close(mean_features(scaled, WEIGHTS, normalise=True), f)
+    assert not torch.allclose(mean_features(scaled, WEIGHTS), mean_features(parts(), WEIGHTS))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -3e4])
+def test_a_constant_representation_does_not_disturb_normalised_ones(value: float) -> None:
+    a, dead, other = random(1, 50, 4), torch.full((50, 3), value), random(2, 50, 6)
+    with_it = mean_features([a, dead], [0.5, 0.5], normalise=True)
+    assert with_it.isfinite().all()
+    assert linear_cka(other, with_it).item() == pytest.approx(linear_cka(other, a).item(), rel=1e-4)
+
+
+def test_the_mean_rbf_kernel_gives_each_representation_a_width_of_its_own() -> None:
+    for sigma in (0.5, 2.0):
+        expected = sum(w * rbf_kernel(a, sigma) for w, a in zip(WEIGHTS, parts(), strict=True))
+        torch.testing.assert_close(mean_rbf_kernel(parts(), WEIGHTS, sigma), expected)
+
+
+def of_spectrum(rows: int, width: int, values: Tensor) -> Tensor:
+    """A centred matrix with these singular values, moved away from 0."""
+    left = torch.linalg.qr(centred(random(4, rows, len(values)))).Q
+    right = torch.linalg.qr(random(5, width, len(values), dtype=torch.float64)).Q
+    return (left * values @ right.T + 2).float()
+
+
+SPECTRA = {
+    "slowly falling": 1 / torch.arange(1, 41, dtype=torch.float64),
+    "fast falling": 0.7 ** torch.arange(40, dtype=torch.float64),
+    "nearly flat": torch.linspace(1.5, 1, 40, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("rank", [1, 5, 12])
+@pytest.mark.parametrize("width", [60, 1100])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_reduced_has_the_best_kernel_of_that_rank(spectrum: str, width: int, rank: int) -> None:
+    """The error of HKH is that of the truncated singular value decomposition, the least that there is."""
+    values = SPECTRA[spectrum]
+    a = of_spectrum(90, width, values)
+    small = reduced(a, rank)
+    assert small.shape == (90, rank)
+    assert small.dtype == torch.float32
+    kernel = centred(a) @ centred(a).T
+    best = values[rank:].pow(4).sum().sqrt().item()
+    error = torch.linalg.matrix_norm(kernel - small.double() @ small.double().T).item()
+    slack = 0.05 if spectrum == "nearly flat" and width > 1024 else 1e-3
+    assert best * (1 - 1e-4) <= error <= best * (1 + slack) + 1e-6
+    assert torch.equal(small, reduced(a, rank))
+
+
+@pytest.mark.parametrize("width", [60, 1100])
+def test_reduced_is_exact_from_the_true_rank_on(width: int) -> None:
+    a = of_spectrum(90, width, torch.tensor([3.0, 2.0, 1.0, 0.5], dtype=torch.float64))
+    kernel = centred(a) @ centred(a).T
+    for rank in (4, 10, width, width + 5):
+        small = reduced(a, rank).double()
+        assert small.shape[1] <= rank
+        torch.testing.assert_close(small @ small.T, kernel, rtol=1e-4, atol=1e-5)
+    less = reduced(a, 3).double()
+    assert not torch.allclose(less @ less.T, kernel, atol=1e-2)
+
+
+@pytest.mark.parametrize("width", [60, 1100])
+def test_reduced_takes_fewer_examples_than_columns_asked_for(width: int) -> None:
+    a = random(1, 8, width)
+    small = reduced(a, 30).double()
+    torch.testing.assert_close(small @ small.T, centred(a) @ centred(a).T, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [torch.arange(20), torch.tensor([3, 17, 5, 8, 0, 11])])
+def test_alignment_on_some_rows_is_cka_of_the_kernels_parts(rows: Tensor) -> None:
+    a = random(9, 20, 7)[rows]
+    f = mean_features(parts(), WEIGHTS)
+    expected = cka((a @ a.T).double(), (f @ f.T).double()[rows][:, rows]).item()
+    assert Target(f).alignment(a, rows).item() == pytest.approx(expected, rel=1e-4)
+    assert abs(Target(f).alignment(a, rows.flip(0)).item() - expected) > 1e-3
+    for sigma in (0.5, 1.5):
+        k = mean_rbf_kernel(parts(), WEIGHTS, sigma)
+        expected = cka(rbf_kernel(a, sigma).double(), k.double()[rows][:, rows]).item()
+        assert Target(k, sigma).alignment(a, rows).item() == pytest.approx(expected, rel=1e-4)
