@@ -340,6 +340,7 @@ def test_alignment_makes_networks_see_alike() -> None:
 # -- networks and data of different kinds ----------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:FedHeNN. nothing before:RuntimeWarning")
 def test_a_module_is_named_for_all_or_for_some() -> None:
     def widths(module: Any, clients: Sequence[pf.Client]) -> list[tuple[int, ...]]:
         run = federate(FedHeNN(**OPTIONS | {"module": module}), clients, rounds=2)
@@ -352,7 +353,7 @@ def test_a_module_is_named_for_all_or_for_some() -> None:
     assert torch.equal(run.last.state["representations"]["client-1"], PUBLIC[0])
     weights = federate(FedHeNN(share="weights", **OPTIONS | {"module": {"client-1": "0"}}), rounds=1)
     assert torch.equal(weights.last.state["representations"]["client-1"], PUBLIC[0])
-    with pytest.raises(pf.ClientError, match=r"module='hat' of the representation: the model has none.*head"):
+    with pytest.raises(pf.ClientError, match=r"module='hat': the network of .* has none.*head"):
         federate(FedHeNNHomo(**OPTIONS | {"module": "hat"}), small_clients(), rounds=1)
 
 

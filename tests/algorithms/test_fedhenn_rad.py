@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import polyfed as pf
+from polyfed.algorithm import Message
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
 from polyfed.alignment import rad_rows
 from polyfed.data.examples import Examples, Normalise, as_examples
@@ -202,6 +203,7 @@ def image_clients() -> list[pf.Client]:
     return [pf.Client("a", lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), data, data)]
 
 
+@pytest.mark.filterwarnings("ignore:FedHeNN.*nothing before:RuntimeWarning")
 @BOTH
 def test_public_examples_that_do_not_suit_are_refused(kind: Any) -> None:
     method, none = kind(**OPTIONS), torch.zeros(40, dtype=torch.int64)
@@ -294,3 +296,35 @@ def test_weights_that_cannot_be_used_are_refused() -> None:
     assert "'head.bias' has NaN or infinite values" in str(at.flaw(pf.Message({"model": model}), state, down))
     model["head.bias"] = torch.zeros(3, dtype=torch.float64)
     assert "float64" in str(at.flaw(pf.Message({"model": model}), state, down))
+
+
+def test_a_network_whose_representation_is_its_input_is_warned_of() -> None:
+    x, y = torch.randn(20, 4, generator=torch_generator(1)), torch.arange(20) % 2
+    clients = [pf.Client(name, lambda: torch.nn.Linear(4, 2), (x, y), (x, y)) for name in ("a", "b")]
+    method = FedHeNNHomo(lr=0.1, local_epochs=1, rad_size=20)
+    with pytest.warns(RuntimeWarning, match="nothing before '' is trained"):
+        pf.federate(clients, method, rounds=1, public=(x + 1, y), workers=0)
+
+
+def test_a_module_for_a_client_that_is_not_there_is_refused() -> None:
+    x, y = torch.randn(20, 4, generator=torch_generator(1)), torch.arange(20) % 2
+    clients = [pf.Client("north", lambda: torch.nn.Linear(4, 2), (x, y), (x, y))]
+    with pytest.raises(pf.UserError, match=r"module names 'noth', but no client is called so.*north"):
+        pf.federate(clients, FedHeNN(rad_size=20, module={"noth": "0"}), rounds=1, public=(x, y))
+
+
+def test_transforms_of_one_name_that_differ_are_told_apart() -> None:
+    def times(k: float) -> Any:
+        return lambda x: x * k
+
+    x, y = torch.randn(20, 4, generator=torch_generator(1)), torch.arange(20) % 2
+    own = Examples(x, y, transform=times(1.0))
+    clients = [pf.Client("a", lambda: torch.nn.Linear(4, 2), own, own)]
+    with pytest.raises(pf.UserError, match="prepare both alike"):
+        pf.federate(clients, FedHeNN(rad_size=20), rounds=1, public=Examples(x, y, transform=times(2.0)))
+
+
+def test_a_representation_beyond_all_bounds_is_refused() -> None:
+    flaw = FedHeNN(rad_size=20).reply_flaw({}, Message({"representations": {"a": torch.full((40, 3), 3e38)}}))
+    assert flaw is not None
+    assert "diverged" in flaw

@@ -2,6 +2,7 @@
 η·(1 − CKA) of the local loss."""
 
 import math
+import warnings
 from abc import ABC
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from polyfed.alignment.rad import noise_like, rad_rows
 from polyfed.alignment.representations import differentiable, representation_name
 from polyfed.alignment.target import Target
 from polyfed.data.examples import Examples
-from polyfed.errors import UserError
+from polyfed.errors import UserError, nearest
 from polyfed.models import FrozenArguments
 from polyfed.seeds import derive, torch_generator
 from polyfed.training import LocalTraining
@@ -30,7 +31,8 @@ class Aligning(LocalTraining, ABC):
         eta0: η_0 (0.001, paper, tuned for CIFAR; 0.01 for Sentiment140). It is small: with few rounds, tune it upwards.
         growth: f(t): "sqrt" √t (ours; the paper leaves f open, and says that η is low in the first rounds), "linear" t,
             "constant" 1.
-        rad: where the RAD comes from (paper: "public", unlabelled examples that are no client's). "noise" needs no public
+        rad: where the RAD comes from ("public", unlabelled examples that are no client's; ours, the
+            paper's server "generates" it "by random sampling"). "noise" needs no public
             data: 2·rad_size random inputs that each client makes from a common seed.
         rad_size: L, examples in the RAD of a round (5000, paper); not more than there are public examples.
         rad_batch: examples of the RAD, drawn afresh, at each minibatch (256, ours: all 5,000 at every step are out of
@@ -81,6 +83,11 @@ class Aligning(LocalTraining, ABC):
 
     def _start_pool(self, server: ServerContext) -> dict[str, Any]:
         """The public examples as they are stored, the run's seed, and who has the pool already."""
+        ids = [info.id for info in server.clients]
+        if isinstance(self.module, Mapping) and (unknown := sorted(set(self.module) - set(ids))):
+            raise UserError(
+                f"{type(self).__name__}: module names {unknown[0]!r}, but no client is called so; {nearest(unknown[0], ids)}"
+            )
         if self.rad == "noise":
             return {"public": {}, "seed": server.seed, "holders": []}
         assert server.public is not None  # `requires` names "public_data"
@@ -151,6 +158,11 @@ class Aligning(LocalTraining, ABC):
     def _representation(self, model: nn.Module, client: str, examples: Examples) -> str:
         """Name of the module whose input is Φ, in the network of this client, which takes such examples."""
         given = self.module.get(client) if isinstance(self.module, Mapping) else self.module
+        names = dict(model.named_modules())
+        if given is not None and given not in names:
+            raise UserError(
+                f"{type(self).__name__}: module={given!r}: the network of {client!r} has none; {nearest(given, names)}"
+            )
         return representation_name(model, examples) if given is None else given
 
     def _term(
@@ -167,6 +179,13 @@ class Aligning(LocalTraining, ABC):
         def term() -> Tensor:
             drawn = torch.randperm(len(rows), generator=generator)[:number].to(device)
             a = differentiable(model, pool, rows[drawn], module)
+            if not a.requires_grad:
+                warnings.warn(
+                    f"{type(self).__name__}: nothing before {module!r} is trained in a client's network, so that its "
+                    "representation cannot be aligned; name another module",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             return eta * (1 - target.alignment(a.float(), drawn))
 
         return term

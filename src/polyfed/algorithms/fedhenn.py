@@ -1,6 +1,7 @@
 """FedHeNN for clients with different architectures: each trains its own network, and all networks learn to see the same
 examples as alike (Makhija, Han, Ho and Ghosh, ICML 2022, algorithm 2)."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, final
@@ -141,7 +142,16 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
         for j, weights in state["received"].items():
             model = fill(scratch(server.architectures[kinds[j] or ""]).module, weights)
             module = self._representation(model, j, server.public)
-            found[j] = self._shared(representations(model, server.public, module=module, batch_statistics=True))
+            a = representations(model, server.public, module=module, batch_statistics=True)
+            if _broken(a):
+                warnings.warn(
+                    f"FedHeNN: the representation of client {j!r} is not finite or beyond {_LARGEST:g}, and does not count: "
+                    "its training diverged; lower lr or set clip_norm",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                continue
+            found[j] = self._shared(a)
         return {**state, "received": {}, "representations": _sorted({**state["representations"], **found})}
 
     def _shared(self, a: Tensor) -> Tensor:
@@ -151,7 +161,12 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
         """A_j of the whole pool, of any width; or W_j in the form of the client's architecture."""
         if self.share == "weights":
             form = state["forms"][sorted(state["forms"])[int(down.scalars["form"])]]
-            return {"model": {n: (tuple(shape), _DTYPES[dtype]) for n, (shape, dtype) in form.items()}}
+            return {
+                "model": {
+                    n: (tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
+                    for n, (shape, dtype) in form.items()
+                }
+            }
         number = len(state["public"]["x"]) if state["public"] else 2 * self.rad_size
         return {"representations": {"a": ((number, None), torch.float32)}}
 
@@ -160,9 +175,12 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
         if self.weighting == "capacity" and not reply.scalars.get("capacity", 0) >= 1:
             return f"capacity, its number of parameters, is {reply.scalars.get('capacity')!r}; it must be at least 1"
         if self.share == "representations":
-            width = reply.arrays["representations"]["a"].shape[1]
+            a = reply.arrays["representations"]["a"]
+            width = a.shape[1]
             if not 1 <= width <= (self.rank or width):
                 return f"its representation has {width} columns; it must have from 1 to {self.rank or 'any number'}"
+            if _broken(a):
+                return f"its representation has values beyond {_LARGEST:g}; its training diverged: lower lr or set clip_norm"
         return None
 
     def analysis(self, state: State, who: Sequence[str]) -> Mapping[str, float]:
@@ -203,11 +221,12 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
         return fill(scratch(client.model, client.train.x.device).module, mine["model"])
 
 
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-                  torch.int8, torch.uint8, torch.bool)
-}  # fmt: skip
+_LARGEST = 1e9
+"""Of a representation. Networks that learn are far from it; squares of sums of such numbers are still finite."""
+
+
+def _broken(a: Tensor) -> bool:
+    return not bool(a.abs().amax() <= _LARGEST)  # NaN is not
 
 
 def _sorted(by_client: Mapping[str, Any]) -> dict[str, Any]:

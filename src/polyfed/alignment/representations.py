@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from polyfed.data.examples import Examples, split_rows
 from polyfed.layout import arrange
 from polyfed.models.split import representation, representation_module
+from polyfed.seeds import torch_generator
 
 _BATCH = 256
 
@@ -36,11 +37,12 @@ def representations(
     name = representation_name(model, examples) if module is None else module
     found = []
     with torch.no_grad():
-        everything = torch.arange(len(examples), device=examples.x.device)
-        for rows in split_rows(everything, _BATCH, at_least_two=True):
+        # In a fixed shuffled order: of examples that are sorted by class, the statistics of a batch would hide the class.
+        order = torch.randperm(len(examples), generator=torch_generator(0))
+        for rows in split_rows(order.to(examples.x.device), _BATCH, at_least_two=True):
             x = arrange(model, examples.batch(rows)[0])
             found.append(representation(model, x, module=name, batch_statistics=batch_statistics).float().cpu())
-    return torch.cat(found)
+    return torch.cat(found)[order.argsort()]
 
 
 def differentiable(model: nn.Module, examples: Examples, rows: Tensor, module: str) -> Tensor:
@@ -52,13 +54,14 @@ def differentiable(model: nn.Module, examples: Examples, rows: Tensor, module: s
     More than one batch is run again in the backward pass, batch by batch, so that activations of one batch only are in
     memory: all 5,000 rows of the paper's RAD would need gigabytes.
     """
-    batches = split_rows(rows, _BATCH, at_least_two=True)
+    batches = split_rows(rows, _BATCH if len(rows) <= _BATCH else _BATCH // 2, at_least_two=True)
 
-    def of(x: Tensor) -> Tensor:
-        return representation(model, arrange(model, x), module=module, batch_statistics=True)
+    def of(batch: Tensor) -> Tensor:
+        x = arrange(model, examples.batch(batch)[0])
+        return representation(model, x, module=module, batch_statistics=True)
 
     run = of if len(batches) == 1 else partial(checkpoint, of, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([run(examples.batch(batch)[0]) for batch in batches])
+    return torch.cat([run(batch) for batch in batches])
 
 
 def representation_name(model: nn.Module, examples: Examples) -> str:

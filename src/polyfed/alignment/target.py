@@ -51,7 +51,7 @@ def mean_features(parts: Sequence[Tensor], weights: Sequence[float], normalise: 
         weights: w_j ≥ 0.
         normalise: divide each A_j by ‖HA_j‖_F, so that none dominates by the scale of its features.
 
-    >>> a, b = torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0, 0.0], [0.0, 2.0]])
+    >>> a, b = torch.tensor([[-1.0], [1.0]]), torch.tensor([[2.0, 0.0], [-2.0, 0.0]])
     >>> f = mean_features([a, b], [0.5, 0.5])
     >>> torch.allclose(f @ f.T, (a @ a.T + b @ b.T) / 2)
     True
