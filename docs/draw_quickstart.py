@@ -20,19 +20,20 @@ def last_accuracies(run):
 
 def draw(run, picture):
     """Bars of accuracy alone and together, per client and in the mean."""
-    alone, together = last_accuracies(run / "baselines" / "local"), last_accuracies(run)
-    names = [*together, "mean"]
-    bars = {
-        "alone (local)": [*alone.values(), np.mean(list(alone.values()))],
-        "together (flha_ghn)": [*together.values(), np.mean(list(together.values()))],
+    found = {
+        "alone (local)": last_accuracies(run / "baselines" / "local"),
+        "together (flha_ghn)": last_accuracies(run),
+        "together (fedhenn)": last_accuracies(run / "baselines" / "fedhenn"),
     }
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    names = [*found["alone (local)"], "mean"]
+    bars = {label: [*values.values(), np.mean(list(values.values()))] for label, values in found.items()}
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     places = np.arange(len(names)) + np.r_[np.zeros(len(names) - 1), 0.5]
-    for i, ((label, values), colour) in enumerate(zip(bars.items(), ("#9aa5b1", "#1f6feb"), strict=True)):
-        drawn = axes.bar(places + (i - 0.5) * 0.38, values, width=0.36, label=label, color=colour)
-        axes.bar_label(drawn, fmt="%.2f", fontsize=8, padding=2)
+    for i, ((label, values), colour) in enumerate(zip(bars.items(), ("#9aa5b1", "#1f6feb", "#e8833a"), strict=True)):
+        drawn = axes.bar(places + (i - 1) * 0.29, values, width=0.27, label=label, color=colour)
+        axes.bar_label(drawn, fmt="%.2f", fontsize=6, padding=2)
     axes.set_xticks(places, names)
     axes.set_ylim(0, 1.18)
     axes.set_yticks(np.linspace(0, 1, 6))
@@ -41,7 +42,7 @@ def draw(run, picture):
         "Eight clients, 40 handwritten digits each, four different networks; 20 rounds", loc="left", fontsize=11
     )
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=2, loc="upper right", fontsize=9)
+    axes.legend(frameon=False, ncols=3, loc="upper right", fontsize=9)
     figure.savefig(picture, dpi=120)
 
 
