@@ -148,6 +148,8 @@ def test_sharing_weights_is_sharing_representations(fields: Mapping[str, Any]) -
         torch.testing.assert_close(table[i] @ table[i].T, again[i] @ again[i].T, rtol=1e-3, atol=1e-4)
         for name, tensor in one.model(i).state_dict().items():
             torch.testing.assert_close(other.model(i).state_dict()[name], tensor, rtol=1e-3, atol=1e-5)
+    assert one.last.state["capacities"] == other.last.state["capacities"]
+    assert bool(one.last.state["capacities"]) == ("weighting" in fields)
     for options_of_one in ("rank", "normalise", "weighting", "kernel"):
         if options_of_one in fields:  # else the comparison would be of two runs without the option
             without = federate(FedHeNN(**OPTIONS | {"eta0": 3.0}), rounds=4, sample=2)

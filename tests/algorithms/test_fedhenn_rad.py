@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyfed as pf
 from polyfed.algorithm import Message
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
-from polyfed.alignment import rad_rows
+from polyfed.alignment import Target, rad_rows
 from polyfed.data.examples import Examples, Normalise, as_examples
 from polyfed.rounds import Federation
 from polyfed.runs.results import Run, one_thread
@@ -167,6 +168,57 @@ def test_representations_of_noise_are_of_the_same_noise_for_all_clients() -> Non
     assert not torch.allclose(found[0], other)
 
 
+class Counting(TorchDispatchMode):
+    """Keeps the results that have more than so many numbers and memory of their own."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.numbers, self.found = numbers, dict[int, Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.numel() > self.numbers and out.untyped_storage().data_ptr() not in given:
+            self.found[out.untyped_storage().data_ptr()] = out
+        return out
+
+
+@pytest.mark.parametrize(("kernel", "number", "width"), [("linear", 300, 5000), ("rbf", 2000, 2000)])
+def test_steps_on_the_whole_rad_do_not_copy_the_mean_kernel(kernel: Any, number: int, width: int) -> None:
+    """And see what steps in the order of X would."""
+    net, x = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), random(1, number + 50, 6)
+    matrix, rows = random(2, number, width), torch.arange(number).flip(0) + 20
+    sigma = 0.5 if kernel == "rbf" else None
+    target = Target(matrix @ matrix.T if sigma else matrix, sigma)
+    method = FedHeNN(kernel=kernel, **OPTIONS | {"rad_batch": 0})
+    term = method._term(net, "2", target, Examples(x, torch.zeros(len(x))), rows, 2.0, 7)
+    assert term is not None
+    term()
+    with Counting(1024**2) as seen:  # as many distances are there whose median is taken
+        value = term()
+        torch.autograd.backward(value)
+    assert not seen.found
+    a = net[1](net[0](x[rows]))
+    torch.testing.assert_close(value, 2 * (1 - target.alignment(a, torch.arange(number))), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["linear", "rbf"])
+def test_a_round_makes_no_more_than_one_matrix_of_all_pairs_a_side(kernel: Any) -> None:
+    """The server's K̄, the homogeneous client's K_global; for 1,024 examples at most, all distances are taken."""
+    number, made = 1100, {}
+    public = random(8, number, 6), torch.zeros(number, dtype=torch.int64)
+    for kind in (FedHeNN, FedHeNNHomo):
+        options = OPTIONS | {"rad_size": number, "rad_batch": 0, "local_epochs": 1, "kernel": kernel}
+        at = federation(kind(**options), public)
+        state = at.algorithm.init(at.context())
+        if kind is FedHeNN:
+            state = {**state, "representations": {f"client-{k}": random(k, number, 8) for k in range(3)}}
+        with Counting(number**2 - 1) as seen:
+            reply_of(at, state, "client-0")
+        made[kind] = len(seen.found)
+    assert made == {FedHeNN: kernel == "rbf", FedHeNNHomo: kernel == "rbf"}
+
+
 # -- refused ------------------------------------------------------------------------------------------------------
 
 
@@ -244,6 +296,22 @@ def test_there_is_no_noise_of_texts() -> None:
     assert federate(FedHeNN(**OPTIONS), embed, public=(torch.ones(40, 6, dtype=torch.int64), PUBLIC[1])).table()
 
 
+@BOTH
+@pytest.mark.parametrize("array", [lambda x: x, lambda x: x.numpy()])
+def test_public_examples_need_no_labels(kind: Any, array: Any) -> None:
+    method = kind(**OPTIONS)
+    assert without_times(federate(method, public=array(PUBLIC[0])).history) == without_times(federate(method).history)
+    with pytest.raises(pf.UserError, match="public: cannot read examples from int; give a tensor of inputs, "):
+        federate(method, public=3)
+    images = federate(method, image_clients_of_bytes(), public=array(IMAGES))
+    assert images.history[-1]["failures"] == []
+
+
+def image_clients_of_bytes() -> list[pf.Client]:
+    data = IMAGES[:12], torch.arange(12) % 3
+    return [pf.Client("a", lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.Linear(4, 3)), data, data)]
+
+
 def test_representations_that_cannot_be_used_are_refused() -> None:
     method = FedHeNN(rank=5, weighting="capacity", **OPTIONS)
     at = federation(method)
@@ -265,7 +333,7 @@ def test_representations_that_cannot_be_used_are_refused() -> None:
         (torch.full_like(a, float("nan")), "NaN"),
     ):
         assert message in str(flaw(wrong))
-    for scalars in ({}, {"capacity": 0}, {"capacity": float("nan")}):
+    for scalars in ({}, {"capacity": 0}, {"capacity": 1e30}, {"capacity": 2.5}, {"capacity": float("nan")}):
         assert "capacity" in str(at.flaw(dataclasses.replace(good, scalars=scalars), state, down))
     for arrays in ({}, {"model": {"a": a}}, {"representations": {"a": a}, "model": {}}):
         assert "expected ['representations']" in str(at.flaw(dataclasses.replace(good, arrays=arrays), state, down))

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyfed as pf
 from polyfed.alignment import cka, hsic, linear_cka, linear_kernel, rbf_cka, rbf_kernel
+from polyfed.alignment.cka import CentredFeatures, CentredKernel
 from polyfed.seeds import torch_generator
 
 ROWS = 15
@@ -133,6 +134,8 @@ CKA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": linear_cka,
     "rbf": lambda a, b: rbf_cka(a, rbf_kernel(b)),
     "rbf in blocks": lambda a, b: rbf_cka(a, rbf_kernel(b), block=7),
+    "linear, centred before": lambda a, b: linear_cka(a, CentredFeatures.of(b)),
+    "rbf, centred before": lambda a, b: rbf_cka(a, CentredKernel.of(rbf_kernel(b), block=4), block=7),
 }
 
 
@@ -183,16 +186,17 @@ def test_a_constant_has_cka_and_gradient_0(kind: str, width: int, dtype: torch.d
 
 
 class Largest(TorchDispatchMode):
-    """Notes the shapes of all results."""
+    """Notes the shapes of all results, but for views of what is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, *given: Tensor) -> None:
         super().__init__()
         self.shapes: set[tuple[int, ...]] = set()
+        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.given:
                 self.shapes.add(tuple(tensor.shape))
         return out
 
@@ -222,6 +226,34 @@ def test_blocks_of_an_rbf_kernel_are_the_whole(block: int) -> None:
     found = rbf_cka(a, target, block=block)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(torch.autograd.grad(found, a), torch.autograd.grad(expected, a), rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_target_is_centred_in_blocks(requires_grad: bool) -> None:
+    """To norm 1, and with the gradient of the whole."""
+    target = rbf_kernel(random(2, 51, 4)).requires_grad_(requires_grad)
+    h = torch.eye(51).double() - 1 / 51
+    for block in (1, 7, 50, 51, 1000):
+        found = CentredKernel.of(target, block)
+        expected = h @ target.detach() @ h
+        torch.testing.assert_close(found.rows(0, 51).detach(), expected / expected.norm(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found.rows(48, 99), found.rows(0, 51)[48:])
+        assert found.squares.item() == pytest.approx(1)
+        assert not found.scale.requires_grad
+
+
+def test_no_matrix_of_all_pairs_is_made_beside_the_target() -> None:
+    """Neither of the kernel, nor of the centred target, nor in the backward pass."""
+    number = 2000
+    a, target = random(1, number, 5).requires_grad_(), rbf_kernel(random(2, number, 3))
+    expected = cka(rbf_kernel(a), target)
+    (wanted,) = torch.autograd.grad(expected, a)
+    with Largest(target) as seen:
+        found = rbf_cka(a, target)
+        (gradient,) = torch.autograd.grad(found, a)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-8, atol=1e-12)
+    assert seen.numbers() <= 1024 * 1024  # the distances whose median is taken
 
 
 def test_the_median_of_many_examples_is_taken_from_evenly_spaced_ones() -> None:

@@ -1,8 +1,11 @@
 """K̄ as features and as a kernel; what is left of a representation with few columns."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyfed.alignment import Target, cka, linear_cka, mean_features, mean_rbf_kernel, rbf_kernel, reduced
 from polyfed.seeds import torch_generator
@@ -52,6 +55,46 @@ def test_the_mean_rbf_kernel_gives_each_representation_a_width_of_its_own() -> N
     for sigma in (0.5, 2.0):
         expected = sum(w * rbf_kernel(a, sigma) for w, a in zip(WEIGHTS, parts(), strict=True))
         torch.testing.assert_close(mean_rbf_kernel(parts(), WEIGHTS, sigma), expected)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the results that have at least so many numbers and memory of their own."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.numbers, self.storages = numbers, dict[int, Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.numel() >= self.numbers and out.untyped_storage().data_ptr() not in given:
+            self.storages[out.untyped_storage().data_ptr()] = out  # kept, so that no other gets its place
+        return out
+
+
+@pytest.mark.parametrize("number", [255, 257, 1500])
+def test_the_mean_rbf_kernel_is_the_only_matrix_of_its_size(number: int) -> None:
+    many = [random(seed, number, width) + 1 for seed, width in ((1, 4), (2, 9), (3, 30))]
+    expected = sum(w * rbf_kernel(a) for w, a in zip(WEIGHTS, many, strict=True))
+    with Counting(max(number, 1025) ** 2) as seen:  # the width is the median of 1,024 examples' distances
+        found = mean_rbf_kernel(many, WEIGHTS)
+    torch.testing.assert_close(found, expected)
+    assert seen.storages.keys() == ({found.untyped_storage().data_ptr()} if number > 1024 else set())
+
+
+@pytest.mark.parametrize("kind", ["linear", "rbf"])
+def test_the_whole_rad_is_aligned_with_without_a_copy_of_the_mean_kernel(kind: str) -> None:
+    number = 1500
+    a, many = random(9, number, 7), [random(seed, number, 400) for seed in (1, 2, 3)]
+    target = Target(mean_features(many, WEIGHTS)) if kind == "linear" else Target(mean_rbf_kernel(many, WEIGHTS), 0.5)
+    first = target.alignment(a)
+    with Counting(min(target.matrix.numel(), 1025**2)) as seen:
+        again = target.alignment(a)
+    assert not seen.storages
+    assert torch.equal(first, again)
+    torch.testing.assert_close(first, target.alignment(a, torch.arange(number)))
+    other = Target(target.matrix[:20, : 20 if kind == "rbf" else None], target.sigma)
+    torch.testing.assert_close(other.alignment(a[:20]), target.alignment(a[:20], torch.arange(20)))
 
 
 def of_spectrum(rows: int, width: int, values: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ class Aligning(LocalTraining, ABC):
 
         def term() -> Tensor:
             drawn = torch.randperm(len(rows), generator=generator)[:number].to(device)
-            a = differentiable(model, pool, rows[drawn], module)
+            a = differentiable(model, pool, rows[drawn], module).float()
             if not a.requires_grad:
                 warnings.warn(
                     f"{type(self).__name__}: nothing before {module!r} is trained in a client's network, so that its "
@@ -186,6 +186,10 @@ class Aligning(LocalTraining, ABC):
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            return eta * (1 - target.alignment(a.float(), drawn))
+            if number == len(rows):
+                # Order decides which examples BatchNorm sees together, and nothing else: the client's own representation is
+                # put back into the order of X, since K̄ is the larger one to copy.
+                return eta * (1 - target.alignment(a[drawn.argsort()]))
+            return eta * (1 - target.alignment(a, drawn))
 
         return term

@@ -38,6 +38,9 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
     a part: so a client that is not drawn counts in K̄ with its last network exactly, on the same X as the others. Clients
     that nobody has reached yet do not count (ours; the paper's K̄(0) is of untrained networks), so that round 1 has no term.
 
+    A capacity is counted by the server where it has the architectures (`share="weights"`); else it is what the client tells,
+    and is believed if it is a whole number up to 10^12.
+
     Args:
         share: what a client sends: its "representations" (ours: the server learns neither weights nor architecture), or its
             "weights" (paper), of which the server computes the same.
@@ -126,23 +129,33 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
         else:
             new = {j: reply.arrays["representations"]["a"] for j, reply in replies.items()}
             after["representations"] = _sorted({**state["representations"], **new})
-        told = {j: reply.scalars["capacity"] for j, reply in replies.items() if "capacity" in reply.scalars}
-        after["capacities"] = _sorted({**state["capacities"], **told})
+            if self.weighting == "capacity":
+                told = {j: reply.scalars["capacity"] for j, reply in replies.items()}
+                after["capacities"] = _sorted({**state["capacities"], **told})
         if self.pool_once:
             after["holders"] = sorted({*state["holders"], *replies})
         return after
 
     def server_step(self, state: State, server: ServerContext) -> State:
-        """A_j = Φ_j(X; W_j) of the weights that came ("the server uses each client's weights", section 3.3)."""
+        """A_j = Φ_j(X; W_j) of the weights that came ("the server uses each client's weights", section 3.3); capacities."""
         if not state["received"]:
             return state
         assert server.architectures is not None
         assert server.public is not None
-        kinds, found = {info.id: info.architecture for info in server.clients}, {}
+        kinds, found, counted = {info.id: info.architecture or "" for info in server.clients}, {}, {}
         for j, weights in state["received"].items():
-            model = fill(scratch(server.architectures[kinds[j] or ""]).module, weights)
-            module = self._representation(model, j, server.public)
-            a = representations(model, server.public, module=module, batch_statistics=True)
+            model = fill(scratch(server.architectures[kinds[j]]).module, weights)
+            try:
+                module = self._representation(model, j, server.public)
+                a = representations(model, server.public, module=module, batch_statistics=True)
+            except UserError:
+                raise
+            except Exception as error:  # of the user's network
+                raise UserError(
+                    f"FedHeNN: the server ran the network of client {j!r}, a {type(model).__name__} (architecture "
+                    f"{kinds[j]}), on the public examples, and it failed: {type(error).__name__}: {error}; mend the "
+                    "network, or set share='representations', with which each client runs its own"
+                ) from error
             if _broken(a):
                 warnings.warn(
                     f"FedHeNN: the representation of client {j!r} is not finite or beyond {_LARGEST:g}, and does not count: "
@@ -152,7 +165,14 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
                 )
                 continue
             found[j] = self._shared(a)
-        return {**state, "received": {}, "representations": _sorted({**state["representations"], **found})}
+            if self.weighting == "capacity":
+                counted[j] = _capacity(model)
+        return {
+            **state,
+            "received": {},
+            "representations": _sorted({**state["representations"], **found}),
+            "capacities": _sorted({**state["capacities"], **counted}),
+        }
 
     def _shared(self, a: Tensor) -> Tensor:
         return a if self.rank is None else reduced(a, self.rank)
@@ -171,10 +191,14 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
         return {"representations": {"a": ((number, None), torch.float32)}}
 
     def reply_flaw(self, state: State, reply: Message) -> str | None:
-        """A representation has columns, no more than agreed; a capacity is positive."""
-        if self.weighting == "capacity" and not reply.scalars.get("capacity", 0) >= 1:
-            return f"capacity, its number of parameters, is {reply.scalars.get('capacity')!r}; it must be at least 1"
+        """A representation has columns, no more than agreed; a capacity could be that of a network."""
         if self.share == "representations":
+            capacity = reply.scalars.get("capacity", 0)
+            if self.weighting == "capacity" and not (1 <= capacity <= _MOST and float(capacity).is_integer()):
+                return (
+                    f"capacity, its number of parameters, is {reply.scalars.get('capacity')!r}; it must be a whole number "
+                    f"from 1 to {_MOST:,}"
+                )
             a = reply.arrays["representations"]["a"]
             width = a.shape[1]
             if not 1 <= width <= (self.rank or width):
@@ -206,8 +230,8 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
             term = self._term(model, module, target, pool, rows, down.scalars["eta"], seed)
         loss = fit(model, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task, penalty=term)
         scalars = {"train_loss": loss, "num_examples": len(client.train)}
-        if self.weighting == "capacity":
-            scalars["capacity"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if self.weighting == "capacity" and self.share == "representations":
+            scalars["capacity"] = _capacity(model)
         state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
         after: Mine = {"model": state, **self._keep_pool(down, mine)}
         if self.share == "weights":
@@ -223,6 +247,15 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
 
 _LARGEST = 1e9
 """Of a representation. Networks that learn are far from it; squares of sums of such numbers are still finite."""
+
+
+_MOST = 10**12
+"""Parameters that a client may claim to have: more than any network that is trained on a client."""
+
+
+def _capacity(model: nn.Module) -> int:
+    """The number of trained parameters."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def _broken(a: Tensor) -> bool:

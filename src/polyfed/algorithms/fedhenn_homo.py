@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.algorithms.aligning import Aligning
 from polyfed.algorithms.averaging import average, reply, same_as_down, start
-from polyfed.alignment.cka import rbf_kernel
 from polyfed.alignment.representations import representations
-from polyfed.alignment.target import Target
+from polyfed.alignment.target import Target, mean_rbf_kernel
 from polyfed.buffers import ready, receive
 from polyfed.scratch import fill, scratch
 from polyfed.training import fit
@@ -87,7 +86,9 @@ class FedHeNNHomo(Aligning, Algorithm[State, Mine]):
         if eta:
             module = self._representation(own.module, client.id, client.train)
             a_global = representations(own.module, pool.select(rows), module=module, batch_statistics=True)
-            target = Target(rbf_kernel(a_global, self.sigma), self.sigma) if self.kernel == "rbf" else Target(a_global)
+            target = Target(a_global)
+            if self.kernel == "rbf":
+                target = Target(mean_rbf_kernel([a_global], [1.0], self.sigma), self.sigma)
             term = self._term(own.module, module, target, pool, rows, eta, seed)
         lr = down.scalars["lr"]
         loss = fit(own.module, client.train, self, lr=lr, seed=seed, task=client.task, penalty=term)

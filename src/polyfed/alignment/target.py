@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
 from torch import Tensor
 
-from polyfed.alignment.cka import linear_cka, rbf_cka, rbf_kernel, spread
+from polyfed.alignment.cka import CentredFeatures, CentredKernel, linear_cka, rbf_blocks, rbf_cka, spread
 from polyfed.seeds import torch_generator
 
 _EXACT_WIDTH = 1024
@@ -31,16 +32,25 @@ class Target:
     matrix: Tensor
     sigma: float | None = None
 
-    def alignment(self, a: Tensor, rows: Tensor) -> Tensor:
-        """CKA(K_i, K̄) on some rows of the RAD: a scalar.
+    def alignment(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
+        """CKA(K_i, K̄) on the RAD, or on some of its rows: a scalar.
 
         Args:
             a: the client's representation of these rows, shape (number, d_i).
-            rows: int64, shape (number,).
+            rows: int64, shape (number,); None is the whole RAD in its order, of which K̄ is centred at the first call only,
+                and not copied.
         """
         if self.sigma is None:
-            return linear_cka(a, self.matrix[rows])
-        return rbf_cka(a, self.matrix[rows][:, rows], self.sigma)
+            return linear_cka(a, self._features if rows is None else self.matrix[rows])
+        return rbf_cka(a, self._kernel if rows is None else self.matrix[rows[:, None], rows], self.sigma)
+
+    @cached_property
+    def _features(self) -> CentredFeatures:
+        return CentredFeatures.of(self.matrix)
+
+    @cached_property
+    def _kernel(self) -> CentredKernel:
+        return CentredKernel.of(self.matrix)
 
 
 def mean_features(parts: Sequence[Tensor], weights: Sequence[float], normalise: bool = False) -> Tensor:
@@ -64,7 +74,8 @@ def mean_features(parts: Sequence[Tensor], weights: Sequence[float], normalise: 
 
 
 def mean_rbf_kernel(parts: Sequence[Tensor], weights: Sequence[float], sigma: float = 0.5) -> Tensor:
-    """K̄ = Σ_j w_j K_j of the RBF kernels of representations (eq. 6), added up one at a time: shape (L, L).
+    """K̄ = Σ_j w_j K_j of the RBF kernels of representations (eq. 6), shape (L, L), added up a few rows at a time:
+    no other matrix of that size is made.
 
     Args:
         parts: representations A_j of the same L examples, shapes (L, d_j).
@@ -76,7 +87,8 @@ def mean_rbf_kernel(parts: Sequence[Tensor], weights: Sequence[float], sigma: fl
     """
     total = torch.zeros(len(parts[0]), len(parts[0]))
     for a, weight in zip(parts, weights, strict=True):
-        total.add_(rbf_kernel(a, sigma), alpha=weight)
+        for places, rows in rbf_blocks(a, sigma):
+            total[places].add_(rows, alpha=weight)
     return total
 
 

@@ -107,7 +107,7 @@ class Examples:
         return replace(self, x=self.x.to(device), y=self.y.to(device), index=index)
 
 
-def as_examples(source: Any, name: str = "examples") -> Examples:
+def as_examples(source: Any, name: str = "examples", *, labelled: bool = True) -> Examples:
     """Examples from what users have: `Examples`, a pair (x, y) of tensors or arrays, a torch `Dataset` of (input,
     label) pairs, or a Hugging Face dataset with one input column and a column `label`.
 
@@ -115,14 +115,24 @@ def as_examples(source: Any, name: str = "examples") -> Examples:
     of shape (n, channels, height, width) or (n, height, width), which gets a channel axis, stay uint8 in memory and reach
     the network as floats from 0 to 1, by a `Normalise` of mean 0 and std 1. `Examples` are taken as they are.
 
+    Args:
+        source: one of the above.
+        name: what errors call it.
+        labelled: False takes a lone tensor or array of inputs too, of examples whose labels nobody uses; they become 0.
+
     Raises:
         UserError: nothing of the above, or labels that are no numbers.
 
     >>> len(as_examples(([[1.0], [2.0]], [0, 1])))
     2
+    >>> as_examples(torch.ones(3, 5), labelled=False).labels.tolist()
+    [0, 0, 0]
     """
     if isinstance(source, Examples):
         return source
+    if not labelled and isinstance(source, Tensor | np.ndarray):
+        x = _tensor(source, f"{name} inputs")
+        return _readable(x, torch.zeros(x.shape[:1], dtype=torch.int64, device=x.device))
     if hasattr(source, "column_names") and hasattr(source, "with_format"):
         return _from_hugging_face(source, name)
     if isinstance(source, tuple | list) and len(source) == 2:
@@ -136,8 +146,8 @@ def as_examples(source: Any, name: str = "examples") -> Examples:
                 labels = torch.stack(labels)  # keeps their type
             return _readable(inputs, _labels(labels, name))
     raise UserError(
-        f"{name}: cannot read examples from {type(source).__name__}; give (x, y) tensors, a torch Dataset of "
-        "(input, label) pairs or a Hugging Face dataset with a column 'label'"
+        f"{name}: cannot read examples from {type(source).__name__}; give {'' if labelled else 'a tensor of inputs, '}"
+        "(x, y) tensors, a torch Dataset of (input, label) pairs or a Hugging Face dataset with a column 'label'"
     )
 
 
