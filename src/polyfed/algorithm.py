@@ -50,6 +50,8 @@ State = TypeVar("State")  # the server's: nested dicts of tensors and plain scal
 Mine = TypeVar("Mine")  # a client's private state: the same, and it never leaves the client
 Task = Literal["classification", "multilabel", "regression"]
 Architecture = Callable[[], nn.Module]
+MODEL_WORDS = frozenset({"model", "one_architecture", "architectures", "layer_catalogue"})
+"""Words of `Algorithm.requires` that each imply that the clients bring networks."""
 
 
 @final
@@ -172,12 +174,22 @@ class ClientInfo:
 
 @final
 @dataclass(frozen=True)
+class Form:
+    """What goes into a client's network and what comes out: `inputs`, the shape of one example without the batch, as
+    networks get it; `outputs`, the number of logits that its labels need."""
+
+    inputs: tuple[int, ...]
+    outputs: int
+
+
+@final
+@dataclass(frozen=True)
 class ServerContext:
     """What the server knows before the first round. Fields that `requires` does not ask for are None.
 
     Attributes: `seed` of the run; `rounds` in all; `clients`, everyone who may take part; `model` builds the common
     network ("one_architecture"); `architectures` by key ("architectures"); `layer_catalogue` ("layer_catalogue");
-    `public`, the pool of unlabelled examples ("public_data").
+    `public`, the pool of unlabelled examples ("public_data"); `form` of inputs and outputs, the same for all ("one_form").
     """
 
     seed: int
@@ -187,6 +199,7 @@ class ServerContext:
     architectures: Mapping[str, Architecture] | None = None
     layer_catalogue: Any = None
     public: Examples | None = None
+    form: Form | None = None
 
 
 class Algorithm(ABC, Generic[State, Mine]):
@@ -198,8 +211,10 @@ class Algorithm(ABC, Generic[State, Mine]):
 
     requires: ClassVar[frozenset[str]] = frozenset()
     """Of "model" (each client brings a network), "one_architecture", "architectures", "layer_catalogue" (which all imply
-    it), "public_data" (of the form of the clients' inputs) and "one_input_form"; checked before the first round. Where a
-    method's fields decide, `__post_init__` sets it for the instance."""
+    it), "public_data" (of the form of the clients' inputs), "one_input_form", "one_form" (of inputs as networks get them,
+    and of outputs; the server is told which) and "images"; checked before the first round. A method that names none of the
+    first four brings its own network, and `Client.model` may be None. Where a method's fields decide, `__post_init__` sets
+    it for the instance."""
 
     published: ClassVar[frozenset[str]] = frozenset()
     """Groups (top-level keys) of the private state that the method sends up by its nature, as FedFomo does the client's own
@@ -258,6 +273,11 @@ class Algorithm(ABC, Generic[State, Mine]):
         ("global", the server's model). Each is evaluated before the next is asked for, so that all may use one scratch
         module."""
         return iter(())
+
+    def description(self, network: nn.Module, client: Client) -> Mapping[str, Any] | None:
+        """What else than its weights is needed to build a network of `personal` again, for JSON, and what people may want to
+        know of it; it is written beside the weights. For methods that bring their own networks."""
+        return None
 
     def analysis(self, state: State, who: Sequence[str]) -> Mapping[str, Tensor | Sequence[str] | float]:
         """What of the server's state after a round is worth keeping for plots, `who` being the clients of the round:

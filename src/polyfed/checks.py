@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithm import Algorithm, Client
+from polyfed.algorithm import MODEL_WORDS, Algorithm, Client, Form
 from polyfed.algorithms import REGISTRY, name_of
 from polyfed.data.examples import Examples
 from polyfed.errors import UserError
 from polyfed.scratch import Scratch, new_module, scratch
 from polyfed.seeds import local_rng
 
-_MODEL = frozenset({"model", "one_architecture", "architectures", "layer_catalogue"})
 _BATCH_NORM = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
@@ -51,7 +50,14 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
                 f"{name} needs inputs of one form, but those of {other!r} are {forms[other]}, those of {clients[0].id!r} "
                 f"{forms[clients[0].id]}"
             )
-    if not needs & _MODEL:
+    if "images" in needs:
+        for client in clients:
+            if len(shape := form_of(client).inputs) != 3:
+                raise UserError(f"{name} needs images, inputs of shape (channels, height, width), but those of "
+                                f"{client.id!r} are of shape {shape}")  # fmt: skip
+    if "one_form" in needs:
+        common_form(clients, name)
+    if not needs & MODEL_WORDS:
         return
     without = [client.id for client in clients if client.model is None]
     if without:
@@ -59,11 +65,39 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
     kinds = architectures(clients)
     if "one_architecture" in needs and len(set(kinds.values())) > 1:
         first, other = clients[0].id, next(i for i in kinds if kinds[i] != kinds[clients[0].id])
-        mixed = sorted(n for n, method in REGISTRY.items() if "one_architecture" not in method.requires)
+        mixed = sorted(
+            n for n, m in REGISTRY.items() if m.requires & MODEL_WORDS and "one_architecture" not in m.requires
+        )
         raise UserError(
             f"{name} needs one architecture, but the {len(clients)} clients have {len(set(kinds.values()))}: "
             f"{other!r} differs from {first!r}. Methods for different architectures: {', '.join(mixed)}"
         )
+
+
+def form_of(client: Client) -> Form:
+    """What goes into this client's network, and the logits that its labels ask for."""
+    inputs = client.train.batch(torch.zeros(1, dtype=torch.int64, device=client.train.x.device))[0].shape[1:]
+    if client.task == "classification":
+        return Form(tuple(inputs), 1 + max(int(data.labels.max()) for data in _sets(client).values()))
+    return Form(tuple(inputs), client.train.labels.shape[1])
+
+
+def common_form(clients: Sequence[Client], name: str = "the method") -> Form:
+    """The form of all clients; classes are as many as the largest label asks for.
+
+    Raises:
+        UserError: inputs or numbers of outputs differ.
+    """
+    forms = {client.id: form_of(client) for client in clients}
+    first = clients[0]
+    for i, form in forms.items():
+        if form.inputs != forms[first.id].inputs:
+            raise UserError(f"{name} needs inputs of one shape, but those of {i!r} are {form.inputs}, those of {first.id!r} "
+                            f"{forms[first.id].inputs}")  # fmt: skip
+        if first.task != "classification" and form.outputs != forms[first.id].outputs:
+            raise UserError(f"{name} needs labels of one form, but {i!r} has {form.outputs} a row, {first.id!r} "
+                            f"{forms[first.id].outputs}")  # fmt: skip
+    return Form(forms[first.id].inputs, max(form.outputs for form in forms.values()))
 
 
 def _form(examples: Examples) -> str:

@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors.torch
-
 from polyfed import checks, engines
 from polyfed.algorithm import Algorithm, Client, Message
 from polyfed.algorithms import get, name_of
@@ -59,7 +57,7 @@ def federate(
         algorithm: the method, or its name in the registry for its default hyper-parameters.
         rounds, seed, sample, engine, workers, device, evaluate_every, checkpoint_every, on_error, min_replies: see
             `polyfed.settings.Settings`.
-        public: unlabelled examples that are no client's, for the methods that need them.
+        public: unlabelled examples that are no client's, for the methods that need them; inputs alone will do.
         out: a new run directory (metrics, checkpoints, models); None writes nothing.
         config: what `config.yaml` holds beside the settings and the method, for runs that are described by a file.
         facts: what `manifest.json` holds beside versions, seed and the fingerprint of the data.
@@ -169,7 +167,7 @@ def _checked(clients: Sequence[Client], algorithm: Algorithm[Any, Any], settings
         raise UserError(
             f"algorithm must be a method or its name, got {algorithm!r}; for example polyfed.algorithms.FedAvg()"
         )
-    pool = None if public is None else as_examples(public, "public")
+    pool = None if public is None else as_examples(public, "public", labelled=False)
     checks.check_clients(clients)
     checks.check_requirements(clients, algorithm, pool)
     checks.check_models(clients)
@@ -389,7 +387,4 @@ def _write_models(
             progress.say(f"{failure}; its model is not written")
             warnings.warn(f"{failure}; its model is not written", RuntimeWarning, stacklevel=4)
             continue
-        path = directory.model_path(client)
-        partial = path.with_name(f".partial-{path.name}")
-        partial.write_bytes(safetensors.torch.save({n: t.contiguous() for n, t in result.weights.items()}))
-        partial.rename(path)
+        directory.write_model(client, result.weights, result.description)

@@ -64,6 +64,7 @@ class Federation:
             architectures=models if "architectures" in needs else None,
             layer_catalogue=LayerCatalogue.of(map(graph_of, clients)) if "layer_catalogue" in needs else None,
             public=self.public if "public_data" in needs else None,
+            form=checks.common_form(clients) if "one_form" in needs else None,
         )
 
     def cohort(self, round_number: int) -> list[str]:

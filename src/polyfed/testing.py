@@ -28,7 +28,16 @@ from polyfed.seeds import torch_generator
 from polyfed.settings import Settings
 from polyfed.tree import Nested, decode, encode, tensors_of
 
-_KNOWN_REQUIREMENTS = {"model", "one_architecture", "architectures", "layer_catalogue", "public_data", "one_input_form"}
+_KNOWN_REQUIREMENTS = {
+    "model",
+    "one_architecture",
+    "architectures",
+    "layer_catalogue",
+    "public_data",
+    "one_input_form",
+    "one_form",
+    "images",
+}
 
 
 @final

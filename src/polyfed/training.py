@@ -137,6 +137,7 @@ def fit(
     gradient: Callable[[Callable[[int], Tensor]], Tensor] | None = None,
     batches_per_step: int = 1,
     loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    rate: Callable[[str], float] | None = None,
 ) -> float:
     """Trains `model` in place by minibatches and returns the mean loss over all examples seen (without the penalty).
 
@@ -156,6 +157,7 @@ def fit(
             them.
         loss: the loss of a minibatch in place of the task's, called with its inputs as the model got them, the model's
             outputs and the targets.
+        rate: by what factor a parameter's learning rate differs from `lr`, by its name; None: none does.
 
     >>> from polyfed.algorithms import Local
     >>> line = nn.Linear(1, 1)
@@ -170,7 +172,7 @@ def fit(
     generator = torch_generator(derive(seed, "batches"))
     criterion = loss_function(task, options.label_smoothing)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = _optimizer(parameters, options, lr)
+    optimizer = _optimizer(parameters if rate is None else _by_rate(model, lr, rate), options, lr)
     autocast = _autocast(options.precision, device)
     has_batch_norm = any(isinstance(m, _BatchNorm) for m in model.modules())
     total, seen, steps_left = torch.zeros((), device=device), 0, options.local_steps
@@ -210,7 +212,18 @@ def _groups(batches: Sequence[Tensor], size: int) -> list[Sequence[Tensor]]:
     return [batches[i : i + size] for i in range(0, len(batches), size)]
 
 
-def _optimizer(parameters: list[nn.Parameter], options: LocalTraining, lr: float) -> torch.optim.Optimizer:
+def _by_rate(model: nn.Module, lr: float, rate: Callable[[str], float]) -> list[dict[str, Any]]:
+    """The trained parameters in groups of one learning rate each, as torch's optimisers take them."""
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault(rate(name), []).append(parameter)
+    return [{"params": members, "lr": lr * factor} for factor, members in groups.items()]
+
+
+def _optimizer(
+    parameters: list[nn.Parameter] | list[dict[str, Any]], options: LocalTraining, lr: float
+) -> torch.optim.Optimizer:
     if options.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=lr, weight_decay=options.weight_decay)
     return torch.optim.SGD(

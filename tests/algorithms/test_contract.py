@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from polyfed.algorithm import MODEL_WORDS
 from polyfed.algorithms import REGISTRY
 from polyfed.testing import AlgorithmContract
 
@@ -11,7 +12,11 @@ ALIGNING = {"local_epochs": 2, "rad_size": 20, "rad_batch": 8, "eta0": 1.0}
 """Of FedHeNN, whose defaults want 5,000 public examples."""
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MODEL_WORDS]
+"""The methods that train clients' own networks; test_fedpnas.py has the others, which need images."""
+
+
+@pytest.mark.parametrize("name", OF_NETWORKS)
 class TestRegistered(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, name):

@@ -282,8 +282,8 @@ def test_a_baseline_that_is_the_method_itself_is_run_once():
 
 
 def choices():
-    """Those of FLHA-GHN are in test_flha_recipes.py."""
-    found = [read(name) for name in recipes() if not name.startswith(("flha_", "fedhenn_"))]
+    """Those of FLHA-GHN, FedHeNN and FedPNAS are in test_flha_recipes.py, test_fedhenn_recipes.py and so on."""
+    found = [read(name) for name in recipes() if not name.startswith(("flha_", "fedhenn_", "fedpnas_"))]
     return [
         (r.name, scale, variant) for r in found for scale in (r.scales or [None]) for variant in (r.variants or [None])
     ]

@@ -29,6 +29,9 @@ TABLE: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     *(("cnn_fedhenn", (3, 32, 32), {"level": level, "channels": 8}) for level in range(1, 6)),
     ("cnn_fedhenn", (1, 8, 8), {"level": 5, "channels": 8, "padding": 2}),
     ("cnn_fedhenn_homo", (3, 32, 32), {"channels": (8, 8)}),
+    ("cnn_fedpnas", (1, 9, 8), {"channels": (4, 8, 16, 16)}),
+    ("cnn_fedpnas", (3, 32, 32), {}),
+    ("cnn_fedpnas", (3, 70, 20), {"channels": (4, 8, 16, 16)}),
     ("resnet18", (1, 8, 8), {"width": 4}),
     ("resnet18", (3, 16, 16), {"width": 8, "norm": "group"}),
     ("resnet18", (1, 64, 64), {"width": 4, "stem": "xray"}),
@@ -119,6 +122,9 @@ def test_learns_random_labels(name: str, shape: tuple[int, ...], arguments: dict
         ("resnet18", (3, 32, 32), 10, {}, 11_173_962),
         ("resnet18", (3, 32, 32), 100, {}, 11_173_962 + 90 * 513),
         ("cnn_fedhenn_homo", (3, 32, 32), 10, {}, 4_864 + 102_464 + 192_120 + 7_744 + 650),  # sizes in METHODS
+        ("cnn_fedpnas", (3, 32, 32), 10, {}, 224 + 2_336 + 4_096 + 256 + 393_216 + 1_536 + 7_690),  # layer by layer
+        ("cnn_fedpnas", (1, 28, 28), 10, {}, 80 + 2_336 + 4_096 + 256 + 393_216 + 1_536 + 7_690),
+        ("cnn_fedpnas", (1, 8, 8), 3, {"channels": (2, 3, 4, 5)}, 20 + 57 + 12 + 8 + 80 + 10 + 18),
         ("mlp", (1, 8, 8), 10, {}, 65 * 64 + 65 * 10),
     ],
 )
@@ -217,6 +223,35 @@ def test_fedhenns_five_networks_grow() -> None:
     ]
 
 
+@pytest.mark.parametrize(("height", "width"), [(28, 28), (8, 12), (9, 31), (1, 1), (32, 32)])
+def test_fedpnass_network_pads_small_images_to_32(height: int, width: int) -> None:
+    """As if zeros were added around the image, one more below and on the right where their number is odd."""
+    with local_rng(0):
+        small = build("cnn_fedpnas", (2, height, width), NUM_CLASSES, channels=(4, 8, 16, 16)).eval()
+        whole = build("cnn_fedpnas", (2, 32, 32), NUM_CLASSES, channels=(4, 8, 16, 16)).eval()
+    whole.load_state_dict(small.state_dict())
+    x = inputs("cnn_fedpnas", (2, height, width), 3)
+    rows, columns = 32 - height, 32 - width
+    padded = F.pad(x, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
+    assert torch.allclose(small(x), whole(padded), atol=1e-6)
+
+
+def test_fedpnass_network_by_hand() -> None:
+    """The layers of the authors' code, one after the other; of larger images the mean over what is left."""
+    net: Any = make("cnn_fedpnas", (3, 44, 56), {"channels": (4, 8, 16, 16)}).eval()
+    x = inputs("cnn_fedpnas", (3, 44, 56), 2)
+    for shape in ((32, 32), (44, 56)):
+        part = x[:, :, : shape[0], : shape[1]]
+        out = F.conv2d(part, net.conv1.weight, net.conv1.bias, stride=2, padding=1)
+        out = F.conv2d(out, net.conv2.weight, net.conv2.bias, stride=2, padding=1)
+        out = F.avg_pool2d(F.relu(out), 5, stride=3)
+        for conv, norm in ((net.conv3, net.norm3), (net.conv4, net.norm4)):
+            out = F.relu(norm(F.conv2d(out, conv.weight)))
+        assert out.shape[2:] == ((1, 1) if shape == (32, 32) else (2, 3))
+        out = F.linear(out.mean((2, 3)), net.fc1.weight, net.fc1.bias)
+        assert torch.allclose(net(part), out, atol=1e-6)
+
+
 def test_norms() -> None:
     assert isinstance(norm_layer("batch", 6), nn.BatchNorm2d)
     assert norm_layer("none", 6) is None
@@ -279,6 +314,9 @@ def test_lstm_reads_int32_and_ignores_padding() -> None:
         ("cnn_small", (64,), {}, r"got \(64,\)"),
         ("cnn_small", (1, 8, 8), {"norm": "batsh"}, "did you mean batch"),
         ("cnn_fedhenn", (3, 32, 32), {"level": 6}, "got 6"),
+        ("cnn_fedpnas", (3, 32, 32), {"channels": (8, 32)}, r"four numbers, .* got \(8, 32\)"),
+        ("cnn_fedpnas", (3, 32, 32), {"channels": (8, 32, 0, 8)}, "at least 1"),
+        ("cnn_fedpnas", (32, 32), {}, "takes images"),
         ("mlp", (), {}, "input_shape is empty"),
         ("mlp", (4,), {"hidden": (3.5,)}, "whole numbers"),
         ("mlp", (4, -1), {}, "at least 1"),

@@ -7,9 +7,11 @@ from polyfed.algorithms.distillation import Distillation
 from polyfed.algorithms.fedavg import FedAvg
 from polyfed.algorithms.fedavg_ft import FedAvgFT
 from polyfed.algorithms.fedbn import FedBN
+from polyfed.algorithms.feddsnas import CAFedDSNAS, FedDSNAS
 from polyfed.algorithms.fedfomo import FedFomo
 from polyfed.algorithms.fedhenn import FedHeNN
 from polyfed.algorithms.fedhenn_homo import FedHeNNHomo
+from polyfed.algorithms.fedpnas import CAFedPNAS, FedPNAS
 from polyfed.algorithms.fedprox import FedProx
 from polyfed.algorithms.fedrep import FedRep
 from polyfed.algorithms.flha_ghn import FLHAGHN
@@ -38,6 +40,10 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "fedhenn_homo": FedHeNNHomo,
     "pfedla": PFedLA,
     "heur_pfedla": HeurPFedLA,
+    "fedpnas": FedPNAS,
+    "ca_fedpnas": CAFedPNAS,
+    "feddsnas": FedDSNAS,
+    "ca_feddsnas": CAFedDSNAS,
 }
 
 
@@ -68,13 +74,17 @@ def name_of(algorithm: Algorithm[Any, Any]) -> str:
 __all__ = [
     "FLHAGHN",
     "REGISTRY",
+    "CAFedDSNAS",
+    "CAFedPNAS",
     "Distillation",
     "FedAvg",
     "FedAvgFT",
     "FedBN",
+    "FedDSNAS",
     "FedFomo",
     "FedHeNN",
     "FedHeNNHomo",
+    "FedPNAS",
     "FedProx",
     "FedRep",
     "HeurPFedLA",

@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -39,7 +39,7 @@ class InProcessEngine(Engine):
                     else:
                         model = algorithm.personal(task.down, mine, client, task.seed)
                         if task.phase == "export":
-                            result = _weights(task, model)
+                            result = _weights(task, model, algorithm.description(model, client))
                         else:
                             metrics = client_metrics(model, client)
                             for name, other in algorithm.beside(task.down, mine, client, task.seed):
@@ -56,5 +56,6 @@ class InProcessEngine(Engine):
         """Nothing to give back."""
 
 
-def _weights(task: Task, model: torch.nn.Module) -> Result:
-    return Result(task, weights={n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()})
+def _weights(task: Task, model: torch.nn.Module, description: Mapping[str, Any] | None) -> Result:
+    weights = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
+    return Result(task, weights=weights, description=description)

@@ -7,6 +7,7 @@ private states travel, as safetensors bytes over a pipe; a tensor that several c
 A worker that dies, by `kill -9` too, is reported and its task is tried once more on a new worker.
 """
 
+import json
 import os
 import signal
 import sys
@@ -255,6 +256,7 @@ def _pack(result: Result) -> bytes:
             "mine": result.mine,
             "metrics": result.metrics,
             "weights": result.weights,
+            "description": None if result.description is None else json.dumps(result.description),
             "seconds": result.seconds,
             "failure": None if failure is None else [failure.reason, failure.trace],
         }
@@ -268,4 +270,5 @@ def _unpack(data: bytes, task: Task) -> Result:
     if body["failure"] is not None:
         reason, trace = body["failure"]
         failure = ClientError(task.round, task.client, task.phase, reason, trace)
-    return Result(task, reply, body["mine"], body["metrics"], body["weights"], body["seconds"], failure)
+    description = None if body["description"] is None else json.loads(body["description"])
+    return Result(task, reply, body["mine"], body["metrics"], body["weights"], description, body["seconds"], failure)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 
@@ -38,13 +38,15 @@ class Task:
 @dataclass(frozen=True)
 class Result:
     """What became of a task: the reply and private state, metrics, or weights; or else `failure`. `incidents` tell of
-    workers that died on the way, also when a later attempt succeeded."""
+    workers that died on the way, also when a later attempt succeeded. `description` goes with the weights of a method that
+    brings its own networks."""
 
     task: Task
     reply: Message | None = None
     mine: Nested = None
     metrics: Metrics = field(default_factory=dict)
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    description: Mapping[str, Any] | None = None
     seconds: float = 0.0
     failure: ClientError | None = None
     incidents: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ from typing import Any, final
 from torch import nn
 
 from polyfed.errors import UserError, nearest
-from polyfed.models.cnn import cnn_582k, cnn_fedhenn, cnn_fedhenn_homo, cnn_pfedla, cnn_small
+from polyfed.models.cnn import cnn_582k, cnn_fedhenn, cnn_fedhenn_homo, cnn_fedpnas, cnn_pfedla, cnn_small
 from polyfed.models.factory import call_factory, load_factory
 from polyfed.models.flha import flha_arch1, flha_arch2, flha_arch3, flha_chain, flha_small, resnet18, resnet18_hybrid
 from polyfed.models.mlp import mlp
@@ -23,6 +23,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn_pfedla": cnn_pfedla,
     "cnn_fedhenn": cnn_fedhenn,
     "cnn_fedhenn_homo": cnn_fedhenn_homo,
+    "cnn_fedpnas": cnn_fedpnas,
     "resnet18": resnet18,
     "resnet18_hybrid": resnet18_hybrid,
     "flha_arch0": resnet18,

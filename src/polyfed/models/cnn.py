@@ -1,9 +1,12 @@
 """The convolutional networks of the papers, and a small one for small images."""
 
+from collections import OrderedDict
+
 from torch import nn
 
 from polyfed.errors import UserError
 from polyfed.models.plain import Conv, Norm, plain_cnn
+from polyfed.models.shapes import check_image, check_sizes
 
 
 def cnn_small(
@@ -174,3 +177,54 @@ def cnn_fedhenn_homo(
     """
     convs = [Conv(c, kernel=5, pool=2) for c in channels]
     return plain_cnn("cnn_fedhenn_homo", input_shape, num_classes, convs, hidden)
+
+
+def cnn_fedpnas(
+    input_shape: tuple[int, ...], num_classes: int, *, channels: tuple[int, int, int, int] = (8, 32, 128, 768)
+) -> nn.Sequential:
+    """The fixed network of FedPNAS's FedAvg baseline: four convolutions, 3×3 twice with stride 2, 1×1 and 2×2, one linear
+    layer.
+
+    Source: Hoang and Kingsford, appendix C, Fig. 4; kernels, strides and norms from the authors' code: the first two
+    convolutions follow each other without an activation, then come ReLU and 5×5 average pooling with stride 3, and each of
+    the other two, which have no bias, is followed by BatchNorm and ReLU. 409,354 parameters on 3×32×32 with 10 classes.
+
+    It is made for 32×32 pixels. Smaller images are padded with zeros on all sides, as the authors pad MNIST; what the last
+    convolution leaves of larger ones is averaged (ours).
+
+    Args:
+        input_shape: (channels, height, width), of any size.
+        num_classes: number of outputs.
+        channels: output channels of the four convolutions (8, 32, 128, 768: authors' code).
+
+    Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
+
+    Raises:
+        UserError: not four channels, or a size is not a positive whole number.
+
+    >>> sum(p.numel() for p in cnn_fedpnas((3, 32, 32), 10).parameters())
+    409354
+    """
+    in_channels, height, width = check_image("cnn_fedpnas", input_shape, num_classes)
+    widths = check_sizes("cnn_fedpnas", "channels", channels)
+    if len(widths) != 4:
+        raise UserError(f"cnn_fedpnas: channels must be four numbers, one for each convolution, got {widths}")
+    # Zeros around the image are padding of the first convolution. Where their number is odd, the one left out is the last
+    # row or column, which a stride of 2 never reaches.
+    top, left = (1 + max(0, 32 - side) // 2 for side in (height, width))
+    first, second, third, fourth = widths
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    layers["conv1"] = nn.Conv2d(in_channels, first, 3, 2, (top, left))
+    layers["conv2"] = nn.Conv2d(first, second, 3, 2, 1)
+    layers["relu2"] = nn.ReLU()
+    layers["pool2"] = nn.AvgPool2d(5, 3)
+    layers["conv3"] = nn.Conv2d(second, third, 1, bias=False)
+    layers["norm3"] = nn.BatchNorm2d(third)
+    layers["relu3"] = nn.ReLU()
+    layers["conv4"] = nn.Conv2d(third, fourth, 2, bias=False)
+    layers["norm4"] = nn.BatchNorm2d(fourth)
+    layers["relu4"] = nn.ReLU()
+    layers["pool"] = nn.AdaptiveAvgPool2d(1)  # of 32×32 pixels one is left, and this changes nothing
+    layers["flatten"] = nn.Flatten()
+    layers["fc1"] = nn.Linear(fourth, num_classes)
+    return nn.Sequential(layers)

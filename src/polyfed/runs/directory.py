@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import IO, Any, final
 
 import numpy as np
+import safetensors.torch
 import yaml
 
 from polyfed.errors import UserError
 from polyfed.runs.checkpoint import file_name, sync_folder
+from polyfed.tree import Tree
 
 _PACKAGES = ("polyfed", "torch", "numpy", "safetensors", "datasets", "torch-geometric")
 _PLAIN = (str, int, float, bool, type(None))
@@ -135,6 +137,16 @@ class RunDirectory:
         folder = self.path / "models"
         folder.mkdir(exist_ok=True)
         return folder / f"{file_name(client)}.safetensors"
+
+    def write_model(self, client: str, weights: Tree, description: Mapping[str, Any] | None = None) -> None:
+        """A personal model: its weights and, where there is one, the description with which it can be built (`ID.json`)."""
+        files = {self.model_path(client): safetensors.torch.save({n: t.contiguous() for n, t in weights.items()})}
+        if description is not None:
+            files[self.model_path(client).with_suffix(".json")] = json.dumps(description, indent=1).encode()
+        for path, content in files.items():
+            partial = path.with_name(f".partial-{path.name}")
+            partial.write_bytes(content)
+            partial.rename(path)
 
 
 def plain(value: Any, name: str) -> Any:

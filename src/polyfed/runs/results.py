@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import torch
 from torch import nn
 
-from polyfed.algorithm import Architecture
+from polyfed.algorithm import MODEL_WORDS, Architecture
 from polyfed.engines import choose_device
 from polyfed.engines.inprocess import InProcessEngine
 from polyfed.errors import UserError, nearest
@@ -110,7 +110,7 @@ class Run:
             if result.failure is not None:
                 raise result.failure
             factory = clients[client].model
-            if factory is not None:
+            if factory is not None and self.federation.algorithm.requires & MODEL_WORDS:
                 return fill(new_module(factory, seed=0), result.weights).eval()
             mine = (
                 self.federation.algorithm.client_init(clients[client], task.run_seed)

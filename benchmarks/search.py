@@ -1,0 +1,229 @@
+"""FedPNAS and its relatives on rotated tasks: accuracy against rounds and time, high heterogeneity, unseen rotations, cost.
+
+    R=benchmarks/results; F=/usr/share/datasets/fashion-mnist; C=../shared/data/cifar10
+    python benchmarks/search.py fig3 --variant fashion-mnist --path $F --out $R/search_fashion.json
+    python benchmarks/search.py fig3 --variant cifar10 --path $C --transfer --out $R/search_cifar10.json
+    python benchmarks/search.py table1 --variant high --path $C --out $R/search_high.json
+    python benchmarks/search.py step --out $R/search_step.json
+
+The first three run the recipes `fedpnas_fig3` and `fedpnas_table1` at scale `cpu`, with `--rounds` and `--seeds`; further
+options are those of `polyfed run`. An `--out` that is there keeps what it has: only seeds and methods that are missing run.
+`--transfer` retrains the clients' networks of FedDSNAS and CA-FedPNAS on images rotated by -90 and 90 degrees (Table 2).
+
+`step` times one training step of each method (16 channels, 48 images of 28×28, the paper's search space) in one process
+with one thread, and counts which operations are computed.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import polyfed as pf
+from polyfed.algorithms import CAFedPNAS, FedPNAS, name_of
+from polyfed.algorithms.searching import Searching
+from polyfed.commands import experiment as experiments
+from polyfed.commands import options, recipes
+from polyfed.data import Shift
+from polyfed.runs.progress import Silent
+from polyfed.search import Network, probabilities
+from polyfed.seeds import local_rng
+from polyfed.transfer import transfer
+
+TASKS = {
+    "fig3": ["rotate -30", "rotate -15", "vanilla", "rotate 15", "rotate 30"],
+    "high": ["hue -0.5", "hue 0.5", "vanilla", "rotate -90", "rotate 90"],
+}
+
+
+def measure(method, experiment, participants, found):
+    """One run: the curve of its mean accuracy, the last accuracies of each client, and seconds."""
+    settings = experiment.settings
+    start = time.perf_counter()
+    run = pf.federate(
+        participants.clients, method, rounds=settings.rounds, seed=settings.seed, workers=2,
+        evaluate_every=settings.evaluate_every, progress=Silent(),
+    )  # fmt: skip
+    curve, trained = [], 0.0
+    for record in run.history:
+        trained += record["seconds_clients"] + record["seconds_server"]
+        if record["summary"]:
+            row = {"round": record["round"], "seconds": round(trained, 1)}
+            curve.append(row | {n: round(v["mean"], 4) for n, v in record["summary"].items() if n.endswith("accuracy")})
+    last = run.history[-1]
+    result = {
+        "curve": curve,
+        "clients": {i: row["accuracy"] for i, row in last["clients"].items()},
+        "seconds": round(time.perf_counter() - start, 1),
+        "seconds_training": round(trained, 1),
+        "MB": round((last["bytes_down_total"] + last["bytes_up_total"]) / 2**20, 1),
+    }
+    if isinstance(method, Searching):
+        method_probabilities = chosen(run)
+        result["most probable"] = method_probabilities
+    return result, run
+
+
+def chosen(run):
+    """How often each operation is the most probable one of an edge, over clients, and the mean of its probability."""
+    best, sums = Counter(), []
+    for i, client in run.federation.clients.items():
+        model = run.model(i)
+        network = model.network if not isinstance(model, Network) else model
+        told = network.known or probabilities(network, client.train)
+        plan = network.supernet or network.plan
+        for cell, shares in zip(plan.base + plan.personal, told, strict=True):
+            best.update(cell.candidates[0][k] for k in shares.argmax(1).tolist())
+            sums += shares.max(1).values.tolist()
+    return {"operations": dict(best.most_common()), "mean of the largest probability": round(statistics.mean(sums), 3)}
+
+
+def unseen(run, experiment, degrees):
+    """Table 2: each client's network on 200 training and all test images of its own rotated by `degrees`, before and after
+    100 steps, of all weights and of the personal stack's."""
+    rotated = experiments.participants(replace(experiment, shifts=(Shift(rotation=degrees),)))
+    found = {"before": [], "all": [], "personal": []}
+    for client in rotated.clients:
+        few = pf.Client(client.id, None, client.train.select(torch.arange(min(200, len(client.train)))), client.test)
+        for parts in ("all", "personal"):
+            done = transfer(run, client.id, few, parts=parts, lr=0.002)
+            found[parts].append(done.after["accuracy"])
+        found["before"].append(done.before["accuracy"])
+    return found
+
+
+def federations(arguments, rest):
+    recipe = {"fig3": "fedpnas_fig3", "table1": "fedpnas_table1"}[arguments.what]
+    out = Path(arguments.out)
+    results = json.loads(out.read_text()) if out.exists() else {"runs": {}}
+    words = ["--data.path", arguments.path, "--rounds", str(arguments.rounds), "--evaluate_every", "5", *rest]
+    for seed in map(int, arguments.seeds.split(",")):
+        config = recipes.read(recipe).configuration("cpu", arguments.variant)
+        experiment = experiments.from_config(options.parse([*words, "--seed", str(seed)], config, "benchmark"))
+        participants = None
+        methods = [*experiment.baselines.values(), experiment.algorithm]
+        results |= {"recipe": recipe, "variant": arguments.variant, "rounds": arguments.rounds, "options": rest}
+        for method in sorted(methods, key=lambda m: list(pf.algorithms.REGISTRY).index(name_of(m))):
+            name = name_of(method)
+            if str(seed) in results["runs"].get(name, {}):
+                continue
+            participants = participants or experiments.participants(experiment)
+            result, run = measure(method, experiment, participants, results)
+            if arguments.transfer and name in ("feddsnas", "ca_fedpnas"):
+                result["transfer"] = {str(d): unseen(run, experiment, d) for d in (-90.0, 90.0)}
+            results["runs"].setdefault(name, {})[str(seed)] = result
+            out.write_text(json.dumps(results, indent=1) + "\n")
+            print(name, seed, result["curve"][-1], result["seconds"], "s", result.get("transfer", ""), flush=True)
+    show(results, arguments)
+
+
+def mean(values):
+    spread = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{100 * statistics.mean(values):.1f}{spread}"
+
+
+def show(results, arguments):
+    rounds = [row["round"] for row in next(iter(next(iter(results["runs"].values())).values()))["curve"]]
+    print(
+        "| method | " + " | ".join(f"round {r}" for r in rounds) + " | not adapted | s a round | time / FedDSNAS | MB |"
+    )
+    print("|" + "---|" * (len(rounds) + 5))
+    pace = {
+        n: statistics.mean(r["seconds_training"] for r in runs.values()) / rounds[-1]
+        for n, runs in results["runs"].items()
+    }
+    for name, runs in results["runs"].items():
+        curves = [r["curve"] for r in runs.values()]
+        cells = [mean([c[k]["accuracy"] for c in curves]) for k in range(len(rounds))]
+        plain = [c[-1]["global_accuracy"] for c in curves if "global_accuracy" in c[-1]]
+        cells += [mean(plain) if plain else "–", f"{pace[name]:.1f}"]
+        cells += [
+            f"{pace[name] / pace['feddsnas']:.2f}" if "feddsnas" in pace else "–",
+            f"{next(iter(runs.values()))['MB']:.0f}",
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    tasks = TASKS["high" if results["variant"] == "high" else "fig3"]
+    print("\n| task | " + " | ".join(results["runs"]) + " |\n|" + "---|" * (len(results["runs"]) + 1))
+    for k, task in enumerate(tasks):
+        columns = [[list(r["clients"].values())[k] for r in runs.values()] for runs in results["runs"].values()]
+        print(f"| {task} | " + " | ".join(map(mean, columns)) + " |")
+    told = {n: [r["transfer"] for r in runs.values() if "transfer" in r] for n, runs in results["runs"].items()}
+    if any(told.values()):
+        print("\n| unseen task | method | as it is | all weights | personal stack |\n|---|---|---|---|---|")
+        for degrees in ("-90.0", "90.0"):
+            for name, found in told.items():
+                if found:
+                    cells = [
+                        mean([statistics.mean(f[degrees][p]) for f in found]) for p in ("before", "all", "personal")
+                    ]
+                    print(f"| rotate {degrees[:-2]} | {name} | " + " | ".join(cells) + " |")
+
+
+def step(arguments):
+    """Time of one step, against the bare network with the most probable operations, and which operations were called."""
+    torch.set_num_threads(1)
+    results = {}
+    with local_rng(0):
+        x, y = torch.randn(48, 1, 28, 28).contiguous(memory_format=torch.channels_last), torch.randint(10, (48,))
+        for name, method in {
+            "feddsnas": FedPNAS(), "ca_feddsnas": CAFedPNAS(), "ca_feddsnas, per=batch": CAFedPNAS(per="batch"),
+            "fedpnas": FedPNAS(), "ca_fedpnas": CAFedPNAS(), "ca_fedpnas, per=batch": CAFedPNAS(per="batch"),
+        }.items():  # fmt: skip
+            network = method.plan(1, 10)().to(memory_format=torch.channels_last).train()
+            calls = Counter()
+            for cell, _ in network.cells():
+                for number, edge in enumerate(cell.operations):
+                    for op, module in edge.items():
+                        module.register_forward_hook(
+                            lambda *_, key=(cell, number, op), calls=calls: calls.update([key])
+                        )
+            optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+
+            def loss_of(_, network=network, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(network(x), y)
+                loss.backward()
+                return loss.detach()
+
+            run = method.meta_gradient(network) if "pnas" in name else lambda loss_of: loss_of(0)
+            for _ in range(3):
+                run(loss_of)
+            calls.clear()
+            seconds = []
+            for _ in range(arguments.steps):
+                start = time.perf_counter()
+                run(loss_of)
+                optimizer.step()
+                seconds.append(time.perf_counter() - start)
+            passes = arguments.steps * (2 if "pnas" in name else 1)
+            edges = sum(len(cell.operations) for cell, _ in network.cells())
+            results[name] = {
+                "seconds": round(statistics.median(seconds), 4),
+                "images a second": round(48 / statistics.median(seconds)),
+                "operations computed per edge and pass": round(sum(calls.values()) / passes / edges, 2),
+                "of": round(
+                    sum(len(n) for c in (*network.plan.base, *network.plan.personal) for n in c.candidates) / edges, 2
+                ),
+            }
+            print(name, results[name], flush=True)
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["fig3", "table1", "step"])
+    parser.add_argument("--variant", default=None)
+    parser.add_argument("--path")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--transfer", action="store_true", help="Table 2 too")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", default=None)
+    known, others = parser.parse_known_args()
+    step(known) if known.what == "step" else federations(known, others)

@@ -1,0 +1,64 @@
+"""FedDSNAS and CA-FedDSNAS: DSNAS in a federation (Hoang and Kingsford, eq. 3), the relatives of FedPNAS that do not train
+for adaptation."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from polyfed.algorithm import Client, Message
+from polyfed.algorithms.searching import Mine, Searching
+from polyfed.search.network import Context, Per
+from polyfed.training import fit
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedDSNAS(Searching):
+    """argmin_{W, Π} (1/M) Σ_i L_i(W, Π) (eq. 3): FedAvg of a supernet and of the probabilities of its operations. One
+    architecture is drawn per minibatch. Evaluated model: the most probable architecture, as it comes from the server.
+
+    Args:
+        sampler_lr: 0.05 (ours): probabilities that hardly move leave weights that must suit all operations at once.
+        finetune_epochs: 0, no adaptation (paper).
+
+    The other fields are those of `Searching` and `LocalTraining`; clients' own networks are not used.
+
+    >>> FedDSNAS(channels=8).finetune_epochs
+    0
+    """
+
+    sampler_lr: float | None = 0.05
+    finetune_epochs: int = 0
+
+    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+        """θ^k: the supernet after the client's steps on L_k(W, Π), each on an architecture drawn by eq. 2."""
+        own = self.receive(down, mine, client)
+        loss = fit(own.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task, rate=self.rate)
+        return self.reply(own, client, loss)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CAFedDSNAS(Searching):
+    """FedDSNAS with the context-aware samplers of section 3.3: each example has an architecture of its own. Evaluated
+    model: the supernet, which takes the most probable operations for each example.
+
+    Args:
+        per: in training an architecture for each "example" (paper), or one for the whole "batch", drawn from the mean of
+            its probabilities, which is faster (authors' code).
+        finetune_epochs: 0, no adaptation (paper).
+
+    The other fields are those of `Searching` and `LocalTraining`; clients' own networks are not used.
+    """
+
+    context: ClassVar[Context] = "aware"
+    per: Per = "example"
+    finetune_epochs: int = 0
+
+    def _per(self) -> Per:
+        return self.per
+
+    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+        """θ^k: the supernet after the client's steps, each example on an architecture drawn by eq. 2."""
+        own = self.receive(down, mine, client)
+        loss = fit(own.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task, rate=self.rate)
+        return self.reply(own, client, loss)

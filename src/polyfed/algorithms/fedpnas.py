@@ -1,0 +1,136 @@
+"""FedPNAS and CA-FedPNAS: personalised neural architecture search (Hoang and Kingsford, section 3.2, algorithm 1)."""
+
+from abc import ABC
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from polyfed.algorithm import Client, Message
+from polyfed.algorithms.searching import Mine, Searching, network
+from polyfed.search.network import Context, Per
+from polyfed.training import fit
+
+SecondOrder = Literal["outer_product", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anticipating(Searching, ABC):
+    """The local update of FedPNAS: the supernet learns to be good after one step of adaptation of its personal stack.
+
+    L̃_i(θ_b, θ_p) = L_i(θ_b, θ̃_p) with θ̃_p = θ_p − η∇_{θ_p}L_i(θ_b, θ_p), and two passes for its gradient.
+
+    Args:
+        eta: η ≥ 0 of the inner step (0.01, ours; the paper tells none, the authors' code takes a step of Adam). With 0 it
+            is FedDSNAS, at twice the cost.
+        second_order: "outer_product" takes g·gᵀ for the Hessian (paper, section 3.2); "none" leaves it out, which is
+            first-order MAML (ours).
+    """
+
+    eta: float = 0.01
+    second_order: SecondOrder = "outer_product"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(0 <= self.eta < float("inf"), "eta", "at least 0")
+
+    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+        """θ^k after the client's steps (algorithm 1, CLIENTUPDATE). The personal stack is the server's at the start of the
+        round; from then on it moves with each minibatch."""
+        own = self.receive(down, mine, client)
+        loss = fit(
+            own.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task,
+            gradient=self.meta_gradient(network(own)), rate=self.rate,
+        )  # fmt: skip
+        return self.reply(own, client, loss)
+
+    def meta_gradient(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
+        """The direction of a step, as `fit` asks for it; the loss is that at θ̃_p. Parameters named `personal...` are θ_p."""
+        personal = [p for n, p in supernet.named_parameters() if n.startswith("personal.")]
+
+        def direction(loss_of: Callable[[int], Tensor]) -> Tensor:
+            theta = [p.detach().clone() for p in personal]
+            with _statistics_kept(supernet):
+                loss_of(0)  # line 10: L and ∇L at (θ_b, θ_p)
+            g = [p.grad for p in personal]
+            with torch.no_grad():
+                for parameter, slope in zip(personal, g, strict=True):  # line 11: θ̃_p = θ_p − η∇L
+                    if slope is not None:
+                        parameter.sub_(slope, alpha=self.eta)
+            loss = loss_of(0)  # line 12: L̃ and ∇L̃ at (θ_b, θ̃_p), on operations drawn anew
+            with torch.no_grad():
+                for parameter, start in zip(personal, theta, strict=True):
+                    parameter.copy_(start)
+                if self.second_order == "outer_product":
+                    self._corrected(personal, g)
+            return loss
+
+        return direction
+
+    def _corrected(self, personal: list[nn.Parameter], g: list[Tensor | None]) -> None:
+        """Line 13: ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃), one product over all of θ_p (appendix E: α)."""
+        alpha = sum(
+            (s * p.grad).sum() for p, s in zip(personal, g, strict=True) if s is not None and p.grad is not None
+        )
+        for parameter, slope in zip(personal, g, strict=True):
+            if slope is not None:
+                ahead = torch.zeros_like(slope) if parameter.grad is None else parameter.grad
+                parameter.grad = ahead - self.eta * alpha * slope
+
+
+@contextmanager
+def _statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Inside the block BatchNorm goes by its batch, as in training, but does not count it: θ before the inner step is passed
+    through, and a step counts as one."""
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedPNAS(Anticipating):
+    """FedPNAS with context-free samplers: one architecture a minibatch, drawn from learnable probabilities. Evaluated
+    model: the most probable architecture after `finetune_epochs` of the personal stack on the client's data; beside it
+    the one that came from the server, as `global_...`. Neither θ nor the replies depend on that adaptation.
+
+    Args:
+        sampler_lr: 0.05 (ours): probabilities that hardly move leave weights that must suit all operations at once.
+
+    The other fields are those of `Anticipating`, `Searching` and `LocalTraining`; clients' own networks are not used.
+
+    >>> FedPNAS(eta=0.05).second_order
+    'outer_product'
+    """
+
+    sampler_lr: float | None = 0.05
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CAFedPNAS(Anticipating):
+    """The paper's method: FedPNAS with context-aware samplers, so that each example has an architecture of its own (section
+    3.3). Evaluated model: the supernet after `finetune_epochs` of the personal stack, which takes the most probable
+    operations for each example; beside it the one that came from the server, as `global_...`.
+
+    Args:
+        per: in training an architecture for each "example" (paper), or one for the whole "batch", drawn from the mean of
+            its probabilities, which is faster (authors' code).
+
+    The other fields are those of `Anticipating`, `Searching` and `LocalTraining`; clients' own networks are not used.
+    """
+
+    context: ClassVar[Context] = "aware"
+    per: Per = "example"
+
+    def _per(self) -> Per:
+        return self.per

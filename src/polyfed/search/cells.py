@@ -1,0 +1,153 @@
+"""A cell: a directed acyclic graph of feature maps whose edges hold one chosen operation each (FedPNAS, section 2)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.errors import UserError
+from polyfed.search.operations import GroupedNorm, operations
+from polyfed.search.sampling import Choice
+
+Join = Literal["sum", "mean"]
+
+
+@final
+@dataclass(frozen=True)
+class CellPlan:
+    """The form of a cell. Node j takes an edge from each input and from each node before it; the last node is the output.
+
+    Args:
+        inputs: 2 for a base cell (output of the last cell, and of the one before), 1 for a personal cell (section 3.1).
+        nodes: nodes that are computed, at least 1.
+        candidates: for each edge, in the order of `edges`, the names of the operations from which it chooses.
+        reduces: whether edges from the inputs have stride 2.
+        skip_stride: stride of the 1×1 convolution on the second input, 2 where the last cell has halved the image.
+
+    >>> CellPlan(2, 2, (("skip",),) * 5).edges
+    ((0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
+    """
+
+    inputs: int
+    nodes: int
+    candidates: tuple[tuple[str, ...], ...]
+    reduces: bool = False
+    skip_stride: int = 1
+
+    def __post_init__(self) -> None:
+        if self.inputs not in (1, 2) or self.nodes < 1:
+            raise UserError(f"a cell has 1 or 2 inputs and at least 1 node, got {self.inputs} and {self.nodes}")
+        if len(self.candidates) != len(self.edges):
+            raise UserError(f"a cell of {self.inputs} inputs and {self.nodes} nodes has {len(self.edges)} edges, got "
+                            f"candidates for {len(self.candidates)}")  # fmt: skip
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """(from, to) of each edge; the inputs are 0 (the last cell's output) and 1 (the one before), then come the nodes."""
+        last = self.inputs + self.nodes
+        return tuple((i, j) for j in range(self.inputs, last) for i in range(j))
+
+    @property
+    def widest(self) -> int:
+        """The number of candidates, which is the same at all edges that choose."""
+        return max(len(names) for names in self.candidates)
+
+
+@final
+class Cell(nn.Module):
+    """v_j = Σ_{i<j} Z_ijᵀ O_ij(v_i) (section 2); with `join="mean"` the mean instead of the sum."""
+
+    def __init__(self, plan: CellPlan, channels: int, skip_channels: int, join: Join = "sum") -> None:
+        super().__init__()
+        self.plan, self.join = plan, join
+        if plan.inputs == 2:
+            # "a cost-effective way to control the number of channels" (section 3.1); BatchNorm is ours.
+            convolution = nn.Conv2d(skip_channels, channels, 1, plan.skip_stride, bias=False)
+            self.skip = nn.Sequential(convolution, GroupedNorm(channels))
+        self.operations = nn.ModuleList(
+            operations(channels, names, 2 if plan.reduces and i < plan.inputs else 1)
+            for names, (i, _) in zip(plan.candidates, plan.edges, strict=True)
+        )
+
+    def forward(self, previous: Tensor, skip: Tensor, choice: Choice | None) -> Tensor:
+        """The output of the cell, (batch, channels, height, width), halved where the cell reduces.
+
+        Args:
+            previous: the last cell's output.
+            skip: that of the cell before it; not used by a cell of one input.
+            choice: one operation per edge; None where no edge has more than one.
+        """
+        values = [previous] if self.plan.inputs == 1 else [previous, self.skip(skip)]
+        index = None if choice is None else choice.index.tolist() if choice.index.dim() == 1 else choice.index
+        arriving: list[list[Tensor]] = [[] for _ in range(self.plan.nodes)]
+        for number, (edge, (i, j)) in enumerate(zip(self.operations, self.plan.edges, strict=True)):
+            while len(values) <= i:
+                values.append(self._joined(arriving[len(values) - self.plan.inputs]))
+            arriving[j - self.plan.inputs].append(self._edge(edge, number, values[i], choice, index))
+        return self._joined(arriving[-1])
+
+    def _joined(self, terms: Sequence[Tensor]) -> Tensor:
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return total if self.join == "sum" else total / len(terms)
+
+    def _edge(
+        self, edge: nn.Module, number: int, value: Tensor, choice: Choice | None, index: list[int] | Tensor | None
+    ) -> Tensor:
+        candidates = list(cast(nn.ModuleDict, edge).values())
+        if len(candidates) == 1 or choice is None or index is None:
+            return cast(Tensor, candidates[0](value))
+        if isinstance(index, list):
+            out = cast(Tensor, candidates[index[number]](value))
+            return out if choice.scale is None else out * choice.scale[number]
+        out = grouped(candidates, value, index[:, number])
+        return out if choice.scale is None else out * choice.scale[:, number].view(-1, 1, 1, 1)
+
+
+def grouped(candidates: Sequence[nn.Module], value: Tensor, index: Tensor) -> Tensor:
+    """Each example through the operation that it chose: the examples of one operation run together, in one call of it, and
+    an operation that nobody chose is not called.
+
+    Args:
+        candidates: the operations.
+        value: (batch, channels, height, width).
+        index: int64, (batch,), below len(candidates).
+
+    >>> double = nn.Conv2d(1, 1, 1, bias=False)
+    >>> with torch.no_grad(): _ = double.weight.fill_(2.0)
+    >>> value = torch.tensor([1.0, 5.0, 7.0]).view(3, 1, 1, 1)
+    >>> grouped([double, nn.Identity()], value, torch.tensor([1, 0, 1])).flatten().tolist()
+    [1.0, 10.0, 7.0]
+    """
+    order = torch.argsort(index, stable=True)
+    sizes = torch.bincount(index, minlength=len(candidates)).tolist()
+    if max(sizes) == len(index):
+        return cast(Tensor, candidates[sizes.index(len(index))](value))
+    back = torch.argsort(order)
+    groups = torch.split(_permute(value, order, back), sizes)
+    outs = [operation(group) for operation, group in zip(candidates, groups, strict=True) if len(group)]
+    return _permute(torch.cat(outs), back, order)
+
+
+def _permute(value: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    return cast(Tensor, _Permuted.apply(value, order, back))  # type: ignore[no-untyped-call]
+
+
+@final
+class _Permuted(torch.autograd.Function):
+    """Rows in another order. Indexing keeps the channels-last layout, as `index_select` does not, and since the order is a
+    permutation, its gradient is an indexing too, and no sum."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        """value[order]; `back` is the inverse of `order`."""
+        ctx.save_for_backward(back)
+        return value[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient in the order of `value`."""
+        return gradient[ctx.saved_tensors[0]], None, None

@@ -1,0 +1,192 @@
+"""The architecture that was found for a client: as a network of its own, as a description, and read back from files."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyfed.data.examples import Examples, split_rows
+from polyfed.errors import UserError
+from polyfed.layout import arrange
+from polyfed.scratch import new_module
+from polyfed.search.cells import CellPlan
+from polyfed.search.network import Network, Plan, Sampled
+
+FORMAT = "polyfed.search 1"
+
+
+def fixed(network: Network, choices: Sequence[Tensor | None]) -> Network:
+    """The plain network in which every edge has one operation, with copies of the supernet's weights: it computes what the
+    supernet does with that choice, and holds nothing else.
+
+    Args:
+        network: a supernet.
+        choices: per cell, base first, int64 (edges,); None for a cell that has nothing to choose.
+
+    >>> from polyfed.search.network import stacks
+    >>> base, personal = stacks(base_cells=1)
+    >>> supernet = Plan(1, 10, 4, base, personal)().eval()
+    >>> plain = fixed(supernet, [torch.tensor([8, 2, 0, 1, 3]), torch.tensor([4, 2, 0])])
+    >>> [names for names in plain.plan.personal[0].candidates]
+    [('skip',), ('sep_conv_3',), ('avg_pool_3',)]
+    """
+    plans = [_chosen(cell.plan, choice) for (cell, _), choice in zip(network.cells(), choices, strict=True)]
+    depth = len(network.plan.base)
+    plan = replace(network.plan, base=tuple(plans[:depth]), personal=tuple(plans[depth:]))
+    plain = new_module(plan, seed=0)
+    assert isinstance(plain, Network)
+    plain.to(next(network.parameters()).device).load_state_dict(
+        {name: tensor for name, tensor in network.state_dict().items() if name in plain.state_dict()}
+    )
+    return plain.train(network.training)
+
+
+def _chosen(plan: CellPlan, choice: Tensor | None) -> CellPlan:
+    if choice is None:
+        return plan
+    names = tuple((names[k],) for names, k in zip(plan.candidates, choice.tolist(), strict=True))
+    return replace(plan, candidates=names)
+
+
+def most_probable_network(network: Network) -> Network:
+    """`fixed` at the most probable operations of context-free samplers.
+
+    Raises:
+        UserError: context-aware samplers, which choose for each example.
+    """
+    if network.plan.context != "free":
+        raise UserError("a context-aware supernet has an architecture for each example, not one; give fixed(network, "
+                        "choices) those that you want")  # fmt: skip
+    choices = [None if sampler is None else sampler.logits.detach().argmax(-1) for _, sampler in network.cells()]  # type: ignore[operator]
+    found = fixed(network, choices)
+    found.supernet, found.known = network.plan, probabilities(network)
+    return found
+
+
+def probabilities(network: Network, examples: Examples | None = None) -> list[Tensor | None]:
+    """Per cell softmax(logits) of its sampler, (edges, operations) on the CPU; None for a cell that has nothing to choose.
+
+    Args:
+        network: a supernet.
+        examples: over which the probabilities of context-aware samplers are averaged; not needed by context-free ones.
+    """
+    samplers = [sampler for _, sampler in network.cells()]
+    told: dict[int, list[Tensor]] = {k: [] for k, sampler in enumerate(samplers) if sampler is not None}
+    if network.plan.context == "free":
+        return [None if s is None else F.softmax(s.logits.detach(), -1).cpu() for s in samplers]  # type: ignore[operator]
+    if examples is None:
+        raise UserError("the probabilities of a context-aware supernet depend on examples: give some")
+    arrange(
+        network, examples.batch(torch.arange(min(2, len(examples)), device=examples.x.device))[0]
+    )  # tries the network
+    hooks = [
+        sampler.register_forward_hook(lambda _, __, logits, k=k: told[k].append(F.softmax(logits, -1).sum(0).cpu()))
+        for k, sampler in enumerate(samplers)
+        if sampler is not None
+    ]
+    network.eval()
+    try:
+        with torch.no_grad():
+            for rows in split_rows(torch.arange(len(examples), device=examples.x.device), 128):
+                network(arrange(network, examples.batch(rows)[0]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [torch.stack(told[k]).sum(0) / len(examples) if k in told else None for k in range(len(samplers))]
+
+
+def describe(module: nn.Module, known: Sequence[Tensor | None]) -> dict[str, Any]:
+    """What a network that was found looks like, as JSON can hold it: enough to build it again, and for people its cells.
+
+    Args:
+        module: a `Network` or `Sampled` of one.
+        known: the probabilities of the supernet's operations, as `probabilities` gives them.
+
+    Returns:
+        `format`; `plan`, the fields of `Plan`; `cells`, base first, each with its `stack`, number of `inputs` and `edges`:
+        `from`, `to`, the `operations` that the network has, and with what `probabilities` the `candidates` of the supernet
+        were to be chosen (where there was a choice); of a `Sampled` also `sampled`, the shapes of its noise, and `mean`.
+    """
+    network = module.network if isinstance(module, Sampled) else module
+    assert isinstance(network, Network)
+    supernet = network.supernet or network.plan
+    wholes = supernet.base + supernet.personal
+    cells = []
+    for k, ((cell, _), whole) in enumerate(zip(network.cells(), wholes, strict=True)):
+        edges: list[dict[str, Any]] = [
+            {"from": i, "to": j, "operations": list(names)}
+            for (i, j), names in zip(cell.plan.edges, cell.plan.candidates, strict=True)
+        ]
+        shares = known[k]
+        if shares is not None:
+            for edge, names, row in zip(edges, whole.candidates, shares.tolist(), strict=True):
+                edge |= {"candidates": list(names), "probabilities": row}
+        stack = "base" if k < len(supernet.base) else "personal"
+        cells.append({"stack": stack, "inputs": cell.plan.inputs, "edges": edges})
+    told = {"format": FORMAT, "plan": asdict(network.plan), "cells": cells}
+    if isinstance(module, Sampled):
+        told |= {
+            "sampled": {name: list(module.get_buffer(name).shape) for name in module.noise},
+            "mean": "probabilities" if module.probabilities else "outputs",
+        }
+    return told
+
+
+def rebuild(description: Mapping[str, Any]) -> nn.Module:
+    """The network of a description, its weights not yet those that were found.
+
+    Raises:
+        UserError: not such a description.
+    """
+    if description.get("format") != FORMAT:
+        raise UserError(
+            f"this is no description of a network by polyfed.search: its format is {description.get('format')!r}, expected "
+            f"{FORMAT!r}"
+        )
+    try:
+        fields: dict[str, Any] = dict(description["plan"])
+        for stack in ("base", "personal"):
+            fields[stack] = tuple(_cell_plan(cell) for cell in fields[stack])
+        network = new_module(Plan(**fields), seed=0)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"the description of the network is not whole: {type(error).__name__}: {error}") from error
+    assert isinstance(network, Network)
+    if "sampled" not in description:
+        return network.eval()
+    noise = [torch.zeros(shape) for shape in description["sampled"].values()]
+    return Sampled(network, noise, description["mean"] == "probabilities").eval()
+
+
+def _cell_plan(fields: Mapping[str, Any]) -> CellPlan:
+    return CellPlan(**{**fields, "candidates": tuple(tuple(names) for names in fields["candidates"])})
+
+
+def load(path: str | Path) -> nn.Module:
+    """The network that a run has found for a client, ready to use.
+
+    Args:
+        path: `models/ID.json` of a run directory; the weights lie beside it in `ID.safetensors`.
+
+    Raises:
+        UserError: one of the files is missing, or they do not belong together.
+    """
+    path = Path(path)
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        weights = safetensors.torch.load_file(path.with_suffix(".safetensors"))
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise UserError(
+            f"cannot read the network of {path}: {error}; give models/ID.json of a run directory"
+        ) from error
+    module = rebuild(description)
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{path} and its weights do not belong together: {error}") from error
+    return module

@@ -1,0 +1,201 @@
+"""The supernet: a base stack that all clients share and a personal stack that each adapts (FedPNAS, section 3.1, Fig. 2).
+
+The same classes are the network that was found: a supernet whose edges have one candidate each.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyfed.errors import UserError
+from polyfed.search.cells import Cell, CellPlan, Join
+from polyfed.search.operations import NAMES, SMALL
+from polyfed.search.sampling import Choice, ContextAware, ContextFree, Sampler, draw, most_probable
+
+Context = Literal["free", "aware"]
+Per = Literal["example", "batch"]
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """The form of a supernet; calling it builds one.
+
+    Args:
+        in_channels: of the images.
+        outputs: logits.
+        channels: C of every feature map; the paper has 32 for CIFAR-10, 16 for MNIST (Table 3).
+        base, personal: their cells, in order.
+        join: how a node joins its edges.
+        context: "free" samplers have learnable logits, "aware" ones compute them from the cell's input and the image.
+        per: context-aware training draws an architecture for each "example", or one for the "batch" from the mean of its
+            probabilities.
+        sampler_width: channels within a context-aware sampler.
+        stem_stride: 2 halves the image before the first cell.
+    """
+
+    in_channels: int
+    outputs: int
+    channels: int
+    base: tuple[CellPlan, ...]
+    personal: tuple[CellPlan, ...]
+    join: Join = "sum"
+    context: Context = "free"
+    per: Per = "example"
+    sampler_width: int = 16
+    stem_stride: int = 1
+
+    def __call__(self) -> "Network":
+        """A network of this form, its weights drawn from torch's default generator."""
+        return Network(self)
+
+
+def stacks(
+    base_cells: int = 3,
+    personal_cells: int = 1,
+    base_nodes: int = 2,
+    personal_nodes: int = 2,
+    base_operations: Sequence[str] = NAMES,
+    personal_operations: Sequence[str] = SMALL,
+) -> tuple[tuple[CellPlan, ...], tuple[CellPlan, ...]]:
+    """The paper's two stacks. Base cells have two inputs, personal cells one. The cells at a third and at two thirds of the
+    base stack halve the image, and so does the last personal cell (which ones is from the authors' code).
+
+    Raises:
+        UserError: a size below 1.
+
+    >>> base, personal = stacks()
+    >>> [cell.reduces for cell in base + personal], sum(len(cell.edges) for cell in base + personal)
+    ([False, True, True, True], 18)
+    >>> Plan(in_channels=1, outputs=10, channels=16, base=base, personal=personal)()(torch.zeros(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
+    """
+    if min(base_cells, personal_cells, base_nodes, personal_nodes) < 1:
+        raise UserError(
+            "a supernet has at least 1 base cell, 1 personal cell and 1 node in each, got "
+            f"{base_cells}, {personal_cells}, {base_nodes} and {personal_nodes}"
+        )
+    reducing = {base_cells // 3, 2 * base_cells // 3}
+    base = (
+        CellPlan(
+            2, base_nodes, (tuple(base_operations),) * _edges(2, base_nodes), k in reducing, 1 + (k - 1 in reducing)
+        )
+        for k in range(base_cells)
+    )
+    personal = (
+        CellPlan(1, personal_nodes, (tuple(personal_operations),) * _edges(1, personal_nodes), k == personal_cells - 1)
+        for k in range(personal_cells)
+    )
+    return tuple(base), tuple(personal)
+
+
+def _edges(inputs: int, nodes: int) -> int:
+    return sum(range(inputs, inputs + nodes))
+
+
+@final
+class Network(nn.Module):
+    """Images (batch, channels, height, width) to logits (batch, outputs).
+
+    In training every cell draws its operations (`draw`); in evaluation it takes the most probable ones, those of each
+    example where the sampler is context-aware. Parameters named `base...` are θ_b, `personal...` θ_p, samplers among them
+    (θ_b = {W_b, Π_b}, θ_p = {W_p, Π_p}, section 3.2).
+
+    Attributes: `plan`; `temperature`, τ of eq. 2; `noise`, per cell with a sampler gumbel noise (edges, operations) with
+    which an evaluation samples, None for the most probable; `supernet` and `known`, of a network that was found: the form of
+    the supernet, and per cell the probabilities of its operations from which this network's were chosen.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.temperature = 1.0
+        self.noise: Sequence[Tensor] | None = None
+        self.supernet: Plan | None = None
+        self.known: Sequence[Tensor | None] = ()
+        # The paper feeds x itself to the first cells; operations keep the number of channels, so x needs C of them.
+        stem = nn.Conv2d(plan.in_channels, plan.channels, 5, plan.stem_stride, 2)
+        self.base = nn.ModuleDict({"stem": stem, **_stack(plan, plan.base)})
+        classifier = nn.Linear(plan.channels, plan.outputs)
+        self.personal = nn.ModuleDict({**_stack(plan, plan.personal), "classifier": classifier})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (algorithm 2): sampling and evaluation by turns, cell by cell."""
+        previous = skip = self.base["stem"](x)
+        for number, (cell, sampler) in enumerate(self.cells()):
+            choice = None if sampler is None else self._choose(number, sampler(x, previous))
+            previous, skip = cell(previous, skip, choice), previous
+        logits: Tensor = self.personal["classifier"](previous.mean((2, 3)))
+        return logits
+
+    def cells(self) -> Iterator[tuple[Cell, Sampler | None]]:
+        """All cells, base first, each with its sampler; None where it has nothing to choose."""
+        for stack in (self.base, self.personal):
+            samplers = dict(cast(nn.ModuleDict, stack["samplers"]).items())
+            for k, cell in enumerate(cast(nn.ModuleList, stack["cells"])):
+                yield cast(Cell, cell), cast(Sampler | None, samplers.get(str(k)))
+
+    def _choose(self, number: int, logits: Tensor) -> Choice:
+        if not self.training:
+            return most_probable(logits, None if self.noise is None else self.noise[number])
+        if logits.dim() == 3 and self.plan.per == "batch":
+            logits = torch.logsumexp(F.log_softmax(logits, -1), 0) - math.log(len(logits))
+        return draw(logits, self.temperature)
+
+
+def _stack(plan: Plan, cells: Sequence[CellPlan]) -> dict[str, nn.Module]:
+    samplers: dict[str, nn.Module] = {}
+    for k, cell in enumerate(cells):
+        sizes = {len(names) for names in cell.candidates}
+        if sizes == {1}:
+            continue
+        if len(sizes) > 1:
+            raise UserError(f"the edges of a cell choose from equally many operations, got {sorted(sizes)}")
+        edges, choices = len(cell.edges), max(sizes)
+        samplers[str(k)] = (
+            ContextFree(edges, choices)
+            if plan.context == "free"
+            else ContextAware(edges, choices, plan.in_channels, plan.channels, plan.sampler_width)
+        )
+    return {
+        "cells": nn.ModuleList(Cell(cell, plan.channels, plan.channels, plan.join) for cell in cells),
+        "samplers": nn.ModuleDict(samplers),
+    }
+
+
+@final
+class Sampled(nn.Module):
+    """The mean of several sampled networks: log of the mean of their class probabilities, (batch, outputs).
+
+    The noise of each is drawn once, so that this is a function: the same input gives the same output, whatever else is in
+    the batch.
+
+    Args:
+        network: the supernet.
+        noise: per cell with a sampler gumbel noise, (networks, edges, operations).
+        probabilities: whether outputs are logits of classes; False takes the mean of the outputs themselves.
+    """
+
+    def __init__(self, network: Network, noise: Sequence[Tensor], probabilities: bool = True) -> None:
+        super().__init__()
+        self.network, self.probabilities = network, probabilities
+        self.noise: list[str] = [f"noise_{k}" for k in range(len(noise))]
+        for name, tensor in zip(self.noise, noise, strict=True):
+            self.register_buffer(name, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean of the networks' outputs."""
+        noise = [self.get_buffer(name) for name in self.noise]
+        total: list[Tensor] = []
+        for k in range(len(noise[0]) if noise else 1):
+            self.network.noise = [tensor[k] for tensor in noise]
+            out = self.network(x)
+            total.append(F.log_softmax(out, -1) if self.probabilities else out)
+        self.network.noise = None
+        stacked = torch.stack(total)
+        return stacked.logsumexp(0) - math.log(len(total)) if self.probabilities else stacked.mean(0)

@@ -1,0 +1,126 @@
+"""The operations of a search space: what an edge of a cell may do to a feature map (FedPNAS, Table 3; as in SNAS)."""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyfed.errors import UserError, nearest
+
+
+@final
+class GroupedNorm(nn.BatchNorm2d):
+    """BatchNorm of a group of examples, which may be a single one: where a channel has one value only, and thus no
+    variance, the running statistics take the place of the group's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape, (group, channels, height, width)."""
+        if self.training and x.numel() == x.shape[1]:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return super().forward(x)
+
+
+def _separable(channels: int, size: int, stride: int, dilation: int = 1) -> list[nn.Module]:
+    """ReLU, depthwise convolution, 1×1 convolution, BatchNorm."""
+    padding = dilation * (size // 2)
+    depthwise = nn.Conv2d(channels, channels, size, stride, padding, dilation, groups=channels, bias=False)
+    return [nn.ReLU(), depthwise, nn.Conv2d(channels, channels, 1, bias=False), GroupedNorm(channels)]
+
+
+def _sep_conv(channels: int, size: int, stride: int) -> nn.Module:
+    return nn.Sequential(*_separable(channels, size, stride), *_separable(channels, size, 1))
+
+
+def _hourglass(channels: int, stride: int) -> nn.Module:
+    return nn.Sequential(
+        nn.ReLU(),
+        nn.Conv2d(channels, channels, (1, 7), (1, stride), (0, 3), bias=False),
+        nn.Conv2d(channels, channels, (7, 1), (stride, 1), (3, 0), bias=False),
+        GroupedNorm(channels),
+    )
+
+
+def _pool(pool: nn.Module, channels: int) -> nn.Module:
+    return nn.Sequential(pool, GroupedNorm(channels))
+
+
+@final
+class _Halve(nn.Module):
+    """The skip connection where the edge has stride 2: every second pixel, and its diagonal neighbour, through a 1×1
+    convolution each, side by side (the factorised reduction of DARTS and SNAS)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.even = nn.Conv2d(channels, channels - channels // 2, 1, 2, bias=False)
+        self.odd = nn.Conv2d(channels, channels // 2, 1, 2, bias=False)
+        self.norm = GroupedNorm(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(group, channels, ⌈height / 2⌉, ⌈width / 2⌉); a last odd row or column has zeros as neighbours."""
+        x = F.relu(x)
+        height, width = x.shape[2:]
+        shifted = F.pad(x, (0, width % 2, 0, height % 2))[:, :, 1:, 1:]
+        return self.norm(torch.cat([self.even(x), self.odd(shifted)], 1))  # type: ignore[no-any-return]
+
+
+NAMES = (
+    "avg_pool_3", "max_pool_3", "sep_conv_3", "sep_conv_5", "sep_conv_7", "dil_conv_3", "dil_conv_5", "conv_7x1_1x7", "skip",
+)  # fmt: skip
+"""The nine operations, in the order of their indices."""
+
+SMALL = ("avg_pool_3", "max_pool_3", "sep_conv_3", "dil_conv_3", "skip")
+"""Those without a kernel of 5 or 7: what a personal cell chooses from (section 3.1)."""
+
+
+def operation(name: str, channels: int, stride: int = 1) -> nn.Module:
+    """One operation: (group, channels, height, width) to the same, or with stride 2 to half of height and width, rounded
+    up.
+
+    Raises:
+        UserError: an unknown name.
+
+    >>> operation("sep_conv_5", 16, stride=2)(torch.zeros(3, 16, 7, 7)).shape
+    torch.Size([3, 16, 4, 4])
+    """
+    kind, _, size = name.rpartition("_")
+    if name == "conv_7x1_1x7":
+        return _hourglass(channels, stride)
+    if name == "skip":
+        return nn.Identity() if stride == 1 else _Halve(channels)
+    if name not in NAMES:
+        raise UserError(f"unknown operation {name!r}; {nearest(name, NAMES)}")
+    if kind == "avg_pool":
+        return _pool(nn.AvgPool2d(3, stride, 1, count_include_pad=False), channels)
+    if kind == "max_pool":
+        return _pool(nn.MaxPool2d(3, stride, 1), channels)
+    if kind == "dil_conv":
+        return nn.Sequential(*_separable(channels, int(size), stride, dilation=2))
+    return _sep_conv(channels, int(size), stride)
+
+
+def operations(channels: int, names: Sequence[str] = NAMES, stride: int = 1) -> nn.ModuleDict:
+    """The operations from which one edge chooses, by name.
+
+    Args:
+        channels: of the feature maps, before and after; the paper has 32 for CIFAR-10 and 16 for MNIST.
+        names: some of `NAMES`; the index of an operation is its place here.
+        stride: 1, or 2 for an edge that halves height and width.
+
+    Raises:
+        UserError: channels or stride out of range, no name, a name twice, or an unknown one.
+
+    >>> edge = operations(32)
+    >>> {name: sum(p.numel() for p in edge[name].parameters()) for name in ("avg_pool_3", "sep_conv_3", "skip")}
+    {'avg_pool_3': 64, 'sep_conv_3': 2752, 'skip': 0}
+    >>> sum(p.numel() for p in edge.parameters())
+    29632
+    """
+    if channels < 1:
+        raise UserError(f"channels must be at least 1, got {channels}")
+    if stride not in (1, 2):
+        raise UserError(f"stride must be 1 or 2, got {stride}")
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"an edge needs operations of different names, got {tuple(names)}")
+    return nn.ModuleDict({name: operation(name, channels, stride) for name in names})

@@ -1,0 +1,128 @@
+"""Choosing operations: straight-through Gumbel-softmax, and where its logits come from (FedPNAS, eq. 2 and section 3.3)."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_SIZE = 8  # height and width to which a context-aware sampler shrinks what it sees
+
+
+@final
+@dataclass(frozen=True)
+class Choice:
+    """One operation per edge, for all examples of a batch or for each of them.
+
+    Attributes:
+        index: int64, (edges,) or (batch, edges): the k with Z[k] = 1.
+        scale: the same shape: Z[k] itself, which is 1 and has the gradient of eq. 2; None where no gradient is wanted.
+    """
+
+    index: Tensor
+    scale: Tensor | None = None
+
+
+def gumbel(like: Tensor) -> Tensor:
+    """g ~ Gumbel(0, 1), independent, of the shape of `like`, from torch's default generator.
+
+    >>> gumbel(torch.zeros(2, 3)).shape
+    torch.Size([2, 3])
+    """
+    return torch.empty_like(like).exponential_().log_().neg_()
+
+
+def draw(logits: Tensor, temperature: float) -> Choice:
+    """A sample Z of the categorical distribution softmax(logits), straight through (eq. 2).
+
+    Z[k] = 1 for k = argmax_t (g_t + log π_t), and ∇Z[k] is that of softmax((g + log π)/τ)[k]. It is taken for the chosen k:
+    an operation that is not chosen is not computed, so that ∂L/∂Z[k] of the others is not known (as in DSNAS).
+
+    Args:
+        logits: log π up to a constant, (..., operations).
+        temperature: τ > 0.
+
+    >>> choice = draw(torch.tensor([[0.0, 50.0], [50.0, 0.0]]), temperature=1.0)
+    >>> choice.index, choice.scale
+    (tensor([1, 0]), tensor([1., 1.]))
+    """
+    perturbed = logits + gumbel(logits)
+    index = perturbed.detach().argmax(-1)
+    soft = F.softmax(perturbed / temperature, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    return Choice(index, 1 + (soft - soft.detach()))
+
+
+def most_probable(logits: Tensor, noise: Tensor | None = None) -> Choice:
+    """The operation with the largest logit. With `noise` of gumbel's distribution, (edges, operations), it is a sample, and
+    for the same noise always the same function of the logits.
+
+    >>> most_probable(torch.tensor([[0.0, 1.0]])).index
+    tensor([1])
+    """
+    return Choice((logits if noise is None else logits + noise).argmax(-1))
+
+
+class Sampler(nn.Module, ABC):
+    """The distribution of a cell's operations: `edges` × `operations` logits."""
+
+    edges: int
+    operations: int
+
+    @abstractmethod
+    def forward(self, image: Tensor, previous: Tensor) -> Tensor:
+        """Logits (edges, operations), or (batch, edges, operations) where each example has its own.
+
+        Args:
+            image: the network's input x, (batch, channels, height, width).
+            previous: the cell's input v_1, (batch, channels', height', width').
+        """
+
+
+@final
+class ContextFree(Sampler):
+    """log Π of eq. 2: learnable, the same for every input. At first all operations are equally probable."""
+
+    def __init__(self, edges: int, operations: int) -> None:
+        super().__init__()
+        self.edges, self.operations = edges, operations
+        self.logits = nn.Parameter(torch.zeros(edges, operations))
+
+    def forward(self, image: Tensor, previous: Tensor) -> Tensor:
+        """(edges, operations)."""
+        return self.logits
+
+
+@final
+class ContextAware(Sampler):
+    """φ(v_1, x) of section 3.3: from the cell's input and the image to logits for each example.
+
+    Both are shrunk to 8 × 8 and go through two convolutions each; one linear layer gives the logits. It starts at zero:
+    at first all operations are equally probable. (The paper calls φ "a deep classification network" and no more.)
+    """
+
+    def __init__(self, edges: int, operations: int, image_channels: int, channels: int, width: int = 16) -> None:
+        super().__init__()
+        self.edges, self.operations = edges, operations
+        self.image, self.previous = _look(image_channels, width), _look(channels, width)
+        self.logits = nn.Linear(2 * width * (_SIZE // 4) ** 2, edges * operations)
+        nn.init.zeros_(self.logits.weight)
+        nn.init.zeros_(self.logits.bias)
+
+    def forward(self, image: Tensor, previous: Tensor) -> Tensor:
+        """(batch, edges, operations)."""
+        seen = torch.cat([self.image(image), self.previous(previous)], 1)
+        logits: Tensor = self.logits(seen)
+        return logits.view(-1, self.edges, self.operations)
+
+
+def _look(channels: int, width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.AdaptiveAvgPool2d(_SIZE),
+        nn.Conv2d(channels, width, 3, 2, 1),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, 2, 1),
+        nn.ReLU(),
+        nn.Flatten(),
+    )

@@ -1,0 +1,321 @@
+"""FedPNAS and its relatives: identities of METHODS, the meta gradient against autograd, what is evaluated and exported."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import polyfed as pf
+from polyfed.algorithm import Client, ClientInfo, Form, Message, ServerContext
+from polyfed.algorithms import REGISTRY, CAFedDSNAS, CAFedPNAS, FedAvg, FedDSNAS, FedPNAS
+from polyfed.checks import common_form
+from polyfed.errors import UserError
+from polyfed.search import Network, Sampled, load
+from polyfed.seeds import local_rng, torch_generator
+from polyfed.testing import AlgorithmContract, SmallNet, without_times
+
+SMALL = {
+    "channels": 4, "base_cells": 1, "base_nodes": 1, "personal_nodes": 1,
+    "operations": ("sep_conv_3", "max_pool_3", "skip"), "personal_operations": ("sep_conv_3", "skip"),
+}  # fmt: skip
+ONE = {**SMALL, "operations": ("sep_conv_3",), "personal_operations": ("dil_conv_3",)}
+NAMES = ["fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas"]
+
+
+def image_clients(number=3, model=None):
+    """Clients with images of three kinds of stripes, of unequal number; the same at every call."""
+    generator = torch_generator(7)
+    patterns = torch.randn(3, 1, 6, 6, generator=generator)
+    clients = []
+    for k in range(number):
+        y = torch.arange(14 + 3 * k + 9) % 3
+        x = patterns[y] + 0.5 * torch.randn(len(y), 1, 6, 6, generator=generator) + 0.3 * k
+        test, val, train = ((x[r].clone(), y[r].clone()) for r in (slice(0, 6), slice(6, 9), slice(9, None)))
+        clients.append(Client(f"client-{k}", model, train, test, val))
+    return clients
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestRegistered(AlgorithmContract):
+    """The contract, on images and without networks of the clients' own."""
+
+    def clients(self, number=3):
+        return image_clients(number)
+
+    @pytest.fixture
+    def algorithm(self, name):
+        return REGISTRY[name](lr=0.02, batch_size=16, **SMALL)
+
+
+@pytest.mark.slow
+class TestSampledEvaluation(TestRegistered):
+    @pytest.fixture
+    def algorithm(self, name):
+        return REGISTRY[name](lr=0.02, batch_size=8, evaluation="sampled", samples=2, buffers="local", **SMALL)
+
+
+# -- identity 10 ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [FedPNAS, CAFedPNAS, FedDSNAS, CAFedDSNAS])
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_one_operation_per_edge_is_fedavg_of_that_network(method, buffers):
+    """With η = 0 and nothing to choose, every method is FedAvg of the fixed network, bit for bit (identity 10)."""
+    training = {"lr": 0.05, "momentum": 0.5, "optimizer": "sgd", "batch_size": 8, "local_epochs": 2, "buffers": buffers}
+    meta = {"eta": 0.0} if method in (FedPNAS, CAFedPNAS) else {}
+    searching = method(**ONE, **training, **meta, finetune_epochs=0)
+    run = pf.federate(image_clients(), searching, rounds=3, seed=1, workers=0)
+    fixed = searching.plan(1, 3)
+    other = pf.federate(image_clients(model=fixed), FedAvg(**training, weighted=False), rounds=3, seed=1, workers=0)
+    for client in run.federation.clients:
+        mine, theirs = run.model(client).state_dict(), other.model(client).state_dict()
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    keys = ("accuracy", "loss")
+    for one, two in zip(run.history, other.history, strict=True):
+        assert {i: [c[k] for k in keys] for i, c in one["clients"].items()} == {
+            i: [c[k] for k in keys] for i, c in two["clients"].items()
+        }
+    assert run.history[-1]["train_loss"] < run.history[0]["train_loss"]
+
+
+def test_eta_matters():
+    runs = [pf.federate(image_clients(1), FedPNAS(**ONE, eta=eta), rounds=1, workers=0) for eta in (0.0, 0.5)]
+    assert runs[0].history[0]["train_loss"] != runs[1].history[0]["train_loss"]
+
+
+def by_hand(network, eta, x, y, second_order):
+    """The first-order expression of section 3.2, from autograd's gradients alone: (∇_b, ∇_p) of one network that draws
+    nothing."""
+    names = [n for n, _ in network.named_parameters()]
+    theta = {n: p.detach().clone() for n, p in network.named_parameters()}
+
+    def gradients(point):
+        leaves = {n: t.clone().requires_grad_() for n, t in point.items()}
+        loss = nn.functional.cross_entropy(torch.func.functional_call(network, leaves, (x,)), y)
+        return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+    personal = [n for n in names if n.startswith("personal.")]
+    g = gradients(theta)
+    ahead = gradients({n: theta[n] - eta * g[n] if n in personal else theta[n] for n in names})
+    product = sum((g[n] * ahead[n]).sum() for n in personal)
+    if second_order == "none":
+        return ahead
+    return {n: ahead[n] - eta * product * g[n] if n in personal else ahead[n] for n in names}
+
+
+def exact(network, eta, x, y):
+    """The true gradient of L(θ_b, θ_p − η∇L), through the inner step."""
+    leaves = {n: p.detach().clone().requires_grad_() for n, p in network.named_parameters()}
+    personal = [n for n in leaves if n.startswith("personal.")]
+
+    def loss(point):
+        return nn.functional.cross_entropy(torch.func.functional_call(network, point, (x,)), y)
+
+    inner = torch.autograd.grad(loss(leaves), [leaves[n] for n in personal], create_graph=True)
+    moved = leaves | {n: leaves[n] - eta * s for n, s in zip(personal, inner, strict=True)}
+    return dict(zip(leaves, torch.autograd.grad(loss(moved), list(leaves.values())), strict=True))
+
+
+def step_direction(method, network, x, y):
+    """What `meta_gradient` leaves in `grad`, with the number of passes that it took."""
+    passes = []
+
+    def loss_of(batch):
+        network.zero_grad()
+        loss = nn.functional.cross_entropy(network(x), y)
+        loss.backward()
+        passes.append(batch)
+        return loss.detach()
+
+    method.meta_gradient(network)(loss_of)
+    return {n: p.grad.clone() for n, p in network.named_parameters()}, passes
+
+
+def double_network(eta=0.3):
+    method = FedPNAS(**{**ONE, "personal_nodes": 2}, eta=eta)
+    with local_rng(3):
+        network = method.plan(1, 3)().double().train()
+        x, y = torch.randn(10, 1, 6, 6, dtype=torch.float64), torch.arange(10) % 3
+    return method, network, x, y
+
+
+@pytest.mark.parametrize("second_order", ["outer_product", "none"])
+def test_meta_gradient_is_the_first_order_expression(second_order):
+    method, network, x, y = double_network()
+    before = {n: t.clone() for n, t in network.state_dict().items()}
+    expected = by_hand(copy.deepcopy(network), 0.3, x, y, second_order)
+    found, passes = step_direction(replace(method, second_order=second_order), network, x, y)
+    assert passes == [0, 0]  # exactly two passes, of the same minibatch (algorithm 1)
+    for name, slope in expected.items():
+        assert torch.allclose(found[name], slope, rtol=1e-9, atol=1e-12), name
+    after = network.state_dict()
+    assert all(torch.equal(before[n], after[n]) for n in before if "running" not in n and "batches" not in n)
+    assert {int(after[n]) for n in after if "batches_tracked" in n} == {1}  # a step counts as one in BatchNorm
+
+
+def test_cosine_with_the_true_second_order_gradient(record_property):
+    """Base part and personal part, printed; the base part is exact but for the inner step's dependence on θ_b."""
+    for eta in (0.01, 0.1, 0.3):
+        method, network, x, y = double_network(eta)
+        found, _ = step_direction(method, network, x, y)
+        true = exact(network, eta, x, y)
+        for part in ("base.", "personal."):
+            a, b = (torch.cat([t[n].flatten() for n in t if n.startswith(part)]) for t in (found, true))
+            cosine = float(a @ b / (a.norm() * b.norm()))
+            print(f"eta {eta}: cosine of {part[:-1]} with the true gradient {cosine:.4f}")
+            record_property(f"cosine {part[:-1]} at {eta}", cosine)
+            assert cosine > (0.99 if eta == 0.01 else 0.5)
+
+
+def test_without_the_outer_product_a_step_is_that_of_per_fedavg_on_the_personal_part():
+    """First-order Per-FedAvg: w ← w − β∇f(w̃), here with only the personal part moved to w̃ (identity 10, η > 0)."""
+    method = FedPNAS(**ONE, eta=0.2, second_order="none", lr=0.1, optimizer="sgd", batch_size=0, finetune_epochs=0)
+    client = image_clients(1)[0]
+    state = method.init(ServerContext(0, 1, (ClientInfo(client.id),), form=Form((1, 6, 6), 3)))
+    reply, _ = method.local(method.dispatch(state, ClientInfo(client.id)), {}, client, 5)
+    network = method.plan(1, 3)().train()
+    network.load_state_dict({**network.state_dict(), **state["base"], **state["personal"]})
+    x, y = client.train.x, client.train.labels
+    ahead = by_hand(network, 0.2, x, y, "none")
+    for group in ("base", "personal"):
+        for name, weight in reply.arrays[group].items():
+            expected = state[group][name] - 0.1 * ahead[name]
+            assert torch.allclose(weight, expected, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_overfits_few_examples():
+    """32 images by heart: the search learns weights and operations together."""
+    generator = torch_generator(1)
+    x, y = torch.randn(32, 1, 8, 8, generator=generator), torch.arange(32) % 4
+    client = Client("a", None, (x, y), (x, y))
+    method = CAFedPNAS(channels=8, base_cells=1, batch_size=16, local_epochs=40)
+    run = pf.federate([client], method, rounds=2, workers=0, evaluate_every=2)
+    assert run.table()[0]["accuracy"] > 0.9
+
+
+# -- messages and state -----------------------------------------------------------------------------------------------
+
+
+def test_personal_parameters_are_a_group_of_their_own():
+    method = FedPNAS(**SMALL)
+    clients = image_clients()
+    state = method.init(ServerContext(0, 5, (), form=common_form(clients)))
+    assert set(state) == {"base", "personal"}
+    assert all(name.startswith(group) for group in state for name in state[group])
+    assert any("samplers" in name for name in state["base"])
+    assert any("samplers" in name for name in state["personal"])
+    first, last = (method.dispatch(state, ClientInfo("a", r, 5)).scalars for r in (1, 5))
+    assert (first["temperature"], round(last["temperature"], 6)) == (1.0, 0.1)
+    network = method.receive(method.dispatch(state, ClientInfo("a", 3, 5)), {}, clients[0]).module
+    assert network.temperature == pytest.approx(0.1**0.5)
+
+
+def test_aggregate_is_the_mean_over_clients():
+    """Algorithm 1, line 6: 1/M, whatever the clients' sizes; `weighted` counts examples."""
+    replies = {
+        i: Message({g: {f"{g}.w": torch.full((2,), v)} for g in ("base", "personal")}, {"num_examples": n})
+        for i, v, n in (("a", 1.0, 1), ("b", 4.0, 3))
+    }
+    for weighted, mean in ((False, 2.5), (True, 3.25)):
+        state = FedPNAS(**SMALL, weighted=weighted).aggregate({}, replies)
+        assert torch.equal(state["personal"]["personal.w"], torch.full((2,), mean))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clients_own_networks_are_not_used(name):
+    method = REGISTRY[name](**SMALL)
+    own = lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3))  # noqa: E731
+    runs = [pf.federate(image_clients(model=m), method, rounds=1, workers=0) for m in (None, own)]
+    assert without_times(runs[0].history) == without_times(runs[1].history)
+    assert isinstance(runs[1].model("client-0"), Network)
+    assert method.requires == {"images", "one_form"}
+
+
+def test_fine_tuning_changes_the_personal_stack_only():
+    """θ, as evaluated beside, is the server's; the personal network has its base weights and other personal ones."""
+    method = FedPNAS(**SMALL, finetune_epochs=3)
+    client = image_clients(1)[0]
+    state = method.init(ServerContext(0, 1, (), form=Form((1, 6, 6), 3)))
+    down = method.dispatch(state, ClientInfo(client.id))
+    tuned = {n: t.clone() for n, t in method.personal(down, {}, client, 3).state_dict().items()}
+    ((name, network),) = method.beside(down, {}, client, 3)
+    untuned = network.state_dict()
+    assert name == "global"
+    assert torch.equal(untuned["base.stem.weight"], state["base"]["base.stem.weight"])
+    assert torch.equal(tuned["base.stem.weight"], state["base"]["base.stem.weight"])
+    assert torch.equal(untuned["personal.classifier.weight"], state["personal"]["personal.classifier.weight"])
+    assert not torch.equal(tuned["personal.classifier.weight"], untuned["personal.classifier.weight"])
+    assert list(FedDSNAS(**SMALL).beside(down, {}, client, 3)) == []
+
+
+@pytest.mark.parametrize("evaluation", ["argmax", "sampled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_exported_with_a_description(name, evaluation, tmp_path):
+    """models/ID.safetensors and ID.json together are the network that was evaluated."""
+    method = REGISTRY[name](**SMALL, evaluation=evaluation, samples=3)
+    run = pf.federate(image_clients(2), method, rounds=1, out=tmp_path / "run", workers=2)
+    for client, owner in run.federation.clients.items():
+        read = load(tmp_path / "run" / "models" / f"{client}.json")
+        mine = run.model(client)
+        assert isinstance(read, Sampled if evaluation == "sampled" else Network)
+        assert torch.allclose(read(owner.test.x), mine(owner.test.x), atol=1e-6)
+        accuracy = (read(owner.test.x).argmax(1) == owner.test.labels).double().mean()
+        assert float(accuracy) == run.history[-1]["clients"][client]["accuracy"]
+        edges = [
+            e
+            for cell in json.loads((tmp_path / "run" / "models" / f"{client}.json").read_text())["cells"]
+            for e in cell["edges"]
+        ]
+        assert all(sum(e["probabilities"]) == pytest.approx(1, abs=1e-4) for e in edges)
+        if evaluation == "argmax" and not name.startswith("ca_"):
+            best = [
+                e["candidates"][max(range(len(e["probabilities"])), key=e["probabilities"].__getitem__)] for e in edges
+            ]
+            assert [e["operations"] for e in edges] == [[b] for b in best]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_unsuitable_federations(tmp_path):
+    flat = [
+        Client(
+            "a",
+            SmallNet,
+            (torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)),
+            (torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64)),
+        )
+    ]
+    with pytest.raises(UserError, match=r"feddsnas needs images.*'a' are of shape \(6,\)"):
+        pf.federate(flat, FedDSNAS(), rounds=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    clients = image_clients(2)
+    x = torch.zeros(4, 1, 7, 7)
+    other = Client("odd", None, (x, torch.zeros(4, dtype=torch.int64)), (x, torch.zeros(4, dtype=torch.int64)))
+    with pytest.raises(UserError, match=r"inputs of one shape.*'odd' are \(1, 7, 7\)"):
+        pf.federate([*clients, other], FedDSNAS(**SMALL), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"eta": -1.0}, "eta must be at least 0, got -1.0"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"stem_stride": 3}, "stem_stride must be 1 or 2, got 3"),
+        ({"operations": ("conv",)}, "unknown operation 'conv'"),
+        ({"base_nodes": 0}, "at least 1 base cell"),
+        ({"samples": 0}, "samples must be at least 1"),
+        ({"sampler_lr": 0.0}, "sampler_lr must be positive"),
+        ({"finetune_epochs": -1}, "finetune_epochs must be at least 0"),
+        ({"channels": 0}, "channels must be at least 1"),
+        ({"join": "max"}, "unknown join 'max'"),
+    ],
+)
+def test_hyper_parameters_are_checked(fields, message):
+    with pytest.raises(UserError, match=message):
+        FedPNAS(**fields)

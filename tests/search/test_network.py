@@ -1,0 +1,249 @@
+"""The supernet: cells against the definition, grouping against the naive loop, what was found against the supernet."""
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from polyfed.data.examples import Examples
+from polyfed.errors import UserError
+from polyfed.search import (
+    NAMES,
+    SMALL,
+    Cell,
+    CellPlan,
+    Choice,
+    Network,
+    Plan,
+    Sampled,
+    describe,
+    fixed,
+    gumbel,
+    load,
+    most_probable_network,
+    operations,
+    probabilities,
+    rebuild,
+    stacks,
+)  # fmt: skip
+from polyfed.search.cells import grouped
+from polyfed.seeds import local_rng
+
+
+def supernet(context="free", seed=0, **fields):
+    base, personal = stacks(base_cells=2, base_nodes=2, personal_nodes=1)
+    with local_rng(seed):
+        network = Plan(1, 3, 4, base, personal, context=context, **fields)()
+        for name, parameter in network.named_parameters():
+            if "samplers" in name:
+                nn.init.normal_(parameter)
+            elif parameter.dim() == 1:  # BatchNorm's weights and biases, which start alike everywhere
+                nn.init.uniform_(parameter, 0.5, 1.5)
+    return network
+
+
+def images(number=6, seed=1, size=9):
+    with local_rng(seed):
+        return torch.randn(number, 1, size, size)
+
+
+def test_form_of_the_paper():
+    base, personal = stacks()
+    assert [cell.inputs for cell in base + personal] == [2, 2, 2, 1]
+    assert [cell.reduces for cell in base + personal] == [False, True, True, True]
+    assert {names for cell in base for names in cell.candidates} == {NAMES}
+    assert {names for cell in personal for names in cell.candidates} == {SMALL}
+    network = Plan(3, 10, 16, base, personal)()
+    # A base edge counts as in Table 3; the master architecture of 32 such edges is the paper's 293,888.
+    assert sum(p.numel() for p in next(network.cells())[0].operations[0].parameters()) == 9_184
+    assert 32 * 9_184 == 293_888
+
+
+def test_cell_is_the_sum_over_its_edges():
+    """v_j = Σ_i o_ij(v_i), written out for two nodes."""
+    names = ("sep_conv_3", "skip")
+    cell = Cell(CellPlan(2, 2, (names,) * 5), 4, 4).eval()
+    previous, skip = torch.randn(2, 3, 4, 5, 5)
+    v0, v1 = previous, cell.skip(skip)
+    index = torch.tensor([0, 1, 1, 0, 0])
+    o = [edge[names[k]] for edge, k in zip(cell.operations, index.tolist(), strict=True)]
+    v2 = o[0](v0) + o[1](v1)
+    v3 = o[2](v0) + o[3](v1) + o[4](v2)
+    assert torch.allclose(cell(previous, skip, Choice(index)), v3, atol=1e-6)
+    cell.join = "mean"
+    v2 = (o[0](v0) + o[1](v1)) / 2
+    assert torch.allclose(cell(previous, skip, Choice(index)), (o[2](v0) + o[3](v1) + o[4](v2)) / 3, atol=1e-6)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_grouping_is_the_naive_loop(channels_last):
+    """One example at a time through the operation that it chose: values and gradients, to 1e-6 in evaluation mode."""
+    ops = list(operations(4).double().eval().values())
+    value = torch.randn(12, 4, 5, 5, dtype=torch.float64)
+    if channels_last:
+        value = value.contiguous(memory_format=torch.channels_last)
+    index = torch.arange(12) * 5 % 7  # operations 7 and 8 are chosen by nobody, 0 to 4 by two
+    weights = torch.randn(12, 4, 5, 5, dtype=torch.float64)
+    found = []
+    for run in (
+        lambda v: grouped(ops, v, index),
+        lambda v: torch.cat([ops[k](v[i : i + 1]) for i, k in enumerate(index)]),
+    ):
+        leaf = value.clone().requires_grad_()
+        out = run(leaf)
+        (out * weights).sum().backward()
+        found.append([out.detach(), leaf.grad, *(p.grad for op in ops for p in op.parameters() if p.grad is not None)])
+        for op in ops:
+            op.zero_grad()
+    assert len(found[0]) == len(found[1]) > 10
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("context", ["free", "aware"])
+def test_only_what_is_chosen_is_computed(context):
+    """Calls are counted by hooks: at most one for each operation and edge, and none for those that nobody chose."""
+    network = supernet(context).train()
+    calls, chosen = [], []
+    for cell, _ in network.cells():
+        for edge in cell.operations:
+            for op in edge.values():
+                op.register_forward_hook(lambda module, _, __: calls.append(id(module)))
+        cell.register_forward_pre_hook(lambda cell, inputs: chosen.append((cell, inputs[2].index)))
+    with local_rng(5):
+        network(images())
+    expected = [
+        id(list(edge.values())[k])
+        for cell, index in chosen
+        for number, edge in enumerate(cell.operations)
+        for k in sorted(set(index.view(-1, len(cell.operations))[:, number].tolist()))
+    ]
+    assert sorted(calls) == sorted(expected)
+    assert len(set(calls)) == len(calls)
+
+
+@pytest.mark.parametrize("context", ["free", "aware"])
+def test_every_choice_is_an_operation_of_its_cell(context):
+    network = supernet(context).train()
+    seen = []
+    for cell, _ in network.cells():
+        cell.register_forward_pre_hook(lambda cell, inputs: seen.append((len(cell.operations[0]), inputs[2].index)))
+    for _ in range(20):
+        network(images())
+    assert {operations for operations, _ in seen} == {9, 5}
+    assert all(int(index.max()) < operations for operations, index in seen)
+
+
+def test_gradient_reaches_samplers_and_chosen_operations_only():
+    network = supernet().train()
+    with local_rng(6):
+        network(images()).square().sum().backward()
+    for cell, sampler in network.cells():
+        assert sampler.logits.grad.abs().sum() > 0
+        for edge in cell.operations:
+            touched = [any(p.grad is not None for p in op.parameters()) for op in edge.values()]
+            assert sum(touched) <= 1
+
+
+def test_one_choice_per_batch():
+    network = supernet("aware", per="batch").train()
+    seen = []
+    for cell, _ in network.cells():
+        cell.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[2].index.dim()))
+    network(images())
+    assert set(seen) == {1}
+
+
+def test_what_was_found_computes_what_the_supernet_does():
+    network = supernet().eval()
+    plain = most_probable_network(network)
+    assert torch.equal(plain(images()), network(images()))
+    assert sum(p.numel() for p in plain.parameters()) < sum(p.numel() for p in network.parameters()) / 3
+    assert not list(plain.base["samplers"])
+    assert not list(plain.personal["samplers"])
+    choices = [torch.tensor([k % 9 for k in range(5)]), torch.tensor([8 - k for k in range(5)]), torch.tensor([3])]
+    other = fixed(network, choices)
+    noise = [100.0 * nn.functional.one_hot(c, k) for c, k in zip(choices, (9, 9, 5), strict=True)]
+    network.noise = noise  # so large that it decides
+    assert torch.equal(other(images()), network(images()))
+    network.noise = None
+    with pytest.raises(UserError, match="architecture for each example"):
+        most_probable_network(supernet("aware"))
+
+
+def test_an_example_is_routed_the_same_whatever_else_is_in_the_batch():
+    network = supernet("aware").eval()
+    x = images(8)
+    together = network(x)
+    assert torch.allclose(together, torch.cat([network(x[i : i + 1]) for i in range(8)]), atol=1e-5)
+    routes = probabilities(network, Examples(x, torch.zeros(8, dtype=torch.int64)))
+    assert [tuple(r.shape) for r in routes] == [(5, 9), (5, 9), (1, 5)]
+    assert all(torch.allclose(r.sum(1), torch.ones(len(r)), atol=1e-5) for r in routes)
+
+
+@pytest.mark.parametrize("context", ["free", "aware"])
+def test_sampled_is_the_mean_of_its_networks(context):
+    network = supernet(context).eval()
+    with local_rng(7):
+        noise = [gumbel(torch.empty(4, s.edges, s.operations)) for _, s in network.cells()]
+    mean = Sampled(network, noise).eval()
+    singles = []
+    for k in range(4):
+        network.noise = [tensor[k] for tensor in noise]
+        singles.append(network(images()).softmax(1))
+    network.noise = None
+    assert torch.allclose(mean(images()).exp(), torch.stack(singles).mean(0), atol=1e-6)
+    assert torch.allclose(mean(images()).exp().sum(1), torch.ones(6), atol=1e-5)
+    assert len({s.argmax(1).sum().item() for s in singles}) >= 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "aware", "sampled"])
+def test_written_and_read_back(kind, tmp_path):
+    network = supernet("aware" if kind == "aware" else "free").eval()
+    module = network if kind == "aware" else most_probable_network(network)
+    if kind == "sampled":
+        module = Sampled(network, [gumbel(torch.empty(2, s.edges, s.operations)) for _, s in network.cells()]).eval()
+    known = probabilities(network, Examples(images(), torch.zeros(6, dtype=torch.int64)))
+    description = describe(module, known)
+    (tmp_path / "a.json").write_text(json.dumps(description))
+    safetensors.torch.save_file({n: t.contiguous() for n, t in module.state_dict().items()}, tmp_path / "a.safetensors")
+    again = load(tmp_path / "a.json")
+    assert type(again) is type(module)
+    assert torch.allclose(again(images()), module(images()), atol=1e-5)  # `probabilities` has changed the memory layout
+    edge = description["cells"][0]["edges"][0]
+    assert edge["candidates"] == list(NAMES)
+    assert len(edge["probabilities"]) == 9
+    assert len(edge["operations"]) == (1 if kind == "plain" else 9)
+
+
+def test_files_that_do_not_fit(tmp_path):
+    with pytest.raises(UserError, match=r"models/ID\.json"):
+        load(tmp_path / "none.json")
+    with pytest.raises(UserError, match="no description"):
+        rebuild({"format": "something"})
+    with pytest.raises(UserError, match="not whole"):
+        rebuild({"format": "polyfed.search 1", "plan": {"channels": 3}})
+    network = most_probable_network(supernet())
+    (tmp_path / "a.json").write_text(json.dumps(describe(network, network.known)))
+    safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="do not belong together"):
+        load(tmp_path / "a.json")
+
+
+def test_errors_of_forms():
+    with pytest.raises(UserError, match="at least 1 base cell"):
+        stacks(base_cells=0)
+    with pytest.raises(UserError, match="has 5 edges, got candidates for 2"):
+        CellPlan(2, 2, (("skip",),) * 2)
+    with pytest.raises(UserError, match="equally many"):
+        Network(Plan(1, 2, 4, (CellPlan(2, 1, (("skip",), ("skip", "sep_conv_3"))),), ()))
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 28])
+def test_small_and_odd_images(size):
+    for context in ("free", "aware"):
+        network = supernet(context).train()
+        for number in (1, 3):
+            assert network(images(number, size=size)).shape == (number, 3)

@@ -1,0 +1,67 @@
+"""Samples follow softmax(logits), and their gradient is that of eq. 2."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+
+from polyfed.search import ContextAware, ContextFree, draw, gumbel, most_probable
+from polyfed.seeds import local_rng
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])
+def test_samples_follow_softmax(temperature):
+    """Chi-square of 100,000 samples per edge, whatever the temperature; at p = 0.001 a wrong distribution is found."""
+    logits = torch.tensor([[0.0, 1.0, -1.0, 0.5], [2.0, 2.0, 0.0, -3.0]])
+    with local_rng(4):
+        index = draw(logits.expand(100_000, 2, 4), temperature).index
+    for edge in range(2):
+        seen = torch.bincount(index[:, edge], minlength=4).numpy()
+        expected = F.softmax(logits[edge].double(), 0).numpy() * 100_000
+        assert stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 1e-3
+        flat = stats.chisquare(seen)  # the same samples are not uniform: the test can fail
+        assert flat.pvalue < 1e-9
+
+
+def test_most_probable_with_noise_is_a_sample():
+    logits = torch.tensor([[0.0, 1.0, -1.0]])
+    with local_rng(2):
+        index = torch.stack([most_probable(logits, gumbel(logits)).index for _ in range(5_000)]).flatten()
+    expected = F.softmax(logits[0].double(), 0).numpy() * 5_000
+    assert stats.chisquare(torch.bincount(index, minlength=3).numpy(), expected).pvalue > 1e-3
+    assert most_probable(logits).index.tolist() == [1]
+
+
+def test_scale_is_one_with_the_gradient_of_the_softmax():
+    """Eq. 2 by hand, from the same noise."""
+    logits = torch.tensor([[0.3, -0.2, 0.1], [1.0, 0.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    with local_rng(3):
+        choice = draw(logits, 0.7)
+    with local_rng(3):
+        perturbed = logits.detach() + gumbel(logits)
+    assert torch.equal(choice.scale, torch.ones(2, dtype=torch.float64))
+    assert torch.equal(choice.index, perturbed.argmax(-1))
+    (found,) = torch.autograd.grad(choice.scale[0] + 3 * choice.scale[1], logits)
+    soft = torch.softmax(perturbed / 0.7, -1)
+    for edge, weight in ((0, 1.0), (1, 3.0)):
+        k = int(choice.index[edge])
+        by_hand = soft[edge, k] * (F.one_hot(torch.tensor(k), 3) - soft[edge]) / 0.7
+        assert torch.allclose(found[edge], weight * by_hand)
+
+
+def test_all_operations_are_equally_probable_at_first():
+    image, previous = torch.randn(5, 3, 9, 9), torch.randn(5, 4, 3, 3)
+    for sampler, shape in ((ContextFree(2, 6), (2, 6)), (ContextAware(2, 6, 3, 4), (5, 2, 6))):
+        assert torch.equal(sampler(image, previous), torch.zeros(shape))
+
+
+def test_context_aware_logits_depend_on_cell_input_and_image():
+    sampler = ContextAware(1, 2, 3, 4)
+    with torch.no_grad():
+        sampler.logits.weight.normal_()
+    image, previous = torch.randn(2, 3, 9, 9), torch.randn(2, 4, 3, 3)
+    base = sampler(image, previous)
+    for other in (sampler(image + 1, previous), sampler(image, previous + 1)):
+        assert not torch.allclose(base, other)
+    alone = sampler(image[:1], previous[:1])
+    assert torch.allclose(alone, base[:1], atol=1e-6)
