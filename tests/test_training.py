@@ -215,3 +215,21 @@ def test_bf16_trains_in_a_process_without_amx():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.05
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_learning_rates_by_parameter(optimizer):
+    """`rate` multiplies the learning rate by name: a parameter of factor 0.5 moves half as far, one of 0 stays."""
+    data = Examples(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [5.0]]))
+    moved = {}
+    for key, rate in {"none": None, "some": {"weight": 0.5, "bias": 0.0}.__getitem__}.items():
+        line = nn.Linear(1, 1)
+        with torch.no_grad():
+            line.weight.fill_(0.0), line.bias.fill_(0.0)
+        options = Local(batch_size=0, optimizer=optimizer)
+        fit(line, data, options, lr=0.1, seed=0, task="regression", rate=rate)
+        moved[key] = (line.weight.item(), line.bias.item())
+    assert moved["some"][0] == pytest.approx(0.5 * moved["none"][0])
+    assert moved["some"][0] != 0.0
+    assert moved["some"][1] == 0.0
+    assert moved["none"][1] != 0.0

@@ -274,6 +274,11 @@ class Algorithm(ABC, Generic[State, Mine]):
         module."""
         return iter(())
 
+    @property
+    def evaluated(self) -> str:
+        """What `personal` gives, in a few words for tables and `manifest.json`, where fields of the method decide."""
+        return ""
+
     def description(self, network: nn.Module, client: Client) -> Mapping[str, Any] | None:
         """What else than its weights is needed to build a network of `personal` again, for JSON, and what people may want to
         know of it; it is written beside the weights. For methods that bring their own networks."""

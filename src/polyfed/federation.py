@@ -89,7 +89,9 @@ def federate(
         # What takes long or may be refused comes before the folder is made, and config.yaml last: a run that is stopped
         # before it can be resumed leaves nothing that would keep it from being started again.
         content = {**plain(config or {}, "config"), **described(federation.algorithm, federation.settings)}
-        known = {**(facts or {}), "seed": federation.settings.seed, "data_fingerprint": _fingerprint(federation)}
+        evaluated = {"evaluated": told} if (told := federation.algorithm.evaluated) else {}
+        drawn_from = {"seed": federation.settings.seed, "data_fingerprint": _fingerprint(federation)}
+        known = {**(facts or {}), **drawn_from, **evaluated}
         directory = RunDirectory.create(out)
         try:
             directory.write_manifest(known)

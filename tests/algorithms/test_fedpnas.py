@@ -266,6 +266,8 @@ def test_exported_with_a_description(name, evaluation, tmp_path):
         assert torch.allclose(read(owner.test.x), mine(owner.test.x), atol=1e-6)
         accuracy = (read(owner.test.x).argmax(1) == owner.test.labels).double().mean()
         assert float(accuracy) == run.history[-1]["clients"][client]["accuracy"]
+        manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+        assert manifest["evaluated"].startswith({"sampled": "the mean of 3", "argmax": "the most probable"}[evaluation])
         edges = [
             e
             for cell in json.loads((tmp_path / "run" / "models" / f"{client}.json").read_text())["cells"]

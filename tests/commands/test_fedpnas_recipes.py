@@ -1,5 +1,5 @@
-"""The recipes of FedPNAS (Hoang and Kingsford): each is a whole configuration, has the paper's numbers, which are written
-here from the paper by hand, and runs at scale `smoke`."""
+"""The recipes of FedPNAS (Hoang and Kingsford): each is a whole configuration, has the paper's numbers, which are
+written here from the paper by hand, and runs at scale `smoke`."""
 
 import functools
 import re
@@ -208,8 +208,8 @@ def test_sizes_of_a_smoke_run(experiment):
 
 
 def check_run(polyfed, name, variant, *words):
-    """Runs a recipe and checks that each of its methods has scored every client, those that adapt also what came from the
-    server, and that the networks which were found are kept."""
+    """Runs a recipe and checks that each of its methods has scored every client, those that adapt also what came from
+    the server, and that the networks which were found are kept."""
     chosen, folder = ((), name) if variant is None else (("--variant", variant), variant)
     out = polyfed("run", name, *chosen, "--scale", "smoke", *words, "--quiet", "--out", folder)
     config = read_config(folder)

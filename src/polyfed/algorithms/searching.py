@@ -141,6 +141,16 @@ class Searching(LocalTraining, Algorithm[State, Mine], ABC):
         """By what factor a parameter's learning rate differs from that of the weights (see `fit`)."""
         return 1.0 if self.sampler_lr is None or ".samplers." not in name else self.sampler_lr / self.lr
 
+    @property
+    def evaluated(self) -> str:
+        """Which architecture is scored, and whether its personal stack has been adapted before."""
+        which = f"the mean of {self.samples} sampled networks"
+        if self.evaluation == "argmax":
+            each = " of each image" if self.context == "aware" else ""
+            which = f"the most probable operations{each}"
+        epochs = f"{self.finetune_epochs} epoch{'s' if self.finetune_epochs > 1 else ''} of"
+        return f"{which}, after {epochs if self.finetune_epochs else 'no'} adaptation of the personal stack"
+
     # -- server ---------------------------------------------------------------------------------------------------
 
     def init(self, server: ServerContext) -> State:

@@ -117,6 +117,8 @@ def show(runs: Mapping[str, Run], found: Participants, out: Path, console: Conso
         down, up = (record[f"bytes_{way}_total"] / 2**20 for way in ("down", "up"))
         told = f"{name}: {down:.1f} MB down, {up:.1f} MB up in {len(run.history)} rounds"
         console.print(f"{told}{_pace(run)}", highlight=False, soft_wrap=True)
+        if evaluated := run.federation.algorithm.evaluated:
+            console.print(f"{name}: scores are of {evaluated}", highlight=False, soft_wrap=True)
     console.print(f"Everything about this run is in {out}", highlight=False, soft_wrap=True)
     if found.newcomers:
         absent = f"{', '.join(c.id for c in found.newcomers)} took no part"
