@@ -182,15 +182,15 @@ def cnn_fedhenn_homo(
 def cnn_fedpnas(
     input_shape: tuple[int, ...], num_classes: int, *, channels: tuple[int, int, int, int] = (8, 32, 128, 768)
 ) -> nn.Sequential:
-    """The fixed network of FedPNAS's FedAvg baseline: four convolutions, 3×3 twice with stride 2, 1×1 and 2×2, one linear
-    layer.
+    """The fixed network of FedPNAS's FedAvg baseline: four convolutions and one linear layer.
 
-    Source: Hoang and Kingsford, appendix C, Fig. 4; kernels, strides and norms from the authors' code: the first two
-    convolutions follow each other without an activation, then come ReLU and 5×5 average pooling with stride 3, and each of
-    the other two, which have no bias, is followed by BatchNorm and ReLU. 409,354 parameters on 3×32×32 with 10 classes.
+    Source: Hoang and Kingsford, appendix C, Fig. 4; kernels, strides and norms from the authors' code. Two 3×3
+    convolutions with stride 2 follow each other without an activation, then come ReLU and 5×5 average pooling with
+    stride 3, then 1×1 and 2×2 convolutions without bias, each followed by BatchNorm and ReLU. 409,354 parameters on
+    3×32×32 with 10 classes.
 
-    It is made for 32×32 pixels. Smaller images are padded with zeros on all sides, as the authors pad MNIST; what the last
-    convolution leaves of larger ones is averaged (ours).
+    It is made for 32×32 pixels. Smaller images are padded with zeros on all sides, as the authors pad MNIST; what the
+    last convolution leaves of larger ones is averaged (ours).
 
     Args:
         input_shape: (channels, height, width), of any size.
@@ -209,8 +209,8 @@ def cnn_fedpnas(
     widths = check_sizes("cnn_fedpnas", "channels", channels)
     if len(widths) != 4:
         raise UserError(f"cnn_fedpnas: channels must be four numbers, one for each convolution, got {widths}")
-    # Zeros around the image are padding of the first convolution. Where their number is odd, the one left out is the last
-    # row or column, which a stride of 2 never reaches.
+    # Zeros around the image are padding of the first convolution. Where their number is odd, the one left out is the
+    # last row or column, which a stride of 2 never reaches.
     top, left = (1 + max(0, 32 - side) // 2 for side in (height, width))
     first, second, third, fourth = widths
     layers: OrderedDict[str, nn.Module] = OrderedDict()

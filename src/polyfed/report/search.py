@@ -1,0 +1,382 @@
+"""What a run of FedPNAS or one of its relatives has found: how probable each operation is at each edge of each client's
+cells, read from a run and drawn. The pictures are ours.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyfed.data.plot import picture_path, save_figure
+from polyfed.errors import UserError, nearest
+from polyfed.runs.checkpoint import file_name
+from polyfed.runs.directory import read_config, read_metrics
+from polyfed.runs.results import Run, one_thread
+from polyfed.search.found import FORMAT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_METHODS = "fedpnas, ca_fedpnas, feddsnas or ca_feddsnas"
+_TICKS = 60  # rows of a heat map with a label of their own, at most
+_WRITTEN = 40  # rows up to which each cell of a heat map still holds its number
+_ACROSS = 4  # heat maps side by side
+_STEP = 2.6  # from one node of a graph to the next; a node has radius `_RADIUS`, and two labels are `_LANE` apart
+_LANE = 0.5
+_RADIUS = 0.32
+_INCH = 0.62  # of a unit of a graph
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FoundCell:
+    """One cell of one client: E edges, K operations.
+
+    Attributes:
+        stack: "base" or "personal".
+        inputs: 1 or 2.
+        edges: (from, to), E of them; the inputs are 0 (the last cell's output) and 1 (the one before), then come the
+            nodes.
+        candidates: names of the operations, K of them.
+        probabilities: float64, (E, K), each row's sum 1; 0 where an operation is no candidate of the edge. Those of
+            context-aware samplers are means over the client's training examples.
+        chosen: the most probable operation of each edge.
+
+    >>> cell = FoundCell("base", 2, ((0, 2), (1, 2)), ("skip", "max_pool_3"), np.eye(2), ("skip", "max_pool_3"))
+    >>> [cell.label(edge) for edge in cell.edges]
+    ['c(k-1) → 0', 'c(k-2) → 0']
+    """
+
+    stack: str
+    inputs: int
+    edges: tuple[tuple[int, int], ...]
+    candidates: tuple[str, ...]
+    probabilities: NDArray[np.float64]
+    chosen: tuple[str, ...]
+
+    def node(self, index: int) -> str:
+        """The name of a node: c(k-1) and c(k-2) of the inputs, then 0, 1 and so on."""
+        return f"c(k-{index + 1})" if index < self.inputs else str(index - self.inputs)
+
+    def label(self, edge: tuple[int, int]) -> str:
+        """The names of both ends of an edge."""
+        return f"{self.node(edge[0])} → {self.node(edge[1])}"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The cells of all clients.
+
+    Attributes:
+        clients: ids, ascending.
+        cells: of each of these clients, base first; all clients have the same edges and candidates.
+    """
+
+    clients: tuple[str, ...]
+    cells: tuple[tuple[FoundCell, ...], ...]
+
+    def of(self, client: str) -> tuple[FoundCell, ...]:
+        """The cells of a client.
+
+        Raises:
+            UserError: there is none of this id.
+        """
+        if client not in self.clients:
+            raise UserError(f"the run has no client {client!r}; {nearest(client, self.clients)}")
+        return self.cells[self.clients.index(client)]
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """The name of each cell: base cell 1, base cell 2, ..., personal cell 1, ..."""
+        stacks = [cell.stack for cell in self.cells[0]]
+        return tuple(f"{stack} cell {stacks[: k + 1].count(stack)}" for k, stack in enumerate(stacks))
+
+
+def read_search(run: Run | str | Path) -> Found:
+    """The cells of a finished run of fedpnas, ca_fedpnas, feddsnas or ca_feddsnas.
+
+    Args:
+        run: a run, or its directory, of which models/ID.json are read and nothing is written.
+
+    Raises:
+        UserError: no run, one of another method, or a file that is missing, damaged or of another run.
+
+    >>> import torch
+    >>> from polyfed import Client, federate
+    >>> from polyfed.algorithms import FedPNAS
+    >>> data = torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 0, 1])
+    >>> method = FedPNAS(channels=4, base_cells=1, base_nodes=1, personal_nodes=1, operations=("skip", "avg_pool_3"))
+    >>> found = read_search(federate([Client("north", None, data, data)], method, rounds=1, workers=0))
+    >>> found.titles, found.of("north")[0].candidates, found.of("north")[0].probabilities.shape
+    (('base cell 1', 'personal cell 1'), ('skip', 'avg_pool_3'), (2, 2))
+    """
+    if isinstance(run, Run):
+        with one_thread():
+            told = {i: _described(run, i) for i in sorted(run.federation.clients)}
+        places = {i: f"client {i!r}" for i in told}
+    else:
+        told, places = _of_directory(Path(run))
+    cells = {client: _cells(told[client], places[client]) for client in sorted(told)}
+    first = min(cells)
+    for client, own in cells.items():
+        if [_form(cell) for cell in own] != [_form(cell) for cell in cells[first]]:
+            raise UserError(f"{places[client]} has other cells than {places[first]}: the files are of different runs")
+    return Found(tuple(cells), tuple(cells.values()))
+
+
+def draw_probabilities(found: Found, path: str | Path) -> "Figure":
+    """A heat map per cell: operations along x, below one another the clients' rows of each edge; one scale of colours.
+
+    Args:
+        found: the cells.
+        path: the picture to write; its ending, .png or .svg, is the format.
+
+    Returns:
+        The figure that was written.
+
+    Raises:
+        UserError: another ending, or a place that cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    path = picture_path(path)
+    across = min(len(found.titles), _ACROSS)
+    down = -(-len(found.titles) // across)
+    rows = len(found.clients) * max(len(cell.edges) for cell in found.cells[0])
+    columns = max(len(cell.candidates) for cell in found.cells[0])
+    size = (across * (1.9 + 0.28 * columns) + 1, down * (1.5 + 0.17 * min(rows, _TICKS)))
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    largest = max(float(cell.probabilities.max()) for cells in found.cells for cell in cells)
+    panels = list(figure.subplots(down, across, squeeze=False).flat)
+    for spare in panels[len(found.titles) :]:
+        spare.remove()
+    panels = panels[: len(found.titles)]
+    for k, (axes, title) in enumerate(zip(panels, found.titles, strict=True)):
+        picture = _heat_map(axes, [cells[k] for cells in found.cells], found.clients, largest)
+        axes.set_title(title, fontsize=10)
+    figure.colorbar(picture, ax=panels, label="probability", fraction=0.03, pad=0.01)
+    save_figure(figure, path)
+    return figure
+
+
+def draw_cell(found: Found, client: str, path: str | Path) -> "Figure":
+    """Each cell of a client as a graph from left to right: its nodes, and on each edge the most probable operation and
+    its probability.
+
+    Args:
+        found: the cells.
+        client: id.
+        path: the picture to write; its ending, .png or .svg, is the format.
+
+    Returns:
+        The figure that was written.
+
+    Raises:
+        UserError: no client of this id, another ending, or a place that cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    path = picture_path(path)
+    cells = found.of(client)
+    lanes = [_lanes(cell) for cell in cells]
+    spans = [_span(cell, own) for cell, own in zip(cells, lanes, strict=True)]
+    heights = [top - bottom for bottom, top in spans]
+    width = 2 * _RADIUS + 0.4 + _STEP * max(_nodes(cell) for cell in cells)
+    size = (max(_INCH * width + 0.3, 3.6), sum(_INCH * height + 0.35 for height in heights) + 0.4)
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(cells), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axes, cell, title, own, span in zip(panels, cells, found.titles, lanes, spans, strict=True):
+        axes.set(xlim=(-_RADIUS - 0.2, width - _RADIUS - 0.2), ylim=span, aspect="equal")
+        axes.set_axis_off()
+        axes.set_title(title, fontsize=9)
+        _graph(axes, cell, own)
+    figure.suptitle(f"{_short(client)}: most probable operations", fontsize=10, parse_math=False)
+    save_figure(figure, path)
+    return figure
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _described(run: Run, client: str) -> Any:
+    algorithm = run.federation.algorithm
+    description = algorithm.description(run.model(client), run.federation.clients[client])
+    if description is None:
+        raise UserError(f"{type(algorithm).__name__} searches for no architecture; give a run of {_METHODS}")
+    return description
+
+
+def _of_directory(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """By client, what its models/ID.json holds, and where that is."""
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder} is not a run directory: it has no config.yaml")
+    config = read_config(folder)
+    there = {file for file in (folder / "models").glob("*") if not file.name.startswith(".partial-")}
+    if not any(file.suffix == ".json" for file in there):
+        method = config.get("algorithm")
+        name = method.get("name") if isinstance(method, Mapping) else method
+        raise UserError(
+            f"{folder} has no descriptions of networks that were found (models/*.json); its method is {name!r}. Give a "
+            f"finished run of {_METHODS}"
+        )
+    # Names of files do not always tell ids; the metrics do.
+    records = read_metrics(folder / "metrics.jsonl")
+    ids = {file_name(client): client for record in records for client in record.get("clients", {})}
+    names = {file.stem for file in there if file.suffix in (".json", ".safetensors")}
+    if config.get("on_error") != "skip":  # with "skip" a client whose model cannot be made has no files
+        names |= set(ids)
+    told, places = {}, {}
+    for name in sorted(names):
+        file = folder / "models" / f"{name}.json"
+        client = ids.get(name, name)
+        try:
+            told[client], places[client] = json.loads(file.read_text(encoding="utf-8")), str(file)
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{folder} has no models/{file.name}, the cells of client {client!r}; restore it, or run again"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} is damaged ({error}); restore it, or run again") from error
+    return told, places
+
+
+def _cells(description: Any, place: str) -> tuple[FoundCell, ...]:
+    if not isinstance(description, Mapping) or description.get("format") != FORMAT:
+        found = description.get("format") if isinstance(description, Mapping) else type(description).__name__
+        raise UserError(f"{place} has the format {found!r}, expected {FORMAT!r}; give a run of {_METHODS}")
+    try:
+        cells = tuple(_cell(cell) for cell in description["cells"])
+        if not cells:
+            raise ValueError("no cells")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{place} does not describe cells ({type(error).__name__}: {error}); restore it, or run again"
+        ) from error
+    return cells
+
+
+def _cell(content: Mapping[str, Any]) -> FoundCell:
+    inputs, edges = int(content["inputs"]), tuple((int(e["from"]), int(e["to"])) for e in content["edges"])
+    if inputs not in (1, 2) or not edges or any(not 0 <= i < j or j < inputs for i, j in edges):
+        raise ValueError(f"a cell of {inputs} inputs with the edges {edges}")
+    rows = [_shares(edge) for edge in content["edges"]]
+    candidates = tuple(dict.fromkeys(name for row in rows for name in row))
+    table = np.array([[row.get(name, 0.0) for name in candidates] for row in rows])
+    chosen = []
+    for edge, row in zip(content["edges"], rows, strict=True):
+        operations = edge["operations"]  # one, where the network was fixed: of equally probable ones that which it has
+        chosen.append(operations[0] if len(operations) == 1 else max(row, key=row.__getitem__))
+    if missing := sorted(set(chosen) - set(candidates)):
+        raise ValueError(f"the operation {missing[0]!r} is none of the candidates {candidates}")
+    return FoundCell(str(content["stack"]), inputs, edges, candidates, table, tuple(chosen))
+
+
+def _shares(edge: Mapping[str, Any]) -> dict[str, float]:
+    """Probabilities by name; where there was nothing to choose, the file has none."""
+    names = [str(name) for name in edge.get("candidates", edge["operations"])]
+    shares = [float(share) for share in edge.get("probabilities", [1.0])]
+    if len(names) != len(shares) or len(set(names)) < len(names):
+        raise ValueError(f"{len(shares)} probabilities of the operations {names}")
+    if not all(0 <= share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-3:
+        raise ValueError(f"probabilities {shares}, whose sum is not 1")
+    return dict(zip(names, shares, strict=True))
+
+
+def _form(cell: FoundCell) -> tuple[object, ...]:
+    return cell.stack, cell.inputs, cell.edges, cell.candidates
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def _heat_map(axes: "Axes", cells: Sequence[FoundCell], clients: Sequence[str], largest: float) -> Any:
+    """One cell of all clients; rows of the same edge are neighbours, so that clients can be compared."""
+    one = cells[0]
+    table = np.stack([cell.probabilities for cell in cells], axis=1).reshape(-1, len(one.candidates))
+    labels = [f"{_short(client)}  {one.label(edge)}" for edge in one.edges for client in clients]
+    picture = axes.imshow(table, vmin=0, vmax=largest, cmap="viridis", interpolation="nearest", aspect="auto")
+    axes.set_xticks(range(len(one.candidates)), one.candidates, fontsize=7, rotation=90)
+    positions = range(0, len(labels), -(-len(labels) // _TICKS))
+    axes.set_yticks(positions, [labels[i] for i in positions], fontsize=7, parse_math=False)
+    for k in range(1, len(one.edges)):
+        axes.axhline(k * len(clients) - 0.5, color="white", linewidth=2)
+    if len(table) <= _WRITTEN:
+        for (row, column), value in np.ndenumerate(table):
+            colour = "black" if value > 0.6 * largest else "white"
+            text = f"{value:.2f}".removeprefix("0")
+            axes.text(column, row, text, ha="center", va="center", fontsize=6, color=colour)
+    return picture
+
+
+def _graph(axes: "Axes", cell: FoundCell, lanes: Sequence[float]) -> None:
+    """Nodes from left to right; each edge is an arc whose middle, where its label is, has the height of its lane."""
+    from matplotlib.patches import Circle, FancyArrowPatch
+
+    nodes = []
+    for index in range(cell.inputs + _nodes(cell)):
+        colour = "#cfe3f3" if index < cell.inputs else "#f6dfb8"
+        nodes.append(
+            axes.add_patch(Circle(_place(cell, index), _RADIUS, facecolor=colour, edgecolor="black", zorder=3))
+        )
+        axes.text(*_place(cell, index), cell.node(index), ha="center", va="center", fontsize=7, zorder=4)
+    for (i, j), name, row, lane in zip(cell.edges, cell.chosen, cell.probabilities, lanes, strict=True):
+        (x1, y1), (x2, y2) = _place(cell, i), _place(cell, j)
+        bend = (y1 + y2 - 2 * lane) / (x2 - x1)  # the middle of `arc3` is (bend / 2)·(y2 − y1, x1 − x2) off the line's
+        axes.add_patch(
+            FancyArrowPatch(
+                (x1, y1), (x2, y2), connectionstyle=f"arc3,rad={bend}", patchA=nodes[i], patchB=nodes[j], shrinkA=0,
+                shrinkB=0, arrowstyle="-|>", mutation_scale=9, color="#444444", zorder=1,
+            )
+        )  # fmt: skip
+        probability = row[cell.candidates.index(name)]
+        axes.text(
+            (x1 + x2 + bend * (y2 - y1)) / 2, lane, f"{name} {probability:.2f}", ha="center", va="center", fontsize=7,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8}, zorder=2,
+        )  # fmt: skip
+
+
+def _lanes(cell: FoundCell) -> list[float]:
+    """Of each edge the height of its label. Neighbours in the row of nodes are joined by straight lines at 0; others
+    pass above or below, by turns of where they start, and the longer the farther out. No two labels meet."""
+    heights = [0.0] * len(cell.edges)
+    for side, sign in ((0, 1), (1, -1)):
+        passing = [
+            (_place(cell, j)[0] - _place(cell, i)[0], k)
+            for k, (i, j) in enumerate(cell.edges)
+            if i % 2 == side and (j - i > 1 or i < cell.inputs == 2)
+        ]
+        for rank, (_, k) in enumerate(sorted(passing), start=1):
+            heights[k] = sign * rank * _LANE
+    return heights
+
+
+def _place(cell: FoundCell, index: int) -> tuple[float, float]:
+    """The centre of a node; two inputs stand one above the other."""
+    if index < cell.inputs:
+        return 0.0, (0.0 if cell.inputs == 1 else 2 * _LANE * (1 - 2 * index))
+    return _STEP * (index - cell.inputs + 1), 0.0
+
+
+def _nodes(cell: FoundCell) -> int:
+    """The number of nodes that are computed."""
+    return max(j for _, j in cell.edges) + 1 - cell.inputs
+
+
+def _span(cell: FoundCell, lanes: Sequence[float]) -> tuple[float, float]:
+    """The lowest and the highest point of a graph."""
+    heights = [*lanes, *(_place(cell, index)[1] for index in range(cell.inputs))]
+    return min(heights) - _LANE, max(heights) + _LANE
+
+
+def _short(name: str, most: int = 16) -> str:
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[-most // 2 + 1 :]}"
