@@ -6,9 +6,11 @@
     python benchmarks/search.py table1 --variant high --path $C --out $R/search_high.json
     python benchmarks/search.py step --out $R/search_step.json
 
-The first three run the recipes `fedpnas_fig3` and `fedpnas_table1` at scale `cpu`, with `--rounds` and `--seeds`; further
-options are those of `polyfed run`. An `--out` that is there keeps what it has: only seeds and methods that are missing run.
-`--transfer` retrains the clients' networks of FedDSNAS and CA-FedPNAS on images rotated by -90 and 90 degrees (Table 2).
+The first three run the recipes `fedpnas_fig3` and `fedpnas_table1` at scale `cpu`, with `--rounds` and `--seeds`;
+further options are those of `polyfed run`. An `--out` that is there keeps what it has: only seeds and methods that are
+missing run. `--per-example` runs the context-aware methods, of which that scale draws one architecture for a minibatch,
+with one for each image. `--transfer` retrains the clients' networks of FedDSNAS and CA-FedPNAS on images rotated by -90
+and 90 degrees (Table 2).
 
 `step` times one training step of each method (16 channels, 48 images of 28×28, the paper's search space) in one process
 with one thread, and counts which operations are computed.
@@ -25,7 +27,7 @@ from pathlib import Path
 import torch
 
 import polyfed as pf
-from polyfed.algorithms import CAFedPNAS, FedPNAS, name_of
+from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedPNAS, name_of
 from polyfed.algorithms.searching import Searching
 from polyfed.commands import experiment as experiments
 from polyfed.commands import options, recipes
@@ -102,14 +104,17 @@ def federations(arguments, rest):
     out = Path(arguments.out)
     results = json.loads(out.read_text()) if out.exists() else {"runs": {}}
     words = ["--data.path", arguments.path, "--rounds", str(arguments.rounds), "--evaluate_every", "5", *rest]
+    label = ", per example" if arguments.per_example else ""
     for seed in map(int, arguments.seeds.split(",")):
         config = recipes.read(recipe).configuration("cpu", arguments.variant)
         experiment = experiments.from_config(options.parse([*words, "--seed", str(seed)], config, "benchmark"))
         participants = None
         methods = [*experiment.baselines.values(), experiment.algorithm]
+        if arguments.per_example:
+            methods = [replace(m, per="example") for m in methods if isinstance(m, CAFedPNAS | CAFedDSNAS)]
         results |= {"recipe": recipe, "variant": arguments.variant, "rounds": arguments.rounds, "options": rest}
         for method in sorted(methods, key=lambda m: list(pf.algorithms.REGISTRY).index(name_of(m))):
-            name = name_of(method)
+            name = name_of(method) + label
             if str(seed) in results["runs"].get(name, {}):
                 continue
             participants = participants or experiments.participants(experiment)
@@ -222,6 +227,7 @@ if __name__ == "__main__":
     parser.add_argument("--path")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--per-example", action="store_true", help="the context-aware methods with per=example")
     parser.add_argument("--transfer", action="store_true", help="Table 2 too")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", default=None)
