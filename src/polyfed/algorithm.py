@@ -279,10 +279,19 @@ class Algorithm(ABC, Generic[State, Mine]):
         """What `personal` gives, in a few words for tables and `manifest.json`, where fields of the method decide."""
         return ""
 
+    def brings(self, form: Form) -> Architecture | None:
+        """The network that a method without networks of the clients' own trains for this form of data: it is tried on
+        everyone's examples before the first round."""
+        return None
+
     def description(self, network: nn.Module, client: Client) -> Mapping[str, Any] | None:
         """What else than its weights is needed to build a network of `personal` again, for JSON, and what people may want to
         know of it; it is written beside the weights. For methods that bring their own networks."""
         return None
+
+    def build(self, description: Mapping[str, Any]) -> nn.Module:
+        """The network of such a description, to be filled with its weights."""
+        raise NotImplementedError(f"{type(self).__name__} gives descriptions of networks, but does not build from them")
 
     def analysis(self, state: State, who: Sequence[str]) -> Mapping[str, Tensor | Sequence[str] | float]:
         """What of the server's state after a round is worth keeping for plots, `who` being the clients of the round:

@@ -104,8 +104,13 @@ class _Moments:
             self.squares = self.squares + x.square().sum(1)
 
     def write(self, norm: _NormBase) -> None:
-        """Puts mean and unbiased variance into the layer; one that was never reached keeps what it has."""
-        if self.number == 0 or norm.running_mean is None or norm.running_var is None:
+        """Puts mean and unbiased variance into the layer; one that was never reached, or by a single value a channel, which
+        has no variance, keeps what it has."""
+        if (
+            self.number < (1 if isinstance(norm, _InstanceNorm) else 2)
+            or norm.running_mean is None
+            or norm.running_var is None
+        ):
             return
         mean = self.total / self.number
         variance = self.squares / self.number

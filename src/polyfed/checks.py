@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithm import MODEL_WORDS, Algorithm, Client, Form
+from polyfed.algorithm import MODEL_WORDS, Algorithm, Architecture, Client, Form
 from polyfed.algorithms import REGISTRY, name_of
 from polyfed.data.examples import Examples
 from polyfed.errors import UserError
@@ -151,12 +151,15 @@ def _scratch(client: Client) -> Scratch:
         ) from error
 
 
-def check_models(clients: Sequence[Client], num_outputs: int | None = None) -> None:
+def check_models(
+    clients: Sequence[Client], num_outputs: int | None = None, factory: Architecture | None = None
+) -> None:
     """Runs two examples through a copy of the network, for each distinct pair of network and input form.
 
     Args:
         clients: whose networks are tried.
         num_outputs: the outputs that each network must have, where the data say how many classes there are.
+        factory: the network that the method brings, which is tried in place of the clients' own.
 
     Raises:
         UserError: a network has nothing to train, or fails on its data, or its output does not suit the labels; or a
@@ -165,9 +168,9 @@ def check_models(clients: Sequence[Client], num_outputs: int | None = None) -> N
     outputs: dict[Any, tuple[int, ...]] = {}
     single: set[Any] = set()
     for client in clients:
-        if client.model is None:
+        if client.model is None and factory is None:
             continue
-        own = _scratch(client)
+        own = _scratch(client) if factory is None else scratch(factory)
         if not any(parameter.requires_grad for parameter in own.module.parameters()):
             raise UserError(f"client {client.id!r}: its network has no parameters that can be trained "
                             "(requires_grad); there is nothing to federate")  # fmt: skip

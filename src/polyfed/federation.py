@@ -172,7 +172,8 @@ def _checked(clients: Sequence[Client], algorithm: Algorithm[Any, Any], settings
     pool = None if public is None else as_examples(public, "public", labelled=False)
     checks.check_clients(clients)
     checks.check_requirements(clients, algorithm, pool)
-    checks.check_models(clients)
+    brought = algorithm.brings(checks.common_form(clients)) if "one_form" in algorithm.requires else None
+    checks.check_models(clients, factory=brought)
     settings.cohort_size(len(clients))
     device = engines.choose_device(settings.device)
     if isinstance(algorithm, LocalTraining):

@@ -85,7 +85,7 @@ def transfer(
         adapt(supernet, client, tuning, lr=order.down.scalars["lr"], seed=order.seed)
     few = replace(method, local_steps=steps)
     adapt(supernet, task, few, lr=lr, seed=derive(seed, "transfer"), samplers=False, base=parts == "all")
-    adapted = method.taken(own, {}, task, order.seed, tuned=True)
+    adapted = method.taken(own, {}, task, order.seed)
     return Transfer(scored, client_metrics(adapted, task), copy.deepcopy(adapted).to("cpu").eval())
 
 

@@ -381,6 +381,7 @@ def test_a_run_is_described_by_its_file(tmp_path, monkeypatch, capsys):
 # -- real digits --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_learns_what_no_client_can_alone():
     pool, networks = SOURCES["digits"]().load(), [("mlp", (32,)), ("mlp", (24, 24)), ("cnn_small", (8, 16))]
     data, _ = make_clients(pool, Split(clients=9, examples_per_client=20, test_fraction=0.6), IID(), seed=0)

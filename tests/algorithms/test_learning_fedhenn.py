@@ -1,5 +1,7 @@
 """On real digits FedHeNN makes representations alike, and networks that have not learned enough better than alone."""
 
+import pytest
+
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo, Local
 from polyfed.alignment import representations
@@ -45,6 +47,7 @@ def test_aligned_networks_learn_more_than_alone():
     assert alike > unlike + 0.2
 
 
+@pytest.mark.slow
 def test_batch_norm_does_not_undo_the_alignment():
     """With running statistics in the term, networks with BatchNorm fell from 0.8 to 0.4 (quickstart)."""
     networks = [("flha_small", {"width": 8})]
@@ -58,6 +61,7 @@ def test_batch_norm_does_not_undo_the_alignment():
     assert learned(FedHeNN(**both, eta0=1.0, rad_size=128, rad_batch=32)) > learned(Local(**both)) - 0.02
 
 
+@pytest.mark.slow
 def test_the_global_model_drifts_less_than_fedavgs():
     """Three classes a client, ten epochs a round. Margin: 5 points (measured: 15); with eta0 = 0 it is FedAvg's."""
     clients, public = digits(PARTITIONS["classes_per_client"](k=3, equal=False), 6, 80, [("cnn_small", {})])

@@ -49,6 +49,7 @@ def test_learns_what_no_client_can_alone(method, margin):
     assert row(method, IID(), 20)["accuracy"] > row(Local(**OPTIONS), IID(), 20)["accuracy"] + margin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [PerFedAvg(alpha=0.1, adapt_steps=3, **OPTIONS), PFedMe(**MOREAU)])
 def test_the_personal_network_beats_the_global_one_under_skew(method):
     """Three classes a client."""
@@ -56,12 +57,14 @@ def test_the_personal_network_beats_the_global_one_under_skew(method):
     assert found["accuracy"] > found["global_accuracy"] + 0.025
 
 
+@pytest.mark.slow
 def test_fedreps_own_heads_beat_one_model_for_all_under_skew():
     """Two classes a client: FedAvg 0.92, FedRep 0.97."""
     fedrep, fedavg = (row(method(**OPTIONS), ClassesPerClient(2), 30)["accuracy"] for method in (FedRep, FedAvg))
     assert fedrep > fedavg + 0.025
 
 
+@pytest.mark.slow
 def test_fedbn_learns_what_no_client_can_alone():
     fedbn, local = (row(method(**OPTIONS), IID(), 20, "cnn_small")["accuracy"] for method in (FedBN, Local))
     assert fedbn > local + 0.1

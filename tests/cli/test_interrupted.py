@@ -55,7 +55,7 @@ def test_ctrl_c_saves_the_run_and_says_how_to_go_on(tmp_path, whole):
     out = tmp_path / "run"
     process = start(out)
     for line in process.stderr:
-        if "round 3/8" in line:
+        if "round 1/8" in line:  # early: on a busy machine this process reads late
             break
     process.send_signal(signal.SIGINT)
     rest = process.communicate()[1]

@@ -203,6 +203,7 @@ def test_heat_maps(folder, tmp_path, ending):
     assert (tmp_path / f"one.{ending}").read_bytes() == (tmp_path / f"two.{ending}").read_bytes()
 
 
+@pytest.mark.slow
 def test_heat_maps_of_many_clients_and_cells(tmp_path):
     told = description()
     told["cells"] = told["cells"][:1] * 4 + told["cells"][1:]

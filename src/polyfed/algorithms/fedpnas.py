@@ -1,17 +1,15 @@
 """FedPNAS and CA-FedPNAS: personalised neural architecture search (Hoang and Kingsford, section 3.2, algorithm 1)."""
 
 from abc import ABC
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyfed.algorithm import Client, Message
-from polyfed.algorithms.searching import Mine, Searching, network
+from polyfed.algorithms.searching import Mine, Searching, network, statistics_kept
 from polyfed.search.network import Context, Per
 from polyfed.training import fit
 
@@ -54,7 +52,7 @@ class Anticipating(Searching, ABC):
 
         def direction(loss_of: Callable[[int], Tensor]) -> Tensor:
             theta = [p.detach().clone() for p in personal]
-            with _statistics_kept(supernet):
+            with statistics_kept(supernet):  # a step counts as one
                 loss_of(0)  # line 10: L and ∇L at (θ_b, θ_p)
             g = [p.grad for p in personal]
             with torch.no_grad():
@@ -80,20 +78,6 @@ class Anticipating(Searching, ABC):
             if slope is not None:
                 ahead = torch.zeros_like(slope) if parameter.grad is None else parameter.grad
                 parameter.grad = ahead - self.eta * alpha * slope
-
-
-@contextmanager
-def _statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Inside the block BatchNorm goes by its batch, as in training, but does not count it: θ before the inner step is passed
-    through, and a step counts as one."""
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    for norm in norms:
-        norm.track_running_stats = False
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.track_running_stats = True
 
 
 @final

@@ -6,19 +6,21 @@ Kingsford, "Personalized Neural Architecture Search for Federated Learning").
 import math
 from abc import ABC
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.algorithm import Algorithm, Architecture, Client, ClientInfo, Form, Message, ServerContext
 from polyfed.buffers import Policy, filled, give_back, recompute, travelling
 from polyfed.scratch import Scratch, initial_state, scratch
 from polyfed.search.cells import Join
-from polyfed.search.found import describe, most_probable_network, probabilities
+from polyfed.search.found import describe, most_probable_network, probabilities, rebuild
 from polyfed.search.network import Context, Network, Per, Plan, Sampled, stacks
-from polyfed.search.operations import NAMES, SMALL
+from polyfed.search.operations import NAMES, SMALL, check_names
 from polyfed.search.sampling import gumbel
 from polyfed.seeds import derive, local_rng
 from polyfed.training import LocalTraining, Optimizer, fit
@@ -98,16 +100,19 @@ class Searching(LocalTraining, Algorithm[State, Mine], ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in ("operations", "personal_operations"):  # a list in a configuration; a plan must be hashable
-            object.__setattr__(self, field, tuple(getattr(self, field)))
+            names = getattr(self, field)
+            self._require(isinstance(names, list | tuple), field, "a list of names of operations")
+            check_names(names)
+            object.__setattr__(self, field, tuple(names))
         self._require(self.channels >= 1, "channels", "at least 1")
         self._require(self.stem_stride in (1, 2), "stem_stride", "1 or 2")
         self._require(0 < self.temperature < math.inf, "temperature", "positive")
         self._require(0 < self.temperature_end < math.inf, "temperature_end", "positive")
         self._require(self.finetune_epochs >= 0, "finetune_epochs", "at least 0")
-        self._require(self.finetune_lr is None or self.finetune_lr > 0, "finetune_lr", "positive, or none")
+        self._require(self.finetune_lr is None or 0 < self.finetune_lr < math.inf, "finetune_lr", "positive, or none")
         self._require(self.samples >= 1, "samples", "at least 1")
-        self._require(self.sampler_lr is None or self.sampler_lr > 0, "sampler_lr", "positive, or none")
-        scratch(self.plan(1, 1))  # channels, sizes and names of operations
+        self._require(self.sampler_lr is None or 0 < self.sampler_lr < math.inf, "sampler_lr", "positive, or none")
+        self.plan(1, 1)  # sizes
 
     def plan(self, in_channels: int, outputs: int) -> Plan:
         """The supernet's form for images of so many channels and so many logits."""
@@ -175,6 +180,10 @@ class Searching(LocalTraining, Algorithm[State, Mine], ABC):
         """A reply holds both stacks in the form in which they went down."""
         return {group: spec(down.arrays[group]) for group in GROUPS}
 
+    def reply_flaw(self, state: State, reply: Message) -> str | None:
+        """A mean by examples needs their number."""
+        return "num_examples is missing" if self.weighted and "num_examples" not in reply.scalars else None
+
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> Mine:
@@ -203,29 +212,39 @@ class Searching(LocalTraining, Algorithm[State, Mine], ABC):
             tuning = replace(self, local_epochs=self.finetune_epochs, local_steps=None)
             lr = down.scalars["lr"] if self.finetune_lr is None else self.finetune_lr
             adapt(network(own), client, tuning, lr=lr, seed=seed)
-        return self.taken(own, mine, client, seed, tuned=self.finetune_epochs > 0)
+        return self.taken(own, mine, client, seed)
 
     def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
         """What came down, not adapted."""
         if self.finetune_epochs:
-            yield "global", self.taken(self.receive(down, mine, client), mine, client, seed, tuned=False)
+            yield "global", self.taken(self.receive(down, mine, client), mine, client, seed)
 
-    def taken(self, own: Scratch, mine: Mine, client: Client, seed: int, *, tuned: bool) -> nn.Module:
-        """The network that a client takes from its supernet; BatchNorm's statistics are of its training data, as the policy
-        for buffers asks. `tuned` tells that the supernet has been trained on them."""
+    def taken(self, own: Scratch, mine: Mine, client: Client, seed: int) -> nn.Module:
+        """The network that a client takes from its supernet. BatchNorm's statistics are of its training data, unless the policy
+        for buffers has others for it."""
         supernet = network(own).eval()
         taken: nn.Module = supernet
         if self.evaluation == "sampled":
             with local_rng(derive(seed, "sampled networks")):
-                samplers = [sampler for _, sampler in supernet.cells() if sampler is not None]
-                noise = [gumbel(torch.empty(self.samples, s.edges, s.operations)) for s in samplers]
+                noise = {
+                    k: gumbel(torch.empty(self.samples, sampler.edges, sampler.operations))
+                    for k, (_, sampler) in enumerate(supernet.cells())
+                    if sampler is not None
+                }
             taken = Sampled(supernet, noise, client.task == "classification").to(client.train.x.device)
         elif self.context == "free":
             taken = most_probable_network(supernet)
-        never = self.buffers == "local" and not mine.get("buffers") and not tuned
-        if self.buffers == "recompute" or never:
+        if self.buffers == "recompute" or (self.buffers == "local" and not mine.get("buffers")):
             recompute(taken, client.train)
         return taken.eval()
+
+    def brings(self, form: Form) -> Architecture:
+        """The supernet."""
+        return self.plan(form.inputs[0], form.outputs)
+
+    def build(self, description: Mapping[str, Any]) -> nn.Module:
+        """The network of a description, its weights not yet those that were found."""
+        return rebuild(description)
 
     def description(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
         """The form of the network, its cells, and with what probability each operation was to be chosen."""
@@ -242,6 +261,19 @@ def network(own: Scratch) -> Network:
 
 def _groups(tree: Tree) -> State:
     return {group: {n: t for n, t in tree.items() if n.startswith(f"{group}.")} for group in GROUPS}
+
+
+@contextmanager
+def statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Inside the block BatchNorm goes by its batch, as in training, but does not count it."""
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
 
 
 def adapt(
@@ -273,7 +305,8 @@ def adapt(
     for parameter in kept:
         parameter.requires_grad_(False)
     try:
-        fit(network, client.train, options, lr=lr, seed=seed, task=client.task, rate=options.rate)
+        with nullcontext() if base else statistics_kept(network.base):
+            fit(network, client.train, options, lr=lr, seed=seed, task=client.task, rate=options.rate)
     finally:
         for parameter, wanted in zip(kept, before, strict=True):
             parameter.requires_grad_(wanted)

@@ -112,6 +112,8 @@ class Run:
             factory = clients[client].model
             if factory is not None and self.federation.algorithm.requires & MODEL_WORDS:
                 return fill(new_module(factory, seed=0), result.weights).eval()
+            if result.description is not None:
+                return fill(self.federation.algorithm.build(result.description), result.weights).eval()
             mine = (
                 self.federation.algorithm.client_init(clients[client], task.run_seed)
                 if task.mine is None

@@ -132,7 +132,7 @@ def describe(module: nn.Module, known: Sequence[Tensor | None]) -> dict[str, Any
     told = {"format": FORMAT, "plan": asdict(network.plan), "cells": cells}
     if isinstance(module, Sampled):
         told |= {
-            "sampled": {name: list(module.get_buffer(name).shape) for name in module.noise},
+            "sampled": {str(k): list(module.get_buffer(name).shape) for k, name in module.names.items()},
             "mean": "probabilities" if module.probabilities else "outputs",
         }
     return told
@@ -144,23 +144,39 @@ def rebuild(description: Mapping[str, Any]) -> nn.Module:
     Raises:
         UserError: not such a description.
     """
-    if description.get("format") != FORMAT:
+    told = description.get("format") if isinstance(description, Mapping) else type(description).__name__
+    if told != FORMAT:
         raise UserError(
-            f"this is no description of a network by polyfed.search: its format is {description.get('format')!r}, expected "
-            f"{FORMAT!r}"
+            f"this is no description of a network by polyfed.search: its format is {told!r}, expected {FORMAT!r}"
         )
     try:
         fields: dict[str, Any] = dict(description["plan"])
         for stack in ("base", "personal"):
             fields[stack] = tuple(_cell_plan(cell) for cell in fields[stack])
         network = new_module(Plan(**fields), seed=0)
-    except (KeyError, TypeError) as error:
+        assert isinstance(network, Network)
+        network.known = [_known(cell["edges"]) for cell in description["cells"]]
+        network.supernet = _supernet(network.plan, description["cells"])
+        if "sampled" not in description:
+            return network.eval()
+        noise = {int(k): torch.zeros(shape) for k, shape in description["sampled"].items()}
+        return Sampled(network, noise, description["mean"] == "probabilities").eval()
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"the description of the network is not whole: {type(error).__name__}: {error}") from error
-    assert isinstance(network, Network)
-    if "sampled" not in description:
-        return network.eval()
-    noise = [torch.zeros(shape) for shape in description["sampled"].values()]
-    return Sampled(network, noise, description["mean"] == "probabilities").eval()
+
+
+def _known(edges: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """The probabilities of a cell's edges, None where there was no choice."""
+    return torch.tensor([edge["probabilities"] for edge in edges]) if "probabilities" in edges[0] else None
+
+
+def _supernet(plan: Plan, cells: Sequence[Mapping[str, Any]]) -> Plan:
+    """The form of the supernet from which a network was found."""
+    wholes = [
+        replace(cell, candidates=tuple(tuple(e.get("candidates", e["operations"])) for e in told["edges"]))
+        for cell, told in zip(plan.base + plan.personal, cells, strict=True)
+    ]
+    return replace(plan, base=tuple(wholes[: len(plan.base)]), personal=tuple(wholes[len(plan.base) :]))
 
 
 def _cell_plan(fields: Mapping[str, Any]) -> CellPlan:

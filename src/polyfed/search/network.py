@@ -4,7 +4,7 @@ The same classes are the network that was found: a supernet whose edges have one
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, final
 
@@ -106,8 +106,8 @@ class Network(nn.Module):
     example where the sampler is context-aware. Parameters named `base...` are θ_b, `personal...` θ_p, samplers among them
     (θ_b = {W_b, Π_b}, θ_p = {W_p, Π_p}, section 3.2).
 
-    Attributes: `plan`; `temperature`, τ of eq. 2; `noise`, per cell with a sampler gumbel noise (edges, operations) with
-    which an evaluation samples, None for the most probable; `supernet` and `known`, of a network that was found: the form of
+    Attributes: `plan`; `temperature`, τ of eq. 2; `noise`, by a cell's number gumbel noise (edges, operations) with which
+    an evaluation samples, None for the most probable; `supernet` and `known`, of a network that was found: the form of
     the supernet, and per cell the probabilities of its operations from which this network's were chosen.
     """
 
@@ -115,7 +115,7 @@ class Network(nn.Module):
         super().__init__()
         self.plan = plan
         self.temperature = 1.0
-        self.noise: Sequence[Tensor] | None = None
+        self.noise: Mapping[int, Tensor] | None = None
         self.supernet: Plan | None = None
         self.known: Sequence[Tensor | None] = ()
         # The paper feeds x itself to the first cells; operations keep the number of channels, so x needs C of them.
@@ -177,25 +177,28 @@ class Sampled(nn.Module):
 
     Args:
         network: the supernet.
-        noise: per cell with a sampler gumbel noise, (networks, edges, operations).
+        noise: by the number of each cell with a sampler gumbel noise, (networks, edges, operations).
         probabilities: whether outputs are logits of classes; False takes the mean of the outputs themselves.
     """
 
-    def __init__(self, network: Network, noise: Sequence[Tensor], probabilities: bool = True) -> None:
+    def __init__(self, network: Network, noise: Mapping[int, Tensor], probabilities: bool = True) -> None:
         super().__init__()
         self.network, self.probabilities = network, probabilities
-        self.noise: list[str] = [f"noise_{k}" for k in range(len(noise))]
-        for name, tensor in zip(self.noise, noise, strict=True):
-            self.register_buffer(name, tensor)
+        self.names = {k: f"noise_{k}" for k in noise}
+        for k, name in self.names.items():
+            self.register_buffer(name, noise[k])
 
     def forward(self, x: Tensor) -> Tensor:
         """Mean of the networks' outputs."""
-        noise = [self.get_buffer(name) for name in self.noise]
-        total: list[Tensor] = []
-        for k in range(len(noise[0]) if noise else 1):
-            self.network.noise = [tensor[k] for tensor in noise]
-            out = self.network(x)
-            total.append(F.log_softmax(out, -1) if self.probabilities else out)
-        self.network.noise = None
-        stacked = torch.stack(total)
-        return stacked.logsumexp(0) - math.log(len(total)) if self.probabilities else stacked.mean(0)
+        noise = {k: self.get_buffer(name) for k, name in self.names.items()}
+        outs: list[Tensor] = []
+        try:
+            for network in range(len(next(iter(noise.values()), [0]))):
+                self.network.noise = {k: tensor[network] for k, tensor in noise.items()}
+                outs.append(self.network(x))
+        finally:
+            self.network.noise = None
+        stacked = torch.stack(outs)
+        if not self.probabilities:
+            return stacked.mean(0)
+        return F.log_softmax(stacked, -1).logsumexp(0) - math.log(len(outs))

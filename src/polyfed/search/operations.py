@@ -100,6 +100,16 @@ def operation(name: str, channels: int, stride: int = 1) -> nn.Module:
     return _sep_conv(channels, int(size), stride)
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Raises a `UserError` unless an edge can choose from these operations."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"operations must be a list of names, got {names!r}; choices: {', '.join(NAMES)}")
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"an edge needs operations of different names, got {tuple(names)}")
+    if unknown := [name for name in names if name not in NAMES]:
+        raise UserError(f"unknown operation {unknown[0]!r}; {nearest(unknown[0], NAMES)}")
+
+
 def operations(channels: int, names: Sequence[str] = NAMES, stride: int = 1) -> nn.ModuleDict:
     """The operations from which one edge chooses, by name.
 
@@ -121,6 +131,5 @@ def operations(channels: int, names: Sequence[str] = NAMES, stride: int = 1) -> 
         raise UserError(f"channels must be at least 1, got {channels}")
     if stride not in (1, 2):
         raise UserError(f"stride must be 1 or 2, got {stride}")
-    if not names or len(set(names)) < len(names):
-        raise UserError(f"an edge needs operations of different names, got {tuple(names)}")
+    check_names(names)
     return nn.ModuleDict({name: operation(name, channels, stride) for name in names})
