@@ -226,7 +226,7 @@ if __name__ == "__main__":
     parser.add_argument("--variant", default=None)
     parser.add_argument("--path")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--per-example", action="store_true", help="the context-aware methods with per=example")
     parser.add_argument("--transfer", action="store_true", help="Table 2 too")
     parser.add_argument("--steps", type=int, default=20)

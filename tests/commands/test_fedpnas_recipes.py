@@ -181,7 +181,9 @@ def test_the_cpu_scale(name, variant, experiment):
     assert (method.batch_size, method.lr) == (48, 0.01)
     assert (settings.rounds, settings.evaluate_every, settings.checkpoint_every) == (40, 10, 10)
     samplers = {n: m.sampler_lr for n, m in found.baselines.items() if isinstance(m, Searching)}
-    assert samplers == {n: None if n.startswith("ca_") else 0.05 for n in samplers}
+    assert {**samplers, "ca_fedpnas": method.sampler_lr} == {
+        n: 0.05 if n.startswith("ca_") else 0.2 for n in (*samplers, "ca_fedpnas")
+    }
 
 
 @pytest.mark.parametrize("name", FEDPNAS)

@@ -17,7 +17,7 @@ class FedDSNAS(Searching):
     architecture is drawn per minibatch. Evaluated model: the most probable architecture, as it comes from the server.
 
     Args:
-        sampler_lr: 0.05 (ours): probabilities that hardly move leave weights that must suit all operations at once.
+        sampler_lr: 0.2 (ours): probabilities that hardly move leave weights that must suit all operations at once.
         finetune_epochs: 0, no adaptation (paper).
 
     The other fields are those of `Searching` and `LocalTraining`; clients' own networks are not used.
@@ -26,7 +26,7 @@ class FedDSNAS(Searching):
     0
     """
 
-    sampler_lr: float | None = 0.05
+    sampler_lr: float | None = 0.2
     finetune_epochs: int = 0
 
     def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
@@ -45,6 +45,7 @@ class CAFedDSNAS(Searching):
     Args:
         per: in training an architecture for each "example" (paper), or one for the whole "batch", drawn from the mean of
             its probabilities, which is faster (authors' code).
+        sampler_lr: 0.05 (ours), as for context-free samplers.
         finetune_epochs: 0, no adaptation (paper).
 
     The other fields are those of `Searching` and `LocalTraining`; clients' own networks are not used.
@@ -52,6 +53,7 @@ class CAFedDSNAS(Searching):
 
     context: ClassVar[Context] = "aware"
     per: Per = "example"
+    sampler_lr: float | None = 0.05
     finetune_epochs: int = 0
 
     def _per(self) -> Per:

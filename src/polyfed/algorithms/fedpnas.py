@@ -88,7 +88,7 @@ class FedPNAS(Anticipating):
     the one that came from the server, as `global_...`. Neither θ nor the replies depend on that adaptation.
 
     Args:
-        sampler_lr: 0.05 (ours): probabilities that hardly move leave weights that must suit all operations at once.
+        sampler_lr: 0.2 (ours): probabilities that hardly move leave weights that must suit all operations at once.
 
     The other fields are those of `Anticipating`, `Searching` and `LocalTraining`; clients' own networks are not used.
 
@@ -96,7 +96,7 @@ class FedPNAS(Anticipating):
     'outer_product'
     """
 
-    sampler_lr: float | None = 0.05
+    sampler_lr: float | None = 0.2
 
 
 @final
@@ -109,12 +109,14 @@ class CAFedPNAS(Anticipating):
     Args:
         per: in training an architecture for each "example" (paper), or one for the whole "batch", drawn from the mean of
             its probabilities, which is faster (authors' code).
+        sampler_lr: 0.05 (ours), as for context-free samplers.
 
     The other fields are those of `Anticipating`, `Searching` and `LocalTraining`; clients' own networks are not used.
     """
 
     context: ClassVar[Context] = "aware"
     per: Per = "example"
+    sampler_lr: float | None = 0.05
 
     def _per(self) -> Per:
         return self.per

@@ -220,8 +220,8 @@ class Searching(LocalTraining, Algorithm[State, Mine], ABC):
             yield "global", self.taken(self.receive(down, mine, client), mine, client, seed)
 
     def taken(self, own: Scratch, mine: Mine, client: Client, seed: int) -> nn.Module:
-        """The network that a client takes from its supernet. BatchNorm's statistics are of its training data, unless the policy
-        for buffers has others for it."""
+        """The network that a client takes from its supernet. BatchNorm's statistics are of its training data, unless the
+        policy for buffers has others for it."""
         supernet = network(own).eval()
         taken: nn.Module = supernet
         if self.evaluation == "sampled":
