@@ -1,5 +1,7 @@
 """Settings: values outside their range are refused with the value, and cohort sizes are as documented."""
 
+import re
+
 import pytest
 
 from polyfed.errors import UserError
@@ -38,6 +40,36 @@ def test_names():
         Settings(on_error="ignore")
     with pytest.raises(UserError, match="engine='pool' needs at least one worker"):
         Settings(engine="pool", workers=0)
+    with pytest.raises(UserError, match="engine='ray' needs at least one worker"):
+        Settings(engine="ray", workers=0)
+
+
+@pytest.mark.parametrize(
+    "value", ["", "cluster", "10.0.0.1", "host:port", "ray://host:10001", "host:123456", None, 6379]
+)
+def test_ray_address(value):
+    with pytest.raises(UserError, match=re.escape(f"ray_address must be 'local', 'auto' or HOST:PORT, got {value!r}")):
+        Settings(ray_address=value)
+
+
+@pytest.mark.parametrize("value", ["local", "auto", "10.0.0.1:6379", "head.cluster-1:6379", "[fd00::1]:6379"])
+def test_ray_addresses(value):
+    assert Settings(engine="ray", ray_address=value).ray_address == value
+
+
+@pytest.mark.parametrize("value", [-0.5, 1.5, True, "1", None, float("nan"), float("inf")])
+def test_gpus_per_worker(value):
+    sentence = f"gpus_per_worker must be a fraction from 0 to 1 or a number of GPUs, got {value!r}"
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        Settings(gpus_per_worker=value)
+
+
+def test_devices_of_ray():
+    with pytest.raises(UserError, match="engine='ray' takes no device, got 'cuda'; gpus_per_worker says"):
+        Settings(engine="ray", device="cuda")
+    with pytest.raises(UserError, match=r"device='cpu' and gpus_per_worker=0.5 contradict one another"):
+        Settings(engine="ray", device="cpu", gpus_per_worker=0.5)
+    assert Settings(engine="ray", gpus_per_worker=2).gpus_per_worker == 2
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from polyfed.runs.configuration import described, restored
 from polyfed.runs.directory import RunDirectory, plain, read_config
 from polyfed.runs.progress import Progress, for_terminal
 from polyfed.runs.results import Run, one_thread
-from polyfed.settings import Settings
+from polyfed.settings import EngineName, Settings
 from polyfed.training import LocalTraining, check_precision
 
 
@@ -38,8 +38,10 @@ def federate(
     seed: int = 0,
     sample: int | float = 1.0,
     public: Any = None,
-    engine: Literal["auto", "inprocess", "pool"] = "auto",
+    engine: EngineName = "auto",
     workers: int | Literal["auto"] = "auto",
+    ray_address: str = "local",
+    gpus_per_worker: float = 0.0,
     device: str = "auto",
     evaluate_every: int = 1,
     checkpoint_every: int = 1,
@@ -55,8 +57,8 @@ def federate(
     Args:
         clients: who takes part, each with its own data and network.
         algorithm: the method, or its name in the registry for its default hyper-parameters.
-        rounds, seed, sample, engine, workers, device, evaluate_every, checkpoint_every, on_error, min_replies: see
-            `polyfed.settings.Settings`.
+        rounds, seed, sample, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
+            on_error, min_replies: see `polyfed.settings.Settings`.
         public: unlabelled examples that are no client's, for the methods that need them; inputs alone will do.
         out: a new run directory (metrics, checkpoints, models); None writes nothing.
         config: what `config.yaml` holds beside the settings and the method, for runs that are described by a file.
@@ -79,8 +81,9 @@ def federate(
     (['north', 'south', 'mean'], True)
     """
     settings = Settings(
-        rounds=rounds, seed=seed, sample=sample, engine=engine, workers=workers, device=device,
-        evaluate_every=evaluate_every, checkpoint_every=checkpoint_every, on_error=on_error, min_replies=min_replies,
+        rounds=rounds, seed=seed, sample=sample, engine=engine, workers=workers, ray_address=ray_address,
+        gpus_per_worker=gpus_per_worker, device=device, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
+        on_error=on_error, min_replies=min_replies,
     )  # fmt: skip
     federation = _checked(clients, get(algorithm)() if isinstance(algorithm, str) else algorithm, settings, public)
     first = Checkpoint(0, federation.algorithm.init(federation.context()), {})  # a method may refuse the federation
@@ -89,9 +92,8 @@ def federate(
         # What takes long or may be refused comes before the folder is made, and config.yaml last: a run that is stopped
         # before it can be resumed leaves nothing that would keep it from being started again.
         content = {**plain(config or {}, "config"), **described(federation.algorithm, federation.settings)}
-        evaluated = {"evaluated": told} if (told := federation.algorithm.evaluated) else {}
-        drawn_from = {"seed": federation.settings.seed, "data_fingerprint": _fingerprint(federation)}
-        known = {**(facts or {}), **drawn_from, **evaluated}
+        known = {**(facts or {}), "seed": federation.settings.seed, "data_fingerprint": _fingerprint(federation)}
+        known |= {"evaluated": told} if (told := federation.algorithm.evaluated) else {}
         directory = RunDirectory.create(out)
         try:
             directory.write_manifest(known)
@@ -109,8 +111,10 @@ def resume(
     clients: Sequence[Client] | None = None,
     algorithm: Algorithm[Any, Any] | None = None,
     public: Any = None,
-    engine: Literal["auto", "inprocess", "pool"] | None = None,
+    engine: EngineName | None = None,
     workers: int | Literal["auto"] | None = None,
+    ray_address: str | None = None,
+    gpus_per_worker: float | None = None,
     device: str | None = None,
     progress: Progress | None = None,
 ) -> Run:
@@ -120,7 +124,7 @@ def resume(
         out: the run directory.
         clients, algorithm, public: as they were given to `federate`; needed only if the run was not described by a file
             (then the run's `config.yaml` rebuilds them). `algorithm` is needed only if it is not in the registry.
-        engine, workers, device: where to go on; None takes what the run had.
+        engine, workers, ray_address, gpus_per_worker, device: where to go on; None takes what the run had.
 
     Raises:
         UserError: not a run directory, `clients` are missing or not those of the run, or `algorithm` is not that of the run.
@@ -131,7 +135,8 @@ def resume(
         settings, algorithm = restored(config, algorithm)
         settings = dataclasses.replace(
             settings, engine=engine or settings.engine, workers=settings.workers if workers is None else workers,
-            device=device or settings.device,
+            device=device or settings.device, ray_address=ray_address or settings.ray_address,
+            gpus_per_worker=settings.gpus_per_worker if gpus_per_worker is None else gpus_per_worker,
         )  # fmt: skip
         if clients is None:
             from polyfed.commands.experiment import rebuild  # imported late: experiments are described in terms of runs
@@ -175,7 +180,8 @@ def _checked(clients: Sequence[Client], algorithm: Algorithm[Any, Any], settings
     brought = algorithm.brings(checks.common_form(clients)) if "one_form" in algorithm.requires else None
     checks.check_models(clients, factory=brought)
     settings.cohort_size(len(clients))
-    device = engines.choose_device(settings.device)
+    engines.check_installed(settings.engine)
+    device = engines.device_of_clients(settings)
     if isinstance(algorithm, LocalTraining):
         check_precision(algorithm.precision, device)
     return Federation({c.id: c for c in sorted(clients, key=lambda c: c.id)}, algorithm, settings, pool)
@@ -194,13 +200,12 @@ def _play(
 ) -> Run:
     """Plays the rounds that are left. Whatever ends it early, the last complete round is saved first."""
     settings, algorithm = federation.settings, federation.algorithm
-    device = engines.choose_device(settings.device)
     history: list[Mapping[str, Any]] = list(past)
     changed: set[str] = set()
     with ExitStack() as stack:
         if directory is not None:
             stack.callback(directory.close)
-        engine = engines.start(settings.engine, algorithm, list(federation.clients.values()), device, settings.workers)
+        engine = engines.start_for(settings, algorithm, list(federation.clients.values()))
         stack.callback(engine.close)
         now = start or Checkpoint(0, algorithm.init(federation.context()), {})
         saved = now.round

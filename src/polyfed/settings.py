@@ -1,9 +1,13 @@
 """Settings of a run that no method changes."""
 
+import re
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 from polyfed.errors import UserError, nearest
+
+EngineName = Literal["auto", "inprocess", "pool", "ray"]
+_HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s/:]+):\d{1,5}")
 
 
 @final
@@ -16,9 +20,13 @@ class Settings:
         seed: every random choice of the run derives from it.
         sample: clients that take part in a round: a fraction in (0, 1] (at least one client), or a whole number of
             clients. Note that 1.0 is everyone and 1 is one client.
-        engine: "auto", "inprocess" or "pool".
-        workers: processes of the pool, or "auto" for one per core; 0 runs in this process. Results do not depend on it.
-        device: "auto", "cpu", "cuda", "cuda:N" or "mps".
+        engine: "auto", "inprocess", "pool", or "ray" for a cluster (pip install polyfed[ray]); "auto" never takes Ray.
+        workers: processes of the pool or of Ray, or "auto" for one per core, of the cluster with Ray; 0 runs in this
+            process. Results do not depend on it.
+        ray_address: "local" starts a Ray on this machine for the run, "auto" joins the cluster that runs here (or at the
+            environment's RAY_ADDRESS), HOST:PORT joins that one. A Ray that the process has joined already is used.
+        gpus_per_worker: GPUs of each of Ray's workers, a fraction to share one; 0 computes on CPUs.
+        device: "auto", "cpu", "cuda", "cuda:N" or "mps"; Ray's workers go by `gpus_per_worker`.
         evaluate_every: rounds between evaluations of all clients' personal models; the last round is always evaluated.
         checkpoint_every: rounds between checkpoints; the last round always has one.
         on_error: "raise" ends the run at a client's failure, "skip" goes on without that client and records it.
@@ -34,8 +42,10 @@ class Settings:
     rounds: int = 10
     seed: int = 0
     sample: int | float = 1.0
-    engine: Literal["auto", "inprocess", "pool"] = "auto"
+    engine: EngineName = "auto"
     workers: int | Literal["auto"] = "auto"
+    ray_address: str = "local"
+    gpus_per_worker: float = 0.0
     device: str = "auto"
     evaluate_every: int = 1
     checkpoint_every: int = 1
@@ -54,14 +64,29 @@ class Settings:
             raise UserError(
                 f"sample must be a fraction above 0 and at most 1.0, or a number of clients from 1, got {self.sample!r}"
             )
-        for name, choices in {"engine": ("auto", "inprocess", "pool"), "on_error": ("raise", "skip")}.items():
+        for name, choices in {"engine": get_args(EngineName), "on_error": ("raise", "skip")}.items():
             if (value := getattr(self, name)) not in choices:
                 raise UserError(f"unknown {name} {value!r}; {nearest(str(value), choices)}")
         counted = isinstance(self.workers, int) and not isinstance(self.workers, bool)
         if self.workers != "auto" and not (counted and int(self.workers) >= 0):
             raise UserError(f"workers must be 'auto' or a number of processes from 0, got {self.workers!r}")
-        if self.engine == "pool" and self.workers == 0:
-            raise UserError("engine='pool' needs at least one worker, got workers=0; use engine='inprocess'")
+        if self.engine in ("pool", "ray") and self.workers == 0:
+            raise UserError(f"engine={self.engine!r} needs at least one worker, got workers=0; use engine='inprocess'")
+        self._check_ray()
+
+    def _check_ray(self) -> None:
+        address, gpus = self.ray_address, self.gpus_per_worker
+        if address not in ("local", "auto") and not (isinstance(address, str) and _HOST_AND_PORT.fullmatch(address)):
+            raise UserError(f"ray_address must be 'local', 'auto' or HOST:PORT, got {address!r}")
+        number = isinstance(gpus, int | float) and not isinstance(gpus, bool)
+        if not (number and 0 <= gpus < float("inf") and (gpus <= 1 or gpus == int(gpus))):
+            raise UserError(f"gpus_per_worker must be a fraction from 0 to 1 or a number of GPUs, got {gpus!r}")
+        if self.engine == "ray" and self.device not in ("auto", "cpu"):
+            raise UserError(
+                f"engine='ray' takes no device, got {self.device!r}; gpus_per_worker says how much of a GPU each worker has"
+            )
+        if self.engine == "ray" and self.device == "cpu" and gpus:
+            raise UserError(f"device='cpu' and gpus_per_worker={gpus} contradict one another; leave one out")
 
     def cohort_size(self, num_clients: int) -> int:
         """Clients that take part in a round.

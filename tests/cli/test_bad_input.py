@@ -50,7 +50,7 @@ def refused(here, capsys):
 
 
 UNKNOWN = {
-    "bogus": "unknown command 'bogus'; Choices: data, graph, list, resume, run, warmstart",
+    "bogus": "unknown command 'bogus'; Choices: data, graph, list, report, resume, run, warmstart",
     "rn": "unknown command 'rn'; did you mean run?",
     "run quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",
     "data quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",
@@ -78,7 +78,7 @@ WRONG_TYPE = {
     "run --seed x": "--seed must be a whole number, got 'x'",
     "run --sample x": "--sample must be a number, got 'x'",
     "run --workers two": "--workers must be a whole number or auto, got 'two'",
-    "run --engine rayy": "--engine must be auto, inprocess or pool, got 'rayy'",
+    "run --engine rayy": "--engine must be auto, inprocess, pool or ray, got 'rayy'",
     "run --algorithm.lr x": "--algorithm.lr must be a number, got 'x'",
     "run --algorithm.lr nan": "--algorithm.lr must be a number, got 'nan'",
     "run --algorithm.clip_norm x": "--algorithm.clip_norm must be a number or null, got 'x'",
@@ -108,6 +108,7 @@ OUT_OF_RANGE = {
     "run --min_replies 11": "min_replies=11 is more than the 10 clients of a round",
     "run --workers -1": "workers must be 'auto' or a number of processes from 0, got -1",
     "run --engine pool --workers 0": "engine='pool' needs at least one worker",
+    "run --engine ray --ray-address head": "ray_address must be 'local', 'auto' or HOST:PORT, got 'head'",
     "run --evaluate_every 0": "evaluate_every must be a whole number of at least 1, got 0",
     "run --device gpu": "unknown device 'gpu'; use auto, cpu,",
     "run --algorithm.lr 0": "FedAvg: lr must be positive, got 0.0",

@@ -252,10 +252,16 @@ def in_words(kind: Any) -> str:
 
 
 def _with_names(arguments: Sequence[str]) -> list[str]:
-    """`--algorithm fedprox` means `--algorithm.name fedprox`, and so for each section."""
+    """`--algorithm fedprox` means `--algorithm.name fedprox`, and so for each section; `--ray-address` is `--ray_address`.
+
+    >>> _with_names(["--algorithm=fedavg", "--evaluate-every", "2"])
+    ['--algorithm.name=fedavg', '--evaluate_every', '2']
+    """
     words = []
     for word in arguments:
         option, equals, value = word.partition("=")
+        if option.startswith("--"):
+            option = f"--{option[2:].replace('-', '_')}"
         long = f"{option}.name" if option.removeprefix("--") in _REGISTRIES else option
         words.append(long + equals + value)
     return words

@@ -78,8 +78,9 @@ def _federate(experiment: Experiment, method: Algorithm[Any, Any], found: Partic
     kept = {k: v for k, v in experiment.config.items() if mine or k != "baselines"}
     return federation.federate(
         found.clients, method, rounds=s.rounds, seed=s.seed, sample=s.sample, public=found.public, engine=s.engine,
-        workers=s.workers, device=s.device, evaluate_every=s.evaluate_every, checkpoint_every=s.checkpoint_every,
-        on_error=s.on_error, min_replies=s.min_replies, out=out, config=kept,
+        workers=s.workers, ray_address=s.ray_address, gpus_per_worker=s.gpus_per_worker, device=s.device,
+        evaluate_every=s.evaluate_every, checkpoint_every=s.checkpoint_every, on_error=s.on_error,
+        min_replies=s.min_replies, out=out, config=kept,
         facts={"partition_fingerprint": found.partition_fingerprint}, progress=for_terminal(quiet=quiet),
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
-"""Where clients run: this process, or a pool of processes. `start` chooses."""
+"""Where clients run: this process, a pool of processes, or a Ray cluster. `start` chooses."""
 
+import importlib.util
 import os
 import pickle
 import warnings
@@ -13,18 +14,31 @@ from polyfed.engines.inprocess import InProcessEngine
 from polyfed.engines.pool import PoolEngine, can_fork
 from polyfed.engines.work import Engine
 from polyfed.errors import UserError
+from polyfed.settings import Settings
 
 
 def start(
-    name: str, algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: torch.device, workers: int | str
+    name: str,
+    algorithm: Algorithm[Any, Any],
+    clients: Sequence[Client],
+    device: torch.device,
+    workers: int | str,
+    ray_address: str = "local",
+    gpus_per_worker: float = 0.0,
 ) -> Engine:
     """An engine with these clients.
 
     Args:
-        name: "inprocess", "pool", or "auto": the pool on a CPU for two or more workers, else this process.
+        name: "inprocess", "pool", "ray", or "auto": the pool on a CPU for two or more workers, else this process.
         workers: number of processes; "auto" is one per core that this process may use, at most one per client; 0 means
             this process. (`Settings` checks both.)
+        ray_address, gpus_per_worker: see `Settings`; for "ray", which goes by the latter instead of `device`.
     """
+    if name == "ray":
+        check_installed(name)
+        from polyfed.engines.ray import RayEngine  # imported late: Ray is an extra, and takes a second
+
+        return RayEngine(algorithm, clients, workers, ray_address, gpus_per_worker)
     count = min(usable_cores(), len(clients)) if workers == "auto" else int(workers)
     alone = count == 0 or (workers == "auto" and (count == 1 or device.type != "cpu"))
     if name == "inprocess" or (name == "auto" and alone):
@@ -36,6 +50,13 @@ def start(
         warnings.warn(f"{obstacle}, so all clients run in this process", RuntimeWarning, stacklevel=2)
         return InProcessEngine(algorithm, clients, device)
     return PoolEngine(algorithm, clients, device, count)
+
+
+def start_for(settings: Settings, algorithm: Algorithm[Any, Any], clients: Sequence[Client]) -> Engine:
+    """The engine that a run's settings ask for."""
+    device = device_of_clients(settings)
+    ray = settings.ray_address, settings.gpus_per_worker
+    return start(settings.engine, algorithm, clients, device, settings.workers, *ray)
 
 
 def unsendable(clients: Sequence[Client]) -> str | None:
@@ -54,6 +75,23 @@ def unsendable(clients: Sequence[Client]) -> str | None:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_installed(engine: str) -> None:
+    """Raises a `UserError` if the engine needs a package that is missing."""
+    if engine == "ray" and importlib.util.find_spec("ray") is None:
+        raise UserError("engine='ray' needs Ray, which is not installed: pip install polyfed[ray]")
+
+
+def device_of_clients(settings: Settings) -> torch.device:
+    """Where the clients of a run compute. With Ray that is not for this machine to say.
+
+    Raises:
+        UserError: as for `choose_device`.
+    """
+    if settings.engine == "ray":
+        return torch.device("cuda" if settings.gpus_per_worker else "cpu")
+    return choose_device(settings.device)
 
 
 def choose_device(name: str) -> torch.device:

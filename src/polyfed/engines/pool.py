@@ -7,7 +7,6 @@ private states travel, as safetensors bytes over a pipe; a tensor that several c
 A worker that dies, by `kill -9` too, is reported and its task is tried once more on a new worker.
 """
 
-import json
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ import torch.multiprocessing as multiprocessing
 
 from polyfed.algorithm import Algorithm, Client, Message
 from polyfed.engines.inprocess import InProcessEngine
+from polyfed.engines.parcel import pack_result, unpack_result
 from polyfed.engines.work import Engine, Result, Task, longest_first
 from polyfed.errors import ClientError
 from polyfed.tree import decode, encode, tensors_of
@@ -120,7 +120,7 @@ class PoolEngine(Engine):
                     continue
                 task, _ = worker.tasks.popleft()
                 _feed(worker, waiting)  # before anything else, so that it does not wait for us
-                yield replace(_unpack(data, task), incidents=self._told(task))
+                yield replace(unpack_result(data, task), incidents=self._told(task))
 
     def _replace(self, position: int, waiting: deque[tuple[Task, int]]) -> Iterator[Result]:
         """A new worker in the place of one that died. The task it worked on waits again, or fails after the last
@@ -230,45 +230,9 @@ def _serve(
             phase, number, client, seed, run_seed = body["task"]
             task = Task(phase, number, client, Message(arrays, body["scalars"]), body["mine"], seed, run_seed)
             for result in engine.run([task]):
-                pipe.send_bytes(_packed(result))
+                pipe.send_bytes(pack_result(result))
     except (EOFError, ConnectionError):
         os._exit(0)  # the parent closed the pipe; no clean-up of what was inherited from it
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-
-
-def _packed(result: Result) -> bytes:
-    """A result as bytes; one that cannot be written becomes a failure that says why."""
-    try:
-        return _pack(result)
-    except (TypeError, ValueError) as error:
-        task = result.task
-        reason = f"{type(error).__name__}: {error}"
-        return _pack(Result(task, failure=ClientError(task.round, task.client, task.phase, reason)))
-
-
-def _pack(result: Result) -> bytes:
-    failure = result.failure
-    return encode(
-        {
-            "reply": None if result.reply is None else {"arrays": result.reply.arrays, "scalars": result.reply.scalars},
-            "mine": result.mine,
-            "metrics": result.metrics,
-            "weights": result.weights,
-            "description": None if result.description is None else json.dumps(result.description),
-            "seconds": result.seconds,
-            "failure": None if failure is None else [failure.reason, failure.trace],
-        }
-    )
-
-
-def _unpack(data: bytes, task: Task) -> Result:
-    body = decode(data)
-    reply = None if body["reply"] is None else Message(body["reply"]["arrays"], body["reply"]["scalars"])
-    failure = None
-    if body["failure"] is not None:
-        reason, trace = body["failure"]
-        failure = ClientError(task.round, task.client, task.phase, reason, trace)
-    description = None if body["description"] is None else json.loads(body["description"])
-    return Result(task, reply, body["mine"], body["metrics"], body["weights"], description, body["seconds"], failure)
