@@ -291,7 +291,7 @@ class Algorithm(ABC, Generic[State, Mine]):
 
     def build(self, description: Mapping[str, Any]) -> nn.Module:
         """The network of such a description, to be filled with its weights."""
-        raise NotImplementedError(f"{type(self).__name__} gives descriptions of networks, but does not build from them")
+        raise TypeError(f"{type(self).__name__} gives descriptions of networks, but does not build from them")
 
     def analysis(self, state: State, who: Sequence[str]) -> Mapping[str, Tensor | Sequence[str] | float]:
         """What of the server's state after a round is worth keeping for plots, `who` being the clients of the round:

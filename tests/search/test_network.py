@@ -67,7 +67,8 @@ def test_cell_is_the_sum_over_its_edges():
     names = ("sep_conv_3", "skip")
     cell = Cell(CellPlan(2, 2, (names,) * 5), 4, 4).eval()
     previous, skip = torch.randn(2, 3, 4, 5, 5)
-    v0, v1 = previous, cell.skip(skip)
+    narrow = cell.skip  # the 1×1 convolution on the second input
+    v0, v1 = previous, narrow(skip)
     index = torch.tensor([0, 1, 1, 0, 0])
     o = [edge[names[k]] for edge, k in zip(cell.operations, index.tolist(), strict=True)]
     v2 = o[0](v0) + o[1](v1)

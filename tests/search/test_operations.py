@@ -49,14 +49,14 @@ def test_shapes(name, stride, size):
 
 def test_strided_skip_sees_both_diagonals_of_each_patch():
     """A pixel at (even, even) and one at (odd, odd) both reach the output; the 1×1 kernels are set to pick one channel."""
-    skip = operation("skip", 2, 2).eval()
+    halve = operation("skip", 2, 2).eval()
     with torch.no_grad():
-        skip.even.weight.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1, 1))
-        skip.odd.weight.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1, 1))
+        halve.even.weight.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1, 1))
+        halve.odd.weight.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1, 1))
     x = torch.zeros(1, 2, 4, 4)
     x[0, 0, 0, 0], x[0, 0, 1, 1] = 1.0, 2.0
     scale = 1 / (1 + 1e-5) ** 0.5
-    assert torch.allclose(skip(x)[0, :, 0, 0], torch.tensor([1.0, 2.0]) * scale)
+    assert torch.allclose(halve(x)[0, :, 0, 0], torch.tensor([1.0, 2.0]) * scale)
 
 
 def test_average_pooling_leaves_padding_out():
