@@ -43,7 +43,7 @@ TASKS = {
 }
 
 
-def measure(method, experiment, participants, found):
+def measure(method, experiment, participants):
     """One run: the curve of its mean accuracy, the last accuracies of each client, and seconds."""
     settings = experiment.settings
     start = time.perf_counter()
@@ -66,8 +66,7 @@ def measure(method, experiment, participants, found):
         "MB": round((last["bytes_down_total"] + last["bytes_up_total"]) / 2**20, 1),
     }
     if isinstance(method, Searching):
-        method_probabilities = chosen(run)
-        result["most probable"] = method_probabilities
+        result["most probable"] = chosen(run)
     return result, run
 
 
@@ -118,7 +117,7 @@ def federations(arguments, rest):
             if str(seed) in results["runs"].get(name, {}):
                 continue
             participants = participants or experiments.participants(experiment)
-            result, run = measure(method, experiment, participants, results)
+            result, run = measure(method, experiment, participants)
             if arguments.transfer and name in ("feddsnas", "ca_fedpnas"):
                 result["transfer"] = {str(d): unseen(run, experiment, d) for d in (-90.0, 90.0)}
             results["runs"].setdefault(name, {})[str(seed)] = result

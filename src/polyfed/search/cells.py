@@ -49,11 +49,6 @@ class CellPlan:
         last = self.inputs + self.nodes
         return tuple((i, j) for j in range(self.inputs, last) for i in range(j))
 
-    @property
-    def widest(self) -> int:
-        """The number of candidates, which is the same at all edges that choose."""
-        return max(len(names) for names in self.candidates)
-
 
 @final
 class Cell(nn.Module):
