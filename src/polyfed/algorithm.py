@@ -220,6 +220,12 @@ class Algorithm(ABC, Generic[State, Mine]):
     """Groups (top-level keys) of the private state that the method sends up by its nature, as FedFomo does the client's own
     model; `polyfed.testing` sees to it that nothing else of the private state is in a reply."""
 
+    discloses: ClassVar[frozenset[str]] = frozenset({"weights"})
+    """What the server learns of a client beside its id: of "weights" (what training on its data makes of a network that
+    the server knows), "architecture", "hypernetwork" (the same of a network that generates weights) and "representations"
+    (of public examples). A site refuses the first two unless its owner allows them. Where a method's fields decide,
+    `__post_init__` sets it for the instance."""
+
     everyone_trains: ClassVar[bool] = False
     """Whether all clients run `local` in each round, and those drawn for the round only are aggregated (pFedMe)."""
 
@@ -273,6 +279,11 @@ class Algorithm(ABC, Generic[State, Mine]):
         ("global", the server's model). Each is evaluated before the next is asked for, so that all may use one scratch
         module."""
         return iter(())
+
+    @property
+    def scalars_needed(self) -> frozenset[str]:
+        """Scalars of a reply that the server half uses; a site sends no others unless its owner discloses them."""
+        return frozenset({"num_examples"}) if getattr(self, "weighted", False) else frozenset()
 
     @property
     def evaluated(self) -> str:

@@ -95,7 +95,8 @@ def mean_auc(outputs: Tensor, targets: Tensor) -> float:
 
 def summarise(clients: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Statistics over clients of each metric: mean, weighted mean (by training examples), standard deviation, minimum,
-    10th and 90th percentile. Clients without a value for a metric do not count in it.
+    10th and 90th percentile. Clients without a value for a metric do not count in it; without the weight of one that does,
+    there is no weighted mean.
 
     >>> summarise({"a": {"accuracy": 0.5}, "b": {"accuracy": 1.0}}, {"a": 1, "b": 3})["accuracy"]["weighted_mean"]
     0.875
@@ -105,15 +106,16 @@ def summarise(clients: Mapping[str, Mapping[str, Any]], weights: Mapping[str, fl
     for name in names:
         ids = sorted(i for i, metrics in clients.items() if metrics.get(name) is not None)
         if ids:
-            summary[name] = _statistics([clients[i][name] for i in ids], [weights[i] for i in ids])
+            summary[name] = _statistics([clients[i][name] for i in ids], [weights.get(i) for i in ids])
     return summary
 
 
-def _statistics(values: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
+def _statistics(values: Sequence[float], weights: Sequence[float | None]) -> dict[str, float]:
     v = np.asarray(values, dtype=np.float64)
+    known = None not in weights
     return {
         "mean": float(v.mean()),
-        "weighted_mean": float(np.average(v, weights=weights)),
+        **({"weighted_mean": float(np.average(v, weights=weights))} if known else {}),  # type: ignore[arg-type]
         "std": float(v.std()),
         "min": float(v.min()),
         "p10": float(np.percentile(v, 10)),

@@ -14,9 +14,10 @@ from typing import Any, Literal
 from polyfed import checks, engines
 from polyfed.algorithm import Algorithm, Client, Message
 from polyfed.algorithms import get, name_of
+from polyfed.collecting import collect, place
 from polyfed.data.examples import as_examples
-from polyfed.engines.work import Engine, Phase, Result
-from polyfed.errors import ClientError, Interrupted, RoundError, UserError
+from polyfed.engines.work import Engine
+from polyfed.errors import Interrupted, RoundError, UserError
 from polyfed.evaluation import summarise
 from polyfed.rounds import Federation, best_round, mean_train_loss
 from polyfed.runs import checkpoint as checkpoints
@@ -101,7 +102,7 @@ def federate(
         except BaseException:
             directory.close()
             raise
-    return _play(federation, first, [], directory, progress or for_terminal(lines=False))
+    return play(federation, first, [], directory, progress or for_terminal(lines=False))
 
 
 @one_thread()
@@ -165,7 +166,7 @@ def resume(
         directory.close()
         raise
     progress = progress or for_terminal(lines=False)
-    return _play(federation, start, history, directory, progress)
+    return play(federation, start, history, directory, progress)
 
 
 def _checked(clients: Sequence[Client], algorithm: Algorithm[Any, Any], settings: Settings, public: Any) -> Federation:
@@ -191,21 +192,31 @@ def _fingerprint(federation: Federation) -> str:
     return checks.fingerprint(list(federation.clients.values()), federation.public)
 
 
-def _play(
+def play(
     federation: Federation,
     start: Checkpoint | None,
     past: Sequence[Mapping[str, Any]],
     directory: RunDirectory | None,
     progress: Progress,
+    engine: Engine | None = None,
 ) -> Run:
-    """Plays the rounds that are left. Whatever ends it early, the last complete round is saved first."""
+    """Plays the rounds that are left. Whatever ends it early, the last complete round is saved first.
+
+    Args:
+        federation: who takes part, by which method.
+        start: where to go on; None is the beginning.
+        past: the records of the rounds before `start`.
+        directory: where it is written; closed at the end, as the engine is. None writes nothing.
+        progress: who is told how it goes.
+        engine: where clients run; None starts the one that the settings ask for.
+    """
     settings, algorithm = federation.settings, federation.algorithm
     history: list[Mapping[str, Any]] = list(past)
     changed: set[str] = set()
     with ExitStack() as stack:
         if directory is not None:
             stack.callback(directory.close)
-        engine = engines.start_for(settings, algorithm, list(federation.clients.values()))
+        engine = engine or engines.start_for(settings, algorithm, list(federation.clients.values()))
         stack.callback(engine.close)
         now = start or Checkpoint(0, algorithm.init(federation.context()), {})
         saved = now.round
@@ -213,7 +224,7 @@ def _play(
         progress.start(name_of(algorithm), settings.rounds, now.round)
         try:
             if now.round == 0:
-                _keep_analysis(federation, now, list(federation.clients), directory)
+                _keep_analysis(federation, now, list(federation.roster.ids), directory)
             while now.round < settings.rounds:
                 after, record = _one_round(federation, now, history, engine, progress)
                 record["analysis"] = _keep_analysis(federation, after, record.pop("replied"), directory)
@@ -253,8 +264,8 @@ def _one_round(
     settings, algorithm, number, clock = federation.settings, federation.algorithm, before.round + 1, time.perf_counter
     started = clock()
     who = federation.cohort(number)
-    trained = list(federation.clients) if algorithm.everyone_trains else who
-    local = _collect(federation, engine, "local", trained, number, before, progress)
+    trained = list(federation.roster.ids) if algorithm.everyone_trains else who
+    local = collect(federation, engine, "local", trained, number, before, progress)
     replies: dict[str, Message] = {i: local.results[i].reply for i in who if i in local.results}  # type: ignore[misc]
     if len(replies) < settings.min_replies:
         reasons = "; ".join(f"{f['client']}: {f['reason']}" for f in local.failures[:3])
@@ -275,12 +286,12 @@ def _one_round(
     summary: dict[str, dict[str, float]] = {}
     failures = local.failures
     if number % settings.evaluate_every == 0 or number == settings.rounds:
-        evaluated = _collect(federation, engine, "evaluate", list(federation.clients), number, after, progress)
-        failures = sorted([*failures, *evaluated.failures], key=_place)
+        evaluated = collect(federation, engine, "evaluate", list(federation.roster.ids), number, after, progress)
+        failures = sorted([*failures, *evaluated.failures], key=place)
         metrics = {i: result.metrics for i, result in sorted(evaluated.results.items())}
         for i, values in metrics.items():
             rows[i] = rows.get(i, {}) | values
-        summary = summarise(metrics, {i: len(client.train) for i, client in federation.clients.items()})
+        summary = summarise(metrics, federation.roster.num_examples)
     down, up = (sum(row.get(f"bytes_{way}", 0) for row in rows.values()) for way in ("down", "up"))
     record = {
         "round": number,
@@ -311,80 +322,12 @@ def _keep_analysis(
     return {name: value for name, value in kept.items() if isinstance(value, int | float)}
 
 
-@dataclasses.dataclass
-class _Collected:
-    """What became of the tasks of one phase: results that can be accepted and bytes that went down, by client; a record of
-    each failure; seconds in which the server made messages and in which clients worked."""
-
-    results: dict[str, Result] = dataclasses.field(default_factory=dict)
-    bytes_down: dict[str, int] = dataclasses.field(default_factory=dict)
-    failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    seconds_dispatch: float = 0.0
-    seconds_clients: float = 0.0
-
-
-def _place(failure: Mapping[str, Any]) -> tuple[str, ...]:
-    return failure["client"], failure["phase"], failure["reason"]
-
-
-def _collect(
-    federation: Federation,
-    engine: Engine,
-    phase: Phase,
-    clients: Sequence[str],
-    number: int,
-    at: Checkpoint,
-    progress: Progress,
-) -> _Collected:
-    """Carries out one phase for these clients, from the state `at`. Raises at the first failure if so configured."""
-    found, done, clock = _Collected(), 0, time.perf_counter
-    blocks = federation.tasks(phase, clients, number, at)
-    while True:
-        asked = clock()
-        tasks = next(blocks, None)
-        found.seconds_dispatch += clock() - asked
-        if tasks is None:
-            break
-        if phase == "local":
-            found.bytes_down |= {task.client: task.down.nbytes for task in tasks}
-        began = clock()
-        for result in engine.run(tasks):
-            _accept(federation, result, at, found, progress)
-            done += 1
-            progress.client(phase, done, len(clients))
-        found.seconds_clients += clock() - began
-    found.failures.sort(key=_place)
-    return found
-
-
-def _accept(federation: Federation, result: Result, at: Checkpoint, found: _Collected, progress: Progress) -> None:
-    """Puts one result where it belongs: among the accepted, or among the failures."""
-    task, failure = result.task, result.failure
-    if failure is None and task.phase == "local" and (flaw := federation.flaw(result.reply, at.state, task.down)):
-        failure = ClientError(task.round, task.client, "reply", flaw)
-    for incident in result.incidents:
-        warnings.warn(f"round {task.round}, client {task.client!r}: {incident}", RuntimeWarning, stacklevel=6)
-        reason = {"client": task.client, "phase": task.phase, "reason": incident}
-        found.failures.append({**reason, "retried": failure is None})
-    if failure is None:
-        # Without the message: with it, those of all blocks would stay until the end of the phase.
-        found.results[task.client] = dataclasses.replace(
-            result, task=dataclasses.replace(task, down=Message(), mine=None)
-        )
-    elif federation.settings.on_error == "raise":
-        raise failure
-    else:
-        progress.say(f"{failure}; the run goes on without this client")
-        reason = {"client": failure.client, "phase": failure.phase, "reason": failure.reason}
-        found.failures.append({**reason, "retried": False})
-
-
 def _write_models(
     federation: Federation, last: Checkpoint, engine: Engine, directory: RunDirectory, progress: Progress
 ) -> None:
     """The personal models after the last round, `models/ID.safetensors`. With `on_error="skip"` a client whose model cannot
     be made costs no other client's; the records of the rounds are complete by now, so it is told as a warning."""
-    blocks = federation.tasks("export", list(federation.clients), last.round, last)
+    blocks = federation.tasks("export", list(federation.roster.ids), last.round, last)
     for result in (result for tasks in blocks for result in engine.run(tasks)):
         client, failure = result.task.client, result.failure
         for incident in result.incidents:
@@ -395,4 +338,5 @@ def _write_models(
             progress.say(f"{failure}; its model is not written")
             warnings.warn(f"{failure}; its model is not written", RuntimeWarning, stacklevel=4)
             continue
-        directory.write_model(client, result.weights, result.description)
+        if result.weights is not None:  # at a site they stay there
+            directory.write_model(client, result.weights, result.description)

@@ -7,13 +7,11 @@ from typing import Any, final
 
 from torch import Tensor
 
-from polyfed import checks
-from polyfed.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext
+from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.data.examples import Examples
-from polyfed.engines.work import Phase, Task, effort
+from polyfed.engines.work import Phase, Task
 from polyfed.evaluation import SCORE
-from polyfed.graphs.cached import graph_of
-from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.roster import Roster
 from polyfed.runs.checkpoint import Checkpoint
 from polyfed.seeds import derive, numpy_generator
 from polyfed.settings import Settings
@@ -25,23 +23,29 @@ _BLOCK_BYTES = 256 * 2**20  # of messages that wait for a worker
 @final
 @dataclass(frozen=True)
 class Federation:
-    """Who takes part, by which method and settings: what stays the same from round to round."""
+    """Who takes part, by which method and settings: what stays the same from round to round.
+
+    Attributes: `clients`, whom a simulation plays; in a deployment they are elsewhere, and the server has only the `told`
+    roster of them.
+    """
 
     clients: Mapping[str, Client]
     algorithm: Algorithm[Any, Any]
     settings: Settings
     public: Examples | None = None
+    told: Roster | None = None
 
     @cached_property
-    def _architectures(self) -> Mapping[str, str]:
-        return checks.architectures(list(self.clients.values()))
+    def roster(self) -> Roster:
+        """What the server knows of the clients."""
+        return self.told or Roster.of(list(self.clients.values()), self.algorithm.requires)
 
     def info(self, client: str, round_number: int, phase: Phase = "local") -> ClientInfo:
         """What the server knows of a client: its architecture only where the method requires it. The network of a round is
         made from the message that the client would receive in the next. (That download is not counted: a client that takes
         part gets it anyway.)"""
         seen = "architectures" in self.algorithm.requires
-        architecture = self._architectures.get(client) if seen else None
+        architecture = self.roster.architectures.get(client) if seen else None
         if phase == "local":
             return ClientInfo(client, round_number, self.settings.rounds, architecture)
         return ClientInfo(client, round_number + 1, self.settings.rounds, architecture, "personal")
@@ -52,25 +56,22 @@ class Federation:
 
     @cached_property
     def _context(self) -> ServerContext:
-        needs, clients = self.algorithm.requires, list(self.clients.values())
-        models: dict[str, Architecture] = {
-            self._architectures[c.id]: c.model for c in clients if c.model is not None
-        } if needs & {"one_architecture", "architectures"} else {}  # fmt: skip
+        needs, roster = self.algorithm.requires, self.roster
         return ServerContext(
             seed=self.settings.seed,
             rounds=self.settings.rounds,
-            clients=tuple(self.info(client, 1) for client in self.clients),
-            model=next(iter(models.values())) if "one_architecture" in needs else None,
-            architectures=models if "architectures" in needs else None,
-            layer_catalogue=LayerCatalogue.of(map(graph_of, clients)) if "layer_catalogue" in needs else None,
+            clients=tuple(self.info(client, 1) for client in roster.ids),
+            model=next(iter(roster.models.values())) if "one_architecture" in needs else None,
+            architectures=roster.models if "architectures" in needs else None,
+            layer_catalogue=roster.layer_catalogue,
             public=self.public if "public_data" in needs else None,
-            form=checks.common_form(clients) if "one_form" in needs else None,
+            form=roster.form if "one_form" in needs else None,
         )
 
     def cohort(self, round_number: int) -> list[str]:
         """The clients of a round, in the order of their ids; drawn from a stream of its own, so that the cohorts are the
         same for every method."""
-        ids = sorted(self.clients)
+        ids = list(self.roster.ids)
         size = self.settings.cohort_size(len(ids))
         if size == len(ids):
             return ids
@@ -86,7 +87,7 @@ class Federation:
     def tasks(self, phase: Phase, clients: Sequence[str], round_number: int, at: Checkpoint) -> Iterator[list[Task]]:
         """The tasks of these clients from the state `at`, in blocks whose messages fit into memory. (Messages that share
         their tensors, as those of one global model do, are one block whatever their number.)"""
-        order = sorted(clients, key=lambda client: (-effort(phase, self.clients[client]), client))
+        order = sorted(clients)  # what is computed for many at once may differ in its last bits from order to order
         everyone = [self.info(client, round_number, phase) for client in order]
         block: list[Task] = []
         held: dict[int, int] = {}

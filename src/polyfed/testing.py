@@ -260,7 +260,8 @@ class AlgorithmContract(ABC):
         _assert_unchanged(data, [t for c in clients for t in (c.train.x, c.train.y, c.test.x)], "a client's data")
 
     def test_order_of_clients_is_irrelevant(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Neither the order in which an engine runs the clients nor that of the replies changes a bit."""
+        """Neither the order in which an engine runs the clients nor that of the replies changes a bit; nor do scalars that
+        the method does not call needed."""
         federation = self._federation(algorithm)
         with one_thread():
             state = algorithm.init(federation.context())
@@ -280,7 +281,13 @@ class AlgorithmContract(ABC):
             replies = {client: result.reply for client, result in one.items() if result.reply is not None}
             forward = algorithm.aggregate(state, replies)
             backward = algorithm.aggregate(state, dict(reversed(replies.items())))
+            needed = {
+                i: Message(r.arrays, {n: r.scalars[n] for n in r.scalars if n in algorithm.scalars_needed})
+                for i, r in replies.items()
+            }
+            sparing = algorithm.aggregate(state, needed)
         _assert_unchanged(forward, backward, "the aggregate of replies in another order")
+        _assert_unchanged(forward, sparing, "the aggregate of replies with no scalars but `scalars_needed`")
 
     def test_resumed_equals_uninterrupted(self, algorithm: Algorithm[Any, Any], tmp_path: Path) -> None:
         """A run that is stopped and resumed ends as one that is not, bit for bit."""

@@ -59,6 +59,7 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "public_data"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"representations"})
     share: Literal["representations", "weights"] = "representations"
     weighting: Literal["uniform", "capacity"] = "uniform"
     normalise: bool = False
@@ -77,6 +78,13 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
                 )
             object.__setattr__(self, "requires", frozenset({"architectures", "public_data"}))
             object.__setattr__(self, "published", frozenset({"model"}))
+            object.__setattr__(self, "discloses", frozenset({"architecture", "weights"}))
+
+    @property
+    def scalars_needed(self) -> frozenset[str]:
+        """The capacity, if it weighs and the server cannot count it."""
+        told = self.weighting == "capacity" and self.share == "representations"
+        return frozenset({"capacity"}) if told else frozenset()
 
     # -- server ---------------------------------------------------------------------------------------------------
 

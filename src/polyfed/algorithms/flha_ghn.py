@@ -62,6 +62,7 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"layer_catalogue"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"hypernetwork"})
     depth: int = 6
     latent: int = 51
     hidden: int = 16

@@ -31,6 +31,7 @@ class Local(LocalTraining, Algorithm[State, Mine]):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"model"})
+    discloses: ClassVar[frozenset[str]] = frozenset()
     buffers: Policy = "local"
 
     def __post_init__(self) -> None:

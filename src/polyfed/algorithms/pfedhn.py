@@ -55,6 +55,7 @@ class PFedHN(LocalTraining, Algorithm[State, Mine]):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"architectures"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "weights"})
     embedding_dim: int | None = None
     hidden: int = 100
     hn_depth: int = 3

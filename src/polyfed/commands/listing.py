@@ -52,10 +52,15 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 def _algorithms() -> list[Table]:
     rows = [
-        [name, ", ".join(sorted(method.requires - {"model"})) or "any architectures", summary(method)]
+        [
+            name,
+            ", ".join(sorted(method.requires - {"model"})) or "any architectures",
+            ", ".join(sorted(method.discloses)) or "nothing",
+            summary(method),
+        ]
         for name, method in REGISTRY.items()
     ]
-    return [_table("algorithms", ("name", "requires", ""), rows)]
+    return [_table("algorithms", ("name", "requires", "discloses", ""), rows)]
 
 
 def _data() -> list[Table]:

@@ -39,13 +39,13 @@ class Task:
 class Result:
     """What became of a task: the reply and private state, metrics, or weights; or else `failure`. `incidents` tell of
     workers that died on the way, also when a later attempt succeeded. `description` goes with the weights of a method that
-    brings its own networks."""
+    brings its own networks; weights are None where they stay with the client."""
 
     task: Task
     reply: Message | None = None
     mine: Nested = None
     metrics: Metrics = field(default_factory=dict)
-    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    weights: Mapping[str, torch.Tensor] | None = field(default_factory=dict)
     description: Mapping[str, Any] | None = None
     seconds: float = 0.0
     failure: ClientError | None = None

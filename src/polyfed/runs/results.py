@@ -76,9 +76,9 @@ class Run:
         if number is None:
             raise UserError("table(at='best') needs validation examples: give clients val=..., or --data.val_fraction")
         record = self.history[number - 1]
-        clients = self.federation.clients
-        task = next(iter(clients.values())).task
-        metrics = {i: record["clients"].get(i, {}) for i in sorted(clients)}
+        roster = self.federation.roster
+        task, known = roster.task, roster.num_examples
+        metrics = {i: record["clients"].get(i, {}) for i in roster.ids}
         told = {name for values in metrics.values() for name in values}
         beside = sorted(name.removesuffix(SCORE[task]) for name in told if name.endswith(f"_{SCORE[task]}"))
         parts = dict.fromkeys(["", "val_", "balanced_", *beside])
@@ -87,9 +87,10 @@ class Run:
         ]
         rows: list[dict[str, Any]] = []
         for i, values in metrics.items():
-            rows.append({"client": i, **{n: values.get(n) for n in names}, "num_examples": len(clients[i].train)})
+            rows.append({"client": i, **{n: values.get(n) for n in names}, "num_examples": known.get(i)})
         means = {n: record["summary"].get(n, {}).get("mean") for n in names}
-        rows.append({"client": "mean", **means, "num_examples": sum(r["num_examples"] for r in rows) / len(rows)})
+        total = sum(known.values()) / len(rows) if len(known) == len(rows) else None
+        rows.append({"client": "mean", **means, "num_examples": total})
         return rows
 
     def model(self, client: str) -> nn.Module:
@@ -101,6 +102,8 @@ class Run:
         """
         clients = self.federation.clients
         if client not in clients:
+            if client in self.federation.roster.ids:
+                raise UserError(f"the model of {client!r} is at its site, in the folder models of its state-dir")
             raise UserError(f"no client {client!r} in this run; {nearest(client, clients)}")
         device = choose_device(self.federation.settings.device)
         engine = InProcessEngine(self.federation.algorithm, [clients[client]], device)
@@ -109,6 +112,7 @@ class Run:
             result = next(engine.run([task]))
             if result.failure is not None:
                 raise result.failure
+            assert result.weights is not None  # of a task of the phase "export", in this process
             factory = clients[client].model
             if factory is not None and self.federation.algorithm.requires & MODEL_WORDS:
                 return fill(new_module(factory, seed=0), result.weights).eval()
