@@ -37,12 +37,17 @@ def check_clients(clients: Sequence[Client]) -> None:
 
 def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
     """Raises a `UserError` if the federation lacks what `algorithm.requires`; it names clients and other methods."""
-    needs, name = algorithm.requires, name_of(algorithm)
-    if "public_data" in needs and public is None:
-        raise UserError(f"{name} needs public examples that are no client's data; give public=... (federate) or "
-                        "--data.public_fraction")  # fmt: skip
-    if "public_data" in needs and public is not None:
+    if "public_data" in algorithm.requires and public is None:
+        raise UserError(f"{name_of(algorithm)} needs public examples that are no client's data; give public=... (federate) "
+                        "or --data.public_fraction")  # fmt: skip
+    if "public_data" in algorithm.requires and public is not None:
         _check_public(clients, public)
+    check_suited(clients, algorithm)
+
+
+def check_suited(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
+    """The part of `check_requirements` that is about the clients alone, their networks and the form of their data."""
+    needs, name = algorithm.requires, name_of(algorithm)
     if "one_input_form" in needs:
         forms = {client.id: _form(client.train) for client in clients}
         if other := next((i for i in forms if forms[i] != forms[clients[0].id]), None):

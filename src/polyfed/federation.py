@@ -150,23 +150,34 @@ def resume(
                 f"the clients are not those of the run in {out}: its data fingerprint is {before}, theirs is {now}; "
                 "resume with the same ids, data and networks"
             )
-        start, notes = checkpoints.load(directory.checkpoints, directory.rounds_told())
-        if start is None and notes:
-            raise UserError(
-                f"no checkpoint of the run in {out} is whole and of a round that metrics.jsonl reaches: {'; '.join(notes)}. "
-                f"Put a copy of what was lost back, or delete the folder "
-                f"{directory.checkpoints}: then the run starts again from round 1"
-            )
-        done = 0 if start is None else start.round
-        history = directory.keep_rounds(done)
-        checkpoints.drop_newer(directory.checkpoints, done)
-        for note in notes:
-            warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=2)
+        start, history = go_back(directory)
     except BaseException:
         directory.close()
         raise
     progress = progress or for_terminal(lines=False)
     return play(federation, start, history, directory, progress)
+
+
+def go_back(directory: RunDirectory) -> tuple[Checkpoint | None, list[dict[str, Any]]]:
+    """The newest whole checkpoint of a run and the records up to it; what is newer is removed from its directory. No
+    checkpoint: the run begins anew.
+
+    Raises:
+        UserError: there are checkpoints, but none is whole.
+    """
+    start, notes = checkpoints.load(directory.checkpoints, directory.rounds_told())
+    if start is None and notes:
+        raise UserError(
+            f"no checkpoint of the run in {directory.path} is whole and of a round that metrics.jsonl reaches: "
+            f"{'; '.join(notes)}. Put a copy of what was lost back, or delete the folder {directory.checkpoints}: then the "
+            "run starts again from round 1"
+        )
+    done = 0 if start is None else start.round
+    history = directory.keep_rounds(done)
+    checkpoints.drop_newer(directory.checkpoints, done)
+    for note in notes:
+        warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=3)
+    return start, history
 
 
 def _checked(clients: Sequence[Client], algorithm: Algorithm[Any, Any], settings: Settings, public: Any) -> Federation:

@@ -140,13 +140,18 @@ class RunDirectory:
 
     def write_model(self, client: str, weights: Tree, description: Mapping[str, Any] | None = None) -> None:
         """A personal model: its weights and, where there is one, the description with which it can be built (`ID.json`)."""
-        files = {self.model_path(client): safetensors.torch.save({n: t.contiguous() for n, t in weights.items()})}
-        if description is not None:
-            files[self.model_path(client).with_suffix(".json")] = json.dumps(description, indent=1).encode()
-        for path, content in files.items():
-            partial = path.with_name(f".partial-{path.name}")
-            partial.write_bytes(content)
-            partial.rename(path)
+        write_weights(self.model_path(client), weights, description)
+
+
+def write_weights(path: Path, weights: Tree, description: Mapping[str, Any] | None = None) -> None:
+    """Weights as a safetensors file and, where there is one, the description beside it."""
+    files = {path: safetensors.torch.save({n: t.contiguous() for n, t in weights.items()})}
+    if description is not None:
+        files[path.with_suffix(".json")] = json.dumps(description, indent=1).encode()
+    for file, content in files.items():
+        partial = file.with_name(f".partial-{file.name}")
+        partial.write_bytes(content)
+        partial.rename(file)
 
 
 def plain(value: Any, name: str) -> Any:

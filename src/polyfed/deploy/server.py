@@ -1,0 +1,285 @@
+"""The server's half of a deployment: its configuration, the roster it makes of what sites tell, and the run.
+
+The rounds are those of the simulator (`federation.play`), on an engine that sends tasks to sites. The private state of a
+site stays there; in its place the server keeps the round after which it was, so that a run that is resumed from a
+checkpoint asks for the state that belongs to it.
+"""
+
+import dataclasses
+import importlib.util
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, final, get_args
+
+import yaml
+
+from polyfed.algorithm import Algorithm, Architecture, Form
+from polyfed.algorithm import Task as Kind
+from polyfed.algorithms import get, name_of
+from polyfed.data.examples import as_examples
+from polyfed.deploy.wire import PROTOCOL
+from polyfed.engines.work import Engine, Task
+from polyfed.errors import UserError, nearest
+from polyfed.federation import go_back, play
+from polyfed.roster import Roster
+from polyfed.rounds import Federation
+from polyfed.runs.checkpoint import Checkpoint
+from polyfed.runs.configuration import described, restored
+from polyfed.runs.directory import RunDirectory, plain, read_config
+from polyfed.runs.progress import Progress
+from polyfed.runs.results import Run, one_thread
+from polyfed.scratch import scratch
+from polyfed.settings import Settings
+
+_CONSENT = frozenset({"weights", "architecture"})
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """How a deployment is run.
+
+    Args:
+        sites: ids of the sites that take part; nobody else does.
+        out: run directory, on the server's machine.
+        resume: go on with the run in `out`; method and settings are then the run's.
+        allow_disclosure: whether a method may run by which the server learns weights or architectures. (Each site has its
+            own say as well.)
+        join_seconds: how long the server waits at the start until all sites are there.
+        round_seconds: how long it waits for the replies of a phase of a round; later ones are discarded.
+        max_megabytes: replies above that are refused.
+        file: a Python file of the server's, with `model()` (the common network, for methods that need one architecture),
+            `architectures()` (a list of factories, for methods that need them all) and `public()` (unlabelled examples);
+            None where the method needs none of these.
+
+    Raises:
+        UserError: a value outside its range.
+    """
+
+    sites: tuple[str, ...]
+    out: Path
+    resume: bool = False
+    allow_disclosure: bool = False
+    join_seconds: float = 300.0
+    round_seconds: float = 3600.0
+    max_megabytes: float = 1024.0
+    file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sites or len(set(self.sites)) < len(self.sites):
+            raise UserError(f"sites must name at least one site, each once, got {', '.join(self.sites) or 'none'!r}")
+        for name in ("join_seconds", "round_seconds", "max_megabytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise UserError(f"{name.replace('_', '-')} must be positive, got {value!r}")
+
+
+@final
+@dataclass(frozen=True)
+class Server:
+    """A deployment that can begin: what sites are told, and what the server brings itself. See `prepare`."""
+
+    deployment: Deployment
+    algorithm: Algorithm[Any, Any]
+    settings: Settings
+    run: str
+    models: Mapping[str, Architecture] = field(default_factory=dict)
+    public: Any = None
+
+    def introduction(self) -> dict[str, Any]:
+        """The head of the first letter to a site."""
+        needs = self.algorithm.requires
+        told = ["architecture"] if "architectures" in needs else []
+        told += ["form"] if needs & {"one_form", "one_input_form"} else []
+        common = next(iter(self.models)) if "one_architecture" in needs else None
+        return {"kind": "introduce", **self._common(), "architecture": common, "told": told}
+
+    def order(self, task: Task) -> dict[str, Any]:
+        """The head of the letter with a task."""
+        span = 2 * self.settings.checkpoint_every + 1  # two checkpoints are kept, and the last round may not have one
+        return {
+            "kind": "task", **self._common(), "phase": task.phase, "round": task.round, "client": task.client,
+            "seed": task.seed, "run_seed": task.run_seed, "state": None if task.mine is None else task.mine["round"],
+            "keep": max(0, task.round - span),
+        }  # fmt: skip
+
+    def _common(self) -> dict[str, Any]:
+        algorithm = described(self.algorithm, self.settings)["algorithm"]
+        return {"protocol": PROTOCOL, "run": self.run, "algorithm": algorithm}
+
+    def federation(self, told: Mapping[str, Mapping[str, Any]]) -> Federation:
+        """The federation of what the sites have told.
+
+        Raises:
+            UserError: it does not suit the method.
+        """
+        ids = tuple(sorted(self.deployment.sites))
+        needs, name = self.algorithm.requires, name_of(self.algorithm)
+        tasks = {i: told[i].get("task") for i in ids}
+        if len(set(tasks.values())) > 1 or tasks[ids[0]] not in get_args(Kind):
+            raise UserError(f"sites of one federation must have one task, got {tasks}")
+        kinds = dict.fromkeys(ids, next(iter(self.models))) if "one_architecture" in needs else {}
+        if "architectures" in needs:
+            kinds = {i: str(told[i].get("architecture")) for i in ids}
+            if other := next((i for i in ids if kinds[i] not in self.models), None):
+                raise UserError(
+                    f"{name} needs the server to know all architectures, but that of {other!r}, {kinds[other]}, is none of "
+                    f"architectures() in {self.deployment.file}: {', '.join(self.models)}"
+                )
+        roster = Roster(
+            ids=ids,
+            task=tasks[ids[0]],  # type: ignore[arg-type]
+            num_examples={i: int(told[i]["num_examples"]) for i in ids if "num_examples" in told[i]},
+            architectures=kinds,
+            models=self.models,
+            form=_common_form(told, name) if needs & {"one_form", "one_input_form"} else None,
+        )
+        public = None if self.public is None else as_examples(self.public, "public()", labelled=False)
+        return Federation({}, self.algorithm, self.settings, public, roster)
+
+    @one_thread()
+    def play(self, federation: Federation, engine: Engine, progress: Progress) -> Run:
+        """Plays the run, from the start or from its newest checkpoint."""
+        out = self.deployment.out
+        if not self.deployment.resume:
+            start = Checkpoint(0, self.algorithm.init(federation.context()), {})
+            directory = RunDirectory.create(out)
+            try:
+                directory.write_manifest(
+                    {"seed": self.settings.seed, "deployment": self.run, "sites": list(federation.roster.ids)}
+                )
+                directory.write_config({**described(self.algorithm, self.settings), "deployment": self._described()})
+            except BaseException:
+                directory.close()
+                raise
+            return play(federation, start, [], directory, progress, engine)
+        directory = RunDirectory.open(out)
+        try:
+            found, history = go_back(directory)
+        except BaseException:
+            directory.close()
+            raise
+        return play(federation, found, history, directory, progress, engine)
+
+    def _described(self) -> dict[str, Any]:
+        told = dataclasses.asdict(self.deployment)
+        told = {n: str(v) if isinstance(v, Path) else v for n, v in told.items() if n not in ("out", "resume")}
+        return dict(plain(told, "deployment"))
+
+
+def prepare(config: Mapping[str, Any]) -> Server:
+    """The server of a flat configuration, as Flower gives it: fields of `Deployment` and `Settings` with hyphens (`sites`
+    separated by commas; `file` for the server's Python file), `algorithm.name` and the method's fields.
+
+    Raises:
+        UserError: a word is missing or unknown, a value does not fit, or consent is missing.
+
+    >>> server = prepare({"sites": "north,south", "out": "run", "rounds": 3, "algorithm.name": "flha_ghn",
+    ...                   "algorithm.lr": 0.1, "algorithm.catalogue": "catalogue.yaml"})
+    >>> server.algorithm.lr, server.settings.rounds, server.deployment.sites
+    (0.1, 3, ('north', 'south'))
+    """
+    given = {str(key): value for key, value in config.items() if value != ""}
+    words = {f.name.replace("_", "-"): f.name for f in dataclasses.fields(Deployment)}
+    of_settings = ("rounds", "seed", "sample", "evaluate-every", "checkpoint-every", "on-error", "min-replies")
+    method = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("algorithm.")}
+    choices = [*words, *of_settings, "algorithm.name"]
+    if unknown := [key for key in given if key not in choices and not key.startswith("algorithm.")]:
+        raise UserError(f"the configuration has no {unknown[0]!r}; {nearest(unknown[0], choices)}")
+    for key in ("sites", "out"):
+        if key not in given:
+            raise UserError(f"the configuration lacks {key}")
+    values = {words[key]: value for key, value in given.items() if key in words}
+    values["sites"] = tuple(name.strip() for name in str(values["sites"]).split(",") if name.strip())
+    values["out"] = Path(str(values["out"]))
+    values["file"] = None if "file" not in values else Path(str(values["file"]))
+    deployment = Deployment(**values)
+    if deployment.resume:
+        return _resumed(deployment)
+    if "name" not in method:
+        raise UserError('the configuration lacks algorithm.name; for example algorithm.name = "flha_ghn"')
+    chosen = get(str(method.pop("name")))
+    fields = {f.name for f in dataclasses.fields(chosen)}  # type: ignore[arg-type]
+    if strange := sorted(set(method) - fields):
+        raise UserError(f"algorithm.{strange[0]} is no field of the method; {nearest(strange[0], fields)}")
+    algorithm = chosen(**{name: _value(value) for name, value in method.items()})
+    settings = Settings(**{"on_error": "skip", **{k.replace("-", "_"): given[k] for k in of_settings if k in given}})
+    return _complete(deployment, algorithm, settings, secrets.token_hex(8))
+
+
+def _value(value: Any) -> Any:
+    """A field of a method: Flower's configuration has no lists and no null, so that text may hold them as YAML does."""
+    if isinstance(value, str) and (value[:1] in "[{" or value in ("null", "none")):
+        return None if value == "none" else yaml.safe_load(value)
+    return value
+
+
+def _resumed(deployment: Deployment) -> Server:
+    config = read_config(deployment.out)
+    if "deployment" not in config:
+        raise UserError(f"{deployment.out} is the directory of a simulation: polyfed resume {deployment.out}")
+    settings, algorithm = restored(config, None)
+    directory = RunDirectory.open(deployment.out)
+    try:
+        run = str(directory.manifest().get("deployment", ""))
+    finally:
+        directory.close()
+    before = tuple(config["deployment"]["sites"])
+    if set(before) != set(deployment.sites):
+        raise UserError(f"the run in {deployment.out} is of {', '.join(before)}, not of {', '.join(deployment.sites)}")
+    return _complete(deployment, algorithm, settings, run)
+
+
+def _complete(deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings, run: str) -> Server:
+    """Consent, and what the server brings itself."""
+    needs, name = algorithm.requires, name_of(algorithm)
+    if not deployment.allow_disclosure and (shown := sorted(algorithm.discloses & _CONSENT)):
+        raise UserError(
+            f"{name} discloses {' and '.join(shown)} of the sites to the server; if they agree, allow it: "
+            "polyfed flower run DIR --allow-disclosure, and allow-disclosure=true at each site"
+        )
+    settings.cohort_size(len(deployment.sites))
+    if "layer_catalogue" in needs and getattr(algorithm, "catalogue", None) is None:
+        raise UserError(
+            f"{name} needs a layer catalogue that the sites have agreed on, so that none has to show its layers: "
+            'algorithm.catalogue = "/path/catalogue.yaml"; each site adds to it with `polyfed graph MODEL --catalogue FILE`'
+        )
+    models: dict[str, Architecture] = {}
+    if "one_architecture" in needs:
+        model: Architecture = _function(deployment, "model", f"{name} needs one architecture")
+        models = {scratch(model).architecture: model}
+    if "architectures" in needs:
+        found: Sequence[Architecture] = _function(deployment, "architectures", f"{name} needs all architectures")()
+        models = {scratch(factory).architecture: factory for factory in found}
+    public = _function(deployment, "public", f"{name} needs public examples")() if "public_data" in needs else None
+    return Server(deployment, algorithm, settings, run, models, public)
+
+
+def _function(deployment: Deployment, name: Literal["model", "architectures", "public"], why: str) -> Any:
+    """A function of the server's Python file."""
+    file = deployment.file
+    if file is None:
+        raise UserError(
+            f'{why}: name a Python file with a function {name}() in the configuration, file = "/path/server.py"'
+        )
+    spec = importlib.util.spec_from_file_location("polyfed_server", file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise UserError(f"file={str(file)!r} is not a Python file on the server")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(found := getattr(module, name, None)):
+        raise UserError(f"{why}: {file} defines no function {name}()")
+    return found
+
+
+def _common_form(told: Mapping[str, Mapping[str, Any]], name: str) -> Form:
+    forms = {i: answer["form"] for i, answer in sorted(told.items())}
+    first = next(iter(forms))
+    if other := next((i for i in forms if forms[i][0] != forms[first][0]), None):
+        raise UserError(
+            f"{name} needs inputs of one shape, but those of {other!r} are {forms[other][0]}, those of {first!r} "
+            f"{forms[first][0]}"
+        )
+    return Form(tuple(int(size) for size in forms[first][0]), max(int(form[1]) for form in forms.values()))

@@ -1,0 +1,318 @@
+"""The site's half of a deployment: its own client, its private state on its own disk, and what it lets out.
+
+A site is asked by letters and answers each; it keeps nothing in memory between them, since Flower starts a process for each
+message. Its folder has one folder a run: private state after each round the server may still go back to, metrics of its own,
+and the personal network at the end. None of that is sent.
+"""
+
+import importlib.util
+import json
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from polyfed import checks
+from polyfed.algorithm import MODEL_WORDS, Algorithm, Client, Message
+from polyfed.algorithms import get
+from polyfed.deploy.privacy import Protection, epsilon, protect
+from polyfed.deploy.wire import PROTOCOL, Letter
+from polyfed.engines import choose_device
+from polyfed.engines.inprocess import InProcessEngine
+from polyfed.engines.work import Task
+from polyfed.errors import UserError, nearest
+from polyfed.runs.checkpoint import file_name
+from polyfed.runs.directory import replace_file, write_weights
+from polyfed.runs.results import one_thread
+from polyfed.scratch import scratch
+from polyfed.tree import Nested, decode, encode
+
+_LOG = logging.getLogger("polyfed.site")
+_RUN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_CONSENT = frozenset({"weights", "architecture"})  # of `Algorithm.discloses`, what a site must allow
+
+
+@final
+@dataclass(frozen=True)
+class Site:
+    """A site.
+
+    Args:
+        name: its id in the federation.
+        client: makes its network and data; the function `client` of its `site.py`.
+        folder: where it keeps its own (`state-dir`).
+        disclose: scalars that may go up beside those that the method needs: "num_examples", "train_loss", "seconds", names
+            of metrics such as "accuracy", and "errors" for the text of exceptions.
+        allow_disclosure: whether methods may run here by which the server learns weights or architecture.
+        methods: names of the methods that may run here; None is all.
+        protection: clipping and noise on what goes up.
+        device: where it computes.
+    """
+
+    name: str
+    client: Callable[[], Client]
+    folder: Path
+    disclose: frozenset[str] = frozenset()
+    allow_disclosure: bool = False
+    methods: frozenset[str] | None = None
+    protection: Protection = field(default_factory=Protection)
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.protection.noise_multiplier and self.disclose:
+            raise UserError(
+                f"noise-multiplier protects tensors only, and disclose={','.join(sorted(self.disclose))!r} lets numbers out "
+                "beside them; leave disclose empty"
+            )
+
+    def answer(self, letter: Letter) -> Letter:
+        """Does what a letter asks for. Whatever goes wrong is told in the answer, in full only in the site's log."""
+        try:
+            if letter.head.get("protocol") != PROTOCOL:
+                raise _RefusalError(
+                    f"the server speaks protocol {letter.head.get('protocol')!r}, this site {PROTOCOL}; both need "
+                    "versions of polyfed that fit"
+                )
+            algorithm = self._method(letter.head)
+            if letter.head["kind"] == "introduce":
+                return self._introduce(letter.head, algorithm)
+            return self._work(letter, algorithm)
+        except _RefusalError as refusal:
+            _LOG.warning("refused: %s", refusal)
+            return Letter({"client": self.name, "refused": str(refusal)})
+        except Exception as error:  # whatever the site's own code raises: it is reported, never swallowed
+            _LOG.error("%s", traceback.format_exc())
+            return Letter({"client": self.name, "refused": self._told(error)})
+
+    def _told(self, error: BaseException | str) -> str:
+        """What the server is told of an error, whose text may show data."""
+        if "errors" in self.disclose:
+            return error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        kind = str(error).partition(":")[0] if isinstance(error, str) else type(error).__name__
+        return f"{kind if kind.isidentifier() else 'an error'} (its text is in the log of the site)"
+
+    def _method(self, head: Mapping[str, Any]) -> Algorithm[Any, Any]:
+        """The method, if its owner lets it run here."""
+        fields = dict(head["algorithm"])
+        name = str(fields.pop("name"))
+        if self.methods is not None and name not in self.methods:
+            raise _RefusalError(f"this site runs {', '.join(sorted(self.methods))} only, not {name}")
+        algorithm: Algorithm[Any, Any] = get(name)(**fields)
+        if not self.allow_disclosure and (shown := sorted(algorithm.discloses & _CONSENT)):
+            raise _RefusalError(
+                f"{name} discloses {' and '.join(shown)} to the server, which this site does not allow (allow-disclosure)"
+            )
+        if self.protection.noise_multiplier and algorithm.scalars_needed:
+            raise _RefusalError(
+                f"this site adds noise, and {name} needs {', '.join(sorted(algorithm.scalars_needed))} without; for "
+                "num_examples set algorithm.weighted = false"
+            )
+        return algorithm
+
+    def _own(self) -> Client:
+        client = self.client()
+        if not isinstance(client, Client):
+            raise UserError(f"client() of site.py must return a polyfed.Client, got {type(client).__name__}")
+        if client.id != self.name:
+            raise UserError(f"client() of site.py returns the client {client.id!r}, but this site is {self.name!r}")
+        return client
+
+    def _run_folder(self, head: Mapping[str, Any]) -> Path:
+        if not (isinstance(head["run"], str) and _RUN.fullmatch(head["run"])):
+            raise _RefusalError(f"{head['run']!r} is no identifier of a run")
+        return self.folder / head["run"]
+
+    # -- introduce --------------------------------------------------------------------------------------------------
+
+    def _introduce(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> Letter:
+        """Checks that this client suits the method and is the one that began the run; tells what the server must know."""
+        client, folder = self._own(), self._run_folder(head)
+        needs = algorithm.requires
+        checks.check_suited([client], algorithm)
+        brought = algorithm.brings(checks.form_of(client)) if "one_form" in needs else None
+        checks.check_models([client], factory=brought)
+        architecture = scratch(client.model).architecture if client.model is not None else None
+        if head["architecture"] is not None and needs & MODEL_WORDS and architecture != head["architecture"]:
+            raise _RefusalError("its network is not that of the federation, and this method needs one architecture")
+        folder.mkdir(parents=True, exist_ok=True)
+        marks, known = folder / "run.json", {"client": client.id, "data_fingerprint": checks.fingerprint([client])}
+        if not marks.exists():
+            replace_file(marks, json.dumps(known).encode())
+        elif json.loads(marks.read_text()) != known:
+            raise _RefusalError("its data or network are not those with which it began this run; start another run")
+        told: dict[str, Any] = {"client": client.id, "task": client.task}
+        if "num_examples" in self.disclose | algorithm.scalars_needed:
+            told["num_examples"] = len(client.train)
+        if "architecture" in head["told"]:
+            told["architecture"] = architecture
+        if "form" in head["told"]:
+            form = checks.form_of(client)
+            told["form"] = [list(form.inputs), form.outputs]
+        return Letter(told)
+
+    # -- work -------------------------------------------------------------------------------------------------------
+
+    def _work(self, letter: Letter, algorithm: Algorithm[Any, Any]) -> Letter:
+        """Carries out a task. The private state is on the disk before the answer goes."""
+        head, folder = letter.head, self._run_folder(letter.head)
+        if head["client"] != self.name:
+            raise _RefusalError(f"this site is {self.name!r}, and was asked for {head['client']!r}")
+        phase, number = head["phase"], int(head["round"])
+        mine = _read_state(folder, head["state"])
+        task = Task(phase, number, self.name, letter.body, mine, int(head["seed"]), int(head["run_seed"]))
+        with one_thread():
+            engine = InProcessEngine(algorithm, [self._own()], choose_device(self.device))
+            result = next(engine.run([task]))
+        answer: dict[str, Any] = {
+            "client": self.name,
+            "run": head["run"],
+            "round": number,
+            "phase": phase,
+            "failure": None,
+        }
+        answer["seconds"] = result.seconds if "seconds" in self.disclose else 0.0
+        answer["metrics"] = {n: value for n, value in result.metrics.items() if n in self.disclose}
+        if result.failure is not None:
+            _LOG.error("%s\n%s", result.failure, result.failure.trace)
+            return Letter({**answer, "failure": self._told(result.failure.reason)})
+        record: dict[str, Any] = {
+            "round": number,
+            "phase": phase,
+            "seconds": round(result.seconds, 4),
+            **result.metrics,
+        }
+        body = Message()
+        if phase == "local":
+            assert result.reply is not None
+            _write_state(folder, number, result.mine, keep=int(head["keep"]))
+            record |= result.reply.scalars
+            body = self._sent(result.reply, letter.body, algorithm)
+            record |= self._spent(folder, bool(body.arrays))
+        elif phase == "export":
+            path = folder / "models" / f"{file_name(self.name)}.safetensors"
+            path.parent.mkdir(exist_ok=True)
+            write_weights(path, result.weights or {}, result.description)
+            record["model"] = str(path)
+        with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        return Letter(answer, body)
+
+    def _sent(self, reply: Message, down: Message, algorithm: Algorithm[Any, Any]) -> Message:
+        """The reply as it may leave the site."""
+        allowed = self.disclose | algorithm.scalars_needed
+        scalars = {name: value for name, value in reply.scalars.items() if name in allowed}
+        return protect(Message(reply.arrays, scalars), down, self.protection)
+
+    def _spent(self, folder: Path, sends: bool) -> dict[str, float]:
+        """The privacy that this and all earlier messages of the run have cost. A round that is asked for twice counts twice,
+        since its noise is drawn anew."""
+        if not (self.protection.noise_multiplier and sends):
+            return {}
+        book = folder / "messages.json"
+        messages = 1 + (int(json.loads(book.read_text())) if book.exists() else 0)
+        replace_file(book, json.dumps(messages).encode())
+        spent = epsilon(self.protection.noise_multiplier, messages, self.protection.delta)
+        _LOG.info("(epsilon, delta) spent by %d messages: (%.3g, %g)", messages, spent, self.protection.delta)
+        return {"epsilon": spent, "delta": self.protection.delta}
+
+
+@final
+class _RefusalError(Exception):
+    """What the site does not do; its sentence holds nothing of data or network, and is told to the server."""
+
+
+def _state_file(folder: Path, number: int) -> Path:
+    return folder / "private" / f"round-{number:06d}.safetensors"
+
+
+def _read_state(folder: Path, number: int | None) -> Nested:
+    """The private state as it was after round `number`."""
+    if number is None:
+        return None
+    try:
+        return decode(_state_file(folder, number).read_bytes())
+    except (OSError, UserError) as error:
+        raise _RefusalError(
+            f"its private state after round {number} is lost or damaged; put back a copy of its state-dir, or start "
+            "another run"
+        ) from error
+
+
+def _write_state(folder: Path, number: int, mine: Nested, keep: int) -> None:
+    """Writes the private state after round `number`; removes what the server cannot come back to: what is older than the
+    newest state up to round `keep`, and rounds after this one, which a resumed server has forgotten."""
+    target = _state_file(folder, number)
+    target.parent.mkdir(exist_ok=True)
+    replace_file(target, encode(mine))
+    files = {int(file.stem.removeprefix("round-")): file for file in target.parent.glob("round-*.safetensors")}
+    oldest = max((n for n in files if n <= keep), default=0)
+    for n, file in files.items():
+        if n < oldest or n > number:
+            file.unlink()
+
+
+_KEYS = {
+    "client-id", "site", "state-dir", "disclose", "allow-disclosure", "methods", "clip-norm", "noise-multiplier", "delta",
+    "device",
+}  # fmt: skip
+_FLOWERS = {"partition-id", "num-partitions"}
+
+
+def read_site(config: Mapping[str, Any]) -> Site:
+    """The site of a node configuration (`flower-supernode --node-config`), whose words are those of `Site` with hyphens;
+    `client-id` is its name, `site` the path of its `site.py`, lists are separated by commas.
+
+    Raises:
+        UserError: a word is missing or unknown, a value does not fit, or `site.py` cannot be read.
+    """
+    if unknown := sorted(set(config) - _KEYS - _FLOWERS):
+        raise UserError(f"node-config has no {unknown[0]!r}; {nearest(unknown[0], _KEYS)}")
+    if missing := [key for key in ("client-id", "site", "state-dir") if not config.get(key)]:
+        raise UserError(f"node-config lacks {missing[0]}: --node-config 'client-id=\"north\" site=\"/path/site.py\" "
+                        "state-dir=\"/path/state\"'")  # fmt: skip
+    try:
+        clip = config.get("clip-norm")
+        protection = Protection(
+            None if clip is None else float(clip),
+            float(config.get("noise-multiplier", 0)),
+            float(config.get("delta", 1e-5)),
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"node-config: {error}") from error
+    allowed = config.get("allow-disclosure", False)
+    if not isinstance(allowed, bool):
+        raise UserError(f"node-config: allow-disclosure must be true or false, got {allowed!r}")
+    methods = _words(config.get("methods", ""))
+    return Site(
+        name=str(config["client-id"]),
+        client=_client_of(Path(str(config["site"]))),
+        folder=Path(str(config["state-dir"])),
+        disclose=_words(config.get("disclose", "")),
+        allow_disclosure=allowed,
+        methods=methods or None,
+        protection=protection,
+        device=str(config.get("device", "auto")),
+    )
+
+
+def _words(text: Any) -> frozenset[str]:
+    return frozenset(word.strip() for word in str(text).split(",") if word.strip())
+
+
+def _client_of(file: Path) -> Callable[[], Client]:
+    """The function `client` of a `site.py`, which may import its neighbours."""
+    spec = importlib.util.spec_from_file_location("polyfed_site", file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise UserError(f"node-config: site={str(file)!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["polyfed_site"] = module
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    spec.loader.exec_module(module)
+    if not callable(found := getattr(module, "client", None)):
+        raise UserError(f"{file} defines no function client() that returns a polyfed.Client")
+    return found  # type: ignore[no-any-return]

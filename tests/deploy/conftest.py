@@ -1,0 +1,123 @@
+"""A deployment in one process: a grid that hands messages to the ClientApp of each site, as a SuperNode would, in the
+records that would travel. Each message gets a new context, as each gets a new process there."""
+
+import itertools
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from flwr.app import Context, Message, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from polyfed.engines import flower
+from polyfed.engines.flower import client_app
+
+ALL = ",".join(
+    ["num_examples", "train_loss", "errors"]
+    + [
+        f"{part}{metric}"
+        for part in ("", "val_", "generated_", "global_", "trained_")
+        for metric in ("accuracy", "loss")
+    ]
+    + [f"{part}val_{metric}" for part in ("generated_", "global_", "trained_") for metric in ("accuracy", "loss")]
+)
+"""Every number that the methods of these tests tell."""
+
+SITE = """
+from clients_of_a_test import CLIENTS
+
+def client():
+    return CLIENTS["{name}"]()
+"""
+
+
+@dataclass
+class Node:
+    """A SuperNode: its configuration, the name it was registered under, and its ClientApp."""
+
+    config: dict[str, Any]
+    name: str = ""
+    app: Callable[[Message, Context], Message] = field(default_factory=client_app)
+    online: bool = True
+
+
+class MemoryGrid(Grid):
+    """Nodes in this process. `seen` records every message in both directions: (node, type, record)."""
+
+    def __init__(self, nodes: dict[int, Node]) -> None:
+        self.nodes, self.seen = nodes, []
+        self._numbers, self._replies = itertools.count(1), {}
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1  # as the process of a ServerApp has
+
+    def set_run(self, run):
+        raise AssertionError("not used")
+
+    @property
+    def run(self):
+        raise AssertionError("not used")
+
+    def create_message(self, *arguments, **named):
+        raise AssertionError("deprecated")
+
+    def send_and_receive(self, messages, *, timeout=None):
+        raise AssertionError("it polls every 3 s")
+
+    def get_nodes(self):
+        return [NodeInfo(node_id=i, name=node.name) for i, node in self.nodes.items() if node.online]
+
+    def get_node_ids(self):
+        return [info.node_id for info in self.get_nodes()]
+
+    def push_messages(self, messages):
+        sent = []
+        for message in messages:
+            number = str(next(self._numbers))
+            message.metadata.__dict__["_message_id"] = number
+            node = self.nodes[message.metadata.dst_node_id]
+            self.seen.append((message.metadata.dst_node_id, message.metadata.message_type, message.content))
+            context = Context(1, message.metadata.dst_node_id, dict(node.config), RecordDict(), {})
+            reply = node.app(message, context)
+            if reply is not None:  # None is a site that hangs
+                if reply.has_content():
+                    self.seen.append((message.metadata.dst_node_id, "reply", reply.content))
+                self._replies[number] = reply
+            sent.append(number)
+        return sent
+
+    def pull_messages(self, message_ids):
+        return [self._replies.pop(i) for i in list(message_ids) if i in self._replies]
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch):
+    """Makes nodes of clients, each with a `site.py` of its own, for a grid. Every word of a node configuration can be given;
+    what tells nothing but numbers is disclosed unless that is."""
+    module = types.ModuleType("clients_of_a_test")
+    module.CLIENTS = {}
+    monkeypatch.setitem(sys.modules, "clients_of_a_test", module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(flower, "_log_to_stderr", lambda: None)  # logs stay where pytest finds them
+
+    def make(clients, **config) -> dict[int, Node]:
+        found = {}
+        for number, client in enumerate(clients, start=101):
+            module.CLIENTS[client.id] = lambda client=client: client
+            folder = tmp_path / "sites" / client.id
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "site.py").write_text(SITE.format(name=client.id))
+            words = {
+                "client-id": client.id,
+                "site": str(folder / "site.py"),
+                "state-dir": str(folder / "state"),
+                "device": "cpu",
+            }
+            found[number] = Node({**words, "disclose": ALL, "allow-disclosure": True, **config}, client.id)
+        return found
+
+    yield make
+    sys.modules.pop("polyfed_site", None)

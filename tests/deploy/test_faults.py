@@ -1,0 +1,384 @@
+"""Sites that fail, lie or are not there, and a server that stops: each is caused here."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+import polyfed as pf
+from polyfed.algorithm import Message as Body
+from polyfed.algorithms import FedAvg, Local, PFedLA
+from polyfed.deploy.wire import Letter
+from polyfed.engines import flower
+from polyfed.engines.flower import client_app, from_record, serve, to_record
+from polyfed.errors import ClientError, RoundError, UserError
+from polyfed.runs.progress import Silent
+from polyfed.testing import _StopAfter, small_clients, without_times
+
+from .conftest import MemoryGrid
+from .test_parity import ONE, configuration, models_of
+
+NAMES = "client-0,client-1,client-2"
+
+
+@pytest.fixture
+def run(tmp_path, nodes, monkeypatch):
+    """Plays a deployment of three sites, the first of which is changed by `spoil(its node)`; the run."""
+    monkeypatch.setattr(flower, "_POLL_SECONDS", 0.01)
+    (tmp_path / "server.py").write_text(ONE)
+
+    def play(spoil=None, method=None, grid=None, progress=None, **words):
+        grid = grid or MemoryGrid(nodes(small_clients()))
+        if spoil is not None:
+            spoil(grid.nodes[101])
+        given = {
+            "on-error": "skip",
+            "file": str(tmp_path / "server.py"),
+            "sites": NAMES,
+            **words,
+            "out": str(tmp_path / words.get("out", "run")),
+        }
+        return serve(grid, configuration(method or FedAvg(lr=0.05), **given), progress or Silent())
+
+    return play
+
+
+def instead(change):
+    """A ClientApp whose replies to "train" are `change(letter)`, a letter or a record."""
+
+    def spoil(node):
+        good = client_app()
+
+        def app(message, context):
+            reply = good(message, context)
+            if message.metadata.message_type != "train":
+                return reply
+            new = change(from_record(reply.content))
+            if new is None:
+                return None
+            return Message(to_record(new) if isinstance(new, Letter) else new, reply_to=message)
+
+        node.app = app
+
+    return spoil
+
+
+def tensors(letter, change):
+    """The letter with other tensors."""
+    arrays = {
+        group: {name: change(tensor) for name, tensor in tree.items()} for group, tree in letter.body.arrays.items()
+    }
+    return dataclasses.replace(letter, body=Body(arrays, letter.body.scalars))
+
+
+def head(**words):
+    return lambda letter: dataclasses.replace(letter, head={**letter.head, **words})
+
+
+GARBAGE = RecordDict(
+    {
+        "head": ConfigRecord({"json": "[]"}),
+        "scalars": MetricRecord({}),
+        "arrays": ArrayRecord({"model": Array(torch.zeros(3).numpy())}),
+    }
+)
+BROKEN = {
+    "nan": (lambda le: tensors(le, lambda t: t * float("nan") if t.is_floating_point() else t), "NaN or infinite"),
+    "shape": (lambda le: tensors(le, lambda t: t[..., None]), "has shape"),
+    "type": (lambda le: tensors(le, lambda t: t.double()), "has dtype torch.float64"),
+    "missing": (lambda le: dataclasses.replace(le, body=Body({"model": {}}, le.body.scalars)), "is missing"),
+    "scalar": (lambda le: dataclasses.replace(le, body=Body(le.body.arrays, {"num_examples": -1.0})), "num_examples"),
+    "list": (
+        lambda le: dataclasses.replace(le, body=Body(le.body.arrays, {"num_examples": [1.0, 2.0]})),
+        "num_examples",
+    ),
+    "oversized": (lambda le: tensors(le, lambda t: torch.zeros(400_000)), "above max-megabytes = 1"),
+    "another's id": (head(client="client-2"), "answers for client 'client-2', asked was 'client-0'"),
+    "another run": (head(run="0123"), "answers for run '0123'"),
+    "a former round": (head(round=0), "answers for round 0"),
+    "a failure": (head(failure="OutOfMemoryError"), "OutOfMemoryError"),
+    "garbage": (lambda le: GARBAGE, "not a message of polyfed"),
+    "empty": (lambda le: RecordDict({}), "not a message of polyfed"),
+    "hangs": (lambda le: None, "no reply within 0.3 s"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_reply_that_cannot_be_used_costs_the_round_of_that_site_only(run, fault):
+    change, sentence = BROKEN[fault]
+    words = {"round-seconds": 0.3 if fault == "hangs" else 60.0, "max-megabytes": 1.0}
+    found = run(instead(change), rounds=2, **words)
+    for record in found.history:
+        (failure,) = record["failures"]
+        assert failure["client"] == "client-0"
+        assert sentence in failure["reason"]
+        assert set(record["clients"]) == {"client-0", "client-1", "client-2"}
+    others = pf.federate(small_clients()[1:], FedAvg(lr=0.05), rounds=2, seed=3, workers=0)
+    assert [r["train_loss"] for r in found.history] == [r["train_loss"] for r in others.history], "it was averaged"
+
+
+def test_a_late_reply_is_discarded(run, nodes):
+    """It comes when the next round has begun, and is not asked for any more."""
+    kept = []
+    grid = MemoryGrid(nodes(small_clients()))
+    good = client_app()
+
+    def late(message, context):
+        reply = good(message, context)
+        if message.metadata.message_type != "train":
+            return reply
+        if kept:
+            grid._replies.update({kept[-1][0]: kept[-1][1]})
+        kept.append((message.metadata.message_id, reply))
+        return None
+
+    grid.nodes[101].app = late
+    found = run(grid=grid, rounds=3, **{"round-seconds": 0.3})
+    assert [len(record["failures"]) for record in found.history] == [1, 1, 1]
+    assert len(grid._replies) == 2, "a late reply was taken"
+
+
+@pytest.mark.parametrize("phase", ["train", "evaluate"])
+def test_a_site_that_raises_is_left_out_and_keeps_its_texts(run, phase):
+    def spoil(node):
+        good = client_app()
+
+        def app(message, context):
+            export = '"phase": "export"' in message.content["head"]["json"]
+            if message.metadata.message_type == phase and not export:
+                context.node_config["site"] = "/nowhere/patient-4711.py"
+            return good(message, context)
+
+        node.app = app
+
+    found = run(spoil, rounds=2)
+    reasons = [failure["reason"] for record in found.history for failure in record["failures"]]
+    assert reasons
+    assert all("refuses: it cannot start (the reason is in its log)" in reason for reason in reasons)
+    assert "4711" not in str(found.history)
+
+
+def test_too_few_replies_end_the_run(run):
+    with pytest.raises(RoundError, match="has 2 valid replies of 3, min_replies is 3"):
+        run(instead(BROKEN["nan"][0]), **{"min-replies": 3})
+
+
+def test_the_text_of_an_exception_goes_up_only_if_it_is_disclosed(run, nodes, caplog):
+    class Fails(torch.nn.Linear):
+        def forward(self, x):
+            if self.training:
+                raise RuntimeError("patient 4711")
+            return super().forward(x)
+
+    def clients():
+        return [pf.Client(c.id, lambda: Fails(6, 3), c.train, c.test) for c in small_clients()]
+
+    method = Local(lr=0.05)
+    with pytest.raises(ClientError, match="patient 4711"):
+        run(grid=MemoryGrid(nodes(clients())), method=method, out="a", **{"on-error": "raise"})
+    with pytest.raises(ClientError) as error:
+        run(grid=MemoryGrid(nodes(clients(), disclose="num_examples")), method=method, out="b", **{"on-error": "raise"})
+    assert "RuntimeError (its text is in the log of the site)" in str(error.value)
+    assert "4711" not in str(error.value)
+    assert "patient 4711" in caplog.text
+
+
+def test_a_site_that_is_not_connected_is_left_out_and_taken_back(run, nodes):
+    grid = MemoryGrid(nodes(small_clients()))
+
+    def leave(record):
+        grid.nodes[101].online = record["round"] != 1
+
+    found = run(grid=grid, progress=_Told(leave), rounds=3)
+    assert [[f["phase"] for f in record["failures"]] for record in found.history] == [[], ["evaluate", "local"], []]
+    assert "is not connected" in found.history[1]["failures"][0]["reason"]
+
+
+def test_a_site_that_comes_back_as_another_node_is_found(run, nodes):
+    grid = MemoryGrid(nodes(small_clients()))
+
+    def move(record):
+        if record["round"] == 1:
+            grid.nodes[999] = grid.nodes.pop(101)
+
+    found = run(grid=grid, progress=_Told(move), rounds=3, **{"round-seconds": 5.0})
+    assert not found.history[2]["failures"]
+
+
+class _Told(Silent.__base__):
+    """Calls something after each round."""
+
+    def __init__(self, call):
+        self._call = call
+
+    def round(self, record):
+        self._call(record)
+
+    def start(self, title, rounds, done): ...
+
+    def client(self, phase, done, total): ...
+
+    def say(self, sentence): ...
+
+    def stop(self): ...
+
+
+def test_who_claims_to_be_another_site_stays_out(run, nodes, caplog):
+    """By its registered name; and, without one, because the other is there."""
+    grid = MemoryGrid(nodes(small_clients()))
+    thief = dataclasses.replace(grid.nodes[101], name="client-2", config=dict(grid.nodes[101].config))
+    found = run(grid=MemoryGrid({**grid.nodes, 900: thief}), rounds=1)
+    assert not found.history[0]["failures"]
+    assert "node 900 says that it is 'client-0', but is registered as 'client-2'" in caplog.text
+    nameless = {900: dataclasses.replace(thief, name=""), **grid.nodes}
+    del nameless[103]
+    with pytest.raises(UserError, match="these sites are missing: client-2"):
+        run(grid=MemoryGrid(nameless), out="b", **{"join-seconds": 0.2})
+    assert "node 900 says that it is 'client-0', which node 101 is; it stays out" in caplog.text
+
+
+def test_strangers_stay_out(run, nodes, caplog):
+    found = run(grid=MemoryGrid(nodes([*small_clients(), dataclasses_client("stranger")])), rounds=1)
+    assert "'stranger', which is not among the sites" in caplog.text
+    assert list(found.history[0]["clients"]) == NAMES.split(",")
+
+
+def dataclasses_client(name):
+    first = small_clients(1)[0]
+    return pf.Client(name, first.model, first.train, first.test)
+
+
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, run, nodes, when):
+    """The sites have trained a round further than the server's checkpoint: their private state of that round is used."""
+    method = PFedLA(lr=0.05)
+    whole = pf.federate(small_clients(), method, rounds=4, seed=3, workers=0)
+    grid = MemoryGrid(nodes(small_clients()))
+    with pytest.raises(KeyboardInterrupt):
+        run(grid=grid, method=method, rounds=4, progress=_StopAfter(when), **{"checkpoint-every": 2})
+    for folder in (
+        tmp_path / "run" / "checkpoint"
+    ).iterdir():  # as after kill -9: what was saved on the way out is lost
+        if int(folder.name.removeprefix("round-")) % 2:
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+    found = run(grid=grid, method=method, resume=True)
+    assert without_times(found.history) == without_times(whole.history)
+    ours, theirs = models_of(tmp_path, "client-1"), whole.model("client-1").state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_site_that_lost_its_private_state_says_so(tmp_path, run, nodes):
+    grid = MemoryGrid(nodes(small_clients()))
+    with pytest.raises(KeyboardInterrupt):
+        run(grid=grid, method=Local(lr=0.05), rounds=4, progress=_StopAfter(2), **{"on-error": "raise"})
+    for file in (tmp_path / "sites" / "client-0").glob("state/*/private/*"):
+        file.unlink()
+    with pytest.raises(ClientError, match="private state after round 2 is lost or damaged"):
+        run(grid=grid, resume=True)
+
+
+def test_a_site_with_other_data_cannot_go_on(run, nodes):
+    with pytest.raises(KeyboardInterrupt):
+        run(grid=MemoryGrid(nodes(small_clients())), rounds=4, progress=_StopAfter(2))
+    changed = [pf.Client(c.id, c.model, (c.train.x + 1, c.train.y), c.test) for c in small_clients()]
+    with pytest.raises(UserError, match="'client-0' does not take part: its data or network are not those with which"):
+        run(grid=MemoryGrid(nodes(changed)), resume=True)
+
+
+def test_polyfed_resume_says_how_to_go_on_with_a_deployment(tmp_path, run):
+    run(rounds=1)
+    with pytest.raises(UserError, match="is of real sites: go on with it by polyfed flower run"):
+        pf.resume(tmp_path / "run")
+
+
+def test_other_sites_cannot_go_on_with_a_run(run, nodes):
+    run(rounds=1)
+    with pytest.raises(UserError, match="is of client-0, client-1, client-2, not of client-0"):
+        run(resume=True, sites="client-0")
+
+
+BAD = {
+    "no algorithm.name": ({"algorithm.name": ""}, "lacks algorithm.name"),
+    "unknown word": ({"round-second": 3.0}, "did you mean round-seconds"),
+    "unknown field": ({"algorithm.mu": 3.0}, "algorithm.mu is no field of the method"),
+    "no sites": ({"sites": " , "}, "sites must name at least one site"),
+    "time": ({"round-seconds": 0.0}, "round-seconds must be positive"),
+    "too many replies": ({"min-replies": 9}, "min_replies=9 is more than"),
+    "no file": ({"file": ""}, "name a Python file with a function model"),
+    "wrong file": ({"file": "/nowhere.py"}, "is not a Python file on the server"),
+    "consent": ({"allow-disclosure": False}, "fedavg discloses weights of the sites to the server"),
+    "resume": ({"resume": True}, "cannot read"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_configuration_is_refused_before_anything_is_sent(tmp_path, run, nodes, case):
+    words, sentence = BAD[case]
+    grid = MemoryGrid(nodes(small_clients()))
+    with pytest.raises(UserError, match=sentence):
+        run(grid=grid, **words)
+    assert not grid.seen
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"allow-disclosure": False}, "fedavg discloses weights to the server, which this site does not allow"),
+        ({"methods": "flha_ghn, local"}, "this site runs flha_ghn, local only, not fedavg"),
+        ({"clip-norm": 1.0, "noise-multiplier": 1.0, "disclose": ""}, "set algorithm.weighted = false"),
+        ({"clip-norm": -1.0}, "it cannot start"),
+        ({"state": "x"}, "it cannot start"),
+    ],
+)
+def test_a_site_has_its_own_say(tmp_path, run, nodes, words, sentence):
+    grid = MemoryGrid(nodes(small_clients(), **words))
+    with pytest.raises(UserError, match=f"'client-0' does not take part: .*{sentence}"):
+        run(grid=grid)
+    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "sites" / "client-0").glob("state/*/private"))
+
+
+def test_another_architecture_or_task_does_not_take_part(run, nodes):
+    other = [pf.Client(c.id, lambda: torch.nn.Linear(6, 3), c.train, c.test) for c in small_clients()]
+    with pytest.raises(UserError, match="its network is not that of the federation"):
+        run(grid=MemoryGrid(nodes(other)))
+    mixed = small_clients()
+    mixed[1] = pf.Client("client-1", lambda: torch.nn.Linear(6, 1), (mixed[1].train.x, mixed[1].train.x[:, :1]),
+                         (mixed[1].test.x, mixed[1].test.x[:, :1]), task="regression")  # fmt: skip
+    with pytest.raises(UserError, match="one task"):
+        run(grid=MemoryGrid(nodes(mixed)), method=Local(lr=0.05))
+
+
+def test_a_server_of_another_protocol_is_told(nodes, tmp_path):
+    node = nodes(small_clients())[101]
+    letter = Letter({"kind": "introduce", "protocol": 0, "run": "a"})
+    assert "speaks protocol 0" in from_record(_asked(node, letter)).head["refused"]
+
+
+@pytest.mark.parametrize("run_id", ["../../etc", "", "a" * 99, 7])
+def test_a_run_cannot_be_named_so_that_it_leaves_the_folder(nodes, tmp_path, run_id):
+    node = nodes(small_clients())[101]
+    letter = Letter(
+        {
+            "kind": "introduce",
+            "protocol": 1,
+            "run": run_id,
+            "algorithm": {"name": "local"},
+            "architecture": None,
+            "told": [],
+        }
+    )
+    assert "is no identifier of a run" in from_record(_asked(node, letter)).head["refused"]
+    assert json.dumps(sorted(p.name for p in (tmp_path / "sites" / "client-0").iterdir())) == '["site.py"]'
+
+
+def _asked(node, letter):
+    grid = MemoryGrid({101: node})
+    (number,) = grid.push_messages([Message(to_record(letter), 101, "query")])
+    (answer,) = grid.pull_messages([number])
+    return answer.content

@@ -1,0 +1,135 @@
+"""The same bits on Flower as in this process: metrics of every round, and the personal models, which stay at the sites."""
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import polyfed as pf
+from polyfed.algorithms import FLHAGHN, CAFedPNAS, FedAvg, FedHeNN, PFedLA
+from polyfed.engines.flower import serve
+from polyfed.graphs.cached import graph_of
+from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.models import ModelSpec
+from polyfed.runs.configuration import described
+from polyfed.runs.progress import Silent
+from polyfed.seeds import torch_generator
+from polyfed.settings import Settings
+from polyfed.testing import small_clients, without_times
+
+from .conftest import MemoryGrid
+
+SUPERNET = {"channels": 4, "base_cells": 1, "base_nodes": 1, "operations": ["sep_conv_3", "skip"]}
+
+
+def image_clients(names=(None,), number=4):
+    """Clients with small images of three kinds, and networks of these names in turn."""
+    generator = torch_generator(7)
+    patterns, clients = torch.randn(3, 1, 8, 8, generator=generator), []
+    for k in range(number):
+        y = torch.arange(16 + 3 * k) % 3
+        x = patterns[y] + 0.5 * torch.randn(len(y), 1, 8, 8, generator=generator)
+        name = names[k % len(names)]
+        model = None if name is None else ModelSpec(name, {"width": 4}, (1, 8, 8), 3)
+        clients.append(pf.Client(f"client-{k}", model, (x[6:], y[6:]), (x[:6], y[:6])))
+    return clients
+
+
+def configuration(method, **words):
+    """The words of a deployment with this method, as Flower gives them."""
+    fields = described(method, Settings(rounds=1))["algorithm"]
+    told = {f"algorithm.{name}": "null" if value is None else value for name, value in fields.items()}
+    told = {name: str(value) if isinstance(value, list | dict) else value for name, value in told.items()}
+    return {"rounds": 3, "seed": 3, "on-error": "raise", "allow-disclosure": True, **told, **words}
+
+
+def deployed(tmp_path, nodes, clients, method, file="", **words):
+    """A run of all clients behind a grid in memory; the run and the grid."""
+    if file:
+        (tmp_path / "server.py").write_text(file)
+        words["file"] = str(tmp_path / "server.py")
+    grid = MemoryGrid(nodes(clients))
+    sites = ",".join(client.id for client in clients)
+    return serve(grid, configuration(method, sites=sites, out=str(tmp_path / "run"), **words), Silent()), grid
+
+
+def models_of(tmp_path, client):
+    """The personal model at its site."""
+    (file,) = (tmp_path / "sites" / client / "state").glob("*/models/*.safetensors")
+    return safetensors.torch.load_file(file)
+
+
+def assert_same(tmp_path, run, other):
+    """Metrics and models of the deployed run are those of the simulated one."""
+    assert without_times(run.history) == without_times(other.history)
+    for client in other.federation.clients:
+        ours, theirs = models_of(tmp_path, client), other.model(client).state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), f"the model of {client} differs"
+
+
+ONE = "from polyfed.testing import SmallNet as model\n"
+POOL = """import torch
+def public():
+    return torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(5))
+"""
+
+
+def cases(tmp_path: Path):
+    """Method -> clients, method, the server's file, and public examples of the simulation."""
+    mixed = image_clients(("flha_arch1", "flha_arch2"))
+    LayerCatalogue.of(map(graph_of, mixed)).write(tmp_path / "catalogue.yaml")
+    noise = torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(5))
+    return {
+        "fedavg": (small_clients(4), FedAvg(lr=0.05), ONE, None),
+        "pfedla": (small_clients(4), PFedLA(lr=0.05), ONE, None),
+        "flha_ghn": (mixed, FLHAGHN(lr=0.05, hidden=8, catalogue=str(tmp_path / "catalogue.yaml")), "", None),
+        "fedhenn": (mixed, FedHeNN(lr=0.05, rad_size=20, rad_batch=8, eta0=1.0), POOL, noise),
+        "ca_fedpnas": (image_clients(), CAFedPNAS(lr=0.02, batch_size=8, **SUPERNET), "", None),
+    }
+
+
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("fedhenn", "ca_fedpnas")]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "pfedla", "flha_ghn", *LONG])
+def test_a_deployment_gives_the_bits_of_a_simulation(tmp_path, nodes, name):
+    clients, method, file, public = cases(tmp_path)[name]
+    run, _ = deployed(tmp_path, nodes, clients, method, file)
+    assert_same(tmp_path, run, pf.federate(clients, method, rounds=3, seed=3, public=public, workers=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedavg", "pfedla", "flha_ghn", "fedhenn", "ca_fedpnas"])
+@pytest.mark.parametrize("engine", ["pool", "ray"])
+def test_so_do_the_pool_and_ray(tmp_path, nodes, name, engine):
+    clients, method, file, public = cases(tmp_path)[name]
+    run, _ = deployed(tmp_path, nodes, clients, method, file)
+    assert_same(tmp_path, run, pf.federate(clients, method, rounds=3, seed=3, public=public, engine=engine, workers=2))
+
+
+def test_so_it_does_when_not_all_sites_take_part_in_each_round(tmp_path, nodes):
+    clients, method = small_clients(4), PFedLA(lr=0.05)
+    run, _ = deployed(tmp_path, nodes, clients, method, ONE, rounds=4, sample=0.5, **{"evaluate-every": 2})
+    assert_same(tmp_path, run, pf.federate(clients, method, rounds=4, seed=3, sample=0.5, evaluate_every=2, workers=0))
+
+
+def test_bfloat16_travels(tmp_path, nodes):
+    """Flower's own arrays cannot carry it."""
+
+    def half():
+        return nn.Linear(6, 3).to(torch.bfloat16)
+
+    clients = [
+        pf.Client(c.id, half, (c.train.x.bfloat16(), c.train.y), (c.test.x.bfloat16(), c.test.y))
+        for c in small_clients(2)
+    ]
+    method = FedAvg(lr=0.05)
+    run, grid = deployed(
+        tmp_path, nodes, clients, method,
+        "import torch\nfrom torch import nn\ndef model():\n    return nn.Linear(6, 3).to(torch.bfloat16)\n",
+    )  # fmt: skip
+    assert_same(tmp_path, run, pf.federate(clients, method, rounds=3, seed=3, workers=0))
+    assert grid.seen

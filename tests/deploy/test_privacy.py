@@ -1,0 +1,157 @@
+"""What leaves a site: the objects that travel, what is disclosed, and clipping and noise against what is known of them."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import norm
+
+from polyfed.algorithm import Message
+from polyfed.algorithms import FLHAGHN, REGISTRY, FedAvg, FedHeNN
+from polyfed.deploy.privacy import Protection, epsilon, protect
+from polyfed.engines.flower import from_record
+from polyfed.errors import UserError
+from polyfed.graphs.cached import graph_of
+from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.testing import small_clients
+
+from .test_parity import ONE, deployed, image_clients
+
+
+def test_traffic_of_flha_ghn_does_not_tell_sites_with_different_networks_apart(tmp_path, nodes):
+    """Every object of three rounds is recorded: names, shapes and types are the same in both directions whatever the
+    network of the site, and no bytes of a site's files are among them."""
+    clients = image_clients(("flha_arch1", "flha_arch2"), number=4)
+    assert len({graph_of(client).types for client in clients}) > 1, "the sites have the same network"
+    LayerCatalogue.of(map(graph_of, clients)).write(tmp_path / "catalogue.yaml")
+    method = FLHAGHN(lr=0.05, hidden=8, catalogue=str(tmp_path / "catalogue.yaml"))
+    grid = deployed(tmp_path, nodes, clients, method)[1]
+    seen = {}
+    for node, kind, record in grid.seen:
+        letter = from_record(record)
+        form = {g: {n: (t.shape, t.dtype) for n, t in tree.items()} for g, tree in letter.body.arrays.items()}
+        head = {name: type(value) for name, value in letter.head.items()}
+        seen.setdefault(node, []).append((kind, head, form, sorted(letter.body.scalars)))
+    first, *others = seen.values()
+    assert len(first) == 2 * (1 + 3 + 3 + 1), "a message was not recorded"  # introduce, local, evaluate, export
+    assert all(other == first for other in others)
+    assert any(form for _, _, form, _ in first)
+    everything = b"".join(
+        bytes(str(dict(record["head"])), "utf-8") + b"".join(a.data for a in record["arrays"].values())
+        for _, _, record in grid.seen
+    )
+    for client in clients:
+        for word in (b"site.py", b"clients_of_a_test", b"state-dir", client.model.name.encode(), b"conv1"):
+            assert word not in everything
+        for tensor in (client.train.x, client.train.y, client.test.x):
+            assert tensor.numpy().tobytes()[:64] not in everything
+
+
+@pytest.mark.parametrize(("weighted", "scalars"), [(True, ["num_examples"]), (False, [])])
+def test_nothing_is_told_but_what_the_method_needs(tmp_path, nodes, weighted, scalars):
+    """Unless `disclose` names it: no metrics, no losses, no times; the server's table says so."""
+
+    def sparing(clients):
+        return nodes(clients, disclose="")
+
+    run, grid = deployed(tmp_path, sparing, small_clients(), FedAvg(lr=0.05, weighted=weighted), ONE)
+    replies = [from_record(record) for _, kind, record in grid.seen if kind == "reply"]
+    assert {name for letter in replies for name in letter.body.scalars} == set(scalars)
+    assert all(not letter.head.get("metrics") and not letter.head.get("seconds") for letter in replies)
+    assert any("num_examples" in letter.head for letter in replies) == weighted
+    assert run.table()[0]["accuracy"] is None
+    kept = (tmp_path / "sites" / "client-0" / "state").glob("*/metrics.jsonl")
+    assert '"accuracy"' in next(kept).read_text(), "the site does not have its own metrics either"
+
+
+def test_what_methods_disclose_is_what_they_send():
+    """By the groups of the replies, not by what the methods say of themselves."""
+    assert not REGISTRY["local"].discloses
+    assert FLHAGHN.discloses == {"hypernetwork"}
+    assert FedHeNN().discloses == {"representations"}
+    assert FedHeNN(share="weights").discloses == {"weights", "architecture"}
+    silent = {name for name, method in REGISTRY.items() if "weights" not in method.discloses}
+    assert silent == {"local", "flha_ghn", "fedhenn"}
+
+
+def message(value, shape=(30, 40)):
+    return Message({"model": {"w": torch.full(shape, value), "steps": torch.tensor(3)}}, {"num_examples": 5.0})
+
+
+def test_clipping_bounds_the_change_and_keeps_its_direction():
+    down, up = message(1.0), message(3.0)
+    length = 2 * math.sqrt(1200)
+    for bound in (0.5, 10.0, 2 * length):
+        sent = protect(up, down, Protection(clip_norm=bound)).arrays["model"]["w"]
+        change = (sent - 1.0).double()
+        assert float(change.norm()) == pytest.approx(min(bound, length), rel=1e-4)
+        assert torch.allclose(change, change.mean() * torch.ones_like(change), atol=1e-6)
+    assert protect(up, down, Protection()) is up
+
+
+def test_noise_is_gaussian_with_the_deviation_that_is_promised():
+    """10^6 draws: the mean within 5 standard errors of 0, the deviation within 1 %, and a Kolmogorov distance below the
+    critical value at 1e-6; another seed each time."""
+    down = up = message(0.0, (1000, 1000))
+    protection = Protection(clip_norm=0.5, noise_multiplier=3.0)
+    sent = protect(up, down, protection).arrays["model"]["w"].double()
+    other = protect(up, down, protection).arrays["model"]["w"].double()
+    assert abs(float(sent.mean())) < 5 * 1.5 / 1000
+    assert float(sent.std()) == pytest.approx(1.5, rel=0.01)
+    ordered, n = sent.flatten().sort().values.numpy(), sent.numel()
+    cumulative = norm.cdf(ordered / 1.5)
+    steps = torch.arange(1, n + 1).double().numpy() / n
+    assert max(abs(cumulative - steps)) < math.sqrt(-0.5 * math.log(1e-6 / 2) / n)
+    assert not torch.equal(sent, other)
+    assert abs(float((sent * other).mean())) < 5 * 1.5**2 / 1000, "the noise of two messages is not independent"
+
+
+def test_whole_numbers_are_not_covered_and_refused():
+    protection = Protection(clip_norm=1.0, noise_multiplier=1.0)
+    kept = protect(Message({"model": {"steps": torch.tensor(9)}}), message(0.0), protection)
+    assert kept.arrays["model"]["steps"] == 3, "a counter goes up, which tells how many batches there are"
+    up = Message({"request": {"clients": torch.tensor([1, 2])}})
+    with pytest.raises(UserError, match="whole numbers, which noise cannot cover"):
+        protect(up, Message(), protection)
+
+
+@pytest.mark.parametrize(("multiplier", "messages"), [(1.0, 1), (2.0, 10), (8.0, 100), (40.0, 1000)])
+def test_epsilon_lies_between_the_exact_one_and_a_bound_that_is_known(multiplier, messages):
+    """Gaussian mechanisms compose to one with mu = 2*sqrt(T)/z, whose (epsilon, delta) is known exactly (Balle and Wang
+    2018); Bun and Steinke's (2016) rho + 2*sqrt(rho*ln(1/delta)), rho = mu^2/2, is an upper bound."""
+    delta, mu = 1e-5, 2 * math.sqrt(messages) / multiplier
+
+    def exact(e):
+        return norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu)
+
+    low, high = 0.0, 500.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if exact(middle) > delta else (low, middle)
+    rho = mu**2 / 2
+    assert low <= epsilon(multiplier, messages, delta) <= rho + 2 * math.sqrt(rho * math.log(1 / delta))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"clip_norm": 0.0}, "clip-norm must be positive"),
+        ({"noise_multiplier": -1.0}, "noise-multiplier must be at least 0"),
+        ({"noise_multiplier": 1.0}, "needs clip-norm"),
+        ({"delta": 1.0}, "delta must be between 0 and 1"),
+    ],
+)
+def test_protection_that_protects_nothing_is_refused(words, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Protection(**words)
+
+
+def test_a_run_with_noise_learns_its_price(tmp_path, nodes):
+    """Three rounds at noise multiplier 4: the books of the sites tell what their messages have cost."""
+    config = {"disclose": "", "clip-norm": 1.0, "noise-multiplier": 4.0}
+    run = deployed(
+        tmp_path, lambda clients: nodes(clients, **config), small_clients(), FedAvg(lr=0.05, weighted=False), ONE
+    )[0]
+    assert len(run.history) == 3
+    (metrics,) = (tmp_path / "sites" / "client-0" / "state").glob("*/metrics.jsonl")
+    assert f'"epsilon": {epsilon(4.0, 3, 1e-5)}' in metrics.read_text()
