@@ -5,6 +5,7 @@
     python benchmarks/search.py fig3 --variant cifar10 --path $C --transfer --out $R/search_cifar10.json
     python benchmarks/search.py table1 --variant high --path $C --out $R/search_high.json
     python benchmarks/search.py step --out $R/search_step.json
+    python benchmarks/search.py draw --out $R/search.png          # accuracy against rounds and against time, of the above
 
 The first three run the recipes `fedpnas_fig3` and `fedpnas_table1` at scale `cpu`, with `--rounds` and `--seeds`;
 further options are those of `polyfed run`. An `--out` that is there keeps what it has: only seeds and methods that are
@@ -219,9 +220,36 @@ def step(arguments):
         Path(arguments.out).write_text(json.dumps(results, indent=1) + "\n")
 
 
+def draw(arguments):
+    """Mean accuracy against rounds and against seconds of training; bands from the worst to the best seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder = Path(arguments.out).parent
+    named = {"Fashion-MNIST": "search_fashion.json", "CIFAR-10": "search_cifar10.json"}
+    figure, rows = pyplot.subplots(len(named), 2, figsize=(9, 6.4), sharey="row", layout="constrained")
+    for axes, (title, file) in zip(rows, named.items(), strict=True):
+        for number, (name, runs) in enumerate(json.loads((folder / file).read_text())["runs"].items()):
+            curves = [run["curve"] for run in runs.values()]
+            scores = [[100 * row["accuracy"] for row in rows] for rows in zip(*curves, strict=True)]
+            middle = [statistics.mean(each) for each in scores]
+            for ax, key in zip(axes, ("round", "seconds"), strict=True):
+                at = [statistics.mean(row[key] for row in rows) for rows in zip(*curves, strict=True)]
+                ax.plot(at, middle, marker="o", markersize=3, label=name, color=f"C{number}")
+                ax.fill_between(
+                    at, list(map(min, scores)), list(map(max, scores)), alpha=0.15, color=f"C{number}", lw=0
+                )
+        axes[0].set(ylabel=f"{title}: accuracy, %", xlabel="round")
+        axes[1].set(xlabel="seconds of training, two workers", xscale="log")
+    rows[0][0].legend(fontsize=8)
+    figure.savefig(arguments.out, dpi=110)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["fig3", "table1", "step"])
+    parser.add_argument("what", choices=["fig3", "table1", "step", "draw"])
     parser.add_argument("--variant", default=None)
     parser.add_argument("--path")
     parser.add_argument("--seeds", default="0,1,2")
@@ -231,4 +259,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", default=None)
     known, others = parser.parse_known_args()
-    step(known) if known.what == "step" else federations(known, others)
+    if known.what in ("step", "draw"):
+        {"step": step, "draw": draw}[known.what](known)
+    else:
+        federations(known, others)

@@ -14,8 +14,13 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from polyfed.algorithms import FedAvg
 from polyfed.engines import flower
-from polyfed.engines.flower import client_app
+from polyfed.engines.flower import client_app, serve
+from polyfed.runs.configuration import described
+from polyfed.runs.progress import Silent
+from polyfed.settings import Settings
+from polyfed.testing import small_clients
 
 ALL = ",".join(
     ["num_examples", "train_loss", "errors"]
@@ -34,6 +39,18 @@ from clients_of_a_test import CLIENTS
 def client():
     return CLIENTS["{name}"]()
 """
+
+
+ONE = "from polyfed.testing import SmallNet as model\n"
+NAMES = "client-0,client-1,client-2"
+
+
+def configuration(method, **words):
+    """The words of a deployment with this method, as Flower gives them."""
+    fields = described(method, Settings(rounds=1))["algorithm"]
+    told = {f"algorithm.{name}": "null" if value is None else value for name, value in fields.items()}
+    told = {name: str(value) if isinstance(value, list | dict) else value for name, value in told.items()}
+    return {"rounds": 3, "seed": 3, "on-error": "raise", "allow-disclosure": True, **told, **words}
 
 
 @dataclass
@@ -121,3 +138,25 @@ def nodes(tmp_path, monkeypatch):
 
     yield make
     sys.modules.pop("polyfed_site", None)
+
+
+@pytest.fixture
+def run(tmp_path, nodes, monkeypatch):
+    """Plays a deployment of three sites, the first of which is changed by `spoil(its node)`; the run."""
+    monkeypatch.setattr(flower, "_POLL_SECONDS", 0.01)
+    (tmp_path / "server.py").write_text(ONE)
+
+    def play(spoil=None, method=None, grid=None, progress=None, **words):
+        grid = grid or MemoryGrid(nodes(small_clients()))
+        if spoil is not None:
+            spoil(grid.nodes[101])
+        given = {
+            "on-error": "skip",
+            "file": str(tmp_path / "server.py"),
+            "sites": NAMES,
+            **words,
+            "out": str(tmp_path / words.get("out", "run")),
+        }
+        return serve(grid, configuration(method or FedAvg(lr=0.05), **given), progress or Silent())
+
+    return play

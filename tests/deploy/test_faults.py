@@ -1,48 +1,22 @@
 """Sites that fail, lie or are not there, and a server that stops: each is caused here."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 import polyfed as pf
 from polyfed.algorithm import Message as Body
 from polyfed.algorithms import FedAvg, Local, PFedLA
 from polyfed.deploy.wire import Letter
-from polyfed.engines import flower
-from polyfed.engines.flower import client_app, from_record, serve, to_record
+from polyfed.engines.flower import client_app, from_record, to_record
 from polyfed.errors import ClientError, RoundError, UserError
 from polyfed.runs.progress import Silent
 from polyfed.testing import _StopAfter, small_clients, without_times
 
-from .conftest import MemoryGrid
-from .test_parity import ONE, configuration, models_of
-
-NAMES = "client-0,client-1,client-2"
-
-
-@pytest.fixture
-def run(tmp_path, nodes, monkeypatch):
-    """Plays a deployment of three sites, the first of which is changed by `spoil(its node)`; the run."""
-    monkeypatch.setattr(flower, "_POLL_SECONDS", 0.01)
-    (tmp_path / "server.py").write_text(ONE)
-
-    def play(spoil=None, method=None, grid=None, progress=None, **words):
-        grid = grid or MemoryGrid(nodes(small_clients()))
-        if spoil is not None:
-            spoil(grid.nodes[101])
-        given = {
-            "on-error": "skip",
-            "file": str(tmp_path / "server.py"),
-            "sites": NAMES,
-            **words,
-            "out": str(tmp_path / words.get("out", "run")),
-        }
-        return serve(grid, configuration(method or FedAvg(lr=0.05), **given), progress or Silent())
-
-    return play
+from .conftest import NAMES, MemoryGrid
+from .test_parity import models_of
 
 
 def instead(change):
@@ -56,8 +30,8 @@ def instead(change):
             if message.metadata.message_type != "train":
                 return reply
             new = change(from_record(reply.content))
-            if new is None:
-                return None
+            if new is None or isinstance(new, Error):
+                return new and Message(new, reply_to=message)
             return Message(to_record(new) if isinstance(new, Letter) else new, reply_to=message)
 
         node.app = app
@@ -99,6 +73,10 @@ BROKEN = {
     "another run": (head(run="0123"), "answers for run '0123'"),
     "a former round": (head(round=0), "answers for round 0"),
     "a failure": (head(failure="OutOfMemoryError"), "OutOfMemoryError"),
+    "metrics": (head(metrics={"accuracy": "high"}), "its metrics are no numbers"),
+    "many metrics": (head(metrics={str(i): 0.5 for i in range(99)}), "its metrics are no numbers"),
+    "line breaks": (head(failure="a\nround 3 is fine\n" * 99), "a round 3 is fine a round 3 is fine"),
+    "dies": (lambda le: Error(8, "the process ended"), "Flower reports error 8: the process ended"),
     "garbage": (lambda le: GARBAGE, "not a message of polyfed"),
     "empty": (lambda le: RecordDict({}), "not a message of polyfed"),
     "hangs": (lambda le: None, "no reply within 0.3 s"),
@@ -239,6 +217,43 @@ def test_who_claims_to_be_another_site_stays_out(run, nodes, caplog):
     assert "node 900 says that it is 'client-0', which node 101 is; it stays out" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ({"num_examples": -3}, "tells that it has -3 examples, which is no count"),
+        ({"num_examples": "many"}, "tells that it has 'many' examples"),
+        ({"task": ["regression"]}, "must have one task"),
+    ],
+)
+def test_a_site_that_introduces_itself_with_nonsense_is_named(run, answer, sentence):
+    with pytest.raises(UserError, match=sentence):
+        run(introducing(lambda letter: dataclasses.replace(letter, head={**letter.head, **answer})))
+
+
+def test_a_site_that_introduces_itself_with_garbage_is_missing(run, caplog):
+    with pytest.raises(UserError, match="these sites are missing: client-0"):
+        run(introducing(lambda letter: GARBAGE), **{"join-seconds": 0.3})
+    assert "node 101 (client-0) says that it is 'None'" in caplog.text
+
+
+def introducing(change):
+    """A ClientApp that introduces itself by `change(letter)`."""
+
+    def spoil(node):
+        good = client_app()
+
+        def app(message, context):
+            reply = good(message, context)
+            if message.metadata.message_type != "query":
+                return reply
+            new = change(from_record(reply.content))
+            return Message(to_record(new) if isinstance(new, Letter) else new, reply_to=message)
+
+        node.app = app
+
+    return spoil
+
+
 def test_strangers_stay_out(run, nodes, caplog):
     found = run(grid=MemoryGrid(nodes([*small_clients(), dataclasses_client("stranger")])), rounds=1)
     assert "'stranger', which is not among the sites" in caplog.text
@@ -299,86 +314,3 @@ def test_other_sites_cannot_go_on_with_a_run(run, nodes):
     run(rounds=1)
     with pytest.raises(UserError, match="is of client-0, client-1, client-2, not of client-0"):
         run(resume=True, sites="client-0")
-
-
-BAD = {
-    "no algorithm.name": ({"algorithm.name": ""}, "lacks algorithm.name"),
-    "unknown word": ({"round-second": 3.0}, "did you mean round-seconds"),
-    "unknown field": ({"algorithm.mu": 3.0}, "algorithm.mu is no field of the method"),
-    "no sites": ({"sites": " , "}, "sites must name at least one site"),
-    "time": ({"round-seconds": 0.0}, "round-seconds must be positive"),
-    "too many replies": ({"min-replies": 9}, "min_replies=9 is more than"),
-    "no file": ({"file": ""}, "name a Python file with a function model"),
-    "wrong file": ({"file": "/nowhere.py"}, "is not a Python file on the server"),
-    "consent": ({"allow-disclosure": False}, "fedavg discloses weights of the sites to the server"),
-    "resume": ({"resume": True}, "cannot read"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_configuration_is_refused_before_anything_is_sent(tmp_path, run, nodes, case):
-    words, sentence = BAD[case]
-    grid = MemoryGrid(nodes(small_clients()))
-    with pytest.raises(UserError, match=sentence):
-        run(grid=grid, **words)
-    assert not grid.seen
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ({"allow-disclosure": False}, "fedavg discloses weights to the server, which this site does not allow"),
-        ({"methods": "flha_ghn, local"}, "this site runs flha_ghn, local only, not fedavg"),
-        ({"clip-norm": 1.0, "noise-multiplier": 1.0, "disclose": ""}, "set algorithm.weighted = false"),
-        ({"clip-norm": -1.0}, "it cannot start"),
-        ({"state": "x"}, "it cannot start"),
-    ],
-)
-def test_a_site_has_its_own_say(tmp_path, run, nodes, words, sentence):
-    grid = MemoryGrid(nodes(small_clients(), **words))
-    with pytest.raises(UserError, match=f"'client-0' does not take part: .*{sentence}"):
-        run(grid=grid)
-    assert not (tmp_path / "run").exists()
-    assert not list((tmp_path / "sites" / "client-0").glob("state/*/private"))
-
-
-def test_another_architecture_or_task_does_not_take_part(run, nodes):
-    other = [pf.Client(c.id, lambda: torch.nn.Linear(6, 3), c.train, c.test) for c in small_clients()]
-    with pytest.raises(UserError, match="its network is not that of the federation"):
-        run(grid=MemoryGrid(nodes(other)))
-    mixed = small_clients()
-    mixed[1] = pf.Client("client-1", lambda: torch.nn.Linear(6, 1), (mixed[1].train.x, mixed[1].train.x[:, :1]),
-                         (mixed[1].test.x, mixed[1].test.x[:, :1]), task="regression")  # fmt: skip
-    with pytest.raises(UserError, match="one task"):
-        run(grid=MemoryGrid(nodes(mixed)), method=Local(lr=0.05))
-
-
-def test_a_server_of_another_protocol_is_told(nodes, tmp_path):
-    node = nodes(small_clients())[101]
-    letter = Letter({"kind": "introduce", "protocol": 0, "run": "a"})
-    assert "speaks protocol 0" in from_record(_asked(node, letter)).head["refused"]
-
-
-@pytest.mark.parametrize("run_id", ["../../etc", "", "a" * 99, 7])
-def test_a_run_cannot_be_named_so_that_it_leaves_the_folder(nodes, tmp_path, run_id):
-    node = nodes(small_clients())[101]
-    letter = Letter(
-        {
-            "kind": "introduce",
-            "protocol": 1,
-            "run": run_id,
-            "algorithm": {"name": "local"},
-            "architecture": None,
-            "told": [],
-        }
-    )
-    assert "is no identifier of a run" in from_record(_asked(node, letter)).head["refused"]
-    assert json.dumps(sorted(p.name for p in (tmp_path / "sites" / "client-0").iterdir())) == '["site.py"]'
-
-
-def _asked(node, letter):
-    grid = MemoryGrid({101: node})
-    (number,) = grid.push_messages([Message(to_record(letter), 101, "query")])
-    (answer,) = grid.pull_messages([number])
-    return answer.content

@@ -13,13 +13,11 @@ from polyfed.engines.flower import serve
 from polyfed.graphs.cached import graph_of
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.models import ModelSpec
-from polyfed.runs.configuration import described
 from polyfed.runs.progress import Silent
 from polyfed.seeds import torch_generator
-from polyfed.settings import Settings
 from polyfed.testing import small_clients, without_times
 
-from .conftest import MemoryGrid
+from .conftest import ONE, MemoryGrid, configuration
 
 SUPERNET = {"channels": 4, "base_cells": 1, "base_nodes": 1, "operations": ["sep_conv_3", "skip"]}
 
@@ -35,14 +33,6 @@ def image_clients(names=(None,), number=4):
         model = None if name is None else ModelSpec(name, {"width": 4}, (1, 8, 8), 3)
         clients.append(pf.Client(f"client-{k}", model, (x[6:], y[6:]), (x[:6], y[:6])))
     return clients
-
-
-def configuration(method, **words):
-    """The words of a deployment with this method, as Flower gives them."""
-    fields = described(method, Settings(rounds=1))["algorithm"]
-    told = {f"algorithm.{name}": "null" if value is None else value for name, value in fields.items()}
-    told = {name: str(value) if isinstance(value, list | dict) else value for name, value in told.items()}
-    return {"rounds": 3, "seed": 3, "on-error": "raise", "allow-disclosure": True, **told, **words}
 
 
 def deployed(tmp_path, nodes, clients, method, file="", **words):
@@ -70,7 +60,6 @@ def assert_same(tmp_path, run, other):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs), f"the model of {client} differs"
 
 
-ONE = "from polyfed.testing import SmallNet as model\n"
 POOL = """import torch
 def public():
     return torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(5))

@@ -15,7 +15,8 @@ from polyfed.graphs.cached import graph_of
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.testing import small_clients
 
-from .test_parity import ONE, deployed, image_clients
+from .conftest import ONE
+from .test_parity import deployed, image_clients
 
 
 def test_traffic_of_flha_ghn_does_not_tell_sites_with_different_networks_apart(tmp_path, nodes):

@@ -33,6 +33,7 @@ from polyfed.runs.results import Run, one_thread
 from polyfed.scratch import scratch
 from polyfed.settings import Settings
 
+_MOST_OUTPUTS = 1_000_000
 _CONSENT = frozenset({"weights", "architecture"})
 
 
@@ -117,9 +118,12 @@ class Server:
         """
         ids = tuple(sorted(self.deployment.sites))
         needs, name = self.algorithm.requires, name_of(self.algorithm)
-        tasks = {i: told[i].get("task") for i in ids}
+        tasks = {i: str(told[i].get("task")) for i in ids}
         if len(set(tasks.values())) > 1 or tasks[ids[0]] not in get_args(Kind):
             raise UserError(f"sites of one federation must have one task, got {tasks}")
+        for i in ids:
+            if not isinstance(told[i].get("num_examples", 1), int) or told[i].get("num_examples", 1) < 1:
+                raise UserError(f"site {i!r} tells that it has {told[i]['num_examples']!r} examples, which is no count")
         kinds = dict.fromkeys(ids, next(iter(self.models))) if "one_architecture" in needs else {}
         if "architectures" in needs:
             kinds = {i: str(told[i].get("architecture")) for i in ids}
@@ -131,7 +135,7 @@ class Server:
         roster = Roster(
             ids=ids,
             task=tasks[ids[0]],  # type: ignore[arg-type]
-            num_examples={i: int(told[i]["num_examples"]) for i in ids if "num_examples" in told[i]},
+            num_examples={i: told[i]["num_examples"] for i in ids if "num_examples" in told[i]},
             architectures=kinds,
             models=self.models,
             form=_common_form(told, name) if needs & {"one_form", "one_input_form"} else None,
@@ -275,11 +279,22 @@ def _function(deployment: Deployment, name: Literal["model", "architectures", "p
 
 
 def _common_form(told: Mapping[str, Mapping[str, Any]], name: str) -> Form:
-    forms = {i: answer["form"] for i, answer in sorted(told.items())}
+    forms = {i: _form(i, answer.get("form")) for i, answer in sorted(told.items())}
     first = next(iter(forms))
-    if other := next((i for i in forms if forms[i][0] != forms[first][0]), None):
+    if other := next((i for i in forms if forms[i].inputs != forms[first].inputs), None):
         raise UserError(
-            f"{name} needs inputs of one shape, but those of {other!r} are {forms[other][0]}, those of {first!r} "
-            f"{forms[first][0]}"
+            f"{name} needs inputs of one shape, but those of {other!r} are {forms[other].inputs}, those of {first!r} "
+            f"{forms[first].inputs}"
         )
-    return Form(tuple(int(size) for size in forms[first][0]), max(int(form[1]) for form in forms.values()))
+    return Form(forms[first].inputs, max(form.outputs for form in forms.values()))
+
+
+def _form(site: str, told: Any) -> Form:
+    try:
+        inputs, outputs = told
+        form = Form(tuple(int(size) for size in inputs), int(outputs))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"site {site!r} does not tell the form of its data, but {told!r}") from error
+    if not 1 <= form.outputs <= _MOST_OUTPUTS or not all(size >= 1 for size in form.inputs):
+        raise UserError(f"site {site!r} tells that its data have the form {told!r}, which no network can have")
+    return form

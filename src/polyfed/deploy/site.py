@@ -191,7 +191,7 @@ class Site:
             _write_state(folder, number, result.mine, keep=int(head["keep"]))
             record |= result.reply.scalars
             body = self._sent(result.reply, letter.body, algorithm)
-            record |= self._spent(folder, bool(body.arrays))
+            record |= {"bytes_up": body.nbytes, **self._spent(folder, bool(body.arrays))}
         elif phase == "export":
             path = folder / "models" / f"{file_name(self.name)}.safetensors"
             path.parent.mkdir(exist_ok=True)

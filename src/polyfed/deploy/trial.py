@@ -103,7 +103,9 @@ def read_trial(project: Project) -> dict[str, Any] | None:
 
 
 @contextmanager
-def trial(project: Project, sites: Sequence[str], port: int = 8000, node_config: str = "") -> Iterator[Trial]:
+def trial(
+    project: Project, sites: Sequence[str], port: int = 8000, node_config: str = "", through: int | None = None
+) -> Iterator[Trial]:
     """Inside the block SuperLink and SuperNodes run; after it they have ended.
 
     Args:
@@ -112,6 +114,7 @@ def trial(project: Project, sites: Sequence[str], port: int = 8000, node_config:
             as POLYFED_SITES.
         port: of the SuperLink; the SuperNodes take the next free ones.
         node_config: added to the node configuration of all, as 'disclose="accuracy"'.
+        through: the port of a proxy before the SuperLink to which SuperNodes connect; None is the SuperLink itself.
 
     Raises:
         UserError: the port is taken, a trial is running already, or files are missing.
@@ -154,9 +157,10 @@ def trial(project: Project, sites: Sequence[str], port: int = 8000, node_config:
             state = folder / "sites" / site
             state.mkdir(parents=True, exist_ok=True)
             words = f'client-id="{site}" site="{project.site}" state-dir="{state}" {node_config}'
+            link_of_node = ["--superlink", f"127.0.0.1:{through or port}", "--root-certificates", authority]
             node = [
-                program("flower-supernode"), "--superlink", f"127.0.0.1:{port}", "--port", str(free), "--root-certificates",
-                authority, "--auth-supernode-private-key", str(key), "--node-config", words.strip(),
+                program("flower-supernode"), *link_of_node, "--port", str(free),
+                "--auth-supernode-private-key", str(key), "--node-config", words.strip(),
             ]  # fmt: skip
             running.processes.append(
                 _start(site, node, folder, {"POLYFED_SITE": site, "POLYFED_SITES": ",".join(sites)})

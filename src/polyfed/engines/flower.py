@@ -32,6 +32,7 @@ from polyfed.runs.results import Run
 _LOG = logging.getLogger("polyfed.server")
 _POLL_SECONDS = 0.2  # Flower's own `send_and_receive` asks every 3 s
 _QUERY_SECONDS = 120.0  # for a site to say who it is: it starts Python, imports torch and loads its data
+_LONGEST, _MOST = 300, 64  # characters of a site's sentence; metrics that it may tell, and characters of a name
 _TYPES = {"local": "train", "evaluate": "evaluate", "export": "evaluate"}
 
 
@@ -105,12 +106,8 @@ class Sites:
         self.nodes: dict[str, int] = {}
         self.told: dict[str, Mapping[str, Any]] = {}
 
-    def look(self) -> None:
-        """Asks nodes that are new, and takes the answers that have come.
-
-        Raises:
-            UserError: a site refuses to take part, or cannot answer.
-        """
+    def look(self) -> dict[str, str]:
+        """Asks nodes that are new, and takes the answers that have come; returns who refuses to take part, and why."""
         names = {node.node_id: node.name for node in self._grid.get_nodes()}
         for node in sorted(set(names) - self._known):
             letter = to_record(Letter(self._head))
@@ -118,18 +115,25 @@ class Sites:
             for sent in self._grid.push_messages([message]):
                 self._known.add(node)
                 self._asked[sent] = node
-        if not self._asked:
-            return
-        for answer in self._grid.pull_messages(list(self._asked)):
+        refused: dict[str, str] = {}
+        for answer in self._grid.pull_messages(list(self._asked)) if self._asked else ():
             node = self._asked.pop(answer.metadata.reply_to_message_id, 0)
             if answer.has_error():
                 self._known.discard(node)  # it may have been starting; it is asked again
-                _LOG.warning("node %d could not say who it is: %s", node, answer.error.reason)
-            elif node:
-                self._welcome(node, names, from_record(answer.content).head)
+                _LOG.warning("node %d could not say who it is: %s", node, one_line(answer.error.reason))
+                continue
+            try:
+                head = from_record(answer.content).head if size_of(answer.content) == 0 else {}
+            except UserError as error:
+                _LOG.warning("node %d stays out: %s", node, one_line(error))
+                continue
+            if self._welcome(node, names, head):
+                refused[str(head["client"])] = one_line(head["refused"])
+        return refused
 
-    def _welcome(self, node: int, names: Mapping[int, str], head: Mapping[str, Any]) -> None:
-        client, name = str(head.get("client")), names.get(node, "")
+    def _welcome(self, node: int, names: Mapping[int, str], head: Mapping[str, Any]) -> bool:
+        """Takes a node for the site that it says it is, if it can be; whether that site refuses."""
+        client, name = one_line(head.get("client")), names.get(node, "")
         if client not in self._wanted:
             _LOG.warning(
                 "node %d (%s) says that it is %r, which is not among the sites; it stays out", node, name, client
@@ -139,9 +143,10 @@ class Sites:
         elif self.nodes.get(client, node) != node and self.nodes[client] in names:
             _LOG.warning("node %d says that it is %r, which node %d is; it stays out", node, client, self.nodes[client])
         elif head.get("refused"):
-            raise UserError(f"site {client!r} does not take part: {head['refused']}")
+            return True
         else:
             self.nodes[client], self.told[client] = node, head
+        return False
 
     def gather(self, seconds: float) -> Mapping[str, Mapping[str, Any]]:
         """Waits until all sites are there; what each has told.
@@ -157,7 +162,8 @@ class Sites:
                     f"after {seconds:g} s these sites are missing: {', '.join(missing)} (there are: {there}); start their "
                     "SuperNodes, or raise join-seconds"
                 )
-            self.look()
+            for client, reason in self.look().items():
+                raise UserError(f"site {client!r} does not take part: {reason}")
             time.sleep(_POLL_SECONDS)
         return self.told
 
@@ -179,7 +185,8 @@ class FlowerEngine(Engine):
         """Yields results as they come. A site that is not connected, does not answer in time or sends something else is a
         failure; its late reply is never asked for."""
         limits = self._server.deployment
-        self._sites.look()
+        for client, reason in self._sites.look().items():
+            _LOG.warning("site %r does not take part any more: %s", client, reason)
         there = set(self._grid.get_node_ids())
         waiting: dict[str, Task] = {}
         for task in tasks:
@@ -223,28 +230,40 @@ def _failed(task: Task, reason: str) -> Result:
 def _result(task: Task, answer: FlowerMessage, run: str, limits: Deployment) -> Result:
     """What a site's answer to a task is worth."""
     if answer.has_error():
-        return _failed(task, f"Flower reports error {answer.error.code}: {answer.error.reason}")
+        return _failed(task, f"Flower reports error {answer.error.code}: {one_line(answer.error.reason)}")
     if (size := size_of(answer.content)) > limits.max_megabytes * 2**20:
         return _failed(task, f"its reply has {size / 2**20:.1f} MB, above max-megabytes = {limits.max_megabytes:g}")
     try:
         letter = from_record(answer.content)
     except UserError as error:
-        return _failed(task, str(error))
+        return _failed(task, one_line(error))
     head = letter.head
     if head.get("refused"):
-        return _failed(task, f"refuses: {head['refused']}")
+        return _failed(task, f"refuses: {one_line(head['refused'])}")
     asked = {"client": task.client, "run": run, "round": task.round, "phase": task.phase}
     if wrong := [name for name, value in asked.items() if head.get(name) != value]:
-        return _failed(task, f"answers for {wrong[0]} {head.get(wrong[0])!r}, asked was {asked[wrong[0]]!r}")
+        return _failed(
+            task, f"answers for {wrong[0]} {one_line(repr(head.get(wrong[0])))}, asked was {asked[wrong[0]]!r}"
+        )
     if head.get("failure") is not None:
-        return _failed(task, str(head["failure"]))
+        return _failed(task, one_line(head["failure"]))
     metrics, seconds = head.get("metrics", {}), head.get("seconds", 0.0)
-    if not isinstance(metrics, dict) or not all(v is None or _finite(v) for v in metrics.values()):
-        return _failed(task, f"its metrics are no numbers: {metrics!r}")
+    named = isinstance(metrics, dict) and len(metrics) <= _MOST and all(len(name) <= _MOST for name in metrics)
+    if not named or not all(v is None or _finite(v) for v in metrics.values()):
+        return _failed(task, f"its metrics are no numbers: {one_line(repr(metrics))}")
     if task.phase == "local":
         after = {"round": task.round}  # in place of the private state, which stays there
         return Result(task, letter.body, after, seconds=float(seconds) if _finite(seconds) else 0.0)
     return Result(task, metrics=metrics, weights=None)
+
+
+def one_line(text: object) -> str:
+    """What a site has written, short enough for a log, and without line breaks that would forge one.
+
+    >>> one_line("a\\nb"), len(one_line("x" * 10_000))
+    ('a b', 300)
+    """
+    return " ".join(str(text).split())[:_LONGEST]
 
 
 def _finite(value: Any) -> bool:
