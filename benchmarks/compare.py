@@ -3,8 +3,8 @@
     python benchmarks/compare.py --out benchmarks/results/compare_digits.json
 
 Runs benchmarks/compare_digits.yaml as a user would, prints the table and the wall-clock seconds, and writes the content of
-`comparison.json` with `measured` added. With --killed the same comparison runs again, is killed (SIGKILL) when half of its
-runs are finished, and goes on; the script fails unless both have the same results but for the seconds.
+`comparison.json` with `measured` added. With --killed the same comparison runs again, is killed (SIGKILL) when half of
+its runs are finished, and goes on; the script fails unless both have the same results but for the seconds.
 """
 
 import argparse
@@ -50,9 +50,7 @@ def main():
         cores = len(os.sched_getaffinity(0))
         measured = {"seconds": round(seconds, 1), "runs": runs, "cores": cores, "load_before": load}
         measured |= {"core_seconds": round(spent.children_user + spent.children_system, 1), "options": options}
-        print(
-            f"{runs} runs in {seconds:.0f} s on {cores} cores, {measured['core_seconds']:.0f} s of computing; load {load:.1f}"
-        )
+        print(f"{runs} runs in {seconds:.0f} s on {cores} cores, load before {load:.1f}: {measured}")
         if given.killed:
             process = subprocess.Popen([*COMPARE, *words, "--out", str(killed), "--quiet"])
             while finished_runs(killed) < runs // 2:

@@ -7,6 +7,7 @@ True
 
 from polyfed import algorithms
 from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.comparison import compare
 from polyfed.data.examples import Examples
 from polyfed.errors import ClientError, RoundError, UserError
 from polyfed.federation import federate, resume
@@ -24,6 +25,7 @@ __all__ = [
     "ServerContext",
     "UserError",
     "algorithms",
+    "compare",
     "federate",
     "resume",
 ]

@@ -11,7 +11,8 @@ import torch
 
 from polyfed.algorithm import Algorithm, Client
 from polyfed.engines.inprocess import InProcessEngine
-from polyfed.engines.pool import PoolEngine, can_fork
+from polyfed.engines.pool import PoolEngine
+from polyfed.engines.pool import can_fork as can_fork  # for others too
 from polyfed.engines.work import Engine
 from polyfed.errors import UserError
 from polyfed.settings import Settings

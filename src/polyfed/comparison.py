@@ -1,0 +1,271 @@
+"""Several methods on the same clients, several seeds each: what `compare` runs, and how it goes on after a stop."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from polyfed import checks, tuning
+from polyfed.algorithm import Algorithm, Client
+from polyfed.algorithms import FedAvg, FedAvgFT, Local, get, name_of
+from polyfed.data.examples import as_examples
+from polyfed.errors import Interrupted, UserError
+from polyfed.evaluation import SCORE
+from polyfed.plans import EQUAL, Cast, Job, Method, Plan, play
+from polyfed.rounds import Federation
+from polyfed.runs import comparison as directory
+from polyfed.runs.comparison import Comparison
+from polyfed.runs.configuration import described
+from polyfed.runs.summary import FORMAT, Budget, Histories, Reading, summarise
+from polyfed.settings import EngineName, Settings
+from polyfed.training import LocalTraining
+
+ALWAYS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}
+"""What is compared unasked, wherever the clients allow it."""
+_NOT_RESULTS = ("seed", "engine", "workers", "ray_address", "gpus_per_worker", "device", "checkpoint_every")
+
+
+def compare(
+    clients: Sequence[Client],
+    methods: Sequence[Method | str] | Mapping[str, Method | str],
+    *,
+    rounds: int,
+    seeds: Sequence[int] = (0, 1, 2),
+    out: str | Path | None = None,
+    public: Any = None,
+    like: Method | None = None,
+    budget: str = "steps",
+    target: float | None = None,
+    tune: Mapping[str, Sequence[Any]] | None = None,
+    parallel: int | Literal["auto"] = "auto",
+    sample: int | float = 1.0,
+    engine: EngineName = "auto",
+    workers: int | Literal["auto"] = "auto",
+    ray_address: str = "local",
+    gpus_per_worker: float = 0.0,
+    device: str = "auto",
+    evaluate_every: int = 1,
+    checkpoint_every: int = 1,
+    on_error: Literal["raise", "skip"] = "raise",
+    min_replies: int = 1,
+    title: str = "comparison",
+    quiet: bool = False,
+) -> Comparison:
+    """Runs several methods on the same clients with several seeds, and puts the results side by side.
+
+    `local` is always compared, `fedavg` and `fedavg_ft` too where the clients have one architecture. A method that they do
+    not suit is left out, with the reason. The same call with the same `out` goes on where it was stopped; finished runs are
+    not repeated.
+
+    Args:
+        clients: who takes part, as for `federate`.
+        methods: names, methods, or either by label.
+        rounds, sample, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every, on_error,
+            min_replies: of each run, see `polyfed.settings.Settings`.
+        seeds: one run of each method per seed. One gives no interval.
+        out: the directory (see `polyfed.runs.comparison`); None keeps the results in memory.
+        public: unlabelled examples that are no client's, for methods that need them; the others ignore them.
+        like: whose local training the methods get that are given by name (learning rate, optimiser, epochs, ...); default:
+            that of the first method in `methods` that is not a name. Without any, they have equal epochs and batches and
+            otherwise their own defaults.
+        budget: "steps" compares after all rounds; "bytes" or "seconds" (or "bytes=5e6", "seconds=30") each run at its last
+            evaluated round that has spent no more. `polyfed.runs.summary.Budget` tells more.
+        target: the mean score for the columns "to reach it"; None takes what training alone reaches.
+        tune: fields to search on validation examples before, with the values to try: {"lr": [0.01, 0.1]}; see
+            `polyfed.tuning`.
+        parallel: runs at once, each in a process of its own; "auto" is one per core where a round has few clients.
+        title: for headings.
+        quiet: no progress.
+
+    Raises:
+        UserError: methods with unequal local training, clients that no method but `local` suits, or what `federate` refuses;
+            nothing has been computed.
+
+    >>> from polyfed.testing import small_clients
+    >>> found = compare(small_clients(3), ["fedprox"], rounds=2, seeds=[0, 1], parallel=1, quiet=True)
+    >>> [row["method"] for row in found.table()]
+    ['local', 'fedavg', 'fedavg_ft', 'fedprox']
+    """
+    settings = Settings(
+        rounds=rounds, sample=sample, engine=engine, workers=workers, ray_address=ray_address,
+        gpus_per_worker=gpus_per_worker, device=device, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
+        on_error=on_error, min_replies=min_replies,
+    )  # fmt: skip
+    cast = Cast(tuple(clients), None if public is None else as_examples(public, "public", labelled=False))
+    plan = Plan(
+        title=title, methods=methods_of(methods, like), seeds=tuple(seeds), settings=settings, cast=lambda seed: cast,
+        reading=Reading(Budget.parse(budget), target), out=None if out is None else Path(out), parallel=parallel,
+        search=tune, quiet=quiet,
+    )  # fmt: skip
+    return carry_out(plan)
+
+
+def methods_of(
+    given: Sequence[Method | str] | Mapping[str, Method | str], like: Method | None = None
+) -> dict[str, Method]:
+    """The methods by label, with those that are compared unasked before the others.
+
+    Raises:
+        UserError: an unknown name, something that is no method, or two with one label.
+
+    >>> list(methods_of(["pfedla", "local"]))
+    ['fedavg', 'fedavg_ft', 'pfedla', 'local']
+    """
+    if isinstance(given, str | Algorithm):
+        raise UserError(f"methods must be a list of names or methods, or a mapping from labels to them, got {given!r}")
+    pairs: list[tuple[str | None, Any]] = (
+        list(given.items()) if isinstance(given, Mapping) else [(None, method) for method in given]
+    )
+    own = [method for _, method in pairs if isinstance(method, Algorithm)]
+    model = like or next((method for method in own if isinstance(method, LocalTraining)), None)
+    found: dict[str, Method] = {}
+    for label, method in pairs:
+        made: Any = _by_name(method, model) if isinstance(method, str) else method
+        if not isinstance(made, Algorithm):
+            raise UserError(
+                f"methods must be names or methods, for example polyfed.algorithms.FedAvg(), got {method!r}"
+            )
+        name = name_of(made) if label is None else label
+        if name in found:
+            raise UserError(f"methods has {name!r} twice; give each a label of its own: {{'a': ..., 'b': ...}}")
+        found[name] = made
+    kinds = {type(method) for method in found.values()}
+    unasked = {name: _by_name(name, model) for name, kind in ALWAYS.items() if kind not in kinds and name not in found}
+    return unasked | found
+
+
+def _by_name(name: str, model: Any) -> Method:
+    if isinstance(model, Algorithm):
+        from polyfed.commands.experiment import like  # imported late: experiments import data sources and networks
+
+        return like(name, model)
+    kind: Any = get(name)
+    shared: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(LocalTraining) if f.name in EQUAL}
+    made: Method = kind(**shared) if issubclass(kind, LocalTraining) else kind()
+    return made
+
+
+def carry_out(plan: Plan) -> Comparison:
+    """Runs what a plan lacks, and reads the results.
+
+    Raises:
+        UserError: as for `compare`.
+        ClientError, RoundError: of a run; the others are kept.
+        Interrupted: Ctrl-C.
+    """
+    if plan.search is not None:
+        tuning.check(plan)
+    description, data, class_names = _described(plan)
+    methods = {label: plan.methods[label] for label in description["methods"]}
+    if plan.out is not None:
+        directory.keep_description(plan.out, description, plan.reading)
+    try:
+        if plan.search is not None:
+            methods, description["tuning"] = tuning.search(plan, methods)
+            description["methods"] = {label: _fields(method) for label, method in methods.items()}
+        jobs = [
+            Job(label, method, seed, None if plan.out is None else plan.out / label / f"seed-{seed}")
+            for seed in plan.seeds
+            for label, method in methods.items()
+        ]
+        played = play(plan, jobs)
+    except KeyboardInterrupt as stop:
+        if plan.out is None:
+            raise
+        how = f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
+        raise Interrupted(f"interrupted; the complete rounds are saved: continue with {how}") from stop
+    histories: Histories = {(job.label, job.seed): history for job, history in played.items()}
+    content = summarise(description, data, class_names, histories, plan.reading, on_disk=plan.out is not None)
+    if plan.out is not None:
+        directory.write(plan.out, content)
+    return Comparison(content, plan.out)
+
+
+def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...] | None]:
+    """The content of `comparison.yaml`, what there is to know of the data by seed, and the classes' names. All that can be
+    found wrong beforehand is found here, for each seed."""
+    left_out: dict[str, str] = {}
+    data: dict[str, Any] = {}
+    fingerprints: dict[str, str] = {}
+    for seed in plan.seeds:
+        cast = plan.cast(seed)
+        settings = dataclasses.replace(plan.settings, seed=seed)
+        checks.check_clients(cast.clients)
+        checks.check_models(cast.clients)
+        settings.cohort_size(len(cast.clients))
+        for label, method in plan.methods.items():
+            if label not in left_out and (reason := _unsuited(cast, method, settings)):
+                left_out[label] = reason
+        data[str(seed)] = _known_of(cast)
+        fingerprints[str(seed)] = checks.fingerprint(cast.clients, cast.public)
+    methods = {label: method for label, method in plan.methods.items() if label not in left_out}
+    if all(isinstance(method, Local) for method in methods.values()):
+        raise UserError(f"no method that federates suits these clients: {'; '.join(left_out.values())}")
+    _check_equal_training(methods)
+    task = cast.clients[0].task
+    settings_kept = {k: v for k, v in dataclasses.asdict(plan.settings).items() if k not in _NOT_RESULTS}
+    description = {
+        "format": FORMAT,
+        "title": plan.title,
+        "task": task,
+        "score": SCORE[task],
+        "seeds": list(plan.seeds),
+        "methods": {label: _fields(method) for label, method in methods.items()},
+        "evaluated": {label: method.evaluated for label, method in methods.items()},
+        "left_out": left_out,
+        "reference": next((label for label, method in methods.items() if isinstance(method, Local)), None),
+        "same_clients": len(set(fingerprints.values())) == 1,
+        "settings": settings_kept,
+        "fingerprints": fingerprints,
+        "search": None if plan.search is None else {name: list(values) for name, values in plan.search.items()},
+        "experiment": plan.experiment,
+    }
+    return description, data, cast.class_names
+
+
+def _fields(method: Method) -> dict[str, Any]:
+    fields: dict[str, Any] = described(method, Settings())["algorithm"]
+    return fields
+
+
+def _unsuited(cast: Cast, method: Method, settings: Settings) -> str | None:
+    """Why the clients do not suit a method, in the words with which a run would refuse them; None if they do."""
+    try:
+        checks.check_requirements(cast.clients, method, cast.public)
+        if "one_form" in method.requires:
+            checks.check_models(cast.clients, factory=method.brings(checks.common_form(cast.clients)))
+        clients = {c.id: c for c in sorted(cast.clients, key=lambda c: c.id)}
+        method.init(Federation(clients, method, settings, cast.public).context())
+    except UserError as reason:
+        return str(reason)
+    return None
+
+
+def _known_of(cast: Cast) -> dict[str, Any]:
+    counted = cast.clients[0].task == "classification"
+    most = max(int(c.train.labels.max()) for c in cast.clients) + 1 if counted else 0
+    size = max(most, len(cast.class_names or ()))
+    return {
+        c.id: {
+            "train": len(c.train),
+            "test": len(c.test),
+            "classes": c.train.labels.bincount(minlength=size).tolist() if counted else None,
+        }
+        for c in sorted(cast.clients, key=lambda c: c.id)
+    }
+
+
+def _check_equal_training(methods: Mapping[str, Method]) -> None:
+    """Methods that train more than others would be compared by how much they train, whatever the budget."""
+    trained = {
+        label: (None if method.local_steps else method.local_epochs, method.local_steps, method.batch_size)
+        for label, method in methods.items()
+        if isinstance(method, LocalTraining)
+    }
+    for label, amount in trained.items():
+        first = next(iter(trained))
+        if amount != trained[first]:
+            told = [
+                f"{name} has " + ", ".join(f"{f}={getattr(methods[name], f)}" for f in EQUAL) for name in (first, label)
+            ]
+            raise UserError(f"methods must train equally in each round, but {' and '.join(told)}; give both the same")

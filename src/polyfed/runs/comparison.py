@@ -1,0 +1,226 @@
+"""A comparison on the disk: `comparison.yaml` says what is compared, `comparison.json` holds the results.
+
+A comparison directory holds one run directory per method and seed, `METHOD/seed-K`, and
+
+- `comparison.yaml`, written before the first run: everything that decides results (methods with all fields, seeds, settings,
+  clients' fingerprints, the experiment), and `reading`, how results are read (budget and target);
+- `comparison.json`, written when all runs are finished, as below. Paths in it are relative to the directory; scores are
+  fractions as in `metrics.jsonl` (0.81, not 81); `null` is "not defined", a `Score` is a number or null.
+
+```
+{
+  "format": 1,
+  "title": "quickstart",                     a name for headings
+  "task": "classification",                  or "multilabel", "regression"
+  "score": "accuracy",                       or "auc", "r2"; higher is better
+  "rounds": 20,                              of each run
+  "seeds": [0, 1, 2],
+  "clients": ["client-000", ...],            sorted; the same ids in each seed
+  "same_clients": false,                     true: an id is the same client with the same data in each seed; only then are
+                                             there verdicts client by client. false: each seed deals the data anew
+  "class_names": ["0", ...] or null,
+  "data": {"0": {"client-000": {"train": 24, "test": 14, "classes": [3, 0, ...] or null}, ...}, "1": ...},   by seed
+  "budget": {"kind": "steps" | "bytes" | "seconds", "limit": null | number, "told": "a sentence"},
+  "target": {"score": 0.81 or null, "told": "a sentence"},      the score of "to_target" below
+  "reference": "local" or null,              label of the method that trains alone, which gains are over
+  "best": "fedhenn",                         label of the best mean
+  "best_by": "validation" | "test",          what it was chosen on
+  "tests": {"clients": 8, "smallest_p": 0.0078, "told": "a sentence"},    what a test over so few clients can find
+  "methods": {                               in the order of the table; by label, which is also the folder
+    "local": {
+      "name": "local",                       of the registry, or the class
+      "fields": {"lr": 0.05, ...},           all hyper-parameters
+      "evaluated": "",                       what is scored, where fields decide; mostly empty
+      "runs": {                              by seed, as text
+        "0": {
+          "path": "local/seed-0" or null,    run directory (metrics.jsonl, models, analysis); null for a comparison in memory
+          "round": 20 or null,               the compared round; null: not one evaluated round is within the budget
+          "scores": {"client-000": Score, ...},          per client at that round; empty where round is null
+          "mean": Score,                     over clients
+          "validation": Score,               mean validation score at that round; null without validation examples
+          "bytes": 123456, "seconds": 4.21,  down + up, and clients + server without evaluation, up to that round
+          "curve": [[round, mean score, bytes, seconds], ...],      every evaluated round, also beyond the budget
+          "to_target": {"round": 8, "bytes": ..., "seconds": ...} or null      first evaluated round that reaches the target
+        }, ...
+      },
+      "statistics": {
+        "mean": Score, "interval": [low, high] or null,             over seeds, 95 %; null with one seed
+        "interval_by": "t" | "bootstrap" | null,
+        "worst": Score, "p10": Score, "p90": Score,                 over clients, mean over seeds
+        "gain": Score, "gain_interval": [low, high] or null,        over the reference, paired by seed
+        "losers": 2 or null,                 clients with a score, mean over seeds, below the reference's
+        "p_reference": {"p": 0.0234, "holm": 0.047} or null,        Wilcoxon over clients against the reference
+        "p_best": {"p": ..., "holm": ...} or null,                  and against the best; null for the best itself
+        "rounds": [20, 20, 20],              compared round by seed
+        "bytes": mean, "seconds": mean,
+        "to_target": {"reached": 3, "round": mean, "bytes": mean, "seconds": mean}     means null unless all seeds reach it
+        "clients": {"client-000": {"mean": Score, "gain": Score, "gain_interval": [low, high] or null,
+                                   "verdict": "gains" | "loses" | "open" | null}, ...}       null: the reference itself, or
+      }                                                                            clients that differ from seed to seed
+    }, ...
+  },
+  "left_out": {"fedavg": "fedavg needs one architecture, but ..."},       methods that the federation does not suit, and why
+  "verdicts": ["client-000 gains 4.1 to 6.0 points with fedhenn", ...],    sentences for people
+  "notes": ["3 seeds: ..."],                                               what to bear in mind, sentences
+  "tuning": null or {"told": "a sentence", "by": "validation", "methods": {"fedavg": {"chosen": {"lr": 0.1}, "runs": 3,
+            "tried": [{"fields": {"lr": 0.1}, "validation": 0.8}, ...]}}}
+}
+```
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import yaml
+
+from polyfed.errors import UserError
+from polyfed.runs.checkpoint import file_name
+from polyfed.runs.directory import plain, read_config, read_metrics, replace_file
+from polyfed.runs.summary import FORMAT, Budget, Reading
+
+DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
+
+
+@final
+@dataclass(frozen=True)
+class Comparison:
+    """Methods beside one another on the same clients.
+
+    Attributes: `content`, the results as the top of `polyfed.runs.comparison` documents them; `out`, the directory or None.
+    """
+
+    content: Mapping[str, Any]
+    out: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"Comparison({', '.join(self.content['methods'])}; {len(self.content['seeds'])} seeds, out={self.out})"
+
+    @property
+    def verdicts(self) -> Sequence[str]:
+        """What the intervals support, in words."""
+        return list(self.content["verdicts"])
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Methods that the federation does not suit, each with the reason."""
+        return dict(self.content["left_out"])
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row a method: `method`; `mean` over clients and seeds with its interval `low`, `high`; `worst` client, `p10`
+        and `p90`; `gain` over training alone with `gain_low`, `gain_high`; `losers`, the clients that lose by joining; the
+        corrected `p_reference` and `p_best`; `megabytes` (2^20 bytes) and `seconds` of a run; None where not defined."""
+        rows = []
+        for label, method in self.content["methods"].items():
+            found = method["statistics"]
+            low, high = found["interval"] or (None, None)
+            gain_low, gain_high = found["gain_interval"] or (None, None)
+            rows.append(
+                {
+                    "method": label,
+                    "mean": found["mean"],
+                    "low": low,
+                    "high": high,
+                    **{name: found[name] for name in ("worst", "p10", "p90")},
+                    "gain": found["gain"],
+                    "gain_low": gain_low,
+                    "gain_high": gain_high,
+                    "losers": found["losers"],
+                    **{name: found[name] and found[name]["holm"] for name in ("p_reference", "p_best")},
+                    "megabytes": None if found["bytes"] is None else found["bytes"] / 2**20,
+                    "seconds": found["seconds"],
+                }
+            )
+        return rows
+
+
+def read(folder: str | Path) -> Comparison:
+    """A finished comparison from its directory.
+
+    Raises:
+        UserError: there is none, or it is not finished.
+    """
+    path = Path(folder) / RESULTS
+    if not (Path(folder) / DESCRIPTION).is_file():
+        raise UserError(f"{folder} is not the directory of a comparison: it has no {DESCRIPTION}")
+    if not path.is_file():
+        raise UserError(f"the comparison in {folder} is not finished; go on with it: polyfed compare {folder}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); make it again: polyfed compare {folder}") from error
+    if content.get("format") != FORMAT:
+        raise UserError(f"{path} has format {content.get('format')}, this version of polyfed reads {FORMAT}; make it again: "
+                        f"polyfed compare {folder}")  # fmt: skip
+    return Comparison(content, Path(folder))
+
+
+def write(folder: Path, content: Mapping[str, Any]) -> None:
+    """Writes the results; the file is the old one or the new one at any moment."""
+    replace_file(folder / RESULTS, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False).encode())
+
+
+def read_description(folder: str | Path) -> dict[str, Any]:
+    """The content of `comparison.yaml`.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    path = Path(folder) / DESCRIPTION
+    if not path.is_file():
+        raise UserError(f"{folder} is not the directory of a comparison: it has no {DESCRIPTION}")
+    return read_config(path)
+
+
+def reading_of(description: Mapping[str, Any]) -> Reading:
+    """How the results of a comparison were last read."""
+    kept = description.get("reading") or {}
+    return Reading(Budget.parse(kept.get("budget", "steps")), kept.get("target"))
+
+
+def keep_description(folder: Path, description: Mapping[str, Any], reading: Reading) -> None:
+    """Writes `comparison.yaml`, or makes sure that the one that is there describes the same runs. (Reading them otherwise
+    needs no other runs.)
+
+    Raises:
+        UserError: `folder` holds something else, or a comparison of something else.
+    """
+    content = plain(description, "comparison")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
+    if (folder / DESCRIPTION).is_file():
+        before = {key: value for key, value in read_description(folder).items() if key != "reading"}
+        if differs := _difference(before, content):
+            raise UserError(
+                f"{folder} holds a comparison of something else: {differs}; choose another --out, or ask for what it holds"
+            )
+    elif any(not entry.name.startswith(".partial-") for entry in folder.iterdir()):
+        raise UserError(f"{folder} is not empty and holds no comparison; choose another --out")
+    content["reading"] = {"budget": str(reading.budget), "target": reading.target}
+    replace_file(folder / DESCRIPTION, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
+
+
+def _difference(before: Any, now: Any, place: str = "") -> str:
+    """The first thing in which two descriptions differ, in words; empty if they are the same."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in (*before, *(key for key in now if key not in before)):
+            inner = f"{place}.{key}" if place else str(key)
+            if key not in now or key not in before:
+                return f"{inner} is {'new' if key in now else 'gone'}"
+            if found := _difference(before[key], now[key], inner):
+                return found
+        return ""
+    return "" if before == now else f"{place} was {before!r} and is now {now!r}"
+
+
+def finished(folder: Path, rounds: int, clients: Sequence[str]) -> list[dict[str, Any]] | None:
+    """The history of a run that has nothing left to do: all rounds told and all models written; None otherwise."""
+    history = read_metrics(folder / "metrics.jsonl")
+    if [record["round"] for record in history] != list(range(1, rounds + 1)):
+        return None
+    models = folder / "models"
+    return history if all((models / f"{file_name(c)}.safetensors").is_file() for c in clients) else None

@@ -1,0 +1,122 @@
+"""`polyfed compare`: tables on standard output, one sentence for what can be mended, and going on in a directory."""
+
+import json
+
+import pytest
+
+from polyfed.cli import main
+from polyfed.commands.compare import read_words
+from polyfed.errors import UserError
+
+SMALL = [
+    "--data.clients", "3", "--data.examples_per_client", "20", "--rounds", "2", "--model", "mlp",
+    "--parallel", "1", "--workers", "0", "--quiet",
+]  # fmt: skip
+
+
+@pytest.fixture
+def polyfed(tmp_path, monkeypatch, capsys):
+    """Runs a command in an empty folder: status, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def polyfed(*words):
+        capsys.readouterr()
+        status = main(words)
+        return status, *capsys.readouterr()
+
+    polyfed.here = tmp_path
+    return polyfed
+
+
+@pytest.mark.slow
+def test_a_comparison_from_a_recipe(polyfed):
+    """Tables; hyper-parameters from a file; the same command again repeats nothing; other readings of a directory."""
+    (polyfed.here / "hyper.yaml").write_text("strong: {name: fedprox, mu: 5.0}\npfedla: {hn_lr: 0.002}\n")
+    words = [
+        "fedavg_digits",
+        *SMALL,
+        "--seeds",
+        "0,1",
+        "--algorithms",
+        "strong,pfedla",
+        "--hyper",
+        "hyper.yaml",
+        "--out",
+        "a",
+    ]
+    status, out, err = polyfed("compare", *words)
+    assert status == 0, err
+    for told in (
+        "95 % interval",
+        "worst client",
+        "points gained over local",
+        "of 3 clients, 2 seeds",
+        "strong",
+        "fedavg_ft",
+    ):
+        assert told in out
+    content = json.loads((polyfed.here / "a" / "comparison.json").read_text())
+    assert list(content["methods"]) == ["local", "fedavg", "fedavg_ft", "strong", "pfedla"]
+    fields = {label: method["fields"] for label, method in content["methods"].items()}
+    assert (fields["strong"]["mu"], fields["pfedla"]["hn_lr"]) == (5.0, 0.002)
+    assert {(f["lr"], f["local_epochs"], f["batch_size"]) for f in fields.values()} == {(0.1, 2, 16)}  # the recipe's
+    assert content["same_clients"] is False  # each seed deals the data
+    assert any("each seed deals the data anew" in note for note in content["notes"])
+    before = sorted((p, p.stat().st_mtime_ns) for p in polyfed.here.rglob("metrics.jsonl"))
+    assert len(before) == 10
+    assert polyfed("compare", *words)[1] == out
+    status, again, _ = polyfed("compare", "a", "--budget", "bytes", "--target", "0.05", "--quiet")
+    assert status == 0
+    assert "what the cheapest run spends in all" in again
+    assert "2 of 2" in again
+    assert sorted((p, p.stat().st_mtime_ns) for p in polyfed.here.rglob("metrics.jsonl")) == before
+    assert polyfed("resume", "a/local/seed-1", "--quiet")[0] == 0  # a run is described by its own config.yaml
+    status, _, err = polyfed("compare", "a", "--seeds", "5")
+    assert (status, "has decided what is compared, so --seeds has no place here" in err) == (2, True)
+
+
+def test_one_dealing_for_all_seeds(polyfed):
+    status, out, err = polyfed(
+        "compare", "fedavg_digits", *SMALL, "--seeds", "0,1", "--algorithms", "fedavg", "--same_data", "--out", "a"
+    )
+    assert status == 0, err
+    content = json.loads((polyfed.here / "a" / "comparison.json").read_text())
+    assert content["same_clients"] is True
+    assert content["data"]["0"] == content["data"]["1"]
+    assert {row["verdict"] for row in content["methods"]["fedavg"]["statistics"]["clients"].values()} <= {
+        "gains", "loses", "open",
+    }  # fmt: skip
+    assert "nothing can be said of" in out  # a handful of test examples
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["fedavg_digits", "--algorithms", "fedavgg"], "did you mean fedavg"),
+        (["fedavg_digits", "--algorithms", "fedavg,fedavg"], "--algorithms has 'fedavg' twice"),
+        (["fedavg_digits", "--seeds", "0,one"], "--seeds must be whole numbers"),
+        (["fedavg_digits", "--tune", "lr"], "--tune takes 'grid', or fields with numbers"),
+        (["fedavg_digits", "--tune", "grid"], "searched on validation examples"),
+        (["fedavg_digits", "--hyper", "hyper.yaml"], "fedavg has no field 'mu'"),
+        (["fedavg_digits", "--hyper", "nothing.yaml"], "cannot read nothing.yaml"),
+        (["nothing"], "there is no recipe or file 'nothing'"),
+    ],
+)
+def test_what_is_refused(polyfed, words, sentence):
+    (polyfed.here / "hyper.yaml").write_text("fedavg: {mu: 1}\n")
+    status, out, err = polyfed("compare", *words, *SMALL, "--out", "a")
+    assert (status, out) == (2, "")
+    assert sentence in err
+    assert not (polyfed.here / "a").exists()
+
+
+def test_help_and_words(polyfed):
+    status, out, _ = polyfed("compare", "--help")
+    assert status == 0
+    assert "--algorithms NAMES" in out
+    words = ["--seeds=3", "--same-data", "--rounds", "2", "--parallel", "2"]
+    asked = read_words(words)
+    assert (asked.seeds, asked.same_data, asked.parallel, words) == ((3,), True, 2, ["--rounds", "2"])
+    with pytest.raises(UserError, match="--target must be a number, got 'high'"):
+        read_words(["--target", "high"])

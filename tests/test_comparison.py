@@ -1,0 +1,285 @@
+"""`polyfed.compare`: who is compared, on what, and that a comparison that was stopped ends as one that was not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import polyfed as pf
+from polyfed.algorithms import FedAvg, FedProx, Local, PFedLA
+from polyfed.comparison import methods_of
+from polyfed.runs.comparison import read
+from polyfed.runs.several import side_by_side
+from polyfed.runs.summary import Reading, summarise
+from polyfed.testing import small_clients
+
+QUICK = {"rounds": 2, "seeds": [0, 1], "parallel": 1, "quiet": True}
+
+
+def without_seconds(value, at=""):
+    if isinstance(value, dict):
+        return {key: without_seconds(item, key) for key, item in value.items() if key not in ("seconds", "path")}
+    if isinstance(value, list) and at == "curve":
+        return [point[:3] for point in value]
+    return [without_seconds(item) for item in value] if isinstance(value, list) else value
+
+
+def wide():
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def mixed_clients():
+    first, *others = small_clients(3)
+    return [pf.Client(first.id, wide, first.train, first.test), *others]
+
+
+def test_scores_bytes_and_means_are_those_of_the_runs(tmp_path):
+    """Each number of the results beside the run that `federate` makes of the same method and seed."""
+    clients = small_clients(3)
+    found = pf.compare(clients, {"prox": FedProx(mu=0.5, lr=0.1)}, **QUICK, out=tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert content == read(tmp_path / "out").content == found.content
+    assert list(content["methods"]) == ["local", "fedavg", "fedavg_ft", "prox"]
+    for label, method in {"prox": FedProx(mu=0.5, lr=0.1), "local": Local(lr=0.1)}.items():
+        for seed in (0, 1):
+            run = pf.federate(clients, method, rounds=2, seed=seed, workers=0)
+            ours, last = content["methods"][label]["runs"][str(seed)], run.history[-1]
+            rows = {row["client"]: row["accuracy"] for row in run.table()}
+            assert ours["scores"] == {client: rows[client] for client in content["clients"]}
+            assert ours["mean"] == rows["mean"]
+            assert ours["bytes"] == last["bytes_down_total"] + last["bytes_up_total"]
+            assert (tmp_path / "out" / ours["path"] / "metrics.jsonl").is_file()
+    prox, local = (content["methods"][label] for label in ("prox", "local"))
+    gains = [prox["runs"][s]["mean"] - local["runs"][s]["mean"] for s in ("0", "1")]
+    assert prox["statistics"]["gain"] == pytest.approx(sum(gains) / 2)
+    assert content["same_clients"] is True
+    assert (
+        content["data"]["0"]["client-0"]["train"]
+        == len(clients[0].train)
+        == sum(content["data"]["0"]["client-0"]["classes"])
+    )
+
+
+def test_runs_side_by_side_give_what_one_after_the_other_gives():
+    one, other = (
+        pf.compare(small_clients(3), ["pfedla"], **(QUICK | {"parallel": parallel})).content for parallel in (1, 3)
+    )
+    assert without_seconds(one) == without_seconds(other)
+
+
+def test_left_out_with_the_reason_and_compared_unasked():
+    found = pf.compare(mixed_clients(), ["distillation", "fedprox"], **(QUICK | {"seeds": [3]}))
+    assert [row["method"] for row in found.table()] == ["local", "distillation"]
+    assert found.left_out.keys() == {"fedavg", "fedavg_ft", "fedprox"}
+    assert "fedprox needs one architecture, but the 3 clients have 2" in found.left_out["fedprox"]
+    assert found.table()[0]["low"] is None  # one seed
+    assert found.verdicts == []
+
+
+def test_local_training_is_equal_and_taken_over():
+    methods = methods_of([FedProx(lr=0.3, local_epochs=4, batch_size=8, mu=2.0), "pfedla"])
+    assert {type(m) for m in methods.values()} >= {Local, FedAvg, PFedLA}
+    assert {(m.lr, m.local_epochs, m.batch_size) for m in methods.values()} == {(0.3, 4, 8)}
+    plain = methods_of(["pfedla", "fedprox"])
+    assert len({(m.local_epochs, m.local_steps, m.batch_size) for m in plain.values()}) == 1
+    with pytest.raises(pf.UserError, match=r"must train equally in each round, but .*local_epochs=4.*local_epochs=1"):
+        pf.compare(small_clients(2), {"a": FedAvg(local_epochs=4), "b": FedProx(local_epochs=1)}, **QUICK)
+
+
+def test_budget_of_bytes_compares_at_the_last_round_within_it(tmp_path):
+    clients, words = small_clients(3), QUICK | {"rounds": 4}
+    whole = pf.compare(clients, ["pfedla"], **words, out=tmp_path / "a")
+    curve = whole.content["methods"]["fedavg"]["runs"]["0"]["curve"]
+    found = pf.compare(clients, ["pfedla"], **words, out=tmp_path / "a", budget=f"bytes={curve[1][2]}", target=2.0)
+    run = found.content["methods"]["fedavg"]["runs"]["0"]
+    assert (run["round"], run["bytes"], run["mean"]) == (2, curve[1][2], curve[1][1])
+    assert found.content["methods"]["local"]["runs"]["0"]["round"] == 4  # sends nothing
+    assert run["to_target"] is None
+    least = pf.compare(clients, ["pfedla"], **words, out=tmp_path / "a", budget="bytes").content["budget"]["limit"]
+    totals = [r["curve"][-1][2] for m in whole.content["methods"].values() for r in m["runs"].values()]
+    assert least == min(total for total in totals if total)
+
+
+def test_another_comparison_in_the_same_directory_is_refused(tmp_path):
+    pf.compare(small_clients(2), ["fedprox"], **QUICK, out=tmp_path / "a")
+    with pytest.raises(pf.UserError, match=r"settings.rounds was 2 and is now 3; choose another --out"):
+        pf.compare(small_clients(2), ["fedprox"], **(QUICK | {"rounds": 3}), out=tmp_path / "a")
+    with pytest.raises(pf.UserError, match=r"methods.fedprox.mu was"):
+        pf.compare(small_clients(2), [FedProx(mu=9.0)], **QUICK, out=tmp_path / "a")
+    other = [shifted(client) for client in small_clients(2)]
+    with pytest.raises(pf.UserError, match=r"fingerprints\.0 was"):
+        pf.compare(other, ["fedprox"], **QUICK, out=tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "thesis.tex").touch()
+    with pytest.raises(pf.UserError, match="not empty and holds no comparison"):
+        pf.compare(small_clients(2), ["fedprox"], **QUICK, out=tmp_path / "b")
+
+
+def shifted(client):
+    x, y = client.test.x, client.test.y
+    return pf.Client(client.id, client.model, client.train, (x + 1, y))
+
+
+def test_what_is_refused():
+    clients = [pf.Client(c.id, c.model, c.train, c.test) for c in small_clients(2)]
+    for methods, words, sentence in (
+        (["fedprx"], {}, "did you mean fedprox"),
+        ("fedavg", {}, "must be a list of names or methods"),
+        ([FedAvg(), FedAvg(lr=0.5)], {}, "has 'fedavg' twice"),
+        (["fedavg"], {"seeds": []}, "seeds must be different whole numbers"),
+        (["fedavg"], {"seeds": [1, 1]}, "seeds must be different whole numbers"),
+        (["fedavg"], {"budget": "hours=3"}, "unknown budget 'hours'"),
+        (["fedavg"], {"budget": "bytes=many"}, "the limit of a budget must be a number"),
+        (["fedavg"], {"parallel": 0}, "parallel must be 'auto' or a number of runs from 1, got 0"),
+        ({"../x": "fedavg"}, {}, "label must be a word"),
+        (["fedavg"], {"tune": {"lr": [0.1]}}, "searched on validation examples, and client 'client-0' has none"),
+        (["fedavg"], {"tune": {"local_epochs": [1]}}, "local_epochs cannot be searched"),
+        (["fedavg"], {"tune": {"mew": [1]}}, "no method of the comparison has a field 'mew'"),
+    ):
+        with pytest.raises(pf.UserError, match=sentence):
+            pf.compare(clients, methods, **(QUICK | words))
+    with pytest.raises(pf.UserError, match="no method that federates suits these clients: fedavg_ft needs one arch"):
+        pf.compare(mixed_clients(), ["fedavg"], **QUICK)
+
+
+def test_fields_are_searched_on_validation_examples_alone(tmp_path):
+    """A rate of 1e-9 learns nothing and 0.5 does: validation finds it, though the test labels are wrong."""
+    clients = []
+    for client in small_clients(2):
+        y = (client.test.y + 1) % 3
+        clients.append(pf.Client(client.id, client.model, client.train, (client.test.x, y), val=client.train))
+    words = QUICK | {"rounds": 8, "tune": {"lr": [1e-9, 0.5]}}
+    found = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
+    tuning = found.content["tuning"]
+    assert list(tuning["methods"]) == ["local", "fedavg", "fedavg_ft", "fedprox"]
+    assert all(entry["chosen"] == {"lr": 0.5} for entry in tuning["methods"].values())
+    assert all(entry["runs"] == 2 for entry in tuning["methods"].values())
+    assert found.content["methods"]["fedprox"]["fields"]["lr"] == 0.5
+    assert found.content["best_by"] == "validation"
+    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("metrics.jsonl"))
+    again = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
+    assert again.content == found.content
+    assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("metrics.jsonl")) == before  # nothing repeated
+
+
+def test_verdicts_in_words_from_known_scores():
+    """Results written by hand: what is said is what the intervals support. North: 5 ± 4.303·0.1/√3 = 4.75 to 5.25."""
+    scores = {  # by method and seed: north gains about 5 points, east loses about 4, west does not know
+        ("local", 0): {"north": 0.700, "east": 0.800, "west": 0.60},
+        ("local", 1): {"north": 0.702, "east": 0.798, "west": 0.60},
+        ("local", 2): {"north": 0.698, "east": 0.802, "west": 0.60},
+        ("fed", 0): {"north": 0.750, "east": 0.760, "west": 0.70},
+        ("fed", 1): {"north": 0.753, "east": 0.757, "west": 0.55},
+        ("fed", 2): {"north": 0.747, "east": 0.763, "west": 0.62},
+    }
+    histories = {
+        run: [
+            {
+                "round": 1, "bytes_down_total": 5, "bytes_up_total": 5, "seconds_clients": 1.0, "seconds_server": 0.0,
+                "summary": {"accuracy": {"mean": sum(rows.values()) / 3}},
+                "clients": {client: {"accuracy": value} for client, value in rows.items()},
+            }
+        ]
+        for run, rows in scores.items()
+    }  # fmt: skip
+    description = {
+        "title": "t", "task": "classification", "score": "accuracy", "seeds": [0, 1, 2], "reference": "local",
+        "methods": {"local": {"name": "local"}, "fed": {"name": "fedavg"}}, "evaluated": {}, "left_out": {},
+        "same_clients": True, "settings": {"rounds": 1},
+    }  # fmt: skip
+    data = {s: {c: {"train": 9, "test": 400, "classes": None} for c in ("east", "north", "west")} for s in "012"}
+
+    def summary(**changes):
+        return summarise(description | changes, data, None, histories, Reading(), on_disk=False)
+
+    content = summary()
+    assert content["verdicts"] == [
+        "fed against local: -5.1 to 7.3 points, mean over clients, includes 0; these 3 seeds do not tell them apart",
+        "north gains 4.8 to 5.2 points with fed",
+        "east loses 3.8 to 4.2 points with fed: let it keep its own model",
+        "nothing can be said of west",
+    ]
+    found = content["methods"]["fed"]["statistics"]
+    assert {client: row["verdict"] for client, row in found["clients"].items()} == {
+        "north": "gains", "east": "loses", "west": "open",
+    }  # fmt: skip
+    assert found["losers"] == 1
+    assert found["gain"] == pytest.approx(sum(sum(scores["fed", s].values()) - sum(scores["local", s].values())
+                                              for s in (0, 1, 2)) / 9)  # fmt: skip
+    assert len(summary(same_clients=False)["verdicts"]) == 1
+    for sets in data.values():  # five points of 100 test examples are five examples
+        sets["north"]["test"] = 100
+    assert "nothing can be said of north, west" in summary()["verdicts"]
+
+
+# -- stopped --------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_dies_or_fails_is_told_and_stops_the_others():
+    def late():
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(ChildProcessError, match="the process of a died"):
+        list(side_by_side(iter([("a", lambda: os.kill(os.getpid(), signal.SIGKILL)), ("b", late)]), 2))
+
+    def wrong():
+        raise pf.ClientError(3, "north", "local", "no power")
+
+    with pytest.raises(pf.ClientError, match="round 3, client 'north', phase 'local': no power"):
+        list(side_by_side(iter([("a", wrong), ("b", late)]), 2))
+    assert time.monotonic() - start < 20
+
+
+def test_a_diverging_method_is_named():
+    with pytest.raises(pf.ClientError, match=r"lower lr or set clip_norm \(method local, seed 0\)"):
+        pf.compare(small_clients(2), [FedAvg(lr=1e38, local_epochs=3)], **QUICK)
+
+
+SCRIPT = """
+import sys
+import polyfed as pf
+from polyfed.testing import small_clients
+pf.compare(small_clients(4), ["fedprox", "pfedla"], rounds=25, seeds=[0, 1], parallel=2, out=sys.argv[1], quiet=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_and_called_again_it_ends_as_if_it_was_not(tmp_path):
+    def call(out, wait=True):
+        process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)])
+        return process.wait() if wait else process
+
+    assert call(tmp_path / "whole") == 0
+    out = tmp_path / "killed"
+    process = call(out, wait=False)
+    while len(list(out.glob("*/seed-*/models"))) < 4:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not (out / "comparison.json").exists()
+    done = {p: p.read_bytes() for p in out.glob("*/seed-*/metrics.jsonl") if (p.parent / "models").exists()}
+    assert call(out) == 0
+    kept = [p for p, content in done.items() if p.read_bytes() == content]
+    assert len(kept) >= 3  # finished runs are as they were; of the last, models may have been missing
+    contents = [json.loads((folder / "comparison.json").read_text()) for folder in (tmp_path / "whole", out)]
+    assert without_seconds(contents[0]) == without_seconds(contents[1])
+
+
+@pytest.mark.slow
+def test_six_methods_on_digits_with_four_architectures_killed_half_way():
+    """benchmarks/compare.py fails if the comparison that was killed and gone on with has other results."""
+    script = Path(__file__).parent.parent / "benchmarks" / "compare.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--killed", "--seeds", "0,1", "--rounds", "2"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "12 runs in" in done.stdout
+    assert "killed half-way and gone on with: the same results" in done.stdout
