@@ -1,6 +1,7 @@
 """`polyfed warmstart`: what is printed and written, what is refused."""
 
 import hashlib
+import json
 import re
 import shlex
 import shutil
@@ -215,6 +216,8 @@ def test_training_goes_on_from_both_starts(polyfed):
     assert f"what training from scratch has after 3 ({curves.scratch[3]:.3f})" in out or "does not reach" in out
     assert "both in the same batches at rate 0.2, momentum started afresh each epoch; drawn in curves.png" in out
     assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
+    kept = json.loads(Path("run/newcomers/curves.json").read_text())  # for the page of `polyfed report`
+    assert kept == {"client-002": {"score": "accuracy", "warm": list(curves.warm), "scratch": list(curves.scratch)}}
 
 
 def test_text_data_and_balanced_scores(here, polyfed):

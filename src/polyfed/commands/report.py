@@ -1,73 +1,197 @@
-"""What the command `report` does: the last scores of finished runs, and for each method what it has to show beside them."""
+"""What the command `report` does: the last scores of runs, what their methods have to show beside them, and all of it on a
+page."""
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from polyfed.commands.running import BASELINES
+from polyfed.commands.experiment import Participants, from_config, participants
 from polyfed.errors import UserError
-from polyfed.evaluation import SCORE
+from polyfed.report.gathering import Setting, Told, gather
+from polyfed.report.html import paragraphs
+from polyfed.report.page import Beside, render
 from polyfed.runs.checkpoint import file_name
-from polyfed.runs.directory import read_config, read_metrics
+from polyfed.runs.directory import read_manifest, replace_file
 
 FOLDER = "report"  # of the run directory, for the pictures
-_MOST = 12  # pictures of one kind
+PAGE = "report.html"
+MOST = 12  # pictures of one kind; on the page, of all runs together
 _COLUMNS = 8  # clients side by side in a table
 
 
-def show(folders: list[Path], console: Console | None = None) -> None:
-    """Prints a table of the runs and of their baselines, and writes each method's pictures into `report/` of its run
-    directory.
+def show(folders: Sequence[Path], console: Console | None = None, *, out: Path | None = None) -> None:
+    """Prints a table of runs, of their baselines and of comparisons, writes each method's pictures into `report/` of its run
+    directory, and a page with everything.
+
+    Args:
+        folders: run directories, or those of `polyfed compare`.
+        console: where to print; standard output by default.
+        out: the page; None for `report.html` in the first folder.
 
     Raises:
-        UserError: a folder is no run directory, or its run has not been evaluated yet.
+        UserError: a folder is neither, its run has not been evaluated yet, or the page cannot be written.
     """
     console = console or Console()
-    runs = [run for folder in folders for run in _with_baselines(folder)]
-    told = [(folder, *_read(folder)) for folder in runs]
-    console.print(_scores(told))
-    for folder, config, _ in told:
-        name = config["algorithm"]["name"]
-        view = _VIEWS.get(name)
-        if view is None:
-            continue
-        written = list(view(folder, config, console))
-        shown = ", ".join(str(path) for path in written)
-        console.print(f"{name}: {shown}", highlight=False, soft_wrap=True)
+    settings, notes = gather(folders)
+    console.print(_scores(settings))
+    # The page gets fewer clients and layers of each run where many runs have such pictures.
+    shown = sum(line.runs[0].method in _VIEWS for setting in settings for line in setting.lines)
+    most = max(1, MOST // max(1, shown))
+    beside = [_beside(setting, f"v{k}", most, console) for k, setting in enumerate(settings)]
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True, markup=False)
+    names = [folder.resolve().name for folder in folders]
+    title = f"polyfed: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+    page = folders[0] / PAGE if out is None else out
+    try:
+        replace_file(page, render(settings, beside, notes, title).encode())
+    except OSError as error:
+        raise UserError(f"cannot write the page {page} ({error.strerror}); give another --out FILE.html") from error
+    console.print(f"Everything on one page: {page}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _with_baselines(folder: Path) -> Iterator[Path]:
-    if not (folder / "config.yaml").is_file():
-        raise UserError(f"{folder} is not a run directory: it has no config.yaml")
-    yield folder
-    if (folder / BASELINES).is_dir():
-        yield from sorted(path for path in (folder / BASELINES).iterdir() if (path / "config.yaml").is_file())
-
-
-def _read(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The configuration of a run and the record of its last evaluated round."""
-    scored = [record for record in read_metrics(folder / "metrics.jsonl") if record.get("summary")]
-    if not scored:
-        raise UserError(f"{folder} has no evaluated round yet; go on with it: polyfed resume {folder}")
-    return read_config(folder), scored[-1]
-
-
-def _scores(told: list[tuple[Path, Mapping[str, Any], Mapping[str, Any]]]) -> Table:
+def _scores(settings: Sequence[Setting]) -> Table:
     table = Table(title="scores on each client's own test examples", title_justify="left")
     table.add_column("run")
     table.add_column("method")
     for column in ("round", "score", "mean", "worst client", "best client", "MB"):
         table.add_column(column, justify="right")
-    for folder, config, record in told:
-        score = next(name for name in SCORE.values() if name in record["summary"])
-        values = [row[score] for row in record["clients"].values() if row.get(score) is not None]
-        moved = (record["bytes_down_total"] + record["bytes_up_total"]) / 2**20
-        numbers = [f"{value:.3f}" for value in (record["summary"][score]["mean"], min(values), max(values))]
-        table.add_row(str(folder), config["algorithm"]["name"], str(record["round"]), score, *numbers, f"{moved:.1f}")
+    for setting in settings:
+        for run in (run for line in setting.lines for run in line.runs):
+            values = [value for value in run.final.values() if value is not None]
+            numbers = (
+                [f"{value:.3f}" for value in (sum(values) / len(values), min(values), max(values))] if values else "–––"
+            )
+            cells = [str(run.folder or ""), run.method, str(run.round), run.score, *numbers, f"{run.spent[0]:.1f}"]
+            table.add_row(*cells)
     return table
+
+
+# -- beside the scores ------------------------------------------------------------------------------------------------
+
+
+def _beside(setting: Setting, key: str, most: int, console: Console) -> Beside:
+    """The class distribution and what the methods have to show; of several seeds, that of the first."""
+    runs = [line.runs[0] for line in setting.lines if line.runs[0].folder is not None]
+    found, why = _participants(runs[0]) if runs else (None, "")
+    views: dict[str, dict[str, str]] = {}
+    for position, (line, run) in enumerate((line, line.runs[0]) for line in setting.lines):
+        if run.folder is None:
+            continue
+        of = f"{line.label}, seed {run.seed}" if len(line.runs) > 1 else line.label
+        _draw(run, run.folder, console)
+        for heading, view in _VIEWS.get(run.method, ()):
+            try:
+                shown = view(run.folder, found, f"{key}-{position}", most)
+            except UserError as error:
+                shown = paragraphs([f"Not shown: {error}"])
+            if shown:
+                views.setdefault(heading, {})[of] = shown
+    if setting.results:
+        classes = {
+            int(seed): {client: told["classes"] for client, told in clients.items() if told["classes"]}
+            for seed, clients in setting.results["data"].items()
+            if not setting.same_clients or int(seed) == setting.seeds[0]  # else they are the same for each
+        }
+        names = setting.results["class_names"] or []
+        if any(classes.values()):
+            return Beside({seed: one for seed, one in classes.items() if one}, [str(name) for name in names], "", views)
+        return Beside(no_classes="The examples of these clients have no classes to count.", views=views)
+    if found is None:
+        return Beside(no_classes=why, views=views)
+    if not found.classes:
+        return Beside(no_classes="Examples with several labels are not counted by class.", views=views)
+    mine = {client.id: found.classes[client.id] for client in found.clients}
+    more = "" if len(setting.seeds) == 1 else f"Seed {runs[0].seed}; the others deal the same data in their own draw."
+    return Beside({runs[0].seed: mine}, found.pool.class_names, more, views)
+
+
+def _participants(run: Told) -> tuple[Participants | None, str]:
+    """The clients of a run, made again from its configuration where that needs no network; or why there are none."""
+    data = run.config.get("data")
+    if not isinstance(data, Mapping):
+        return None, "The clients were made in Python, so that the run directory does not know their classes."
+    if data.get("name") != "digits" and not data.get("path"):
+        return None, (
+            f"The data ({data.get('name')}) come from the Hugging Face hub and are not loaded for a page; runs with "
+            "--data.path FOLDER show who has which classes."
+        )
+    try:
+        found = participants(from_config(run.config))
+    except UserError as error:
+        return None, f"The data of the run could not be read again: {error}."
+    before = read_manifest(run.folder or "").get("partition_fingerprint")
+    if before not in (None, found.partition_fingerprint):
+        return None, "The data are no longer divided as in the run, so that the classes of its clients are not known."
+    return found, ""
+
+
+def _weights(folder: Path, found: Participants | None, key: str, most: int) -> str:
+    from polyfed.report import views
+
+    return views.weights(folder, key, most)
+
+
+def _alignments(folder: Path, found: Participants | None, key: str, most: int) -> str:
+    from polyfed.report import views
+
+    if found is None:
+        raise UserError(
+            "the clients and their test examples are not at hand; polyfed.report.alignment takes them in Python"
+        )
+    return views.alignments(folder, found.clients, key)
+
+
+def _operations(folder: Path, found: Participants | None, key: str, most: int) -> str:
+    from polyfed.report import views
+
+    return views.operations(folder, key, most)
+
+
+def _coverage(folder: Path, found: Participants | None, key: str, most: int) -> str:
+    from polyfed.report import views
+
+    if found is None:
+        raise UserError("the clients' networks are not at hand; `polyfed graph MODEL --input SHAPE` shows one of them")
+    return views.coverage(found.clients, key)
+
+
+def _warm_starts(folder: Path, found: Participants | None, key: str, most: int) -> str:
+    from polyfed.report import views
+
+    return views.warm_starts(folder, key)
+
+
+_View = Callable[[Path, Participants | None, str, int], str]
+_VIEWS: Mapping[str, tuple[tuple[str, _View], ...]] = {
+    **dict.fromkeys(("pfedla", "heur_pfedla"), (("Who aggregates from whom", _weights),)),
+    **dict.fromkeys(("fedhenn", "fedhenn_homo"), (("How alike representations are", _alignments),)),
+    **dict.fromkeys(
+        ("fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas"), (("Operations that were found", _operations),)
+    ),
+    "flha_ghn": (("What the hypernetwork can generate", _coverage), ("Newcomers' warm starts", _warm_starts)),
+}
+
+
+# -- on the terminal, and as pictures ---------------------------------------------------------------------------------
+
+
+def _draw(run: Told, folder: Path, console: Console) -> None:
+    view = _PICTURES.get(run.method)
+    if view is None:
+        return
+    with warnings.catch_warnings():
+        # A name in letters that matplotlib's font lacks is drawn as boxes; the page and the table have it right.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        try:
+            shown = ", ".join(str(path) for path in view(folder, run.config, console))
+        except UserError as error:
+            shown = str(error)
+    console.print(f"{run.method}: {shown}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _place(folder: Path) -> Path:
@@ -93,7 +217,7 @@ def _search(folder: Path, config: Mapping[str, Any], console: Console) -> Iterat
     place = _place(folder)
     draw_probabilities(found, place / "probabilities.png")
     yield place / "probabilities.png"
-    for client in found.clients[:_MOST]:
+    for client in found.clients[:MOST]:
         path = place / f"cells-{file_name(client)}.png"
         draw_cell(found, client, path)
         yield path
@@ -105,7 +229,7 @@ def _aggregation(folder: Path, config: Mapping[str, Any], console: Console) -> I
 
     weights = aggregation.read(folder)
     place = _place(folder)
-    for layer in weights.layers[:_MOST]:
+    for layer in weights.layers[:MOST]:
         path = place / f"weights-{file_name(layer)}.png"
         aggregation.save(aggregation.heat_map(weights, layer), path)
         yield path
@@ -125,7 +249,7 @@ def _alignment(folder: Path, config: Mapping[str, Any], console: Console) -> Ite
     yield path
 
 
-_VIEWS: Mapping[str, Callable[[Path, Mapping[str, Any], Console], Iterator[Path]]] = {
+_PICTURES: Mapping[str, Callable[[Path, Mapping[str, Any], Console], Iterator[Path]]] = {
     **dict.fromkeys(("fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas"), _search),
     **dict.fromkeys(("pfedla", "heur_pfedla"), _aggregation),
     **dict.fromkeys(("fedhenn", "fedhenn_homo"), _alignment),

@@ -1,5 +1,6 @@
 """What the command `warmstart` does: weights at once for newcomers, from the trained hypernetwork of a run directory."""
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -108,6 +109,8 @@ def run(folder: Path, words: Sequence[str], wanted: Wanted, console: Console | N
         from polyfed.report.generation import draw_curves  # imports what draws
 
         save_figure(draw_curves(curves), wanted.plot)
+    if curves and os.access(folder, os.W_OK):
+        _keep_curves(folder / NEWCOMERS / "curves.json", curves)
     _show(folder, server, starts, files, console or Console())
     _show_curves(curves, server, wanted, console or Console())
 
@@ -291,6 +294,14 @@ def _not_generated(start: WarmStart) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def _keep_curves(file: Path, curves: Mapping[str, Curves]) -> None:
+    """Adds the curves to those that the run has of other newcomers, for `polyfed report`."""
+    file.parent.mkdir(exist_ok=True)
+    kept = json.loads(file.read_text()) if file.is_file() else {}
+    kept |= {i: {"score": c.score, "warm": c.warm, "scratch": c.scratch} for i, c in curves.items()}
+    replace_file(file, json.dumps(kept, indent=1).encode())
 
 
 def _show_curves(curves: Mapping[str, Curves], server: Server, wanted: Wanted, console: Console) -> None:

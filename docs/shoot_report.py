@@ -1,0 +1,62 @@
+"""Pictures of pages of `polyfed report`, for docs/images: `python docs/shoot_report.py NAME=page.html ...`
+
+Writes images/report_NAME_desktop.png (1280 pixels wide) and images/report_NAME_phone.png (390), each below 300 kB. Needs
+Chromium and its driver (apt-get install chromium chromium-driver) and selenium.
+"""
+
+import base64
+import io
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from PIL import Image
+from selenium import webdriver
+
+IMAGES = Path(__file__).parent / "images"
+WIDTHS = {"desktop": 1280, "phone": 390}
+
+
+def main(words):
+    """Takes the pictures of each NAME=page.html."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for word in (
+        "--headless=new",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        *(["--no-sandbox"] if os.geteuid() == 0 else []),
+    ):
+        options.add_argument(word)
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    try:
+        for word in words:
+            name, _, page = word.partition("=")
+            for kind, width in WIDTHS.items():
+                shoot(browser, Path(page), width, IMAGES / f"report_{name}_{kind}.png")
+    finally:
+        browser.quit()
+
+
+def shoot(browser, page, width, target):
+    """One picture of the whole page at a width."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1.5 if width < 500 else 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "light"}]}
+    )
+    browser.get(page.resolve().as_uri())
+    height = browser.execute_script("return document.documentElement.scrollHeight")
+    clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+    shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
+    picture = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
+    target.parent.mkdir(exist_ok=True)
+    picture.save(target, optimize=True)
+    if target.stat().st_size >= 300_000:
+        picture.quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)
+    assert target.stat().st_size < 300_000, f"{target} has {target.stat().st_size} bytes"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

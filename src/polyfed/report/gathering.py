@@ -1,0 +1,359 @@
+"""What a page needs of run directories and of comparisons: runs of one method that differ in their seed alone are a line,
+and lines that answer the same question (the same data, clients and networks) are a setting."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from polyfed.errors import UserError
+from polyfed.evaluation import SCORE
+from polyfed.runs import comparison
+from polyfed.runs.directory import read_config, read_manifest, read_metrics
+
+BASELINES = "baselines"  # folder of a run directory, as `commands.running` makes it
+_LOCAL = "local"
+# Where it ran, and how often it was looked at, does not change what was asked.
+_ASIDE = {
+    "algorithm", "baselines", "seed", "rounds", "sample", "engine", "workers", "ray_address", "gpus_per_worker", "device",
+    "evaluate_every", "checkpoint_every", "on_error", "min_replies",
+}  # fmt: skip
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Told:
+    """A run.
+
+    Attributes:
+        folder: its directory; None of a comparison that was never written.
+        config: its configuration; what is known of it.
+        method: name of the algorithm.
+        score: "accuracy", "auc" or "r2".
+        rounds: how many were wanted.
+        done: how many there are.
+        round: the round whose scores count, the last evaluated one or that within the budget of a comparison.
+        final: each client's score after `round`; None where it is not defined.
+        curve: (round, mean score, megabytes up and down of 2^20 bytes, seconds) of each evaluated round; NaN is not
+            defined.
+        failures: replies that were lost.
+    """
+
+    folder: Path | None
+    config: Mapping[str, Any]
+    method: str
+    seed: int
+    score: str
+    rounds: int
+    done: int
+    round: int
+    final: Mapping[str, float | None]
+    curve: tuple[tuple[int, float, float, float], ...]
+    failures: int = 0
+
+    @property
+    def spent(self) -> tuple[float, float]:
+        """Megabytes and seconds up to `round`."""
+        here = next(point for point in reversed(self.curve) if point[0] == self.round)
+        return here[2], here[3]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Line:
+    """A method with its settings: one run a seed, at least one.
+
+    Attributes:
+        label: the method's name; where several lines have it, what tells them apart is added.
+        statistics: what a comparison has computed; empty without one.
+    """
+
+    label: str
+    runs: tuple[Told, ...]
+    statistics: Mapping[str, Any]
+
+    @cached_property
+    def means(self) -> tuple[float, ...]:
+        """The mean over clients of each run."""
+        return tuple(mean(list(run.final.values())) for run in self.runs)
+
+    @cached_property
+    def course(self) -> Mapping[str, tuple[float, ...]]:
+        """By round that all runs have evaluated: `rounds`, and over the runs `megabytes` and `seconds` (means), `mean`,
+        `low` and `high` (of the mean score)."""
+        tables = [{point[0]: point for point in run.curve} for run in self.runs]
+        rounds = sorted(set.intersection(*(set(table) for table in tables)))
+        found: dict[str, list[float]] = {name: [] for name in ("rounds", "megabytes", "seconds", "mean", "low", "high")}
+        for number in rounds:
+            here = np.array([table[number] for table in tables])
+            scores = here[~np.isnan(here[:, 1]), 1].tolist()
+            found["rounds"].append(number)
+            found["megabytes"].append(float(here[:, 2].mean()))
+            found["seconds"].append(float(here[:, 3].mean()))
+            found["mean"].append(mean(scores))
+            found["low"].append(min(scores, default=math.nan))
+            found["high"].append(max(scores, default=math.nan))
+        return {name: tuple(values) for name, values in found.items()}
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Gain:
+    """What a participant's score gains over training alone: the mean over seeds, and the lowest and highest of them."""
+
+    client: str
+    mean: float
+    low: float
+    high: float
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """Lines of the same question; training alone comes last where there is one.
+
+    Attributes:
+        title: what the data are.
+        score: of all lines.
+        same_clients: whether an id is the same client with the same data in each seed. Otherwise each client of each seed
+            is a participant of its own.
+        lines: at least one.
+        results: the content of `comparison.json`; empty without one.
+    """
+
+    title: str
+    score: str
+    same_clients: bool
+    lines: tuple[Line, ...]
+    results: Mapping[str, Any]
+
+    @property
+    def local(self) -> Line | None:
+        """Training alone; None if that was not run."""
+        return next((line for line in self.lines if line.runs[0].method == _LOCAL), None)
+
+    @cached_property
+    def seeds(self) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted({run.seed for line in self.lines for run in line.runs}))
+
+    @cached_property
+    def clients(self) -> tuple[str, ...]:
+        """Ids, ascending."""
+        return tuple(sorted({client for line in self.lines for run in line.runs for client in run.final}))
+
+    def participant(self, client: str, seed: int) -> str:
+        """The name under which the scores of a client of a seed are shown."""
+        return client if self.same_clients or len(self.seeds) == 1 else f"{client}, seed {seed}"
+
+    def scores(self, line: Line) -> dict[str, float]:
+        """Of each participant, its score; the mean over seeds where it is in several. NaN without any."""
+        found: dict[str, list[float | None]] = {}
+        for run in line.runs:
+            for client, value in run.final.items():
+                found.setdefault(self.participant(client, run.seed), []).append(value)
+        return {name: mean(values) for name, values in sorted(found.items())}
+
+    def gains(self, line: Line) -> list[Gain]:
+        """Of each participant, largest first, each seed against the local run of that seed; whoever lacks one of the scores
+        is left out. Empty without local runs."""
+        if self.local is None or line is self.local:
+            return []
+        alone = {run.seed: run.final for run in self.local.runs}
+        found: dict[str, list[float]] = {}
+        for run in line.runs:
+            for client, value in run.final.items():
+                base = alone.get(run.seed, {}).get(client)
+                if value is not None and base is not None:
+                    found.setdefault(self.participant(client, run.seed), []).append(value - base)
+        gains = [Gain(name, mean(values), min(values), max(values)) for name, values in found.items()]
+        return sorted(gains, key=lambda gain: (-gain.mean, gain.client))
+
+
+def mean(values: Sequence[float | None]) -> float:
+    """Of the values that there are; NaN if there are none.
+
+    >>> mean([1.0, None, 2.0]), mean([])
+    (1.5, nan)
+    """
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def gather(folders: Sequence[Path]) -> tuple[list[Setting], list[str]]:
+    """Settings of run directories with their baselines, and of comparisons; and a sentence about each run left out.
+
+    Raises:
+        UserError: a folder is neither, or none of its runs has been evaluated yet.
+    """
+    settings: list[Setting] = []
+    notes: list[str] = []
+    told: dict[Path, Told] = {}
+    for folder in folders:
+        compared = (folder / comparison.DESCRIPTION).is_file()
+        if compared and (folder / comparison.RESULTS).is_file():
+            settings.append(_compared(folder))
+            continue
+        read = {path: read_run(path) for path in _runs(folder)}
+        known = {path: run for path, run in read.items() if run is not None}
+        if not known:
+            raise UserError(
+                f"{folder} has no evaluated round yet; go on with it: polyfed {'compare' if compared else 'resume'} {folder}"
+            )
+        notes += [f"{path} has no evaluated round yet and is left out" for path in read if path not in known]
+        if compared:
+            notes.append(f"The comparison is not finished; go on with it: polyfed compare {folder}")
+            settings.append(_comparing(folder, list(known.values())))
+        else:
+            told |= known
+    questions: dict[str, list[Told]] = {}
+    for run in told.values():
+        questions.setdefault(_question(run), []).append(run)
+    return [*settings, *(_setting(runs) for runs in questions.values())], notes
+
+
+def read_run(folder: Path) -> Told | None:
+    """What a run directory tells; None if no round has been evaluated.
+
+    Raises:
+        UserError: its configuration is damaged.
+    """
+    config = read_config(folder)
+    method = config.get("algorithm")
+    if not isinstance(method, Mapping) or "name" not in method:
+        raise UserError(f"{folder / 'config.yaml'} names no algorithm, so that it is not of a run")
+    records = read_metrics(folder / "metrics.jsonl")
+    names = {name for record in records for row in record.get("clients", {}).values() for name in row}
+    score = next((name for name in SCORE.values() if name in names), None)
+    if score is None:
+        return None
+    curve, seconds, final = [], 0.0, {}
+    for record in records:
+        # Without the evaluation, as comparisons count it.
+        seconds += record.get("seconds_clients", math.nan) + record.get("seconds_server", math.nan)
+        if found := {client: row[score] for client, row in record["clients"].items() if score in row}:
+            final = found
+            moved = (record["bytes_down_total"] + record["bytes_up_total"]) / 2**20
+            curve.append((record["round"], mean(list(found.values())), moved, seconds))
+    done = records[-1]["round"]
+    failures = sum(len(record.get("failures", ())) for record in records)
+    return Told(
+        folder, config, str(method["name"]), int(config.get("seed", 0)), score, int(config.get("rounds", done)), done,
+        curve[-1][0], final, tuple(curve), failures,
+    )  # fmt: skip
+
+
+def _runs(folder: Path) -> Iterator[Path]:
+    """A run directory and its baselines, or the runs that an unfinished comparison has so far."""
+    if (folder / comparison.DESCRIPTION).is_file():
+        yield from sorted(path.parent for path in folder.glob("*/seed-*/config.yaml"))
+        return
+    if not (folder / "config.yaml").is_file():
+        raise UserError(
+            f"{folder} is not a run directory: it has no config.yaml (nor {comparison.DESCRIPTION}, of a comparison)"
+        )
+    yield folder
+    if (folder / BASELINES).is_dir():
+        yield from sorted(path.parent for path in (folder / BASELINES).glob("*/config.yaml"))
+
+
+def _question(run: Told) -> str:
+    """Equal for runs whose scores may stand side by side."""
+    kept = {key: value for key, value in run.config.items() if key not in _ASIDE}
+    if "data" not in kept and run.folder is not None:  # the clients were made in Python
+        kept["fingerprint"] = read_manifest(run.folder).get("data_fingerprint")
+    return json.dumps([run.score, sorted(run.final), kept], sort_keys=True, default=str)
+
+
+def _setting(runs: Sequence[Told]) -> Setting:
+    methods: dict[str, list[Told]] = {}
+    for run in runs:
+        key = json.dumps(_fields(run), sort_keys=True, default=str)
+        if run.seed in {other.seed for other in methods.get(key, ())}:
+            key += str(run.folder)  # the same run twice, in two folders
+        methods.setdefault(key, []).append(run)
+    groups = [tuple(sorted(group, key=lambda run: run.seed)) for group in methods.values()]
+    lines = [Line(_label(group, groups), group, {}) for group in groups]
+    lines.sort(key=lambda line: line.runs[0].method == _LOCAL)
+    dealt = "data" in runs[0].config  # by a draw from the seed
+    return Setting(_title(runs[0].config), runs[0].score, not dealt, tuple(lines), {})
+
+
+def _fields(run: Told) -> dict[str, Any]:
+    return {**run.config["algorithm"], "rounds": run.config.get("rounds"), "sample": run.config.get("sample")}
+
+
+def _label(group: Sequence[Told], groups: Sequence[Sequence[Told]]) -> str:
+    name = group[0].method
+    alike = [_fields(other[0]) for other in groups if other[0].method == name]
+    mine = _fields(group[0])
+    if len(alike) == 1:
+        return name
+    if sum(other == mine for other in alike) > 1:
+        return f"{name} ({group[0].folder})"
+    return f"{name} ({', '.join(f'{key} {mine[key]}' for key in mine if any(o.get(key) != mine[key] for o in alike))})"
+
+
+def _title(config: Mapping[str, Any]) -> str:
+    data = config.get("data")
+    if not isinstance(data, Mapping):
+        return "clients made in Python"
+    partition = dict(data.get("partition") or {})
+    name = partition.pop("name", "")
+    told = ", ".join(f"{key} {value}" for key, value in partition.items() if isinstance(value, int | float | str))
+    return f"{data.get('name', 'data')}, {name}" + (f" ({told})" if told else "")
+
+
+def _comparing(folder: Path, runs: Sequence[Told]) -> Setting:
+    """The setting of a comparison that is not finished, of the runs that it has."""
+    known = comparison.read_description(folder)
+    labels: dict[str, list[Told]] = {}
+    for run in runs:
+        labels.setdefault(run.folder.parent.name if run.folder else run.method, []).append(run)
+    lines = [Line(label, tuple(sorted(found, key=lambda run: run.seed)), {}) for label, found in labels.items()]
+    lines.sort(key=lambda line: line.label == known.get("reference"))
+    return Setting(
+        str(known.get("title", folder.name)), runs[0].score, bool(known.get("same_clients")), tuple(lines), {}
+    )
+
+
+def _compared(folder: Path) -> Setting:
+    """The setting of a finished comparison."""
+    content = comparison.read(folder).content
+    try:
+        lines = [
+            Line(label, runs, method["statistics"])
+            for label, method in content["methods"].items()
+            if (runs := tuple(_compared_runs(folder, content, method)))
+        ]
+        if not lines:
+            raise ValueError("no method has a score")
+        lines.sort(key=lambda line: line.label == content["reference"])
+        return Setting(content["title"], content["score"], bool(content["same_clients"]), tuple(lines), content)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(
+            f"{folder / comparison.RESULTS} is damaged ({type(error).__name__}: {error}); make it again: polyfed compare "
+            f"{folder}"
+        ) from error
+
+
+def _compared_runs(folder: Path, content: Mapping[str, Any], method: Mapping[str, Any]) -> Iterator[Told]:
+    for seed, run in sorted(method["runs"].items(), key=lambda item: int(item[0])):
+        if run["round"] is None:
+            continue
+        path = None if run["path"] is None else folder / run["path"]
+        known = path is not None and (path / "config.yaml").is_file()
+        config = read_config(path) if path is not None and known else {}
+        curve = tuple(
+            (int(number), math.nan if score is None else float(score), moved / 2**20, float(seconds))
+            for number, score, moved, seconds in run["curve"]
+        )
+        yield Told(
+            path if known else None, config, method["name"], int(seed), content["score"], content["rounds"],
+            curve[-1][0], run["round"], run["scores"], curve,
+        )  # fmt: skip

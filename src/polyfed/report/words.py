@@ -1,0 +1,119 @@
+"""What a setting's scores say, in sentences; with no claim that one seed does not carry."""
+
+from polyfed.report.charts import Unit, number
+from polyfed.report.gathering import Line, Setting, mean
+
+_NAMED = 3  # clients named in a sentence
+
+
+def unit_of(score: str) -> Unit:
+    """How values of a score are told: accuracy in per cent, AUC and R² as they are."""
+    return "%" if score == "accuracy" else ""
+
+
+def difference(value: float, unit: Unit) -> str:
+    """A difference of two scores.
+
+    >>> difference(0.0512, "%"), difference(-0.02, "")
+    ('+5.1 points', '−0.020')
+    """
+    text = number(value, unit, signed=True)
+    return text.replace(" %", " points") if unit == "%" else text
+
+
+def facts(setting: Setting) -> str:
+    """What was compared, in one sentence."""
+    clients = many(len(setting.clients), "client")
+    rounds = sorted({run.round for line in setting.lines for run in line.runs})
+    told = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
+    seeds = "one seed" if len(setting.seeds) == 1 else f"{len(setting.seeds)} seeds"
+    score = {"accuracy": "accuracy", "auc": "AUC", "r2": "R²"}[setting.score]
+    return (
+        f"{clients}, {many(len(setting.lines), 'method')}, {seeds}; {score} on each client's own test examples, {told}."
+    )
+
+
+def summary(setting: Setting) -> list[str]:
+    """Sentences, the most important first."""
+    unit, local = unit_of(setting.score), setting.local
+    known = [line for line in setting.lines if line.means and mean(line.means) == mean(line.means)]
+    if not known:
+        return ["No method has a score: all trainings diverged. Lower the rate (--algorithm.lr)."]
+    best = max(known, key=lambda line: mean(line.means))
+    found = []
+    if len(setting.lines) > 1:
+        beside = "" if local is None or local is best else f"; training alone has {number(mean(local.means), unit)}"
+        found.append(f"The highest mean has {best.label}, {number(mean(best.means), unit)}{beside}.")
+    else:
+        found.append(f"{best.label} has a mean of {number(mean(best.means), unit)} over clients.")
+    if setting.results:
+        found += [_sentence(text) for text in setting.results.get("verdicts", ())]
+    elif local is None:
+        found.append("Training alone was not run, so that nothing can be said of gains: add --baselines [local].")
+    else:
+        ranked = sorted((x for x in known if x is not local), key=lambda line: -mean(line.means))
+        found += [text for line in ranked[:_NAMED] if (text := _gain(setting, line))]
+    if not setting.results:
+        found.append(
+            "One seed: differences of a few points can be chance, and no test was made. polyfed compare runs several seeds."
+            if len(setting.seeds) == 1
+            else f"{len(setting.seeds)} seeds; bands and ranges go from the lowest to the highest. polyfed compare tests."
+        )
+    return [*found, *_unfinished(setting)]
+
+
+def notes(setting: Setting) -> list[str]:
+    """What to bear in mind of a comparison: what was left out and why, how rounds were chosen, how intervals were made."""
+    told = setting.results
+    found = [_upper(_sentence(text)) for text in told.get("notes", ())]
+    found += [f"Left out: {_sentence(text)}" for text in told.get("left_out", {}).values()]
+    return [*found, f"Rounds: {_sentence(told['budget']['told'])}"] if "budget" in told else found
+
+
+def _gain(setting: Setting, line: Line) -> str:
+    gains, unit = setting.gains(line), unit_of(setting.score)
+    if not gains:
+        return ""
+    up, down = sum(g.mean > 0 for g in gains), sum(g.mean < 0 for g in gains)
+    of = many(len(gains), "client") + ("" if setting.same_clients or len(setting.seeds) == 1 else " of all seeds")
+    text = (
+        f"{line.label} against training alone: {difference(mean([g.mean for g in gains]), unit)} on average; {of}: "
+        f"{up} gain, {down} lose"
+    )
+    losers = [f"{g.client} {difference(g.mean, unit)}" for g in gains[::-1] if g.mean < 0][:_NAMED]
+    return f"{text} (most: {', '.join(losers)})." if losers else f"{text}."
+
+
+def _unfinished(setting: Setting) -> list[str]:
+    found = []
+    for line in setting.lines:
+        for run in line.runs:
+            seed = f", seed {run.seed}" if len(setting.seeds) > 1 else ""
+            if run.done < run.rounds and not setting.results:
+                hint = f": polyfed resume {run.folder}" if run.folder else ""
+                found.append(f"{line.label}{seed} has {run.done} of {run.rounds} rounds and can go on{hint}.")
+            if missing := sorted(client for client, value in run.final.items() if value is None):
+                named = ", ".join(missing[:_NAMED]) + (" and more" if len(missing) > _NAMED else "")
+                found.append(
+                    f"{line.label}{seed} has no score for {many(len(missing), 'client')} ({named}), left out of its mean."
+                )
+            if run.failures:
+                found.append(f"{line.label}{seed}: {many(run.failures, 'failure')} of clients in its rounds.")
+    return found
+
+
+def many(number: int, noun: str) -> str:
+    """A number and what it counts.
+
+    >>> many(1, "client"), many(3, "client")
+    ('1 client', '3 clients')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
