@@ -1,6 +1,6 @@
 """What the commands `run`, `resume` and `data` do: an experiment with its baselines, its directory, and its table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,23 +19,31 @@ from polyfed.data import draw_class_table
 from polyfed.errors import UserError
 from polyfed.evaluation import SCORE
 from polyfed.runs.directory import read_config
-from polyfed.runs.progress import for_terminal
+from polyfed.runs.progress import Progress, for_terminal
 from polyfed.runs.results import Run
+from polyfed.tracking import check, kept, tracked
 
 BASELINES = "baselines"  # folder of the run directory, one run directory per baseline
 
 
-def run(experiment: Experiment, out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
-    """Runs an experiment and its baselines into `out`, and prints a table.
+def run(
+    experiment: Experiment, out: Path, *, quiet: bool = False, track: Sequence[str] = (), console: Console | None = None
+) -> None:
+    """Runs an experiment and its baselines into `out`, tracked with the names of `track`, and prints a table.
 
     Raises:
         UserError: what `federate` refuses; nothing has been computed.
     """
     found = participants(experiment)
     _check(experiment, found)
-    runs = {name_of(experiment.algorithm): _federate(experiment, experiment.algorithm, found, out, quiet)}
+    runs = {
+        name_of(experiment.algorithm): _federate(
+            experiment, experiment.algorithm, found, out, _progress(out, quiet, track)
+        )
+    }
     for name, baseline in experiment.baselines.items():
-        runs[name] = _federate(experiment, baseline, found, out / BASELINES / name, quiet)
+        folder = out / BASELINES / name
+        runs[name] = _federate(experiment, baseline, found, folder, _progress(folder, quiet, track))
     show(runs, found, out, console or Console())
 
 
@@ -48,7 +56,7 @@ def _check(experiment: Experiment, found: Participants) -> None:
 
 
 def go_on(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
-    """Goes on with the run in `out` and with its baselines, and prints the table.
+    """Goes on with the run in `out` and with its baselines, tracked as it was, and prints the table.
 
     Raises:
         UserError: `out` is not a run directory that can be resumed.
@@ -61,18 +69,26 @@ def go_on(out: Path, *, quiet: bool = False, console: Console | None = None) -> 
     experiment = from_config(config)
     found = participants(experiment)
     clients, public = found.clients, found.public
-    main = federation.resume(out, clients=clients, public=public, progress=for_terminal(quiet=quiet))
+    track = check(kept(out))
+    main = federation.resume(out, clients=clients, public=public, progress=_progress(out, quiet, track))
     runs = {name_of(experiment.algorithm): main}
     for name, baseline in experiment.baselines.items():
         folder = out / BASELINES / name
+        progress = _progress(folder, quiet, track)
         if (folder / "config.yaml").exists():
-            runs[name] = federation.resume(folder, clients=clients, public=public, progress=for_terminal(quiet=quiet))
+            runs[name] = federation.resume(folder, clients=clients, public=public, progress=progress)
         else:
-            runs[name] = _federate(experiment, baseline, found, folder, quiet)
+            runs[name] = _federate(experiment, baseline, found, folder, progress)
     show(runs, found, out, console or Console())
 
 
-def _federate(experiment: Experiment, method: Algorithm[Any, Any], found: Participants, out: Path, quiet: bool) -> Run:
+def _progress(out: Path, quiet: bool, track: Sequence[str]) -> Progress:
+    return tracked(track, out, for_terminal(quiet=quiet)) if track else for_terminal(quiet=quiet)
+
+
+def _federate(
+    experiment: Experiment, method: Algorithm[Any, Any], found: Participants, out: Path, progress: Progress
+) -> Run:
     s = experiment.settings
     mine = method is experiment.algorithm
     kept = {k: v for k, v in experiment.config.items() if mine or k != "baselines"}
@@ -81,7 +97,7 @@ def _federate(experiment: Experiment, method: Algorithm[Any, Any], found: Partic
         workers=s.workers, ray_address=s.ray_address, gpus_per_worker=s.gpus_per_worker, device=s.device,
         evaluate_every=s.evaluate_every, checkpoint_every=s.checkpoint_every, on_error=s.on_error,
         min_replies=s.min_replies, out=out, config=kept,
-        facts={"partition_fingerprint": found.partition_fingerprint}, progress=for_terminal(quiet=quiet),
+        facts={"partition_fingerprint": found.partition_fingerprint}, progress=progress,
     )  # fmt: skip
 
 
