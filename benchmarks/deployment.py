@@ -75,8 +75,7 @@ def measure(method, rounds, port, idle):
         project = create(Path(temporary) / "federation", [f"site-{k}" for k in range(1, 5)])
         if method == "fedavg":
             (project.path / "server" / "server.py").write_text(MODEL)
-            project.site.write_text(project.site.read_text() + "\n\ndef network():\n    from polyfed.models import ModelSpec\n"
-                                    '    return ModelSpec("resnet18", {"width": 16}, (1, 8, 8), 10)()\n')  # fmt: skip
+            project.site.write_text(f"{project.site.read_text()}\n\n{MODEL.replace('model()', 'network()')}")
         counter = Counter(port + 40, port)
         config = 'disclose="seconds,accuracy" allow-disclosure=true'
         with trials.trial(project, project.sites(), port, config, through=port + 40) as trial:
@@ -113,8 +112,10 @@ def measure(method, rounds, port, idle):
         }
         inner = records[:-1]  # the last round is evaluated too
         return {
-            "rounds": rounds, "message_bytes": records[0]["bytes_down"] // 4, "expected_bytes": expected, "wire_bytes": wire,
-            "idle_bytes_a_second": rate, "seconds": seconds, "over": [w / e - 1 for w, e in zip(wire, expected, strict=True)],
+            "rounds": rounds, "message_bytes": records[0]["bytes_down"] // 4,
+            "expected_bytes": expected, "wire_bytes": wire,
+            "idle_bytes_a_second": rate, "seconds": seconds,
+            "over": [w / e - 1 for w, e in zip(wire, expected, strict=True)],
             "over_without_idle": [(w - r * seconds) / e - 1 for w, r, e in zip(wire, rate, expected, strict=True)],
             "seconds_a_round": statistics.median(r["seconds"] for r in inner),
             "seconds_of_training": statistics.median(max(local[r["round"]]) for r in inner),
@@ -134,12 +135,13 @@ def main():
         found[method] = measure(method, options.rounds, options.port + 100 * number, options.idle)
         print(method, json.dumps(found[method], indent=1), flush=True)
     for method, row in found.items():
-        sizes = [f"{way}: {w / 2**20:.2f} MB for {e / 2**20:.2f} MB ({100 * over:+.1f} %, {100 * own:+.1f} % without what idle sites send)"
-                 for way, w, e, over, own in zip(("down", "up"), row["wire_bytes"], row["expected_bytes"], row["over"],
-                                                 row["over_without_idle"], strict=True)]  # fmt: skip
-        print(
-            f"{method}: {'; '.join(sizes)}; {row['seconds_a_round']:.1f} s a round, of which {row['seconds_of_training']:.1f} s training"
-        )
+        for k, way in enumerate(("down", "up")):
+            wire, due = row["wire_bytes"][k] / 2**20, row["expected_bytes"][k] / 2**20
+            more, own = 100 * row["over"][k], 100 * row["over_without_idle"][k]
+            print(
+                f"{method}, {way}: {wire:.2f} MB for {due:.2f} MB: {more:+.1f} %, without what idle sites send {own:+.1f} %"
+            )
+        print(f"{method}: {row['seconds_a_round']:.1f} s a round, of which {row['seconds_of_training']:.1f} s training")
     if options.out:
         host = {"cpu": cpu_name(), "cores": os.cpu_count(), "torch": torch.__version__, "flwr": package_version}
         options.out.write_text(

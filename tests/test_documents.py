@@ -54,7 +54,7 @@ def test_readme_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^polyfed .*", text, flags=re.MULTILINE)]
-    assert {command[0] for command in commands} == {"run", "resume", "data", "list", "graph", "warmstart"}
+    assert {command[0] for command in commands} == {"run", "resume", "report", "data", "list", "graph", "warmstart"}
     assert main(["run", "fedavg_digits", "--rounds", "1", "--quiet", "--workers", "0", "--out", "runs/prox"]) == 0
     small = ["--algorithm", "flha_ghn", "--model", "flha_small", "--model.width", "8", "--data", "digits"]
     few = ["--data.clients", "2", "--data.examples_per_client", "20", "--rounds", "1", "--quiet", "--workers", "0"]

@@ -50,7 +50,8 @@ def refused(here, capsys):
 
 
 UNKNOWN = {
-    "bogus": "unknown command 'bogus'; Choices: data, graph, list, report, resume, run, warmstart",
+    "bogus": "unknown command 'bogus'; Choices: compare, data, flower, graph, list, report, reproduce, "
+    "resume, run, warmstart",
     "rn": "unknown command 'rn'; did you mean run?",
     "run quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",
     "data quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",

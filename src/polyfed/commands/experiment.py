@@ -181,7 +181,9 @@ def rebuild(config: Mapping[str, Any], out: str | Path) -> tuple[tuple[Client, .
         UserError: the run was started in Python with clients of the user's own.
     """
     if "deployment" in config:
-        raise UserError(f"the run in {out} is of real sites: go on with it by polyfed flower run PROJECT --resume {out}")
+        raise UserError(
+            f"the run in {out} is of real sites: go on with it by polyfed flower run PROJECT --resume {out}"
+        )
     if "data" not in config:
         raise UserError(
             f"the clients of {out} were made in Python; go on with it there: polyfed.resume({str(out)!r}, clients=[...])"

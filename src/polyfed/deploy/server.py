@@ -220,20 +220,26 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _resumed(deployment: Deployment) -> Server:
-    config = read_config(deployment.out)
+def _resumed(given: Deployment) -> Server:
+    """The server of a run that goes on, as it was configured; sites and consent must be given again, and a file may be."""
+    config = read_config(given.out)
     if "deployment" not in config:
-        raise UserError(f"{deployment.out} is the directory of a simulation: polyfed resume {deployment.out}")
+        raise UserError(f"{given.out} is the directory of a simulation: polyfed resume {given.out}")
     settings, algorithm = restored(config, None)
-    directory = RunDirectory.open(deployment.out)
+    directory = RunDirectory.open(given.out)
     try:
         run = str(directory.manifest().get("deployment", ""))
     finally:
         directory.close()
-    before = tuple(config["deployment"]["sites"])
-    if set(before) != set(deployment.sites):
-        raise UserError(f"the run in {deployment.out} is of {', '.join(before)}, not of {', '.join(deployment.sites)}")
-    return _complete(deployment, algorithm, settings, run)
+    before = dict(config["deployment"])
+    if set(before["sites"]) != set(given.sites):
+        raise UserError(
+            f"the run in {given.out} is of {', '.join(before['sites'])}, not of {', '.join(given.sites)}; give the same "
+            "sites"
+        )
+    file = given.file or (Path(before["file"]) if before.get("file") else None)
+    times = {name: before[name] for name in ("join_seconds", "round_seconds", "max_megabytes")}
+    return _complete(dataclasses.replace(given, file=file, **times), algorithm, settings, run)
 
 
 def _complete(deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings, run: str) -> Server:
