@@ -1,14 +1,18 @@
 """What grows with the number of clients: the server's state, a round's bytes and seconds, checkpoints and memory.
 
-    nice -n 5 python benchmarks/scaling.py --out benchmarks/results/scaling.json [--methods pfedla,fedhenn] [--plot docs/scaling.png]
+    nice -n 5 python benchmarks/scaling.py --out benchmarks/results/scaling.json [--methods pfedla,fedhenn] [--clients 300]
 
-N clients with 4 training images of 8×8 and a network of 2,410 weights, one local step. For each method and N two runs, each
-in a process of its own that is ended when it takes too long or too much memory: "everyone" is round 1 with all N clients, and
-"ten" goes on from its checkpoint with 10 clients a round, which is what a server has once all have taken part. Where
-"everyone" does not end, "ten" begins anew ("cold"). Nobody is evaluated. docs/scaling.md tells what was found.
+N clients with 4 training images of 8×8 and a network of 2,410 weights, one local step. For each method and N two kinds of
+runs, each in a process of its own that is ended when it takes too long or too much memory: "everyone" is round 1 with all N
+clients; "ten" goes on from its checkpoint with 10 a round, which is what a server has once all have taken part. Where
+"everyone" is not run or does not end, "ten" begins anew ("cold"). Nobody is evaluated. See docs/scaling.md.
+
+Where the folder of temporary files is a disk, `seconds_checkpoint` is mostly its waiting for each client's file; the results
+are from TMPDIR=/dev/shm.
 """
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -38,31 +42,49 @@ from polyfed.settings import Settings
 
 CLIENTS = (10, 100, 1_000, 10_000)
 COHORT, ROUNDS = 10, 4  # clients and rounds of "ten"; the first round is not counted
-SECONDS, BYTES = 90, 4 * 10**9  # a run's limits
+SECONDS, BYTES = 90, 4 * 10**9  # of processor time (a busy machine) and memory: a run's limits
 POOL, WIDTH, IMAGE, CLASSES = 64, 32, 64, 10  # public examples, hidden units, numbers of an image, classes
-TINY = {"weights": IMAGE * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES, "layers": 2, "features": WIDTH, "pool": POOL}
-CNN = {"weights": 582_026, "layers": 4, "features": 512, "pool": 5_000}  # cnn_582k of the papers; FedHeNN's L
+TINY = {"weights": IMAGE * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES, "body": IMAGE * WIDTH + WIDTH, "layers": 2,
+        "features": WIDTH, "pool": POOL, "image": IMAGE, "ghn": 69_494, "factored": 34_326, "supernet": 25_634}  # fmt: skip
+"""A network's weights, those below its head, layers, width of its representation; public examples and numbers in one;
+numbers in the GHN, with factored heads too, and in FedPNAS's supernet (here the small one of `CASES`)."""
+CNN = {"weights": 582_026, "body": 576_896, "layers": 4, "features": 512, "pool": 5_000, "image": 784, "ghn": 9_924_868,
+       "factored": 670_644, "supernet": 194_000}  # fmt: skip
+"""The same of cnn_582k, FedHeNN's L = 5,000 (paper) and the supernet by its defaults."""
 STEP = {"local_steps": 1, "batch_size": 4}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A method: its name and fields; bytes of tensors in the server's state and bytes a round (down, up) for N clients, B
-    of them in the round, a network n (see `TINY`); powers of N in these bytes and in the server's seconds (B fixed)."""
+    """A method.
+
+    Attributes: `name` and `fields` of it; bytes of tensors in the server's `state` with N clients that have all taken part,
+    and a network (see `TINY`); `traffic`, bytes down and up of a round with B of them; `power` of N in the server's
+    seconds for B clients; up to which N "everyone" is run; whether the state `fills` only as clients take part.
+    """
 
     name: str
     state: Callable[[int, dict], float]
     traffic: Callable[[int, int, dict], tuple[float, float]]
     power: int
+    everyone_to: int = 1_000
+    fills: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
-    everyone_to: int = 10_000
 
 
-def copies(n, b, net):
-    return 4 * b * net["weights"], 4 * b * net["weights"]
+def copies(part="weights"):
+    """B copies of something, down and up."""
+    return lambda n, b, net: (4 * b * net[part], 4 * b * net[part])
+
+
+def once(part="weights"):
+    """One copy, whatever N is."""
+    return lambda n, net: 4 * net[part]
 
 
 def pfedla(hidden):
+    """A model, an embedding, a trunk and a head with N outputs a layer, for each client."""
+
     def state(n, net):
         trunk = 100 + (100 * hidden + hidden) + 2 * (hidden**2 + hidden)
         return 4 * n * (net["weights"] + trunk + net["layers"] * n * (hidden + 1))
@@ -71,52 +93,54 @@ def pfedla(hidden):
 
 
 def pfedhn(dim):
+    """Embeddings, a trunk, heads with 100 inputs for each weight; and as much momentum."""
+
     def state(n, net):
         entries = int(1 + n / 4) if dim is None else dim
-        network = n * entries + (entries + 1) * 100 + 3 * (100**2 + 100) + net["weights"] * 101
-        return 2 * 4 * network  # and as much momentum
+        return 8 * (n * entries + (entries + 1) * 100 + 3 * (100**2 + 100) + net["weights"] * 101)
 
     return state
 
 
-def representations(rank):
+def asked(n, b, net):
+    """FedFomo: five models down, one and a request up."""
+    return 4 * b * min(5, n - 1) * net["weights"], b * (4 * net["weights"] + 8 * min(5, n - 1))
+
+
+def fedhenn(rank):
+    """State and traffic: A_j of the whole pool by each client; K̄'s factor has the columns of all. X are 64 examples."""
+
+    def width(net):
+        return min(rank or net["features"], net["features"])
+
     def state(n, net):
-        return 4 * n * net["pool"] * (min(rank, net["features"]) if rank else net["features"])
+        return 4 * net["pool"] * (n * width(net) + net["image"])
 
     def traffic(n, b, net):
-        width = min(rank, net["features"]) if rank else net["features"]
-        target = min(rank, n * width) if rank else n * width
-        return 4 * b * net["pool"] * (target + IMAGE), 4 * b * net["pool"] * width
+        columns = min(rank or n * width(net), n * width(net))
+        down = 4 * b * net["pool"] * (columns + net["image"]) + 4 * b * net["pool"]  # int32 rows, and the pool itself
+        return down, 4 * b * net["pool"] * width(net)
 
     return state, traffic
 
 
-def hypernetwork(numbers):
-    return lambda n, net: 4 * numbers, lambda n, b, net: (4 * b * numbers, 4 * b * numbers)
-
-
-BODY = IMAGE * WIDTH + WIDTH
-_GHN, _FACTORED, _SUPERNET = hypernetwork(47_974), hypernetwork(23_870), hypernetwork(2_000)  # replaced when measured
+ALIGNING = {"rad_size": POOL, "rad_batch": 16, "lr": 0.01}
+SMALL = {"channels": 4, "base_cells": 1, "personal_cells": 1}
 CASES = {
-    "fedavg": Case("fedavg", lambda n, net: 4 * net["weights"], copies, 0),
-    "fedrep": Case("fedrep", lambda n, net: 4 * BODY, lambda n, b, net: (4 * b * BODY, 4 * b * BODY), 0),
-    "pfedla": Case("pfedla", pfedla(100), copies, 2),
-    "pfedla hidden=10": Case("pfedla", pfedla(10), copies, 2, {"hidden": 10}),
-    "pfedhn": Case("pfedhn", pfedhn(None), copies, 2),
-    "pfedhn embedding_dim=32": Case("pfedhn", pfedhn(32), copies, 1, {"embedding_dim": 32}),
+    "fedavg": Case("fedavg", once(), copies(), 0, 10_000),
+    "fedrep": Case("fedrep", once("body"), copies("body"), 0),
+    "pfedla": Case("pfedla", pfedla(100), copies(), 2),
+    "pfedla hidden=10": Case("pfedla", pfedla(10), copies(), 2, fields={"hidden": 10}),
+    "pfedhn": Case("pfedhn", pfedhn(None), copies(), 2, 10_000),
+    "pfedhn embedding_dim=32": Case("pfedhn", pfedhn(32), copies(), 1, fields={"embedding_dim": 32}),
     "fedfomo": Case(
-        "fedfomo",
-        lambda n, net: 4 * net["weights"] * (n + 1) + 8 * n * min(5, n - 1),
-        lambda n, b, net: (4 * b * min(5, n - 1) * net["weights"], 4 * b * net["weights"]),
-        1,
+        "fedfomo", lambda n, net: 4 * net["weights"] * (n + 1) + 8 * n * min(5, n - 1), asked, 1, fills=True
     ),
-    "fedhenn": Case("fedhenn", *representations(None), 1, {"rad_size": POOL, "rad_batch": 16, "lr": 0.01}),
-    "fedhenn rank=8": Case("fedhenn", *representations(8), 1, {"rad_size": POOL, "rad_batch": 16, "lr": 0.01, "rank": 8}),
-    "flha_ghn": Case("flha_ghn", *_GHN, 0, everyone_to=1_000),
-    "flha_ghn head=factored": Case("flha_ghn", *_FACTORED, 0, {"head": "factored"}, everyone_to=1_000),
-    "ca_fedpnas": Case(
-        "ca_fedpnas", *_SUPERNET, 0, {"channels": 4, "base_cells": 1, "personal_cells": 1}, everyone_to=100
-    ),
+    "fedhenn": Case("fedhenn", *fedhenn(None), 1, 3_000, True, ALIGNING),
+    "fedhenn rank=8": Case("fedhenn", *fedhenn(8), 1, 1_000, True, {**ALIGNING, "rank": 8}),
+    "flha_ghn": Case("flha_ghn", once("ghn"), copies("ghn"), 0),
+    "flha_ghn head=factored": Case("flha_ghn", once("factored"), copies("factored"), 0, fields={"head": "factored"}),
+    "ca_fedpnas": Case("ca_fedpnas", once("supernet"), copies("supernet"), 0, 10, fields=SMALL),
 }
 
 
@@ -139,17 +163,22 @@ def federation(number):
     return clients, torch.randn(POOL, 1, 8, 8, generator=generator)
 
 
+def middle(values):
+    """The median with four digits."""
+    return float(f"{statistics.median(values):.4g}")
+
+
 @final
-class Enough(Exception):
+class EnoughError(Exception):
     """Ends the run before the last round, which would evaluate everyone; the round before is saved."""
 
 
 @final
 class Watch(Progress):
-    """Notes when rounds end, and ends the run after so many."""
+    """Notes when rounds end, tells of it, and ends the run after so many."""
 
-    def __init__(self, rounds):
-        self.rounds, self.seen, self.times, self.peak = rounds, [], [], 0
+    def __init__(self, rounds, tell):
+        self.rounds, self.tell, self.seen, self.times = rounds, tell, [], []
 
     def start(self, title, rounds, done):
         self.times.append(time.perf_counter())
@@ -160,9 +189,19 @@ class Watch(Progress):
     def round(self, record):
         self.times.append(time.perf_counter())
         self.seen.append(record)
+        self.tell(self.found())
         if len(self.seen) == self.rounds:
-            self.peak = peak_bytes()
-            raise Enough
+            raise EnoughError
+
+    def found(self):
+        """Medians over the rounds, the first left out where there are several."""
+        counted = self.seen[1:] or self.seen
+        walls = [after - before for before, after in itertools.pairwise(self.times)][-len(counted) :]
+        beside = [wall - record["seconds"] for wall, record in zip(walls, counted, strict=True)]
+        keys = ("seconds_server", "seconds_clients", "bytes_down", "bytes_up")
+        known = {key: middle(record[key] for record in counted) for key in keys}
+        whole = {"seconds_round": middle(walls), "seconds_beside": middle(beside)}
+        return {"rounds": len(self.seen), **known, **whole, "rss_rounds": peak_bytes()}
 
     def say(self, sentence):
         pass
@@ -171,14 +210,13 @@ class Watch(Progress):
         pass
 
 
-
-def one_run(label, number, sample, folder, start):
+def one_run(label, number, sample, folder, start, tell):
     """Plays the rounds of one run: what was measured. `start` is the run directory to go on from, or None."""
     case = CASES[label]
     algorithm = pf.algorithms.get(case.name)(**{**STEP, **case.fields})
     clients, public = federation(number)
     began, baseline = time.perf_counter(), peak_bytes()
-    watch = Watch(1 if sample == number and start is None else ROUNDS)
+    watch = Watch(1 if sample == number and start is None else ROUNDS, tell)
     options = {"rounds": 10**6, "sample": sample, "evaluate_every": 10**6, "checkpoint_every": 10**6, "engine": "inprocess",
                "workers": 0}  # fmt: skip
     try:
@@ -191,30 +229,18 @@ def one_run(label, number, sample, folder, start):
             began = time.perf_counter()
             with one_thread():
                 play(everyone, past, [], RunDirectory.create(folder), watch)
-    except Enough:
+    except EnoughError:
         ended = time.perf_counter()
     (saved,) = Path(folder, "checkpoint").glob("round-*")
     sizes = {file.name: file.stat().st_size for file in saved.iterdir()}
-    counted = watch.seen[1:] or watch.seen
-    walls = [b - a for a, b in zip(watch.times, watch.times[1:], strict=False)][-len(counted) :]
-
-    def middle(values):
-        return float(f"{statistics.median(values):.4g}")
-
     return {
-        "seconds_server": middle(r["seconds_server"] for r in counted),
-        "seconds_clients": middle(r["seconds_clients"] for r in counted),
-        "seconds_round": middle(walls),
-        "seconds_beside": middle(w - r["seconds"] for w, r in zip(walls, counted, strict=True)),
+        **watch.found(),
         "seconds_setup": middle([watch.times[0] - began]),
         "seconds_checkpoint": middle([ended - watch.times[-1]]),
-        "bytes_down": middle(r["bytes_down"] for r in counted),
-        "bytes_up": middle(r["bytes_up"] for r in counted),
         "bytes_server_state": sizes["server.safetensors"],
         "bytes_private_states": sum(size for name, size in sizes.items() if name.startswith("client-")),
         "bytes_checkpoint": sum(sizes.values()),
         "rss_before": baseline,
-        "rss_rounds": watch.peak,
         "rss_with_checkpoint": peak_bytes(),
     }
 
@@ -226,23 +252,28 @@ def in_child(*what):
 
     def run():
         try:
-            theirs.send(one_run(*what))
+            theirs.send(one_run(*what, theirs.send))
         except BaseException as error:
-            theirs.send({"stopped": f"failed: {type(error).__name__}: {error}"[:300]})
+            theirs.send({"stopped": f"{type(error).__name__}: {error}"[:300]})
+        theirs.send(None)
 
     child = context.Process(target=run)
     child.start()
-    began, peak, watched = time.monotonic(), 0, psutil.Process(child.pid)
-    while not ours.poll(0.05):
-        peak = max(peak, watched.memory_info().rss)
-        reason = "memory" if peak > BYTES else "time" if time.monotonic() - began > SECONDS else None
-        if reason:
+    began, found, watched = time.monotonic(), {}, psutil.Process(child.pid)
+    while True:
+        if ours.poll(0.05):
+            new = ours.recv()
+            if new is None:
+                child.join()
+                return found
+            found |= new
+            continue
+        rss, cpu = watched.memory_info().rss, sum(watched.cpu_times()[:2])
+        late = cpu > SECONDS or time.monotonic() - began > 4 * SECONDS
+        if rss > BYTES or late:
             child.kill()
             child.join()
-            return {"stopped": reason, "rss_seen": peak, "seconds": round(time.monotonic() - began)}
-    found = ours.recv()
-    child.join()
-    return found
+            return {**found, "stopped": "memory" if rss > BYTES else "time", "rss_seen": rss, "cpu_seconds": round(cpu)}
 
 
 # -- all of them ---------------------------------------------------------------------------------------------------------
@@ -254,8 +285,7 @@ def measure(label, number, repeat, tell=print):
 
     def point(phase, found):
         points.append({"method": label, "clients": number, "phase": phase, **found})
-        short = {k: v for k, v in found.items() if not k.startswith("rss")} | {"peak": found.get("rss_with_checkpoint")}
-        tell(label, number, phase, json.dumps(short), flush=True)
+        tell(label, number, phase, json.dumps(found), flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         start = None
@@ -270,71 +300,82 @@ def measure(label, number, repeat, tell=print):
     return points
 
 
-def exponent(points, key, phases):
-    """The power of N between the two largest N that were measured, and these."""
-    values: dict[int, list[float]] = {}
+def largest(points, key):
+    """N -> the smaller of the repeated values, for points that have one."""
+    values: dict[int, float] = {}
     for p in points:
-        if p["phase"] in phases and p.get(key):
-            values.setdefault(p["clients"], []).append(p[key])
-    known = sorted(values)[-2:]
-    if len(known) < 2:
+        if p.get(key):
+            values[p["clients"]] = min(p[key], values.get(p["clients"], math.inf))
+    return dict(sorted(values.items()))
+
+
+def power(values):
+    """The power of N between the two largest N."""
+    if len(values) < 2:
         return None
-    low, high = (min(values[n]) for n in known)
-    return {"from": known[0], "to": known[1], "power": round(math.log10(high / low) / math.log10(known[1] / known[0]), 2)}
+    (few, low), (many, high) = list(values.items())[-2:]
+    return {"from": few, "to": many, "power": round(math.log(high / low) / math.log(many / few), 2)}
+
+
+GROWING = ("seconds_server", "seconds_beside", "bytes_down", "bytes_server_state", "bytes_private_states")
 
 
 def summary(points):
-    """Powers of N, and what the formulas say of the same and of more clients."""
+    """Powers of N as measured, the formulas beside what was measured, and what they say of more clients."""
     found = {}
     for label, case in CASES.items():
         own = [p for p in points if p["method"] == label]
-        if not own:
-            continue
-        ten = [p["phase"] for p in own if p["phase"].startswith("ten")]
-        warm = ("ten",) if "ten" in ten and "fedpnas" not in label and "flha" not in label else ("ten", "ten, cold")
-        powers = {
-            key: exponent(own, key, phases)
-            for key, phases in {
-                "seconds_server": warm, "seconds_beside": warm, "bytes_down": warm, "bytes_server_state": warm,
-                "bytes_private_states": warm, "seconds_checkpoint": warm,
-            }.items()
-        }  # fmt: skip
-        powers["seconds_server, everyone"] = exponent(own, "seconds_server", ("everyone",))
+        filled = [p for p in own if p["phase"] == "ten" or (p["phase"] == "ten, cold" and not case.fills)]
+        powers = {key: power(largest(filled, key)) for key in GROWING}
+        everyone = [p for p in own if p["phase"] == "everyone"]
+        powers["seconds_server, everyone"] = power(largest(everyone, "seconds_server"))
         checks = [
-            {"clients": p["clients"], "measured": p["bytes_server_state"],
-             "formula": round(case.state(p["clients"], TINY))}
-            for p in own if p["phase"] == "ten" and "bytes_server_state" in p
-        ]  # fmt: skip
-        ahead = {}
-        for name, net in {"2,410 weights": TINY, "582k CNN": CNN}.items():
-            for n in (1_000, 10_000, 100_000, 10_000_000):
+            {"clients": n, "measured": size, "formula": round(case.state(n, TINY))}
+            for n, size in largest([p for p in own if p["phase"] == "ten"], "bytes_server_state").items()
+        ]
+        server = list(largest(filled, "seconds_server").items())[-1:]
+        computed = {}
+        for n in (1_000, 10_000, 100_000, 10_000_000):
+            seconds = {} if not server else {"seconds_server": server[0][1] * (n / server[0][0]) ** case.power}
+            for name, net in {"2,410 weights": TINY, "582k CNN": CNN}.items():
                 down, up = case.traffic(n, COHORT, net)
-                ahead[f"{name}, {n}"] = {"bytes_server_state": case.state(n, net), "bytes_down": down, "bytes_up": up}
-        found[label] = {"powers": powers, "state": checks, "computed": ahead}
+                sizes = {"bytes_server_state": case.state(n, net), "bytes_down": down, "bytes_up": up}
+                computed[f"{name}, {n}"] = {**sizes, **(seconds if net is TINY else {})}
+        found[label] = {"powers": powers, "state": checks, "computed": computed}
     return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="results of other methods in it are kept")
-    parser.add_argument("--methods", default=",".join(CASES), help="labels, separated by commas")
+    parser.add_argument(
+        "--methods", default=",".join(CASES), help="labels, separated by commas; none writes the summary again"
+    )
     parser.add_argument("--clients", default=",".join(map(str, CLIENTS)))
     parser.add_argument("--repeat", type=int, default=2, help='of "ten"')
     given = parser.parse_args()
     points = json.loads(given.out.read_text())["points"] if given.out and given.out.exists() else []
     with tempfile.TemporaryDirectory() as folder:  # what is imported at first use is imported here, once
         for label in ("fedavg", "flha_ghn"):
-            one_run(label, 2, 2, f"{folder}/{label}", None)
-    for label in given.methods.split(","):
+            one_run(label, 2, 2, f"{folder}/{label}", None, lambda found: None)
+    for label in filter(None, given.methods.split(",")):
         for number in map(int, given.clients.split(",")):
             new = measure(label, number, given.repeat)
             points = [p for p in points if (p["method"], p["clients"]) != (label, number)] + new
-            if given.out:
-                content = {
-                    "cores": os.cpu_count(), "busy": True, "limits": {"seconds": SECONDS, "rss_bytes": BYTES},
-                    "cohort": COHORT, "network": TINY, "points": points, "summary": summary(points),
-                }  # fmt: skip
-                given.out.write_text(json.dumps(content, indent=1) + "\n")
+            write(given.out, points)
+    write(given.out, points)
+
+
+def write(path, points):
+    """Points and what follows from them, if there is a place for it."""
+    if path:
+        order = {label: place for place, label in enumerate(CASES)}
+        points = sorted(points, key=lambda p: (order[p["method"]], p["clients"]))
+        limits = {"cpu_seconds": SECONDS, "seconds": 4 * SECONDS, "rss_bytes": BYTES}
+        parts = json.loads(path.read_text()).get("parts", {}) if path.exists() else {}  # scaling_parts.py's
+        content = {"cores": os.cpu_count(), "limits": limits, "cohort": COHORT, "network": TINY, "points": points,
+                   "summary": summary(points), "parts": parts}  # fmt: skip
+        path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -90,14 +90,17 @@ class Federation:
         order = sorted(clients)  # what is computed for many at once may differ in its last bits from order to order
         everyone = [self.info(client, round_number, phase) for client in order]
         block: list[Task] = []
-        held: dict[int, int] = {}
+        held: set[int] = set()
+        size = 0
         for who, down in zip(everyone, self.algorithm.dispatch_all(at.state, everyone), strict=True):
-            new = {id(tensor): tensor.nbytes for tensor in tensors_of(down.arrays)}
-            if block and sum((held | new).values()) > _BLOCK_BYTES:
+            parts = {id(tensor): tensor.nbytes for tensor in tensors_of(down.arrays)}
+            more = sum(nbytes for key, nbytes in parts.items() if key not in held)
+            if block and size + more > _BLOCK_BYTES:
                 yield block
-                block, held = [], {}
+                block, held, size, more = [], set(), 0, sum(parts.values())
             block.append(self.task(phase, who.id, round_number, down, at))
-            held |= new
+            held.update(parts)
+            size += more
         if block:
             yield block
 

@@ -57,6 +57,16 @@ def test_a_site_has_its_own_say(tmp_path, run, nodes, words, sentence):
     assert not list((tmp_path / "sites" / "client-0").glob("state/*/private"))
 
 
+def test_a_site_loads_no_code_that_the_server_names(nodes):
+    """A teacher of one's own is module:factory, which in a simulation is one's own code."""
+    node = nodes(small_clients())[101]
+    algorithm = {"name": "distillation", "teacher": {"name": "os:getcwd"}}
+    letter = Letter(
+        {"kind": "introduce", "protocol": 1, "run": "a", "algorithm": algorithm, "architecture": None, "told": []}
+    )
+    assert "would load 'os:getcwd' at this site" in from_record(_asked(node, letter)).head["refused"]
+
+
 def test_another_architecture_or_task_does_not_take_part(run, nodes):
     other = [pf.Client(c.id, lambda: torch.nn.Linear(6, 3), c.train, c.test) for c in small_clients()]
     with pytest.raises(UserError, match="its network is not that of the federation"):

@@ -1,6 +1,6 @@
 """How alike several networks see the same examples: CKA between any two of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +21,14 @@ def pairwise_cka(parts: Sequence[Tensor]) -> Tensor:
     tensor([[1., 1.],
             [1., 1.]], dtype=torch.float64)
     """
+    stacked = torch.stack(list(_unit_kernels(parts)))
+    return stacked @ stacked.T
+
+
+def _unit_kernels(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The centred kernel of each representation as a vector of norm 1, of zeros for a constant one."""
     number = len(parts[0])
     places = torch.linspace(0, number - 1, _ROWS).long() if number > _ROWS else torch.arange(number)
-    flat = []
     for part in parts:
         a = part[places].double()
         centred = a - a.mean(0)
@@ -33,9 +38,7 @@ def pairwise_cka(parts: Sequence[Tensor]) -> Tensor:
         centred = torch.zeros_like(a) if bool(constant) else centred / size
         kernel = (centred @ centred.T).flatten()
         norm = torch.linalg.vector_norm(kernel)
-        flat.append(kernel / norm if bool(norm > 0) else kernel)
-    stacked = torch.stack(flat)
-    return stacked @ stacked.T
+        yield kernel / norm if bool(norm > 0) else kernel
 
 
 def mean_similarity(parts: Sequence[Tensor]) -> float | None:
@@ -46,6 +49,9 @@ def mean_similarity(parts: Sequence[Tensor]) -> float | None:
     """
     if len(parts) < 2:
         return None
-    table = pairwise_cka(parts)
+    # Without the table of all pairs: Σ_ij⟨K_i, K_j⟩ = ‖Σ_i K_i‖².
+    total, ones = torch.zeros(()), 0
+    for kernel in _unit_kernels(parts):
+        total, ones = total + kernel, ones + bool(kernel.any())
     number = len(parts)
-    return round(float((table.sum() - table.diagonal().sum()) / (number * (number - 1))), 9)
+    return round(float((total.square().sum() - ones) / (number * (number - 1))), 9)

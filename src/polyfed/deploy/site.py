@@ -33,6 +33,7 @@ from polyfed.tree import Nested, decode, encode
 
 _LOG = logging.getLogger("polyfed.site")
 _RUN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _CONSENT = frozenset({"weights", "architecture"})  # of `Algorithm.discloses`, what a site must allow
 
 
@@ -101,6 +102,8 @@ class Site:
         name = str(fields.pop("name"))
         if self.methods is not None and name not in self.methods:
             raise _RefusalError(f"this site runs {', '.join(sorted(self.methods))} only, not {name}")
+        if code := _code_in(fields):
+            raise _RefusalError(f"{name} would load {code!r} at this site, which runs no code that the server names")
         algorithm: Algorithm[Any, Any] = get(name)(**fields)
         if not self.allow_disclosure and (shown := sorted(algorithm.discloses & _CONSENT)):
             raise _RefusalError(
@@ -223,6 +226,19 @@ class Site:
 @final
 class _RefusalError(Exception):
     """What the site does not do; its sentence holds nothing of data or network, and is told to the server."""
+
+
+def _code_in(value: Any) -> str | None:
+    """The first text in the fields of a method that names a factory of a module, as `distillation`'s teacher may.
+
+    >>> _code_in({"teacher": {"name": "os:system"}}), _code_in({"lr": 0.1, "catalogue": "C:/catalogue.yaml"})
+    ('os:system', None)
+    """
+    if isinstance(value, Mapping):
+        return next((found for item in value.values() if (found := _code_in(item))), None)
+    if isinstance(value, list | tuple):
+        return next((found for item in value if (found := _code_in(item))), None)
+    return value if isinstance(value, str) and _FACTORY.fullmatch(value) else None
 
 
 def _state_file(folder: Path, number: int) -> Path:

@@ -32,7 +32,7 @@ from polyfed.runs.results import Run
 _LOG = logging.getLogger("polyfed.server")
 _POLL_SECONDS = 0.2  # Flower's own `send_and_receive` asks every 3 s
 _QUERY_SECONDS = 120.0  # for a site to say who it is: it starts Python, imports torch and loads its data
-_LATER_SECONDS = 30.0  # after our own limit Flower forgets the message too
+_LATER_SECONDS = 60.0  # Flower forgets a message well after our own limit, so that ours is what is told
 _LONGEST, _MOST = 300, 64  # characters of a site's sentence; metrics that it may tell, and characters of a name
 _TYPES = {"local": "train", "evaluate": "evaluate", "export": "evaluate"}
 
