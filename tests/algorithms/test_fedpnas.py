@@ -161,6 +161,42 @@ def test_meta_gradient_is_the_first_order_expression(second_order):
     assert {int(after[n]) for n in after if "batches_tracked" in n} == {1}  # a step counts as one in BatchNorm
 
 
+@pytest.mark.parametrize("eta", [0.0, 0.3])
+def test_the_meta_gradient_where_operations_are_drawn(eta):
+    """g̃ − η·g·(gᵀg̃) over weights and samplers of the personal stack, each pass with the draw that it made; and an operation
+    that the second pass did not use has no gradient, so that neither Adam nor momentum moves it."""
+    method = FedPNAS(**{**SMALL, "personal_nodes": 2}, eta=eta)
+    with local_rng(3):
+        network = method.plan(1, 3)().double().train()
+    x, y = torch.randn(10, 1, 6, 6, dtype=torch.float64), torch.arange(10) % 3
+    names, slopes, unused = [n for n, _ in network.named_parameters()], [], 0
+
+    def loss_of(batch):
+        network.zero_grad()
+        loss = nn.functional.cross_entropy(network(x), y)
+        loss.backward()
+        slopes.append({n: None if p.grad is None else p.grad.clone() for n, p in network.named_parameters()})
+        return loss.detach()
+
+    for seed in range(8):
+        slopes.clear()
+        with local_rng(seed):
+            method.meta_gradient(network)(loss_of)
+        (g, ahead), found = slopes, {n: p.grad for n, p in network.named_parameters()}
+        personal = [n for n in names if n.startswith("personal.")]
+        assert any("logits" in n for n in personal), "no sampler in the personal stack"
+        both = [n for n in personal if g[n] is not None and ahead[n] is not None]
+        alpha = sum((g[n] * ahead[n]).sum() for n in both)
+        for n in names:
+            if ahead[n] is None:
+                assert found[n] is None, n
+                unused += n in personal and g[n] is not None
+            else:
+                correction = eta * alpha * g[n] if n in both else 0.0
+                assert torch.allclose(found[n], ahead[n] - correction, rtol=1e-10, atol=1e-13), n
+    assert unused, "both passes always drew the same operations"
+
+
 def test_cosine_with_the_true_second_order_gradient(record_property):
     """Base part and personal part, printed; the base part is exact but for the inner step's dependence on θ_b."""
     for eta in (0.01, 0.1, 0.3):

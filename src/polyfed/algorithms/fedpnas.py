@@ -70,14 +70,15 @@ class Anticipating(Searching, ABC):
         return direction
 
     def _corrected(self, personal: list[nn.Parameter], g: list[Tensor | None]) -> None:
-        """Line 13: ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃), one product over all of θ_p (appendix E: α)."""
+        """Line 13: ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃), one product over all of θ_p (appendix E: α). Weights of
+        operations that only the first pass drew stay without a gradient (ours): −η·α·g is a tiny one, but Adam would make
+        a whole step of it, as often away from the minimum as not, and momentum and decay would move them too."""
         alpha = sum(
             (s * p.grad).sum() for p, s in zip(personal, g, strict=True) if s is not None and p.grad is not None
         )
         for parameter, slope in zip(personal, g, strict=True):
-            if slope is not None:
-                ahead = torch.zeros_like(slope) if parameter.grad is None else parameter.grad
-                parameter.grad = ahead - self.eta * alpha * slope
+            if slope is not None and parameter.grad is not None:
+                parameter.grad = parameter.grad - self.eta * alpha * slope
 
 
 @final
