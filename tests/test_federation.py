@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import polyfed as pf
-from polyfed import rounds
 from polyfed.algorithm import Message
 from polyfed.algorithms import FedAvg, FedProx, Local, PFedLA
 from polyfed.engines.inprocess import InProcessEngine
+from polyfed.engines.work import Engine
 from polyfed.errors import UserError
 from polyfed.rounds import Federation
 from polyfed.runs.checkpoint import Checkpoint
@@ -281,18 +281,17 @@ def test_messages_of_a_round_need_not_fit_into_memory_at_once(monkeypatch):
         started.append([task.client for task in tasks])
         return good(self, tasks)
 
-    monkeypatch.setattr(rounds, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(Engine, "block_bytes", 1)
     monkeypatch.setattr(InProcessEngine, "run", run)
     alone = pf.federate(small_clients(), PFedLA(lr=0.05), rounds=2, workers=0)
     assert started == [["client-0"], ["client-1"], ["client-2"]] * 4  # training and evaluation
     assert without_times(alone.history) == without_times(whole.history)
 
 
-def test_messages_of_one_model_are_one_block(monkeypatch):
-    monkeypatch.setattr(rounds, "_BLOCK_BYTES", 1000)
+def test_messages_of_one_model_are_one_block():
     federation = Federation({c.id: c for c in small_clients()}, FedAvg(), Settings(rounds=1))
     at = Checkpoint(0, federation.algorithm.init(federation.context()), {})
-    assert [len(block) for block in federation.tasks("local", list(federation.clients), 1, at)] == [3]
+    assert [len(block) for block in federation.tasks("local", list(federation.clients), 1, at, limit=1000)] == [3]
 
 
 def test_time_of_server_and_clients_is_told_apart():

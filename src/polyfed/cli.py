@@ -350,7 +350,8 @@ def _flower(words: list[str]) -> None:
                                    a trial: SuperLink and SuperNodes on this machine, with TLS and keys, until Ctrl-C
       run DIR [--out DIR | --resume DIR] [--allow-disclosure] [--set KEY=VALUE ...] [--connection NAME]
                                    a run: its log on standard error, its table at the end
-      status DIR                   nodes, runs, and the newest round
+      status DIR [--connection NAME]
+                                   nodes, runs, and the newest round
     """
     if asked_for_help(words):
         print(help_of(_flower))

@@ -43,7 +43,7 @@ def collect(
 ) -> Collected:
     """Carries out one phase for these clients, from the state `at`. Raises at the first failure if so configured."""
     found, done, clock = Collected(), 0, time.perf_counter
-    blocks = federation.tasks(phase, clients, number, at)
+    blocks = federation.tasks(phase, clients, number, at, engine.block_bytes)
     while True:
         asked = clock()
         tasks = next(blocks, None)

@@ -338,7 +338,7 @@ def _write_models(
 ) -> None:
     """The personal models after the last round, `models/ID.safetensors`. With `on_error="skip"` a client whose model cannot
     be made costs no other client's; the records of the rounds are complete by now, so it is told as a warning."""
-    blocks = federation.tasks("export", list(federation.roster.ids), last.round, last)
+    blocks = federation.tasks("export", list(federation.roster.ids), last.round, last, engine.block_bytes)
     for result in (result for tasks in blocks for result in engine.run(tasks)):
         client, failure = result.task.client, result.failure
         for incident in result.incidents:

@@ -9,15 +9,13 @@ from torch import Tensor
 
 from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.data.examples import Examples
-from polyfed.engines.work import Phase, Task
+from polyfed.engines.work import Engine, Phase, Task
 from polyfed.evaluation import SCORE
 from polyfed.roster import Roster
 from polyfed.runs.checkpoint import Checkpoint
 from polyfed.seeds import derive, numpy_generator
 from polyfed.settings import Settings
 from polyfed.tree import mismatch, not_finite, spec, tensors_of
-
-_BLOCK_BYTES = 256 * 2**20  # of messages that wait for a worker
 
 
 @final
@@ -84,9 +82,11 @@ class Federation:
         seed = derive(self.settings.seed, round_number, client, purpose)
         return Task(phase, round_number, client, down, before.minds.get(client), seed, self.settings.seed)
 
-    def tasks(self, phase: Phase, clients: Sequence[str], round_number: int, at: Checkpoint) -> Iterator[list[Task]]:
-        """The tasks of these clients from the state `at`, in blocks whose messages fit into memory. (Messages that share
-        their tensors, as those of one global model do, are one block whatever their number.)"""
+    def tasks(
+        self, phase: Phase, clients: Sequence[str], round_number: int, at: Checkpoint, limit: int = Engine.block_bytes
+    ) -> Iterator[list[Task]]:
+        """The tasks of these clients from the state `at`, in blocks whose messages take at most `limit` bytes. (Messages
+        that share their tensors, as those of one global model do, are one block whatever their number.)"""
         order = sorted(clients)  # what is computed for many at once may differ in its last bits from order to order
         everyone = [self.info(client, round_number, phase) for client in order]
         block: list[Task] = []
@@ -95,7 +95,7 @@ class Federation:
         for who, down in zip(everyone, self.algorithm.dispatch_all(at.state, everyone), strict=True):
             parts = {id(tensor): tensor.nbytes for tensor in tensors_of(down.arrays)}
             more = sum(nbytes for key, nbytes in parts.items() if key not in held)
-            if block and size + more > _BLOCK_BYTES:
+            if block and size + more > limit:
                 yield block
                 block, held, size, more = [], set(), 0, sum(parts.values())
             block.append(self.task(phase, who.id, round_number, down, at))

@@ -9,6 +9,8 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithm import ClientInfo, Message
 from polyfed.algorithms import REGISTRY, FedBN, PerFedAvg, PFedHN, PFedLA, PFedMe
+from polyfed.collecting import collect
+from polyfed.engines.work import Engine
 from polyfed.rounds import Federation
 from polyfed.runs.checkpoint import Checkpoint
 from polyfed.runs.results import one_thread
@@ -136,11 +138,9 @@ def test_messages_do_not_outlive_their_block(monkeypatch):
     federation = Federation({c.id: c for c in clients}, method, pf.federation.Settings(rounds=1))
     at = Checkpoint(0, method.init(federation.context()), {})
     engine = pf.engines.start("inprocess", method, clients, torch.device("cpu"), 0)
-    monkeypatch.setattr(pf.rounds, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(Engine, "block_bytes", 1)
     monkeypatch.setattr(pf.algorithms.pfedla, "_BLOCK", 1)
-    found = pf.federation._collect(
-        federation, engine, "evaluate", list(federation.clients), 1, at, pf.runs.progress.Silent()
-    )
+    found = collect(federation, engine, "evaluate", list(federation.clients), 1, at, pf.runs.progress.Silent())
     assert len(found.results) == 6
     gc.collect()
     assert not list(tensors_of([result.task.down.arrays for result in found.results.values()]))

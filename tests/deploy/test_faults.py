@@ -1,6 +1,7 @@
 """Sites that fail, lie or are not there, and a server that stops: each is caused here."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from polyfed.algorithm import Message as Body
 from polyfed.algorithms import FedAvg, Local, PFedLA
 from polyfed.deploy.wire import Letter
 from polyfed.engines.flower import client_app, from_record, to_record
+from polyfed.engines.work import Engine
 from polyfed.errors import ClientError, RoundError, UserError
 from polyfed.runs.progress import Silent
 from polyfed.testing import _StopAfter, small_clients, without_times
@@ -51,6 +53,17 @@ def head(**words):
     return lambda letter: dataclasses.replace(letter, head={**letter.head, **words})
 
 
+def scalars(**words):
+    return lambda letter: dataclasses.replace(letter, body=Body(letter.body.arrays, {**letter.body.scalars, **words}))
+
+
+def hostile(data, text="{}"):
+    array = Array(dtype="uint8", shape=(1,), stype="numpy.ndarray", data=data)
+    return RecordDict(
+        {"head": ConfigRecord({"json": text}), "scalars": MetricRecord({}), "arrays": ArrayRecord({"model": array})}
+    )
+
+
 GARBAGE = RecordDict(
     {
         "head": ConfigRecord({"json": "[]"}),
@@ -73,8 +86,22 @@ BROKEN = {
     "another run": (head(run="0123"), "answers for run '0123'"),
     "a former round": (head(round=0), "answers for round 0"),
     "a failure": (head(failure="OutOfMemoryError"), "OutOfMemoryError"),
-    "metrics": (head(metrics={"accuracy": "high"}), "its metrics are no numbers"),
-    "many metrics": (head(metrics={str(i): 0.5 for i in range(99)}), "its metrics are no numbers"),
+    "metrics": (head(metrics={"accuracy": "high"}), "its metrics are no scores"),
+    "names of metrics": (head(metrics={"bytes_up": -1e12}), "its metrics are no scores"),
+    "a huge metric": (head(metrics={"accuracy": 1.7e308}), "its metrics are no scores"),
+    "a huge whole metric": (head(metrics={"accuracy": 10**400}), "its metrics are no scores"),
+    "a huge scalar": (scalars(train_loss=1.7e308), "which is no number in reach"),
+    "a share of all": (scalars(num_examples=10**12), "tells num_examples 1000000000000, and told 20"),
+    "nested": (lambda le: hostile(b"", "[" * 200_000), "not a message of polyfed"),
+    "no array": (lambda le: hostile(b""), "not a message of polyfed"),
+    "an archive": (lambda le: hostile(b"PK\x03\x04" + bytes(99)), "not a message of polyfed"),
+    "a header": (
+        lambda le: hostile(
+            b"\x93NUMPY\x01\x00v\x00{'descr': '<f8', 'fortran_order': False, 'shape': (%d,), }" % 10**15
+        ),
+        "not a message of polyfed",
+    ),
+    "escapes": (head(failure="\x1b[2K\x1b[1Aall is well"), "[2K [1Aall is well"),
     "line breaks": (head(failure="a\nround 3 is fine\n" * 99), "a round 3 is fine a round 3 is fine"),
     "dies": (lambda le: Error(8, "the process ended"), "Flower reports error 8: the process ended"),
     "garbage": (lambda le: GARBAGE, "not a message of polyfed"),
@@ -95,6 +122,33 @@ def test_a_reply_that_cannot_be_used_costs_the_round_of_that_site_only(run, faul
         assert set(record["clients"]) == {"client-0", "client-1", "client-2"}
     others = pf.federate(small_clients()[1:], FedAvg(lr=0.05), rounds=2, seed=3, workers=0)
     assert [r["train_loss"] for r in found.history] == [r["train_loss"] for r in others.history], "it was averaged"
+
+
+def test_a_reply_that_flower_cannot_read_takes_no_other_with_it(run, nodes, caplog):
+    class Breaks(MemoryGrid):
+        def pull_messages(self, message_ids):
+            for number in set(message_ids) & set(self._replies):
+                reply = self._replies[number]
+                if reply.metadata.src_node_id == 101 and '"phase": "local"' in reply.content["head"]["json"]:
+                    del self._replies[number]
+                    raise ValueError("Error parsing message")
+            return super().pull_messages(message_ids)
+
+    found = run(grid=Breaks(nodes(small_clients())), rounds=1, **{"round-seconds": 0.5})
+    assert [failure["client"] for failure in found.history[0]["failures"]] == ["client-0"]
+    assert "cannot be read: ValueError: Error parsing message" in caplog.text
+
+
+def test_sites_that_hang_share_one_limit_of_time(run, nodes, monkeypatch):
+    """Messages of any size go to all sites at once."""
+    monkeypatch.setattr(Engine, "block_bytes", 1)
+    grid = MemoryGrid(nodes(small_clients()))
+    for node in list(grid.nodes.values())[:2]:
+        instead(lambda letter: None)(node)
+    began = time.monotonic()
+    found = run(grid=grid, method=PFedLA(lr=0.05), rounds=1, **{"round-seconds": 1.0})
+    assert len(found.history[0]["failures"]) == 2
+    assert time.monotonic() - began < 1.9
 
 
 def test_a_late_reply_is_discarded(run, nodes):
@@ -211,17 +265,20 @@ def test_who_claims_to_be_another_site_stays_out(run, nodes, caplog):
     assert not found.history[0]["failures"]
     assert "node 900 says that it is 'client-0', but is registered as 'client-2'" in caplog.text
     nameless = {900: dataclasses.replace(thief, name=""), **grid.nodes}
-    del nameless[103]
-    with pytest.raises(UserError, match="these sites are missing: client-2"):
+    del nameless[101]
+    with pytest.raises(UserError, match="these sites are missing: client-0"):
         run(grid=MemoryGrid(nameless), out="b", **{"join-seconds": 0.2})
-    assert "node 900 says that it is 'client-0', which node 101 is; it stays out" in caplog.text
+    assert "node 900 says that it is 'client-0', but is registered as ''; it stays out" in caplog.text
+    twice = {900: dataclasses.replace(thief, name="client-0"), **grid.nodes}
+    run(grid=MemoryGrid(twice), out="c", rounds=1)
+    assert "which node 900 is; it stays out" in caplog.text or "which node 101 is; it stays out" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
         ({"num_examples": -3}, "tells that it has -3 examples, which is no count"),
-        ({"num_examples": "many"}, "tells that it has 'many' examples"),
+        ({"num_examples": "many"}, "tells that it has many examples"),
         ({"task": ["regression"]}, "must have one task"),
     ],
 )
@@ -233,7 +290,7 @@ def test_a_site_that_introduces_itself_with_nonsense_is_named(run, answer, sente
 def test_a_site_that_introduces_itself_with_garbage_is_missing(run, caplog):
     with pytest.raises(UserError, match="these sites are missing: client-0"):
         run(introducing(lambda letter: GARBAGE), **{"join-seconds": 0.3})
-    assert "node 101 (client-0) says that it is 'None'" in caplog.text
+    assert "node 101 stays out: not a message of polyfed" in caplog.text
 
 
 def introducing(change):

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from sklearn.datasets import load_digits
 
 import polyfed as pf
-from polyfed.algorithms import FLHAGHN, PFedLA
+from polyfed.algorithms import FedHeNN, PFedLA
 from polyfed.deploy import trial as trials
 from polyfed.deploy.project import Project, create, write_certificates, write_key
 from polyfed.errors import RoundError
@@ -75,9 +76,9 @@ def pfedla(project, *more, **words):
         "algorithm.name": "pfedla", "algorithm.lr": 0.05, "seed": 3, "file": str(project.path / "server" / "server.py"),
         **words,
     }  # fmt: skip
-    cleared = ["algorithm.catalogue=", "algorithm.local_epochs=1", "algorithm.batch_size=32"]
+    given |= {"algorithm.local_epochs": 1, "algorithm.batch_size": 32}
     changes = [f"{name}={json.dumps(value)}" for name, value in given.items()]
-    return command("run", str(project.path), "--allow-disclosure", *more, *(f"--set={w}" for w in [*changes, *cleared]))
+    return command("run", str(project.path), "--allow-disclosure", *more, *(f"--set={w}" for w in changes))
 
 
 def simulated(rounds, number=2):
@@ -135,8 +136,9 @@ def test_a_project_as_it_is_written_learns_and_gives_the_bits_of_a_simulation(tm
             assert up.wait(60) == 130
     assert not [n for n in range(port, port + 3) if trials._open(n)], "a process still listens"
     clients = _clients_of(Project(folder), ["north", "south"])
-    method = FLHAGHN(catalogue=str(folder / "server" / "catalogue.yaml"), lr=0.05, local_epochs=2, batch_size=16)
-    run = pf.federate(clients, method, rounds=3, workers=0)
+    method = FedHeNN(eta0=1.0, rad_size=128, rad_batch=32, normalise=True, lr=0.05, local_epochs=2, batch_size=16)
+    public = torch.tensor(load_digits().images[400:] / 16.0, dtype=torch.float32).unsqueeze(1)
+    run = pf.federate(clients, method, rounds=3, workers=0, public=public)
     found = read_metrics(folder / "runs" / "run-1" / "metrics.jsonl")
     assert without_times(found) == without_times(run.history)
     same_models(Project(folder), folder / "runs" / "run-1", run)
@@ -215,6 +217,11 @@ def test_a_superlink_that_is_killed_costs_the_rounds_since_the_checkpoint_only(w
     same_models(project, out, whole)
 
 
+SENTENCES = {
+    "not registered": "[code: 2004] Failed to activate SuperNode", "no key": "SuperNode authentication is enabled", "plaintext": "Server disconnected without sending a response", "unknown authority": "CERTIFICATE_VERIFY_FAILED",
+}  # fmt: skip
+
+
 def test_strangers_are_refused(watched, tmp_path, port):
     """By the SuperLink: a key that is not registered, no key, plaintext, an unknown authority. By polyfed: a registered key
     whose site claims another name."""
@@ -248,10 +255,11 @@ def test_strangers_are_refused(watched, tmp_path, port):
                 done.wait(120)
             finally:
                 os.killpg(done.pid, signal.SIGKILL)
+        told = (tmp_path / "log").read_text()
         print(f"{case}: exit {done.returncode} after {time.monotonic() - began:.1f} s")
         assert done.returncode != 0, case
+        assert SENTENCES[case] in told, f"{case}: {told[-800:]}"
     assert online(project) == 2
-    assert node
 
     # A registered key that says it is another site: the name of the key counts.
     os.killpg(trial.processes[1].running.pid, signal.SIGTERM)

@@ -62,7 +62,9 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"layer_catalogue"})
-    discloses: ClassVar[frozenset[str]] = frozenset({"hypernetwork"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "hypernetwork", "weights"})
+    """The paper has the server see neither graph nor weights; but heads of layer types that a client lacks come back as they
+    went, which tells its layers, and whoever has W_c and the graph can generate its weights (docs/methods.md)."""
     depth: int = 6
     latent: int = 51
     hidden: int = 16

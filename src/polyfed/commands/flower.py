@@ -22,7 +22,8 @@ from polyfed.errors import Interrupted, RoundError, UserError, nearest
 from polyfed.runs.directory import read_config, read_manifest, read_metrics
 
 _OPTIONS = {
-    "init": {"sites"}, "up": {"sites", "port", "node-config"}, "run": {"out", "resume", "connection"}, "status": set[str](),
+    "init": {"sites"}, "up": {"sites", "port", "node-config"}, "run": {"out", "resume", "connection"},
+    "status": {"connection"},
 }  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def main(words: list[str]) -> None:
             connection=given["connection"] or "fed",
         )  # fmt: skip
     else:
-        status(folder)
+        status(folder, given["connection"] or "fed")
 
 
 def check_installed() -> None:
@@ -113,9 +114,15 @@ def run(
         connection: which of Flower's connections to SuperLinks; that of a running trial wins.
     """
     check_installed()
+    if resume is not None and changes:
+        raise UserError(f"--set has no effect on a run that goes on; its configuration is {resume}/config.yaml")
     project = Project(folder.resolve())
     running = trials.read_trial(project)
-    config = {**_flat(project.configuration()), **dict(_change(word) for word in changes)}
+    config, changed = _flat(project.configuration()), dict(_change(word) for word in changes)
+    if changed.get("algorithm.name", config.get("algorithm.name")) != config.get("algorithm.name"):
+        # Another method begins with its own defaults.
+        config = {key: value for key, value in config.items() if not key.startswith("algorithm.")}
+    config |= changed
     target = (resume or out or _fresh(project)).resolve()
     config |= {"out": str(target), "resume": resume is not None}
     if allow_disclosure:
@@ -123,13 +130,13 @@ def run(
     if running is not None:
         config["sites"] = ",".join(running["sites"])
     wanted = int(read_config(target)["rounds"]) if resume is not None else int(config.get("rounds", 0))
-    home = trials.folder_of(project) / "home" if running is not None else Path.home() / ".flwr"
+    home = trials.folder_of(project) / "home" if running is not None else None
     with tempfile.TemporaryDirectory() as temporary:
         app = Path(temporary) / "app"
         shutil.copytree(project.app, app, ignore=shutil.ignore_patterns("__pycache__"))
         _configure(app / "pyproject.toml", config)
         command = [trials.program("flwr"), "run", str(app), connection, "--stream"]
-        status = _streamed(command, home, running is not None)
+        status = _streamed(command, trials.environment(home))
     records = read_metrics(target / "metrics.jsonl")
     if not records or records[-1]["round"] < wanted:
         done = records[-1]["round"] if records else 0
@@ -139,10 +146,9 @@ def run(
     print(f"{target}")
 
 
-def _streamed(command: Sequence[str], home: Path, trial: bool) -> int:
+def _streamed(command: Sequence[str], own: Mapping[str, str]) -> int:
     """Runs Flower's command with its output on standard error. Ctrl-C leaves the run to the server."""
-    own = trials.environment(home) if trial else None
-    with subprocess.Popen(command, stdout=sys.stderr, env=own) as process:
+    with subprocess.Popen(command, stdout=sys.stderr, env=dict(own)) as process:
         return process.wait()
 
 
@@ -198,17 +204,17 @@ def _table(out: Path, records: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def status(folder: Path, console: Console | None = None) -> None:
+def status(folder: Path, connection: str = "fed", console: Console | None = None) -> None:
     """Prints which nodes are connected, which runs there are, and how the newest run directory stands."""
     check_installed()
     console = console or Console()
     project = Project(folder.resolve())
     running = trials.read_trial(project)
-    home = trials.folder_of(project) / "home" if running is not None else Path.home() / ".flwr"
+    home = trials.folder_of(project) / "home" if running is not None else None
     print(f"trial: {'SuperLink on port ' + str(running['port']) if running else 'none runs'}")
     for words, key, columns in (
-        (["supernode", "list", "fed"], "nodes", ("node-id", "status", "online-at", "offline-at")),
-        (["list", "fed"], "runs", ("run-id", "status", "elapsed")),
+        (["supernode", "list", connection], "nodes", ("node-id", "status", "online-at", "offline-at")),
+        (["list", connection], "runs", ("run-id", "status", "elapsed")),
     ):
         done = trials.flwr(home, [*words, "--format", "json"])
         try:
@@ -227,5 +233,5 @@ def status(folder: Path, console: Console | None = None) -> None:
         wanted = read_config(found[-1].parent).get("rounds")
         print(f"{found[-1].parent}: round {records[-1]['round']} of {wanted}")
         for failure in records[-1]["failures"]:
-            print(f"  {failure['client']}, {failure['phase']}: {failure['reason']}")
+            print(f"  {failure['client']}, {failure['phase']}: {failure['reason']}")  # made printable where it came in
         console.print(_table(found[-1].parent, records))

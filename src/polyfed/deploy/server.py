@@ -33,7 +33,7 @@ from polyfed.runs.results import Run, one_thread
 from polyfed.scratch import scratch
 from polyfed.settings import Settings
 
-_MOST_OUTPUTS = 1_000_000
+_MOST_OUTPUTS, _MOST_EXAMPLES = 1_000_000, 10**12
 _CONSENT = frozenset({"weights", "architecture"})
 
 
@@ -122,8 +122,9 @@ class Server:
         if len(set(tasks.values())) > 1 or tasks[ids[0]] not in get_args(Kind):
             raise UserError(f"sites of one federation must have one task, got {tasks}")
         for i in ids:
-            if not isinstance(told[i].get("num_examples", 1), int) or told[i].get("num_examples", 1) < 1:
-                raise UserError(f"site {i!r} tells that it has {told[i]['num_examples']!r} examples, which is no count")
+            number = told[i].get("num_examples", 1)
+            if not isinstance(number, int) or not 1 <= number <= _MOST_EXAMPLES:
+                raise UserError(f"site {i!r} tells that it has {str(number)[:40]} examples, which is no count")
         kinds = dict.fromkeys(ids, next(iter(self.models))) if "one_architecture" in needs else {}
         if "architectures" in needs:
             kinds = {i: str(told[i].get("architecture")) for i in ids}
@@ -180,8 +181,7 @@ def prepare(config: Mapping[str, Any]) -> Server:
     Raises:
         UserError: a word is missing or unknown, a value does not fit, or consent is missing.
 
-    >>> server = prepare({"sites": "north,south", "out": "run", "rounds": 3, "algorithm.name": "flha_ghn",
-    ...                   "algorithm.lr": 0.1, "algorithm.catalogue": "catalogue.yaml"})
+    >>> server = prepare({"sites": "north,south", "out": "run", "rounds": 3, "algorithm.name": "local", "algorithm.lr": 0.1})
     >>> server.algorithm.lr, server.settings.rounds, server.deployment.sites
     (0.1, 3, ('north', 'south'))
     """

@@ -11,25 +11,26 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, final, get_args
 
 from polyfed import checks
 from polyfed.algorithm import MODEL_WORDS, Algorithm, Client, Message
 from polyfed.algorithms import get
-from polyfed.deploy.privacy import Protection, epsilon, protect
+from polyfed.deploy.privacy import Protection, protect, spend
 from polyfed.deploy.wire import PROTOCOL, Letter
 from polyfed.engines import choose_device
 from polyfed.engines.inprocess import InProcessEngine
-from polyfed.engines.work import Task
+from polyfed.engines.work import Phase, Task
 from polyfed.errors import UserError, nearest
 from polyfed.runs.checkpoint import file_name
 from polyfed.runs.directory import replace_file, write_weights
 from polyfed.runs.results import one_thread
 from polyfed.scratch import scratch
-from polyfed.tree import Nested, decode, encode
+from polyfed.tree import Nested, decode, encode, not_finite
 
 _LOG = logging.getLogger("polyfed.site")
 _RUN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
@@ -79,9 +80,11 @@ class Site:
                     "versions of polyfed that fit"
                 )
             algorithm = self._method(letter.head)
-            if letter.head["kind"] == "introduce":
-                return self._introduce(letter.head, algorithm)
-            return self._work(letter, algorithm)
+            self._run_folder(letter.head)
+            with _alone(self.folder):
+                if letter.head["kind"] == "introduce":
+                    return self._introduce(letter.head, algorithm)
+                return self._work(letter, algorithm)
         except _RefusalError as refusal:
             _LOG.warning("refused: %s", refusal)
             return Letter({"client": self.name, "refused": str(refusal)})
@@ -141,12 +144,7 @@ class Site:
         architecture = scratch(client.model).architecture if client.model is not None else None
         if head["architecture"] is not None and needs & MODEL_WORDS and architecture != head["architecture"]:
             raise _RefusalError("its network is not that of the federation, and this method needs one architecture")
-        folder.mkdir(parents=True, exist_ok=True)
-        marks, known = folder / "run.json", {"client": client.id, "data_fingerprint": checks.fingerprint([client])}
-        if not marks.exists():
-            replace_file(marks, json.dumps(known).encode())
-        elif json.loads(marks.read_text()) != known:
-            raise _RefusalError("its data or network are not those with which it began this run; start another run")
+        self._marks(folder, client)
         told: dict[str, Any] = {"client": client.id, "task": client.task}
         if "num_examples" in self.disclose | algorithm.scalars_needed:
             told["num_examples"] = len(client.train)
@@ -165,10 +163,18 @@ class Site:
         if head["client"] != self.name:
             raise _RefusalError(f"this site is {self.name!r}, and was asked for {head['client']!r}")
         phase, number = head["phase"], int(head["round"])
+        if phase not in get_args(Phase):
+            raise _RefusalError(f"{phase!r} is no phase of a round; {nearest(str(phase), get_args(Phase))}")
+        if self.protection.clip_norm is not None and (broken := _broken(letter.body)):
+            raise _RefusalError(
+                f"{broken} of what came down has NaN or infinite values, with which clipping protects nothing"
+            )
+        client = self._own()
+        marks = self._marks(folder, client)
         mine = _read_state(folder, head["state"])
         task = Task(phase, number, self.name, letter.body, mine, int(head["seed"]), int(head["run_seed"]))
         with one_thread():
-            engine = InProcessEngine(algorithm, [self._own()], choose_device(self.device))
+            engine = InProcessEngine(algorithm, [client], choose_device(self.device))
             result = next(engine.run([task]))
         answer: dict[str, Any] = {
             "client": self.name,
@@ -194,7 +200,12 @@ class Site:
             _write_state(folder, number, result.mine, keep=int(head["keep"]))
             record |= result.reply.scalars
             body = self._sent(result.reply, letter.body, algorithm)
-            record |= {"bytes_up": body.nbytes, **self._spent(folder, bool(body.arrays))}
+            record["bytes_up"] = body.nbytes
+            if self.protection.noise_multiplier and body.arrays:
+                # Before it goes: what is sent and not entered would be given away.
+                spent = spend(self.folder / "privacy.json", marks["data_fingerprint"], self.protection)
+                record |= {"epsilon": spent, "delta": self.protection.delta}
+                _LOG.info("(epsilon, delta) spent: (%.3g, %g)", spent, self.protection.delta)
         elif phase == "export":
             path = folder / "models" / f"{file_name(self.name)}.safetensors"
             path.parent.mkdir(exist_ok=True)
@@ -210,22 +221,43 @@ class Site:
         scalars = {name: value for name, value in reply.scalars.items() if name in allowed}
         return protect(Message(reply.arrays, scalars), down, self.protection)
 
-    def _spent(self, folder: Path, sends: bool) -> dict[str, float]:
-        """The privacy that this and all earlier messages of the run have cost. A round that is asked for twice counts twice,
-        since its noise is drawn anew."""
-        if not (self.protection.noise_multiplier and sends):
-            return {}
-        book = folder / "messages.json"
-        messages = 1 + (int(json.loads(book.read_text())) if book.exists() else 0)
-        replace_file(book, json.dumps(messages).encode())
-        spent = epsilon(self.protection.noise_multiplier, messages, self.protection.delta)
-        _LOG.info("(epsilon, delta) spent by %d messages: (%.3g, %g)", messages, spent, self.protection.delta)
-        return {"epsilon": spent, "delta": self.protection.delta}
+    def _marks(self, folder: Path, client: Client) -> dict[str, str]:
+        """By what a run knows its client again; the first time it is written down.
+
+        Raises:
+            _RefusalError: it was another.
+        """
+        file, marks = folder / "run.json", {"client": client.id, "data_fingerprint": checks.fingerprint([client])}
+        if not file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(file, json.dumps(marks).encode())
+        elif json.loads(file.read_text()) != marks:
+            raise _RefusalError("its data or network are not those with which it began this run; start another run")
+        return marks
 
 
 @final
 class _RefusalError(Exception):
     """What the site does not do; its sentence holds nothing of data or network, and is told to the server."""
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One message at a time, should a process of an earlier one still be at work."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as file:
+        try:
+            import fcntl
+        except ImportError:  # Windows has no advisory locks
+            yield
+            return
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _broken(message: Message) -> str | None:
+    """The first tensor of a message that is not finite."""
+    return next((f"{group}/{name}" for group, tree in message.arrays.items() if (name := not_finite(tree))), None)
 
 
 def _code_in(value: Any) -> str | None:
@@ -259,21 +291,21 @@ def _read_state(folder: Path, number: int | None) -> Nested:
 
 
 def _write_state(folder: Path, number: int, mine: Nested, keep: int) -> None:
-    """Writes the private state after round `number`; removes what the server cannot come back to: what is older than the
-    newest state up to round `keep`, and rounds after this one, which a resumed server has forgotten."""
+    """Writes the private state after round `number`; removes what the server cannot come back to, what is older than the
+    newest state up to round `keep`. (Rounds after this one are overwritten when they come again.)"""
     target = _state_file(folder, number)
     target.parent.mkdir(exist_ok=True)
     replace_file(target, encode(mine))
     files = {int(file.stem.removeprefix("round-")): file for file in target.parent.glob("round-*.safetensors")}
     oldest = max((n for n in files if n <= keep), default=0)
     for n, file in files.items():
-        if n < oldest or n > number:
+        if n < oldest:
             file.unlink()
 
 
+_PROTECTION = {word: word.replace("-", "_") for word in ("clip-norm", "noise-multiplier", "delta", "max-epsilon")}
 _KEYS = {
-    "client-id", "site", "state-dir", "disclose", "allow-disclosure", "methods", "clip-norm", "noise-multiplier", "delta",
-    "device",
+    "client-id", "site", "state-dir", "disclose", "allow-disclosure", "methods", "device", *_PROTECTION,
 }  # fmt: skip
 _FLOWERS = {"partition-id", "num-partitions"}
 
@@ -291,12 +323,8 @@ def read_site(config: Mapping[str, Any]) -> Site:
         raise UserError(f"node-config lacks {missing[0]}: --node-config 'client-id=\"north\" site=\"/path/site.py\" "
                         "state-dir=\"/path/state\"'")  # fmt: skip
     try:
-        clip = config.get("clip-norm")
-        protection = Protection(
-            None if clip is None else float(clip),
-            float(config.get("noise-multiplier", 0)),
-            float(config.get("delta", 1e-5)),
-        )
+        numbers = {name: float(config[word]) for word, name in _PROTECTION.items() if word in config}
+        protection = Protection(**numbers)
     except (TypeError, ValueError) as error:
         raise UserError(f"node-config: {error}") from error
     allowed = config.get("allow-disclosure", False)

@@ -189,17 +189,19 @@ def write_connection(home: Path, address: str, authority: str | None) -> None:
     (home / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def flwr(home: Path, words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+def flwr(home: Path | None, words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs Flower's command `flwr`."""
     command = [program("flwr"), *words]
     return subprocess.run(command, env=environment(home), capture_output=True, text=True, check=False, **options)
 
 
-def environment(home: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a process of Flower's: nothing is reported to anybody, and its programs are found."""
+def environment(home: Path | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process of Flower's: nothing is reported to anybody, and its programs are found. Without `home`
+    Flower's own configuration is the user's."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **quiet, "FLWR_HOME": str(home), "PATH": path, **(more or {})}
+    own = {} if home is None else {"FLWR_HOME": str(home)}
+    return {**os.environ, **quiet, **own, "PATH": path, **(more or {})}
 
 
 def _start(name: str, command: Sequence[str], folder: Path, more: Mapping[str, str]) -> Process:

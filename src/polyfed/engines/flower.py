@@ -9,7 +9,7 @@ Not a Flower `Strategy`: those send all clients the same record, end a run on re
 
 import json
 import logging
-import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -21,7 +21,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from polyfed.algorithm import Message
-from polyfed.deploy.server import Deployment, Server, prepare
+from polyfed.deploy.server import Server, prepare
 from polyfed.deploy.site import read_site
 from polyfed.deploy.wire import Letter, pack_tree, plain_head, unpack_tree
 from polyfed.engines.work import Engine, Result, Task
@@ -33,7 +33,10 @@ _LOG = logging.getLogger("polyfed.server")
 _POLL_SECONDS = 0.2  # Flower's own `send_and_receive` asks every 3 s
 _QUERY_SECONDS = 120.0  # for a site to say who it is: it starts Python, imports torch and loads its data
 _LATER_SECONDS = 60.0  # Flower forgets a message well after our own limit, so that ours is what is told
-_LONGEST, _MOST = 300, 64  # characters of a site's sentence; metrics that it may tell, and characters of a name
+_LONGEST = 300  # characters of a site's sentence
+_LARGEST = 1e12  # of its numbers
+_INTRODUCTION = 4096  # bytes in which it says who it is
+_METRIC = re.compile(r"([a-z]{1,20}_){0,2}(accuracy|auc|r2|loss)")
 _TYPES = {"local": "train", "evaluate": "evaluate", "export": "evaluate"}
 
 
@@ -68,14 +71,16 @@ def from_record(record: RecordDict) -> Letter:
         arrays = {
             group: unpack_tree(array.numpy().tobytes()) for group, array in record.array_records["arrays"].items()
         }
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"not a message of polyfed: {type(error).__name__}: {error}") from error
+    except Exception as error:  # of hostile bytes numpy, zipfile and json raise what they like, RecursionError too
+        raise UserError(f"not a message of polyfed: {type(error).__name__}: {one_line(error)}") from error
     return Letter(head, Message(arrays, scalars))  # type: ignore[arg-type]  # lists are refused with the other flaws
 
 
 def size_of(record: RecordDict) -> int:
-    """Bytes of the arrays in a record, before they are unpacked."""
-    return sum(len(array.data) for records in record.array_records.values() for array in records.values())
+    """Bytes of arrays and texts in a record, before they are unpacked."""
+    arrays = sum(len(array.data) for records in record.array_records.values() for array in records.values())
+    texts = (text for records in record.config_records.values() for text in records.values())
+    return arrays + sum(len(text) if isinstance(text, str | bytes) else 8 for text in texts)
 
 
 def _log_to_stderr() -> None:
@@ -96,8 +101,8 @@ def _log_to_stderr() -> None:
 class Sites:
     """Which node is which site. Flower's nodes have random ids, so that each is asked once who it is.
 
-    A node that the operator registered under a name (`flwr supernode register --name north`) can only be the site of that
-    name. A site that is there keeps its place against another node that claims to be it.
+    A node can only be the site under whose name the operator has registered its key (`flwr supernode register KEY --name
+    north`). A site that is there keeps its place against another node of the same name.
     """
 
     def __init__(self, grid: Grid, wanted: Sequence[str], head: Mapping[str, Any]) -> None:
@@ -117,14 +122,14 @@ class Sites:
                 self._known.add(node)
                 self._asked[sent] = node
         refused: dict[str, str] = {}
-        for answer in self._grid.pull_messages(list(self._asked)) if self._asked else ():
+        for answer in pulled(self._grid, self._asked):
             node = self._asked.pop(answer.metadata.reply_to_message_id, 0)
             if answer.has_error():
                 self._known.discard(node)  # it may have been starting; it is asked again
                 _LOG.warning("node %d could not say who it is: %s", node, one_line(answer.error.reason))
                 continue
             try:
-                head = from_record(answer.content).head if size_of(answer.content) == 0 else {}
+                head = from_record(answer.content).head if size_of(answer.content) <= _INTRODUCTION else {}
             except UserError as error:
                 _LOG.warning("node %d stays out: %s", node, one_line(error))
                 continue
@@ -139,7 +144,7 @@ class Sites:
             _LOG.warning(
                 "node %d (%s) says that it is %r, which is not among the sites; it stays out", node, name, client
             )
-        elif name and name != client:
+        elif name != client:
             _LOG.warning("node %d says that it is %r, but is registered as %r; it stays out", node, client, name)
         elif self.nodes.get(client, node) != node and self.nodes[client] in names:
             _LOG.warning("node %d says that it is %r, which node %d is; it stays out", node, client, self.nodes[client])
@@ -169,15 +174,31 @@ class Sites:
         return self.told
 
 
+def pulled(grid: Grid, waiting: Mapping[str, Any]) -> Iterator[FlowerMessage]:
+    """The replies that have come, each fetched by itself, so that one that cannot be read takes no other with it."""
+    for number in list(waiting):
+        try:
+            yield from grid.pull_messages([number])
+        except (
+            Exception
+        ) as error:  # what protobuf and Flower raise of hostile bytes; the connection is retried by Flower
+            _LOG.warning(
+                "the reply to message %s cannot be read: %s: %s", number, type(error).__name__, one_line(error)
+            )
+
+
 @final
 class FlowerEngine(Engine):
-    """Sends each task to its site and takes the replies that come in time.
+    """Sends each task to its site and takes the replies that come in time. All messages of a phase go at once, so that sites
+    work side by side and one limit of time holds for all.
 
     Args:
         grid: Flower's connection to the nodes.
         sites: which of them is which.
         server: makes the heads of tasks.
     """
+
+    block_bytes = 2**62
 
     def __init__(self, grid: Grid, sites: Sites, server: Server) -> None:
         self._grid, self._sites, self._server = grid, sites, server
@@ -197,7 +218,11 @@ class FlowerEngine(Engine):
                 continue
             letter = to_record(Letter(self._server.order(task), task.down))
             message = FlowerMessage(
-                letter, node, _TYPES[task.phase], ttl=limits.round_seconds, group_id=str(task.round)
+                letter,
+                node,
+                _TYPES[task.phase],
+                ttl=2 * limits.round_seconds + _LATER_SECONDS,
+                group_id=str(task.round),
             )
             sent = [
                 number for number in self._grid.push_messages([message]) if number
@@ -208,9 +233,9 @@ class FlowerEngine(Engine):
                 yield _failed(task, f"could not be sent {size_of(letter)} bytes: the SuperLink refused the message")
         deadline = time.monotonic() + limits.round_seconds
         while waiting:
-            for answer in self._grid.pull_messages(list(waiting)):
+            for answer in pulled(self._grid, waiting):
                 task = waiting.pop(answer.metadata.reply_to_message_id)
-                yield _result(task, answer, self._server.run, limits)
+                yield self._result(task, answer)
             if waiting and time.monotonic() > deadline:
                 for task in waiting.values():
                     yield _failed(
@@ -223,39 +248,56 @@ class FlowerEngine(Engine):
     def close(self) -> None:
         """Nothing: the connection is Flower's."""
 
+    def _result(self, task: Task, answer: FlowerMessage) -> Result:
+        """What a site's answer to a task is worth."""
+        server, limits = self._server, self._server.deployment
+        if answer.has_error():
+            return _failed(task, f"Flower reports error {answer.error.code}: {one_line(answer.error.reason)}")
+        if (size := size_of(answer.content)) > limits.max_megabytes * 2**20:
+            return _failed(task, f"its reply has {size / 2**20:.1f} MB, above max-megabytes = {limits.max_megabytes:g}")
+        try:
+            letter = from_record(answer.content)
+        except UserError as error:
+            return _failed(task, one_line(error))
+        head = letter.head
+        if head.get("refused"):
+            return _failed(task, f"refuses: {one_line(head['refused'])}")
+        asked = {"client": task.client, "run": server.run, "round": task.round, "phase": task.phase}
+        if wrong := [name for name, value in asked.items() if head.get(name) != value]:
+            return _failed(
+                task, f"answers for {wrong[0]} {one_line(repr(head.get(wrong[0])))}, asked was {asked[wrong[0]]!r}"
+            )
+        if head.get("failure") is not None:
+            return _failed(task, one_line(head["failure"]))
+        metrics, seconds = head.get("metrics", {}), head.get("seconds", 0.0)
+        if not isinstance(metrics, dict) or not all(
+            _METRIC.fullmatch(n) and (v is None or _finite(v)) for n, v in metrics.items()
+        ):
+            return _failed(task, f"its metrics are no scores or losses: {one_line(repr(metrics))}")
+        if task.phase == "local":
+            allowed = server.algorithm.scalars_needed | {"train_loss", "num_examples"}
+            scalars = {n: v for n, v in letter.body.scalars.items() if n in allowed}
+            if wrong := [
+                n
+                for n, v in scalars.items()
+                if isinstance(v, bool) or not isinstance(v, int | float) or abs(v) > _LARGEST
+            ]:
+                return _failed(
+                    task, f"scalar {wrong[0]!r} is {one_line(repr(scalars[wrong[0]]))}, which is no number in reach"
+                )
+            known = self._sites.told[task.client].get("num_examples")
+            if known is not None and scalars.get("num_examples", known) != known:
+                return _failed(
+                    task, f"tells num_examples {scalars['num_examples']}, and told {known} when the run began"
+                )
+            after = {"round": task.round}  # in place of the private state, which stays there
+            reply = Message(letter.body.arrays, scalars)
+            return Result(task, reply, after, seconds=float(seconds) if _finite(seconds) else 0.0)
+        return Result(task, metrics=metrics, weights=None)
+
 
 def _failed(task: Task, reason: str) -> Result:
     return Result(task, failure=ClientError(task.round, task.client, task.phase, reason))
-
-
-def _result(task: Task, answer: FlowerMessage, run: str, limits: Deployment) -> Result:
-    """What a site's answer to a task is worth."""
-    if answer.has_error():
-        return _failed(task, f"Flower reports error {answer.error.code}: {one_line(answer.error.reason)}")
-    if (size := size_of(answer.content)) > limits.max_megabytes * 2**20:
-        return _failed(task, f"its reply has {size / 2**20:.1f} MB, above max-megabytes = {limits.max_megabytes:g}")
-    try:
-        letter = from_record(answer.content)
-    except UserError as error:
-        return _failed(task, one_line(error))
-    head = letter.head
-    if head.get("refused"):
-        return _failed(task, f"refuses: {one_line(head['refused'])}")
-    asked = {"client": task.client, "run": run, "round": task.round, "phase": task.phase}
-    if wrong := [name for name, value in asked.items() if head.get(name) != value]:
-        return _failed(
-            task, f"answers for {wrong[0]} {one_line(repr(head.get(wrong[0])))}, asked was {asked[wrong[0]]!r}"
-        )
-    if head.get("failure") is not None:
-        return _failed(task, one_line(head["failure"]))
-    metrics, seconds = head.get("metrics", {}), head.get("seconds", 0.0)
-    named = isinstance(metrics, dict) and len(metrics) <= _MOST and all(len(name) <= _MOST for name in metrics)
-    if not named or not all(v is None or _finite(v) for v in metrics.values()):
-        return _failed(task, f"its metrics are no numbers: {one_line(repr(metrics))}")
-    if task.phase == "local":
-        after = {"round": task.round}  # in place of the private state, which stays there
-        return Result(task, letter.body, after, seconds=float(seconds) if _finite(seconds) else 0.0)
-    return Result(task, metrics=metrics, weights=None)
 
 
 def one_line(text: object) -> str:
@@ -264,11 +306,12 @@ def one_line(text: object) -> str:
     >>> one_line("a\\nb"), len(one_line("x" * 10_000))
     ('a b', 300)
     """
-    return " ".join(str(text).split())[:_LONGEST]
+    shown = "".join(c if c.isprintable() else " " for c in str(text)[: 4 * _LONGEST])
+    return " ".join(shown.split())[:_LONGEST]
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST  # nor NaN
 
 
 def serve(grid: Grid, config: Mapping[str, Any], progress: Progress | None = None) -> Run:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 
@@ -58,6 +58,9 @@ class Result:
 
 class Engine(ABC):
     """Where clients run."""
+
+    block_bytes: ClassVar[int] = 256 * 2**20
+    """Messages that it is given at once: tasks come in blocks of no more bytes, but one task at least."""
 
     @abstractmethod
     def run(self, tasks: Sequence[Task]) -> Iterator[Result]:
