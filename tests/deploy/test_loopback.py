@@ -218,8 +218,11 @@ def test_a_superlink_that_is_killed_costs_the_rounds_since_the_checkpoint_only(w
 
 
 SENTENCES = {
-    "not registered": "[code: 2004] Failed to activate SuperNode", "no key": "SuperNode authentication is enabled", "plaintext": "Server disconnected without sending a response", "unknown authority": "CERTIFICATE_VERIFY_FAILED",
-}  # fmt: skip
+    "not registered": "[code: 2004] Failed to activate SuperNode",
+    "no key": "SuperNode authentication is enabled",
+    "plaintext": "Server disconnected without sending a response",
+    "unknown authority": "CERTIFICATE_VERIFY_FAILED",
+}
 
 
 def test_strangers_are_refused(watched, tmp_path, port):

@@ -1,0 +1,71 @@
+"""What the documentation site adds to the documents while it is built (hooks of MkDocs, see mkdocs.yml).
+
+- Marks in the pages of methods are filled, and lists indented as Python-Markdown wants them (`site_blocks.py`).
+- benchmarks/README.md, which lies outside docs/, becomes the page benchmarks.md with its pictures.
+- Links that lead from a document to a file of the repository become links to pages, or plain text where there is no page.
+"""
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+DOCS = Path(__file__).parent
+if str(DOCS) not in sys.path:
+    sys.path.insert(0, str(DOCS))
+
+from site_blocks import BENCHMARKS, LINK, ROOT, filled, four_spaces, outside_code  # noqa: E402
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the page of measurements and its pictures."""
+    content = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    files.append(File.generated(config, BENCHMARKS, content=content))
+    for picture in sorted({target for image, _, target, _ in LINK.findall(content) if image}):
+        source = ROOT / "benchmarks" / picture
+        files.append(File.generated(config, picture, abs_src_path=str(source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fills the marks of a page, and turns its links."""
+    uri = page.file.src_uri
+    if uri == "methods.md":
+        page.meta["search"] = {"exclude": True}  # each section is on the page of its method
+    base = "benchmarks" if uri == BENCHMARKS else posixpath.dirname(posixpath.join("docs", uri))
+    known = {file.src_uri for file in files}
+    return four_spaces(
+        outside_code(filled(markdown), lambda text: LINK.sub(lambda link: _turned(link, base, uri, known), text))
+    )
+
+
+def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, nav: Any) -> dict[str, Any]:
+    """No link to edit a page: there is no public repository that it could lead to."""
+    page.edit_url = None
+    return context
+
+
+def _turned(link: "re.Match[str]", base: str, uri: str, known: set[str]) -> str:
+    """A link as the site has it."""
+    image, text, target, anchor = link[1], link[2], link[3], link[4] or ""
+    if "://" in target:
+        return link[0]
+    place = posixpath.normpath(posixpath.join(base, target))
+    inside = place.removeprefix("docs/")
+    if place == "benchmarks/README.md":
+        inside = BENCHMARKS
+    elif place == "CONTRIBUTING.md":
+        inside = "add_a_method.md"
+    elif image and uri == BENCHMARKS:
+        inside = target
+    elif not place.startswith("docs/") and (ROOT / place).exists():
+        return text  # a source file: its text names it
+    if inside not in known:
+        return link[0]  # leads nowhere: MkDocs will say so
+    there = posixpath.relpath(inside, posixpath.dirname(uri) or ".")
+    return f"{image}[{text}]({there}{anchor})"

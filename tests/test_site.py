@@ -1,0 +1,271 @@
+"""The documentation site: complete, true to the code, and built without a warning."""
+
+import dataclasses
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+import polyfed
+from polyfed.algorithms import REGISTRY
+from polyfed.cli import main
+from polyfed.training import LocalTraining
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+METHODS = sorted((DOCS / "methods").glob("*.md"))
+MADE = {"benchmarks.md"}  # by the site itself, from benchmarks/README.md
+BUILD = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    sys.path.insert(0, str(DOCS))
+    try:
+        import site_blocks
+    finally:
+        sys.path.remove(str(DOCS))
+    return site_blocks
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run([*BUILD, str(folder)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (
+        f"the site cannot be built (needs pip install -e '.[docs]'):\n{done.stdout}{done.stderr}"
+    )
+    return folder
+
+
+def page_of(name):
+    return DOCS / "methods" / f"{name.removeprefix('ca_')}.md"
+
+
+def nav_files():
+    found = []
+
+    def walk(entry):
+        if isinstance(entry, str):
+            found.append(entry)
+        else:
+            for inner in entry.values() if isinstance(entry, dict) else entry:
+                walk(inner)
+
+    walk(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    return found
+
+
+def python_of(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_every_document_is_in_the_navigation_and_every_entry_is_a_document():
+    documents = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert set(nav_files()) == documents | MADE
+    assert len(nav_files()) == len(set(nav_files()))
+
+
+def test_nothing_of_a_page_is_fetched_from_elsewhere():
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert config["theme"]["font"] is False
+    assert config["use_directory_urls"] is False
+    assert config["strict"] is True
+    assert not {"extra_javascript", "analytics"} & {*config, *config["extra"]}
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_methods_page_has_every_mark_and_section(name):
+    text = page_of(name).read_text(encoding="utf-8")
+    for kind in ("facts", "defaults", "results"):
+        assert f"\n<!-- {kind} {name} -->\n" in text
+    assert "<!-- details " in text
+    headings = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
+    assert headings == ["Equation", "When to take it", "Defaults", "Details", "What proves it", "Results"]
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_defaults_on_a_methods_page_are_those_of_its_class(name, blocks):
+    """Read back from the page as it is built: each field that differs from local training's, with the class's default."""
+    text = blocks.filled(page_of(name).read_text(encoding="utf-8"))
+    assert "<!--" not in text
+    section = text.split("## Defaults")[1].split("## Details")[0]
+    if f"### `{name}`" in section:
+        section = section.split(f"### `{name}`")[1].split("### ")[0]
+    shown = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", section, flags=re.MULTILINE))
+    shared = {field.name: field.default for field in dataclasses.fields(LocalTraining)}
+    for field in dataclasses.fields(REGISTRY[name]):
+        value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if field.name in shown:
+            assert shown.pop(field.name) == str(value)
+        else:
+            assert value == shared[field.name]
+            assert f"`{field.name}`" in section
+    assert shown == {}
+
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
+def test_the_tests_that_a_page_names_are_there(path):
+    named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", path.read_text(encoding="utf-8"))
+    assert len(named) >= 2
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{path.name} names {file}::{test}"
+
+
+def form(text):
+    """The text without its figures and its line breaks."""
+    return " ".join(re.sub(r"-?\d+\.\d+", "#", text).split())
+
+
+def figures(text):
+    return re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", text)
+
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
+def test_figures_in_results_are_those_of_the_benchmarks(path, blocks):
+    measured = set(figures((ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")))
+    text = path.read_text(encoding="utf-8").split("## Results")[1]
+    assert [figure for figure in figures(blocks.filled(text)) if figure not in measured] == []
+
+
+def test_rows_of_results_are_the_methods_own_beside_local_and_fedavg(blocks):
+    shown = blocks.results("pfedla")
+    rows = [row for row in shown.splitlines() if row.startswith(("| `", "| **`"))]
+    names = {re.match(r"\| \**`(\w+)", row)[1] for row in rows}
+    assert names == {"local", "fedavg", "pfedla"}
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert all(row in text for row in rows)
+    assert "No script" in blocks.results("fedavg_ft")
+
+
+@pytest.mark.parametrize(
+    "path", [*METHODS, *(DOCS / "api").glob("*.md")], ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_links_of_pages_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_modules_and_names_of_the_reference_are_there():
+    """`::: polyfed.x.y` names something that can be imported, and every public name of polyfed is named."""
+    named = []
+    for path in (DOCS / "api").glob("*.md"):
+        named += re.findall(r"^::: (polyfed[\w.]*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for name in named:
+        found = polyfed
+        for part in name.split(".")[1:]:
+            if not hasattr(found, part):
+                __import__(f"{found.__name__}.{part}")
+            found = getattr(found, part)
+        assert inspect.ismodule(found) or found.__doc__, name
+    assert {f"polyfed.{name}" for name in polyfed.__all__} <= set(named)
+    assert {f"polyfed.algorithms.{kind.__name__}" for kind in REGISTRY.values()} <= set(named)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_strictly_and_whole(site):
+    for name in REGISTRY:
+        text = (site / "methods" / f"{page_of(name).stem}.html").read_text(encoding="utf-8")
+        assert f"<code>{name}</code>" in text
+        assert "<!-- " not in text.split("<article")[1].split("</article>")[0]
+    index = (site / "api" / "index.html").read_text(encoding="utf-8")
+    assert [name for name in polyfed.__all__ if f'id="polyfed.{name}"' not in index] == []
+    federate = index.split('id="polyfed.federate"')[1].split('id="polyfed.resume"')[0]
+    told = [name for name in inspect.signature(polyfed.federate).parameters if f"<code>{name}</code>" not in federate]
+    assert (
+        told == []
+    )  # each parameter stands in the list of parameters, also those that the docstring tells of together
+
+
+@pytest.mark.slow
+def test_the_built_pages_fetch_nothing(site):
+    """No script, style, picture or font from another address."""
+    elsewhere = r"[\"']?(?:https?:|//)"
+    fetched = re.compile(
+        rf"<(?:script|img|iframe|source)\b[^>]*\bsrc={elsewhere}"
+        rf"|<link\b[^>]*\brel=[\"']?(?:stylesheet|preconnect|icon)[^>]*\bhref={elsewhere}"
+    )
+    assert fetched.search('<script async src="https://x.y/z.js">')
+    assert fetched.search('<link rel="stylesheet" href=//x.y/z.css>')
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > len(REGISTRY)
+    for page in pages:
+        assert not fetched.search(page.read_text(encoding="utf-8")), page.name
+
+
+@pytest.mark.slow
+def test_the_method_that_is_added_passes_its_tests(tmp_path):
+    (tmp_path / "test_median.py").write_text("\n".join(python_of(DOCS / "add_a_method.md")), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_median.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "13 passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_code_on_the_first_page_runs(tmp_path):
+    (tmp_path / "first.py").write_text("\n".join(python_of(DOCS / "index.md")), encoding="utf-8")
+    done = subprocess.run([sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "'client': 'mean'" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_as_it_stands(tmp_path, capsys, monkeypatch):
+    """Its code without a warning, its verdicts consistent with its intervals, its commands accepted."""
+    text = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+    (tmp_path / "tutorial.py").write_text("\n".join(python_of(DOCS / "tutorial.md")), encoding="utf-8")
+    command = [sys.executable, "-W", "error", "tutorial.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "fedavg needs one architecture, but the 4 clients have 4" in done.stdout
+    accuracy = dict(re.findall(r"^(\w+) (0\.\d+)$", done.stdout, flags=re.MULTILINE))
+    assert list(accuracy) == ["east", "north", "south", "west", "mean"]
+    assert float(accuracy["west"]) > 0.8  # 0.1 is chance
+    found = re.findall(r"^(\w+) +(\w+) +(-?[\d.]+) to +(-?[\d.]+) points  (\w+)$", done.stdout, flags=re.MULTILINE)
+    assert [(method, client) for method, client, *_ in found] == [
+        (method, client) for method in ("fedhenn", "distillation") for client in ("east", "north", "south", "west")
+    ]
+    for _, _, low, high, verdict in found:
+        assert verdict == "open" or float(low) * float(high) > 0, "a verdict whose interval includes 0"
+    shown = re.findall(r"```\{ \.text \.output \}\n(.*?)```", text, flags=re.DOTALL)
+    assert len(shown) == 4
+    told = form(done.stdout)
+    for block in shown[:3]:  # the last has verdicts, which need not be the same on another machine
+        assert form(block) in told, block
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "runs/sites"]) == 0, capsys.readouterr().err
+    assert (tmp_path / "runs" / "sites" / "report.html").is_file()
+
+    data = np.load(tmp_path / "digits.npz")
+    assert set(data.files) == {"x_train", "y_train", "site"}
+    (line,) = re.findall(r"^polyfed compare .*", text.replace("\\\n", " "), flags=re.MULTILINE)
+    assert main([*shlex.split(line)[1:], "--print_config"]) == 0, capsys.readouterr().err
+    assert main([*shlex.split(line)[1:], "--rounds", "1", "--seeds", "0", "--quiet"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
+def test_the_command_of_a_methods_page_is_accepted(path, capsys):
+    (line,) = re.findall(r"^polyfed .*", path.read_text(encoding="utf-8").replace("\\\n", " "), flags=re.MULTILINE)
+    assert main([*shlex.split(line)[1:], "--print_config"]) == 0, capsys.readouterr().err
+
+
+def test_lists_are_indented_as_the_site_needs_it(blocks):
+    """An item's table, code and nested list, whatever the width of its mark; nothing outside of lists is touched."""
+    text = (
+        "1. a\n\n   | x |\n   - b\n\n         code\n\ntext\n\n    code - c\n"
+        "```\n- d\n\n  e\n```\n- f\n  ```\n  g\n  ```\n\nh"
+    )
+    wanted = (
+        "1. a\n\n    | x |\n\n    - b\n\n            code\n\ntext\n\n    code - c\n"
+        "```\n- d\n\n  e\n```\n\n- f\n    ```\n    g\n    ```\n\nh"
+    )
+    assert blocks.four_spaces(text) == wanted
+    assert blocks.four_spaces("a\n- b\n- c\n\n  d\n- e") == "a\n\n- b\n- c\n\n    d\n\n- e"
