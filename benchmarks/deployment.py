@@ -19,10 +19,10 @@ import sys
 import tempfile
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from flwr.common.version import package_version
 from speed import cpu_name
 
 from polyfed.deploy import trial as trials
@@ -143,7 +143,7 @@ def main():
             )
         print(f"{method}: {row['seconds_a_round']:.1f} s a round, of which {row['seconds_of_training']:.1f} s training")
     if options.out:
-        host = {"cpu": cpu_name(), "cores": os.cpu_count(), "torch": torch.__version__, "flwr": package_version}
+        host = {"cpu": cpu_name(), "cores": os.cpu_count(), "torch": torch.__version__, "flwr": version("flwr")}
         options.out.write_text(
             json.dumps({"date": time.strftime("%Y-%m-%d"), "host": host, "methods": found}, indent=1) + "\n"
         )

@@ -39,6 +39,7 @@ def mixed_clients():
     return [pf.Client(first.id, wide, first.train, first.test), *others]
 
 
+@pytest.mark.slow
 def test_scores_bytes_and_means_are_those_of_the_runs(tmp_path):
     """Each number of the results beside the run that `federate` makes of the same method and seed."""
     clients = small_clients(3)
@@ -66,6 +67,7 @@ def test_scores_bytes_and_means_are_those_of_the_runs(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_give_what_one_after_the_other_gives():
     one, other = (
         pf.compare(small_clients(3), ["pfedla"], **(QUICK | {"parallel": parallel})).content for parallel in (1, 3)
@@ -148,6 +150,7 @@ def test_what_is_refused():
         pf.compare(mixed_clients(), ["fedavg"], **QUICK)
 
 
+@pytest.mark.slow
 def test_fields_are_searched_on_validation_examples_alone(tmp_path):
     """A rate of 1e-9 learns nothing and 0.5 does: validation finds it, though the test labels are wrong."""
     clients = []

@@ -67,6 +67,7 @@ def test_readme_commands(tmp_path, monkeypatch, capsys):
         )
 
 
+@pytest.mark.slow
 def test_contributing_example_passes_the_contract(tmp_path):
     (tmp_path / "test_trimmed.py").write_text("\n".join(python_blocks("CONTRIBUTING.md")))
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_trimmed.py", cwd=tmp_path)

@@ -26,7 +26,7 @@ def images(number, turn=0, seed=1):
     ).contiguous(), y
 
 
-@pytest.fixture(scope="module", params=[CAFedPNAS, FedDSNAS])
+@pytest.fixture(scope="module", params=[pytest.param(CAFedPNAS, marks=pytest.mark.slow), FedDSNAS])
 def run(request):
     clients = [pf.Client(f"c{k}", None, images(60, seed=k), images(30, seed=10 + k)) for k in range(2)]
     return pf.federate(clients, request.param(**SMALL, local_epochs=6), rounds=4, workers=0, evaluate_every=4)

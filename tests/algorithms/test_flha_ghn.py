@@ -180,6 +180,7 @@ def test_what_the_catalogue_lacks_stays_with_the_client_and_learns_there():
     assert all(torch.equal(weights[name], mine["private"][name]) for name in private)
 
 
+@pytest.mark.slow
 def test_clients_with_private_layers_federate_and_resume(tmp_path):
     everyone = clients(Mixed, ARCHITECTURES[0], Distinct)
     method = FLHAGHN(**OPTIONS)

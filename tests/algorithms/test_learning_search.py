@@ -39,7 +39,7 @@ def accuracy(clients, method, rounds=12):
 
 
 @pytest.mark.parametrize(
-    "name", ["feddsnas", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ca_feddsnas", "fedpnas", "ca_fedpnas"))]
+    "name", [pytest.param(n, marks=pytest.mark.slow) for n in ("feddsnas", "ca_feddsnas", "fedpnas", "ca_fedpnas")]
 )
 def test_beats_local(name, clients, alone):
     """By 10 points, of 20 that were seen. The supernet as it is at first has about 10 %."""

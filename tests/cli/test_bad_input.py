@@ -342,7 +342,11 @@ def test_resume_of_a_run_made_in_python(refused):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["run", "--algorithm", "fedprx"], ["run", "--rounds", "0"], ["resume", "nowhere"]]
+    "arguments",
+    [
+        ["run", "--algorithm", "fedprx"],
+        *(pytest.param(words, marks=pytest.mark.slow) for words in (["run", "--rounds", "0"], ["resume", "nowhere"])),
+    ],
 )
 def test_the_process_ends_with_status_2(tmp_path, arguments):
     command = [sys.executable, "-W", "error", "-m", "polyfed", *arguments]

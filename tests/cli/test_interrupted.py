@@ -71,7 +71,8 @@ def test_ctrl_c_saves_the_run_and_says_how_to_go_on(tmp_path, whole):
     assert_same_outcome(whole, out)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_kill_9_at_any_moment(tmp_path, whole, seed):
     """Killed again and again, after random times, until a resume comes through."""
     out, rng = tmp_path / "run", random.Random(seed)
@@ -110,6 +111,7 @@ def test_a_corrupted_checkpoint_is_told_and_the_one_before_it_used(tmp_path, who
     assert_same_outcome(whole, out)
 
 
+@pytest.mark.slow
 def test_resume_of_a_finished_run_changes_nothing(tmp_path, whole):
     before = {p: p.read_bytes() for p in whole.rglob("*") if p.is_file() and p.suffix in (".jsonl", ".safetensors")}
     done = resume(whole)

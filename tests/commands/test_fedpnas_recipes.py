@@ -234,6 +234,7 @@ def test_a_run_of_one_round(polyfed):
     check_run(polyfed, "fedpnas_table1", "high", "--rounds", "1", "--workers", "0")
 
 
+@pytest.mark.slow
 def test_the_figures_smoke_run(polyfed):
     check_run(polyfed, "fedpnas_fig3", "mnist", "--workers", "0")
 

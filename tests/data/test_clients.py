@@ -94,7 +94,7 @@ def test_pool_fingerprint_follows_the_content(pool):
     assert pool.fingerprint == Digits(common_test=0.2).load().fingerprint != other.fingerprint
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
+@pytest.mark.parametrize("suffix", [".png", pytest.param(".svg", marks=pytest.mark.slow)])
 def test_class_table_is_drawn_and_repeatable(pool, tmp_path, suffix):
     clients, _ = make_clients(pool, Split(12), ClassesPerClient(3), 0)
     counts = class_counts(pool.train.labels.numpy(), [client.rows for client in clients], 10)
@@ -116,6 +116,7 @@ def test_class_table_refuses_what_does_not_fit(tmp_path):
         draw_class_table(np.ones((2, 2)), "ab", tmp_path / "missing" / "table.png")
 
 
+@pytest.mark.slow
 def test_import_is_light():
     heavy = "datasets kornia sklearn pyarrow PIL matplotlib pandas"
     code = f"import sys, polyfed.data; sys.exit(' '.join(set('{heavy}'.split()) & set(sys.modules)) or None)"

@@ -220,7 +220,7 @@ def test_a_superlink_that_is_killed_costs_the_rounds_since_the_checkpoint_only(w
 SENTENCES = {
     "not registered": "[code: 2004] Failed to activate SuperNode",
     "no key": "SuperNode authentication is enabled",
-    "plaintext": "Server disconnected without sending a response",
+    "plaintext": "Failed to initialize the connection to the SuperLink",
     "unknown authority": "CERTIFICATE_VERIFY_FAILED",
 }
 

@@ -110,6 +110,7 @@ def test_workers_killed_from_outside_are_replaced():
         os.kill(engine.pids[0] if engine.pids else before[0], 0)
 
 
+@pytest.mark.slow
 def test_workers_leave_when_the_parent_is_killed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -168,6 +169,7 @@ def test_an_error_says_round_client_and_phase(workers):
     assert run.table()[0]["client"] == "broken"
 
 
+@pytest.mark.slow
 def test_spawned_workers_give_the_same_result_as_forked():
     def clients():
         spec = ModelSpec("mlp", {"hidden": [8]}, (6,), 3)

@@ -133,6 +133,7 @@ def test_a_spec_builds_the_same_network_from_the_same_seed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_spec_of_a_users_module_works_in_another_process(nets: str) -> None:
     spec = ModelSpec(f"{nets}:both", {"hidden": 2}, (6,), 3)
     spec()
