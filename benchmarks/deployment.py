@@ -30,8 +30,9 @@ from polyfed.deploy.project import create
 from polyfed.runs.directory import read_manifest, read_metrics
 
 METHODS = {
-    "flha_ghn": {"algorithm.lr": 0.05},
-    "fedavg": {"algorithm.name": "fedavg", "algorithm.lr": 0.05, "algorithm.catalogue": "", "allow-disclosure": True},
+    "fedhenn": {"file": "server/server.py"},
+    "flha_ghn": {"algorithm.name": "flha_ghn", "algorithm.lr": 0.05, "algorithm.catalogue": "server/catalogue.yaml"},
+    "fedavg": {"algorithm.name": "fedavg", "algorithm.lr": 0.05, "file": "server/server.py"},
 }
 MODEL = """from polyfed.models import ModelSpec
 
@@ -87,15 +88,12 @@ def measure(method, rounds, port, idle):
                 for now, then in zip((counter.down, counter.up), before, strict=True)
             ]
             before, began = (counter.down, counter.up), time.monotonic()
-            words = {
-                **METHODS[method],
-                "rounds": rounds,
-                "evaluate-every": rounds,
-                "file": str(project.path / "server/server.py"),
-            }
+            words = {**METHODS[method], "rounds": rounds, "evaluate-every": rounds}
+            for word in {"file", "algorithm.catalogue"} & set(words):
+                words[word] = str(project.path / words[word])
             changes = [f"--set={key}={json.dumps(value)}" for key, value in words.items()]
             program = [str(Path(sys.executable).parent / "polyfed"), "flower", "run", str(project.path), *changes]
-            subprocess.run([*program, *(["--allow-disclosure"] if method == "fedavg" else [])], check=True)
+            subprocess.run([*program, "--allow-disclosure"], check=True)
             seconds = time.monotonic() - began
             wire = [now - then for now, then in zip((counter.down, counter.up), before, strict=True)]
             records = read_metrics(project.path / "runs" / "run-1" / "metrics.jsonl")

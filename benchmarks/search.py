@@ -14,7 +14,7 @@ with one for each image. `--transfer` retrains the clients' networks of FedDSNAS
 and 90 degrees (Table 2).
 
 `step` times one training step of each method (16 channels, 48 images of 28×28, the paper's search space) in one process
-with one thread, and counts which operations are computed.
+with one thread, counts which operations are computed, and profiles it.
 """
 
 import argparse
@@ -22,8 +22,10 @@ import json
 import statistics
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -215,9 +217,39 @@ def step(arguments):
                     sum(len(n) for c in (*network.plan.base, *network.plan.personal) for n in c.candidates) / edges, 2
                 ),
             }
+            results[name]["profile"] = profiled(run, loss_of, network)
             print(name, results[name], flush=True)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(results, indent=1) + "\n")
+
+
+KINDS = {"convolution": "conv", "batch norm": "batch_norm", "pooling": "pool"}
+
+
+def profiled(run, loss_of, network, steps=3):
+    """Where the processor time of a step goes, in per cent: by kind of operator (self time, torch's profiler), and in the
+    forward passes of the samplers, which are among the kinds too."""
+    with ExitStack() as stack:
+        for _, sampler in network.cells():
+            good = sampler.forward
+
+            def forward(*arguments, good=good, **named):
+                with torch.profiler.record_function("samplers"):
+                    return good(*arguments, **named)
+
+            stack.enter_context(patch.object(sampler, "forward", forward))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(steps):
+                run(loss_of)
+    events = profile.key_averages()
+    total = sum(event.self_cpu_time_total for event in events)
+    found = Counter()
+    for event in events:
+        kind = next((kind for kind, part in KINDS.items() if part in event.key), "other")
+        found[kind] += event.self_cpu_time_total
+        if event.key == "samplers":
+            found["samplers, forward"] += event.cpu_time_total
+    return {kind: round(100 * time / total, 1) for kind, time in found.most_common()}
 
 
 def draw(arguments):
