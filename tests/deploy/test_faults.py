@@ -21,15 +21,15 @@ from .conftest import NAMES, MemoryGrid
 from .test_parity import models_of
 
 
-def instead(change):
-    """A ClientApp whose replies to "train" are `change(letter)`, a letter or a record."""
+def instead(change, kind="train"):
+    """A ClientApp whose replies to messages of a kind are `change(letter)`, a letter or a record."""
 
     def spoil(node):
         good = client_app()
 
         def app(message, context):
             reply = good(message, context)
-            if message.metadata.message_type != "train":
+            if message.metadata.message_type != kind:
                 return reply
             new = change(from_record(reply.content))
             if new is None or isinstance(new, Error):
@@ -284,31 +284,13 @@ def test_who_claims_to_be_another_site_stays_out(run, nodes, caplog):
 )
 def test_a_site_that_introduces_itself_with_nonsense_is_named(run, answer, sentence):
     with pytest.raises(UserError, match=sentence):
-        run(introducing(lambda letter: dataclasses.replace(letter, head={**letter.head, **answer})))
+        run(instead(head(**answer), "query"))
 
 
 def test_a_site_that_introduces_itself_with_garbage_is_missing(run, caplog):
     with pytest.raises(UserError, match="these sites are missing: client-0"):
-        run(introducing(lambda letter: GARBAGE), **{"join-seconds": 0.3})
+        run(instead(lambda letter: GARBAGE, "query"), **{"join-seconds": 0.3})
     assert "node 101 stays out: not a message of polyfed" in caplog.text
-
-
-def introducing(change):
-    """A ClientApp that introduces itself by `change(letter)`."""
-
-    def spoil(node):
-        good = client_app()
-
-        def app(message, context):
-            reply = good(message, context)
-            if message.metadata.message_type != "query":
-                return reply
-            new = change(from_record(reply.content))
-            return Message(to_record(new) if isinstance(new, Letter) else new, reply_to=message)
-
-        node.app = app
-
-    return spoil
 
 
 def test_strangers_stay_out(run, nodes, caplog):

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -74,7 +75,10 @@ class Trial:
         replace_file(self.folder / "trial.json", json.dumps(content, indent=1).encode())
 
     def stop(self) -> None:
-        """Ends all processes, SuperNodes first; those that do not obey are killed."""
+        """Ends all processes, SuperNodes first; those that do not obey are killed. A further Ctrl-C does not keep it from
+        that."""
+        main = threading.current_thread() is threading.main_thread()
+        before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)} if main else {}
         for group in (self.processes[1:], self.processes[:1]):
             for process in group:
                 if process.running.poll() is None:
@@ -87,6 +91,8 @@ class Trial:
                     process.running.kill()
                     process.running.wait()
         (self.folder / "trial.json").unlink(missing_ok=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def folder_of(project: Project) -> Path:
