@@ -11,7 +11,7 @@ demo: $(INSTALLED)  ## the quickstart: real handwritten digits, eight clients, f
 test: $(INSTALLED)  ## the fast tests
 	$(BIN)/python -m pytest -q -m "not slow"
 
-test-slow: $(INSTALLED)  ## the tests on large data too
+test-slow: $(INSTALLED)  ## all tests: on large data, with killed processes, in a browser (apt-get install chromium chromium-driver)
 	$(BIN)/python -m pytest -q
 
 lint: $(INSTALLED)
