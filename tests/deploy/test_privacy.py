@@ -1,5 +1,6 @@
 """What leaves a site: the objects that travel, what is disclosed, and clipping and noise against what is known of them."""
 
+import json
 import math
 
 import pytest
@@ -68,8 +69,12 @@ def test_nothing_is_told_but_what_the_method_needs(tmp_path, nodes, weighted, sc
     assert all(not letter.head.get("metrics") and not letter.head.get("seconds") for letter in replies)
     assert any("num_examples" in letter.head for letter in replies) == weighted
     assert run.table()[0]["accuracy"] is None
-    kept = (tmp_path / "sites" / "client-0" / "state").glob("*/metrics.jsonl")
-    assert '"accuracy"' in next(kept).read_text(), "the site does not have its own metrics either"
+    (kept,) = (tmp_path / "sites" / "client-0" / "state").glob("*/metrics.jsonl")
+    own = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert any("accuracy" in record for record in own), "the site does not have its own metrics either"
+    local = [record for record in own if record["phase"] == "local"]
+    for way in ("bytes_down", "bytes_up"):
+        assert [record[way] for record in local] == [record["clients"]["client-0"][way] for record in run.history]
 
 
 @pytest.mark.parametrize("name", [name for name, method in REGISTRY.items() if "weights" not in method.discloses])

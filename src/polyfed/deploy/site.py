@@ -193,6 +193,7 @@ class Site:
             "phase": phase,
             "seconds": round(result.seconds, 4),
             **result.metrics,
+            "bytes_down": letter.body.nbytes,
         }
         body = Message()
         if phase == "local":
