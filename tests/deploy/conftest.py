@@ -137,7 +137,7 @@ def nodes(tmp_path, monkeypatch):
         return found
 
     yield make
-    sys.modules.pop("polyfed_site", None)
+    sys.modules.pop("polyfed_own_site", None)
 
 
 @pytest.fixture

@@ -134,8 +134,9 @@ def test_a_reply_that_flower_cannot_read_takes_no_other_with_it(run, nodes, capl
                     raise ValueError("Error parsing message")
             return super().pull_messages(message_ids)
 
-    found = run(grid=Breaks(nodes(small_clients())), rounds=1, **{"round-seconds": 0.5})
+    found = run(grid=Breaks(nodes(small_clients())), rounds=1)  # at once, not after round-seconds
     assert [failure["client"] for failure in found.history[0]["failures"]] == ["client-0"]
+    assert "its reply cannot be read" in found.history[0]["failures"][0]["reason"]
     assert "cannot be read: ValueError: Error parsing message" in caplog.text
 
 

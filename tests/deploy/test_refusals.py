@@ -23,7 +23,7 @@ BAD = {
     "time": ({"round-seconds": 0.0}, "round-seconds must be positive"),
     "too many replies": ({"min-replies": 9}, "min_replies=9 is more than"),
     "no file": ({"file": ""}, "name a Python file with a function model"),
-    "wrong file": ({"file": "/nowhere.py"}, "is not a Python file on the server"),
+    "wrong file": ({"file": "/nowhere.py"}, "file: ./nowhere.py. is not a Python file"),
     "consent": ({"allow-disclosure": False}, "fedavg discloses weights of the sites to the server"),
     "resume": ({"resume": True}, "cannot read"),
 }

@@ -6,7 +6,6 @@ checkpoint asks for the state that belongs to it.
 """
 
 import dataclasses
-import importlib.util
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,8 @@ from polyfed.algorithm import Algorithm, Architecture, Form
 from polyfed.algorithm import Task as Kind
 from polyfed.algorithms import get, name_of
 from polyfed.data.examples import as_examples
-from polyfed.deploy.wire import PROTOCOL
+from polyfed.deploy.own import function_of
+from polyfed.deploy.wire import CONSENT, PROTOCOL
 from polyfed.engines.work import Engine, Task
 from polyfed.errors import UserError, nearest
 from polyfed.federation import go_back, play
@@ -34,7 +34,6 @@ from polyfed.scratch import scratch
 from polyfed.settings import Settings
 
 _MOST_OUTPUTS, _MOST_EXAMPLES = 1_000_000, 10**12
-_CONSENT = frozenset({"weights", "architecture"})
 
 
 @final
@@ -245,7 +244,7 @@ def _resumed(given: Deployment) -> Server:
 def _complete(deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings, run: str) -> Server:
     """Consent, and what the server brings itself."""
     needs, name = algorithm.requires, name_of(algorithm)
-    if not deployment.allow_disclosure and (shown := sorted(algorithm.discloses & _CONSENT)):
+    if not deployment.allow_disclosure and (shown := sorted(algorithm.discloses & CONSENT)):
         raise UserError(
             f"{name} discloses {' and '.join(shown)} of the sites to the server; if they agree, allow it: "
             "polyfed flower run DIR --allow-disclosure, and allow-disclosure=true at each site"
@@ -253,7 +252,7 @@ def _complete(deployment: Deployment, algorithm: Algorithm[Any, Any], settings: 
     settings.cohort_size(len(deployment.sites))
     if "layer_catalogue" in needs and getattr(algorithm, "catalogue", None) is None:
         raise UserError(
-            f"{name} needs a layer catalogue that the sites have agreed on, so that none has to show its layers: "
+            f"{name} needs a layer catalogue that the sites have agreed on, so that none has to list its layers: "
             'algorithm.catalogue = "/path/catalogue.yaml"; each site adds to it with `polyfed graph MODEL --catalogue FILE`'
         )
     models: dict[str, Architecture] = {}
@@ -274,14 +273,7 @@ def _function(deployment: Deployment, name: Literal["model", "architectures", "p
         raise UserError(
             f'{why}: name a Python file with a function {name}() in the configuration, file = "/path/server.py"'
         )
-    spec = importlib.util.spec_from_file_location("polyfed_server", file)
-    if not file.is_file() or spec is None or spec.loader is None:
-        raise UserError(f"file={str(file)!r} is not a Python file on the server")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(found := getattr(module, name, None)):
-        raise UserError(f"{why}: {file} defines no function {name}()")
-    return found
+    return function_of(file, name, f"{why}, file")
 
 
 def _common_form(told: Mapping[str, Mapping[str, Any]], name: str) -> Form:

@@ -5,11 +5,9 @@ message. Its folder has one folder a run: private state after each round the ser
 and the personal network at the end. None of that is sent.
 """
 
-import importlib.util
 import json
 import logging
 import re
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +18,9 @@ from typing import Any, final, get_args
 from polyfed import checks
 from polyfed.algorithm import MODEL_WORDS, Algorithm, Client, Message
 from polyfed.algorithms import get
+from polyfed.deploy.own import function_of
 from polyfed.deploy.privacy import Protection, protect, spend
-from polyfed.deploy.wire import PROTOCOL, Letter
+from polyfed.deploy.wire import CONSENT, PROTOCOL, Letter
 from polyfed.engines import choose_device
 from polyfed.engines.inprocess import InProcessEngine
 from polyfed.engines.work import Phase, Task
@@ -35,7 +34,6 @@ from polyfed.tree import Nested, decode, encode, not_finite
 _LOG = logging.getLogger("polyfed.site")
 _RUN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_CONSENT = frozenset({"weights", "architecture"})  # of `Algorithm.discloses`, what a site must allow
 
 
 @final
@@ -108,7 +106,7 @@ class Site:
         if code := _code_in(fields):
             raise _RefusalError(f"{name} would load {code!r} at this site, which runs no code that the server names")
         algorithm: Algorithm[Any, Any] = get(name)(**fields)
-        if not self.allow_disclosure and (shown := sorted(algorithm.discloses & _CONSENT)):
+        if not self.allow_disclosure and (shown := sorted(algorithm.discloses & CONSENT)):
             raise _RefusalError(
                 f"{name} discloses {' and '.join(shown)} to the server, which this site does not allow (allow-disclosure)"
             )
@@ -334,7 +332,7 @@ def read_site(config: Mapping[str, Any]) -> Site:
     methods = _words(config.get("methods", ""))
     return Site(
         name=str(config["client-id"]),
-        client=_client_of(Path(str(config["site"]))),
+        client=function_of(Path(str(config["site"])), "client", "node-config: site"),
         folder=Path(str(config["state-dir"])),
         disclose=_words(config.get("disclose", "")),
         allow_disclosure=allowed,
@@ -346,18 +344,3 @@ def read_site(config: Mapping[str, Any]) -> Site:
 
 def _words(text: Any) -> frozenset[str]:
     return frozenset(word.strip() for word in str(text).split(",") if word.strip())
-
-
-def _client_of(file: Path) -> Callable[[], Client]:
-    """The function `client` of a `site.py`, which may import its neighbours."""
-    spec = importlib.util.spec_from_file_location("polyfed_site", file)
-    if not file.is_file() or spec is None or spec.loader is None:
-        raise UserError(f"node-config: site={str(file)!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["polyfed_site"] = module
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))
-    spec.loader.exec_module(module)
-    if not callable(found := getattr(module, "client", None)):
-        raise UserError(f"{file} defines no function client() that returns a polyfed.Client")
-    return found  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from polyfed.algorithm import Message
 from polyfed.errors import UserError
 from polyfed.tree import Tree
 
+CONSENT = frozenset({"weights", "architecture"})  # of `Algorithm.discloses`, what server and sites must both allow
 PROTOCOL = 1  # changes when a site and a server of different versions could misunderstand one another
 
 

@@ -109,6 +109,7 @@ class Sites:
         self._grid, self._wanted, self._head = grid, frozenset(wanted), head
         self._asked: dict[str, int] = {}  # message id -> node, of those who have not answered
         self._known: set[int] = set()
+        self._unreadable: set[str] = set()
         self.nodes: dict[str, int] = {}
         self.told: dict[str, Mapping[str, Any]] = {}
 
@@ -122,7 +123,7 @@ class Sites:
                 self._known.add(node)
                 self._asked[sent] = node
         refused: dict[str, str] = {}
-        for answer in pulled(self._grid, self._asked):
+        for answer in pulled(self._grid, self._asked, self._unreadable):
             node = self._asked.pop(answer.metadata.reply_to_message_id, 0)
             if answer.has_error():
                 self._known.discard(node)  # it may have been starting; it is asked again
@@ -174,17 +175,18 @@ class Sites:
         return self.told
 
 
-def pulled(grid: Grid, waiting: Mapping[str, Any]) -> Iterator[FlowerMessage]:
-    """The replies that have come, each fetched by itself, so that one that cannot be read takes no other with it."""
-    for number in list(waiting):
+def pulled(grid: Grid, waiting: Mapping[str, Any], unreadable: set[str]) -> Iterator[FlowerMessage]:
+    """The replies that have come, each fetched by itself, so that one that cannot be read takes no other with it: its number
+    is added to `unreadable`, and it is not asked for again."""
+    for number in [number for number in waiting if number not in unreadable]:
         try:
             yield from grid.pull_messages([number])
         except (
             Exception
-        ) as error:  # what protobuf and Flower raise of hostile bytes; the connection is retried by Flower
-            _LOG.warning(
-                "the reply to message %s cannot be read: %s: %s", number, type(error).__name__, one_line(error)
-            )
+        ) as error:  # of hostile bytes protobuf and Flower raise what they like; Flower itself retries the net
+            unreadable.add(number)
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            _LOG.warning("the reply to message %s cannot be read: %s", number, reason)
 
 
 @final
@@ -224,18 +226,20 @@ class FlowerEngine(Engine):
                 ttl=2 * limits.round_seconds + _LATER_SECONDS,
                 group_id=str(task.round),
             )
-            sent = [
-                number for number in self._grid.push_messages([message]) if number
-            ]  # None for one that was not taken
+            # None is for a message that was not taken.
+            sent = [number for number in self._grid.push_messages([message]) if number]
             if sent:
                 waiting[sent[0]] = task
             else:
                 yield _failed(task, f"could not be sent {size_of(letter)} bytes: the SuperLink refused the message")
+        unreadable: set[str] = set()
         deadline = time.monotonic() + limits.round_seconds
         while waiting:
-            for answer in pulled(self._grid, waiting):
+            for answer in pulled(self._grid, waiting, unreadable):
                 task = waiting.pop(answer.metadata.reply_to_message_id)
                 yield self._result(task, answer)
+            for number in unreadable & set(waiting):
+                yield _failed(waiting.pop(number), "its reply cannot be read; the log of the server tells why")
             if waiting and time.monotonic() > deadline:
                 for task in waiting.values():
                     yield _failed(
