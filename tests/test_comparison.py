@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithms import FedAvg, FedProx, Local, PFedLA
+from polyfed.algorithms import CAFedPNAS, FedAvg, FedProx, Local, PFedLA
 from polyfed.comparison import methods_of
 from polyfed.runs.comparison import read
 from polyfed.runs.several import side_by_side
@@ -94,6 +94,18 @@ def test_local_training_is_equal_and_taken_over():
         pf.compare(small_clients(2), {"a": FedAvg(local_epochs=4), "b": FedProx(local_epochs=1)}, **QUICK)
 
 
+def test_a_method_with_an_optimiser_of_its_own_keeps_it():
+    """The hypernetwork of FLHA-GHN diverges at the rate of a client's network; its relatives share a supernet's."""
+    methods = methods_of([FedAvg(lr=0.3, local_epochs=4, batch_size=8, weight_decay=0.1), "flha_ghn", "fedrep"])
+    ghn, rep = methods["flha_ghn"], methods["fedrep"]
+    assert (ghn.lr, ghn.clip_norm, ghn.schedule, ghn.weight_decay) == (0.009, 5.0, "cosine", 0.0)
+    assert (ghn.local_epochs, ghn.batch_size) == (4, 8)
+    assert (rep.lr, rep.local_epochs, rep.batch_size, rep.weight_decay) == (0.3, 4, 8, 0.1)
+    searching = methods_of([CAFedPNAS(lr=0.002), "feddsnas", "local"])
+    assert (searching["feddsnas"].lr, searching["feddsnas"].optimizer) == (0.002, "adam")
+    assert (searching["local"].lr, searching["local"].optimizer) == (0.002, "adam")
+
+
 def test_budget_of_bytes_compares_at_the_last_round_within_it(tmp_path):
     clients, words = small_clients(3), QUICK | {"rounds": 4}
     whole = pf.compare(clients, ["pfedla"], **words, out=tmp_path / "a")
@@ -143,32 +155,19 @@ def test_what_is_refused():
         (["fedavg"], {"tune": {"lr": [0.1]}}, "searched on validation examples, and client 'client-0' has none"),
         (["fedavg"], {"tune": {"local_epochs": [1]}}, "local_epochs cannot be searched"),
         (["fedavg"], {"tune": {"mew": [1]}}, "no method of the comparison has a field 'mew'"),
+        (["fedavg"], {"tune": {"lr": []}}, "must be a list of at least one, or a range 'LOW..HIGH', got \\[\\]"),
+        (["fedavg"], {"tune": {"lr": "0.1..1"}}, "needs a number of runs a method, trials=20"),
+        (["fedavg"], {"tune": {"lr": "1..0.1"}, "trials": 3}, "from the lower to the higher number, got '1..0.1'"),
+        (["fedavg"], {"tune": {"lr": "nan..1"}, "trials": 3}, "from the lower to the higher number, got 'nan..1'"),
+        (["fedavg"], {"tune": {"lr": "much"}, "trials": 3}, "a range to search is LOW..HIGH, .* got 'much'"),
+        (["fedavg"], {"tune": {"lr": "-1..1"}, "trials": 3}, "lr must be"),
+        (["fedavg"], {"tune": {"lr": [0.1]}, "trials": 0}, "trials must be a whole number .* got 0"),
+        (["fedavg"], {"trials": 3}, "trials=3 searches nothing"),
     ):
         with pytest.raises(pf.UserError, match=sentence):
             pf.compare(clients, methods, **(QUICK | words))
     with pytest.raises(pf.UserError, match="no method that federates suits these clients: fedavg_ft needs one arch"):
         pf.compare(mixed_clients(), ["fedavg"], **QUICK)
-
-
-@pytest.mark.slow
-def test_fields_are_searched_on_validation_examples_alone(tmp_path):
-    """A rate of 1e-9 learns nothing and 0.5 does: validation finds it, though the test labels are wrong."""
-    clients = []
-    for client in small_clients(2):
-        y = (client.test.y + 1) % 3
-        clients.append(pf.Client(client.id, client.model, client.train, (client.test.x, y), val=client.train))
-    words = QUICK | {"rounds": 8, "tune": {"lr": [1e-9, 0.5]}}
-    found = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
-    tuning = found.content["tuning"]
-    assert list(tuning["methods"]) == ["local", "fedavg", "fedavg_ft", "fedprox"]
-    assert all(entry["chosen"] == {"lr": 0.5} for entry in tuning["methods"].values())
-    assert all(entry["runs"] == 2 for entry in tuning["methods"].values())
-    assert found.content["methods"]["fedprox"]["fields"]["lr"] == 0.5
-    assert found.content["best_by"] == "validation"
-    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("metrics.jsonl"))
-    again = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
-    assert again.content == found.content
-    assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("metrics.jsonl")) == before  # nothing repeated
 
 
 def test_verdicts_in_words_from_known_scores():
@@ -232,15 +231,46 @@ def test_a_process_that_dies_or_fails_is_told_and_stops_the_others():
     with pytest.raises(ChildProcessError, match="the process of a died"):
         list(side_by_side(iter([("a", lambda: os.kill(os.getpid(), signal.SIGKILL)), ("b", late)]), 2))
 
-    def wrong():
-        raise pf.ClientError(3, "north", "local", "no power")
+    def refused():
+        raise pf.UserError("no such file")
 
-    with pytest.raises(pf.ClientError, match="round 3, client 'north', phase 'local': no power"):
-        list(side_by_side(iter([("a", wrong), ("b", late)]), 2))
+    with pytest.raises(pf.UserError, match="no such file"):
+        list(side_by_side(iter([("a", refused), ("b", late)]), 2))
     assert time.monotonic() - start < 20
 
 
-def test_a_diverging_method_is_named():
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_fails_does_not_stop_the_others(processes):
+    def wrong():
+        raise pf.ClientError(3, "north", "local", "no power")
+
+    found = dict(side_by_side(iter([("a", wrong), ("b", lambda: 2)]), processes))
+    assert found["b"] == 2
+    assert str(found["a"]) == "round 3, client 'north', phase 'local': no power"
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_diverging_method_is_told_and_the_others_compared(tmp_path, parallel):
+    methods = {"fedavg": FedAvg(lr=0.1), "wild": FedProx(lr=1e38, local_epochs=1)}
+    words = QUICK | {"parallel": parallel, "out": tmp_path / "a"}
+    found = pf.compare(small_clients(2), methods, **words)
+    assert [row["method"] for row in found.table()] == ["local", "fedavg_ft", "fedavg"]
+    assert "lower lr or set clip_norm (method wild, seed 0)" in found.failed["wild"]
+    without = pf.compare(small_clients(2), {"fedavg": FedAvg(lr=0.1)}, **(words | {"out": None}))
+    for label, method in without.content["methods"].items():
+        assert without_seconds(method["runs"]) == without_seconds(found.content["methods"][label]["runs"])
+    again = pf.compare(small_clients(2), methods, **words)  # fails again, and says so again
+    assert without_seconds(again.content) == without_seconds(found.content)
+
+
+def test_if_training_alone_fails_there_are_no_gains_but_a_table():
+    found = pf.compare(small_clients(2), [Local(lr=1e38), FedAvg(lr=0.1)], **QUICK)
+    assert found.failed.keys() == {"local", "fedavg_ft"}  # which has the training of the first
+    assert [(row["method"], row["gain"]) for row in found.table()] == [("fedavg", None)]
+    assert found.verdicts == []
+
+
+def test_if_all_diverge_the_first_is_told():
     with pytest.raises(pf.ClientError, match=r"lower lr or set clip_norm \(method local, seed 0\)"):
         pf.compare(small_clients(2), [FedAvg(lr=1e38, local_epochs=3)], **QUICK)
 
@@ -271,6 +301,29 @@ def test_killed_and_called_again_it_ends_as_if_it_was_not(tmp_path):
     assert call(out) == 0
     kept = [p for p, content in done.items() if p.read_bytes() == content]
     assert len(kept) >= 3  # finished runs are as they were; of the last, models may have been missing
+    contents = [json.loads((folder / "comparison.json").read_text()) for folder in (tmp_path / "whole", out)]
+    assert without_seconds(contents[0]) == without_seconds(contents[1])
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_all_runs_saves_them_and_says_how_to_go_on(tmp_path):
+    """As from a terminal, which sends it to all processes of the group."""
+    out = tmp_path / "a"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(out)], stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    while len(list(out.glob("*/seed-*/metrics.jsonl"))) < 3:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    told = process.communicate(timeout=60)[1]
+    assert f"interrupted; the complete rounds are saved: continue with the same call with out='{out}'" in told
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # nobody is left
+    for folder in out.glob("*/seed-*"):
+        assert (folder / "config.yaml").exists()
+    assert subprocess.run([sys.executable, "-c", SCRIPT, str(out)], check=True).returncode == 0
+    assert subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / "whole")], check=True).returncode == 0
     contents = [json.loads((folder / "comparison.json").read_text()) for folder in (tmp_path / "whole", out)]
     assert without_seconds(contents[0]) == without_seconds(contents[1])
 

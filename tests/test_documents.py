@@ -68,6 +68,27 @@ def test_readme_commands(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_commands_and_example_of_comparisons(tmp_path, monkeypatch, capsys):
+    """The lines of docs/compare.md, on few data and rounds."""
+    monkeypatch.chdir(tmp_path)
+    small = ["--data.clients", "3", "--data.examples_per_client", "20", "--rounds", "2", "--workers", "0"]
+    assert main(["run", "fedavg_digits", *small, "--quiet", "--out", "first"]) == 0
+    (tmp_path / "config.yaml").write_text((tmp_path / "first/config.yaml").read_text())
+    text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+    lines = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^polyfed .*", text, flags=re.MULTILINE)]
+    assert [line[1] for line in lines] == ["fedavg_digits", "config.yaml", "runs/choice", "runs/choice"]
+    for line in lines:
+        given = [] if line[1] == "runs/choice" else small
+        assert main([*line, *given, "--quiet"]) == 0, (line, capsys.readouterr().err)
+    (block,) = python_blocks("docs/compare.md")
+    clients = "from polyfed.testing import small_clients\nclients = small_clients(3)\n"
+    block = block.replace("rounds=50", "rounds=2").replace("runs/choice", "runs/python")
+    (tmp_path / "example.py").write_text(clients + block + "assert found.table() and found.content['format'] == 1\n")
+    done = run("-W", "error", "example.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_contributing_example_passes_the_contract(tmp_path):
     (tmp_path / "test_trimmed.py").write_text("\n".join(python_blocks("CONTRIBUTING.md")))
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_trimmed.py", cwd=tmp_path)

@@ -148,7 +148,8 @@ def _compare(words: list[str]) -> None:
                            cheapest run spends in all; or bytes=5e6, seconds=30
       --target SCORE       for rounds, MB and seconds to reach it (default: what local reaches)
       --hyper FILE         YAML: fields of methods by name; or by any label, with the method's name: among them
-      --tune grid          search lr on validation examples first, or "lr=0.01,0.1;mu=0.1,1"
+      --tune grid          search lr on validation examples first, or "lr=0.01,0.1;mu=0.1,1", all combinations
+      --trials N           in that search N runs a method by Optuna, which also takes ranges: "lr=0.001..0.3"
       --parallel N         runs at once (default: one per core where a round has few clients)
       --out DIR            (default: runs/compare-NAME-DATE-TIME); the same command with the same DIR goes on
       --scale, --variant, --quiet, --print_config, and all other options of polyfed run

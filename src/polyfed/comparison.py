@@ -11,7 +11,7 @@ from polyfed.algorithms import FedAvg, FedAvgFT, Local, get, name_of
 from polyfed.data.examples import as_examples
 from polyfed.errors import Interrupted, UserError
 from polyfed.evaluation import SCORE
-from polyfed.plans import EQUAL, Cast, Job, Method, Plan, play
+from polyfed.plans import EQUAL, Cast, Failure, Job, Method, Plan, play
 from polyfed.rounds import Federation
 from polyfed.runs import comparison as directory
 from polyfed.runs.comparison import Comparison
@@ -22,6 +22,7 @@ from polyfed.training import LocalTraining
 
 ALWAYS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}
 """What is compared unasked, wherever the clients allow it."""
+_LOCAL_TRAINING = {f.name for f in dataclasses.fields(LocalTraining)} - {"buffers"}
 _NOT_RESULTS = ("seed", "engine", "workers", "ray_address", "gpus_per_worker", "device", "checkpoint_every")
 
 
@@ -36,7 +37,8 @@ def compare(
     like: Method | None = None,
     budget: str = "steps",
     target: float | None = None,
-    tune: Mapping[str, Sequence[Any]] | None = None,
+    tune: Mapping[str, Sequence[Any] | str] | None = None,
+    trials: int | None = None,
     parallel: int | Literal["auto"] = "auto",
     sample: int | float = 1.0,
     engine: EngineName = "auto",
@@ -54,8 +56,8 @@ def compare(
     """Runs several methods on the same clients with several seeds, and puts the results side by side.
 
     `local` is always compared, `fedavg` and `fedavg_ft` too where the clients have one architecture. A method that they do
-    not suit is left out, with the reason. The same call with the same `out` goes on where it was stopped; finished runs are
-    not repeated.
+    not suit is left out, with the reason; one of which a run fails (it diverges, for instance) is told as failed, and the
+    others are compared. The same call with the same `out` goes on where it was stopped; finished runs are not repeated.
 
     Args:
         clients: who takes part, as for `federate`.
@@ -65,14 +67,15 @@ def compare(
         seeds: one run of each method per seed. One gives no interval.
         out: the directory (see `polyfed.runs.comparison`); None keeps the results in memory.
         public: unlabelled examples that are no client's, for methods that need them; the others ignore them.
-        like: whose local training the methods get that are given by name (learning rate, optimiser, epochs, ...); default:
-            that of the first method in `methods` that is not a name. Without any, they have equal epochs and batches and
-            otherwise their own defaults.
+        like: whose local training the methods get that are given by name (`by_name` tells which part); default: that of the
+            first method in `methods` that is not a name. Without any, they have equal epochs and batches and otherwise
+            their own defaults.
         budget: "steps" compares after all rounds; "bytes" or "seconds" (or "bytes=5e6", "seconds=30") each run at its last
             evaluated round that has spent no more. `polyfed.runs.summary.Budget` tells more.
         target: the mean score for the columns "to reach it"; None takes what training alone reaches.
-        tune: fields to search on validation examples before, with the values to try: {"lr": [0.01, 0.1]}; see
-            `polyfed.tuning`.
+        tune: fields to search on validation examples before, with the values to try or their range:
+            {"lr": [0.01, 0.1]}, {"lr": "0.001..0.3"}; see `polyfed.tuning`.
+        trials: runs a method has in that search, by Optuna (extra `tune`); None tries every combination of the values.
         parallel: runs at once, each in a process of its own; "auto" is one per core where a round has few clients.
         title: for headings.
         quiet: no progress.
@@ -80,6 +83,7 @@ def compare(
     Raises:
         UserError: methods with unequal local training, clients that no method but `local` suits, or what `federate` refuses;
             nothing has been computed.
+        ClientError, RoundError: every method that federates failed, the first as this error tells.
 
     >>> from polyfed.testing import small_clients
     >>> found = compare(small_clients(3), ["fedprox"], rounds=2, seeds=[0, 1], parallel=1, quiet=True)
@@ -95,7 +99,7 @@ def compare(
     plan = Plan(
         title=title, methods=methods_of(methods, like), seeds=tuple(seeds), settings=settings, cast=lambda seed: cast,
         reading=Reading(Budget.parse(budget), target), out=None if out is None else Path(out), parallel=parallel,
-        search=tune, quiet=quiet,
+        search=tune, trials=trials, quiet=quiet,
     )  # fmt: skip
     return carry_out(plan)
 
@@ -120,7 +124,7 @@ def methods_of(
     model = like or next((method for method in own if isinstance(method, LocalTraining)), None)
     found: dict[str, Method] = {}
     for label, method in pairs:
-        made: Any = _by_name(method, model) if isinstance(method, str) else method
+        made: Any = by_name(method, model) if isinstance(method, str) else method
         if not isinstance(made, Algorithm):
             raise UserError(
                 f"methods must be names or methods, for example polyfed.algorithms.FedAvg(), got {method!r}"
@@ -130,51 +134,72 @@ def methods_of(
             raise UserError(f"methods has {name!r} twice; give each a label of its own: {{'a': ..., 'b': ...}}")
         found[name] = made
     kinds = {type(method) for method in found.values()}
-    unasked = {name: _by_name(name, model) for name, kind in ALWAYS.items() if kind not in kinds and name not in found}
+    unasked = {name: by_name(name, model) for name, kind in ALWAYS.items() if kind not in kinds and name not in found}
     return unasked | found
 
 
-def _by_name(name: str, model: Any) -> Method:
-    if isinstance(model, Algorithm):
-        from polyfed.commands.experiment import like  # imported late: experiments import data sources and networks
+def by_name(name: str, model: Any = None, fields: Mapping[str, Any] | None = None) -> Method:
+    """A method that is compared by its name: with the local training of `model`, so that all train equally, and its own
+    defaults otherwise; `fields` win over both.
 
-        return like(name, model)
+    A method that sets a learning rate or an optimiser of its own, where `model` has not the same default, keeps its
+    optimiser with all that belongs to it: the hypernetwork of FLHA-GHN and a supernet are not trained as a client's network.
+
+    >>> model = get("fedprox")(lr=0.5, local_epochs=3)
+    >>> by_name("local", model).lr, by_name("flha_ghn", model).lr, by_name("flha_ghn", model).local_epochs
+    (0.5, 0.009, 3)
+    """
     kind: Any = get(name)
-    shared: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(LocalTraining) if f.name in EQUAL}
-    made: Method = kind(**shared) if issubclass(kind, LocalTraining) else kind()
+    shared = {f.name: f.default for f in dataclasses.fields(LocalTraining) if f.name in EQUAL}
+    if isinstance(model, LocalTraining):
+        taken = set(EQUAL) if _trains_otherwise(kind, type(model)) else _LOCAL_TRAINING
+        shared = {field: getattr(model, field) for field in taken}
+    made: Method = kind(**{**(shared if issubclass(kind, LocalTraining) else {}), **(fields or {})})
     return made
+
+
+def _trains_otherwise(kind: Any, model: Any) -> bool:
+    own, others, plain = ({f.name: f.default for f in dataclasses.fields(k)} for k in (kind, model, LocalTraining))
+    return any(own.get(field, plain[field]) not in (plain[field], others[field]) for field in ("lr", "optimizer"))
 
 
 def carry_out(plan: Plan) -> Comparison:
     """Runs what a plan lacks, and reads the results.
 
     Raises:
-        UserError: as for `compare`.
-        ClientError, RoundError: of a run; the others are kept.
+        UserError, ClientError, RoundError: as for `compare`; complete runs are kept.
         Interrupted: Ctrl-C.
     """
-    if plan.search is not None:
-        tuning.check(plan)
+    tuning.check(plan)
     description, data, class_names = _described(plan)
     methods = {label: plan.methods[label] for label in description["methods"]}
     if plan.out is not None:
         directory.keep_description(plan.out, description, plan.reading)
+    failed: dict[str, Failure] = {}
     try:
         if plan.search is not None:
-            methods, description["tuning"] = tuning.search(plan, methods)
-            description["methods"] = {label: _fields(method) for label, method in methods.items()}
+            methods, description["tuning"], failed = tuning.search(plan, methods)
         jobs = [
             Job(label, method, seed, None if plan.out is None else plan.out / label / f"seed-{seed}")
             for seed in plan.seeds
             for label, method in methods.items()
+            if label not in failed
         ]
-        played = play(plan, jobs)
+        played, not_played = play(plan, jobs) if jobs else ({}, {})
     except KeyboardInterrupt as stop:
         if plan.out is None:
             raise
         how = f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
         raise Interrupted(f"interrupted; the complete rounds are saved: continue with {how}") from stop
-    histories: Histories = {(job.label, job.seed): history for job, history in played.items()}
+    for job in (job for job in jobs if job in not_played):
+        failed.setdefault(job.label, not_played[job])
+    methods = {label: method for label, method in methods.items() if label not in failed}
+    if all(isinstance(method, Local) for method in methods.values()):
+        raise next(iter(failed.values()))
+    description["failed"] = {label: str(error) for label, error in failed.items()}
+    description["methods"] = {label: _fields(method) for label, method in methods.items()}
+    description["reference"] = _reference(methods)
+    histories: Histories = {(job.label, job.seed): history for job, history in played.items() if job.label in methods}
     content = summarise(description, data, class_names, histories, plan.reading, on_disk=plan.out is not None)
     if plan.out is not None:
         directory.write(plan.out, content)
@@ -213,14 +238,25 @@ def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, .
         "methods": {label: _fields(method) for label, method in methods.items()},
         "evaluated": {label: method.evaluated for label, method in methods.items()},
         "left_out": left_out,
-        "reference": next((label for label, method in methods.items() if isinstance(method, Local)), None),
+        "reference": _reference(methods),
         "same_clients": len(set(fingerprints.values())) == 1,
         "settings": settings_kept,
         "fingerprints": fingerprints,
-        "search": None if plan.search is None else {name: list(values) for name, values in plan.search.items()},
+        "search": _searched(plan),
+        "trials": plan.trials,
         "experiment": plan.experiment,
     }
     return description, data, cast.class_names
+
+
+def _reference(methods: Mapping[str, Method]) -> str | None:
+    return next((label for label, method in methods.items() if isinstance(method, Local)), None)
+
+
+def _searched(plan: Plan) -> dict[str, Any] | None:
+    if plan.search is None:
+        return None
+    return {name: values if isinstance(values, str) else list(values) for name, values in plan.search.items()}
 
 
 def _fields(method: Method) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class ClientError(RuntimeError):
 
 
 class RoundError(RuntimeError):
-    """A round that cannot be completed because too few clients replied."""
+    """A round that cannot be completed because too few clients replied, or a comparison of which runs could not be."""
 
 
 class Interrupted(KeyboardInterrupt):

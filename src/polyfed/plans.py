@@ -58,7 +58,9 @@ class Plan:
         out: the directory; None keeps all in memory.
         parallel: runs at once, or "auto".
         experiment: what describes the casts in a file, for a comparison that can be rebuilt from its directory.
-        search: fields that are searched on validation examples before: field -> values, or None.
+        search: fields that are searched on validation examples before, see `polyfed.tuning`: field -> values or range; or
+            None.
+        trials: how many runs a method has in the search by Optuna; None tries every combination of values.
         quiet: tells nothing.
 
     Raises:
@@ -74,7 +76,8 @@ class Plan:
     out: Path | None = None
     parallel: int | Literal["auto"] = "auto"
     experiment: Mapping[str, Any] | None = None
-    search: Mapping[str, Sequence[Any]] | None = None
+    search: Mapping[str, Sequence[Any] | str] | None = None
+    trials: int | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -102,9 +105,14 @@ class Job:
     folder: Path | None
 
 
-def play(plan: Plan, jobs: Sequence[Job]) -> dict[Job, list[Mapping[str, Any]]]:
-    """The histories of runs: those that are finished are read, those that were stopped are resumed. A seed's clients are
-    made when its first run begins."""
+History = list[Mapping[str, Any]]
+Failure = ClientError | RoundError
+
+
+def play(plan: Plan, jobs: Sequence[Job]) -> tuple[dict[Job, History], dict[Job, Failure]]:
+    """The histories of runs, and why the others could not be completed: a method that diverges does not keep the others
+    from being compared. Runs that are finished are read, those that were stopped are resumed. A seed's clients are made
+    when its first run begins."""
     held: list[tuple[int, Cast]] = []
 
     def cast_of(seed: int) -> Cast:
@@ -113,7 +121,8 @@ def play(plan: Plan, jobs: Sequence[Job]) -> dict[Job, list[Mapping[str, Any]]]:
         return held[0][1]
 
     clients = [c.id for c in cast_of(jobs[0].seed).clients]
-    found: dict[Job, list[Mapping[str, Any]]] = {}
+    found: dict[Job, History] = {}
+    failed: dict[Job, Failure] = {}
     for job in jobs:
         past = None if job.folder is None else finished(job.folder, plan.settings.rounds, clients)
         if past is not None:
@@ -127,11 +136,16 @@ def play(plan: Plan, jobs: Sequence[Job]) -> dict[Job, list[Mapping[str, Any]]]:
         for job in missing:
             yield job, partial(_run, job, cast_of(job.seed), settings, _progress(plan.quiet) if alone else Silent())
 
-    for job, history in side_by_side(tasks(), processes):
-        found[job] = history
+    for job, result in side_by_side(tasks(), processes):
+        if isinstance(result, Failure):
+            failed[job] = result
+        else:
+            found[job] = result
         if not plan.quiet:
-            print(f"{job.label}, seed {job.seed}: done ({len(found)} of {len(jobs)} runs)", file=sys.stderr, flush=True)
-    return {job: found[job] for job in jobs}
+            how = "failed" if job in failed else "done"
+            progress = f"{len(found) + len(failed)} of {len(jobs)} runs"
+            print(f"{job.label}, seed {job.seed}: {how} ({progress})", file=sys.stderr, flush=True)
+    return found, failed
 
 
 def _progress(quiet: bool) -> Progress:
@@ -151,7 +165,7 @@ def _at_once(plan: Plan, clients: int) -> int:
     return cores if free and forked and settings.cohort_size(clients) <= _FEW * cores else 1
 
 
-def _run(job: Job, cast: Cast, settings: Settings, progress: Progress) -> list[Mapping[str, Any]]:
+def _run(job: Job, cast: Cast, settings: Settings, progress: Progress) -> History:
     """Its history. What goes wrong is told with the method and the seed."""
     whose = f"method {job.label}, seed {job.seed}"
     try:
@@ -165,7 +179,7 @@ def _run(job: Job, cast: Cast, settings: Settings, progress: Progress) -> list[M
         raise UserError(f"{error} ({whose})") from error
 
 
-def _history(job: Job, cast: Cast, settings: Settings, progress: Progress) -> list[Mapping[str, Any]]:
+def _history(job: Job, cast: Cast, settings: Settings, progress: Progress) -> History:
     where = {f: getattr(settings, f) for f in ("engine", "workers", "ray_address", "gpus_per_worker", "device")}
     if job.folder is not None and (job.folder / "config.yaml").exists():
         run = resume(

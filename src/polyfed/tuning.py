@@ -1,36 +1,94 @@
-"""Hyper-parameters of a comparison, searched on validation examples: every combination of the values given.
+"""Hyper-parameters of a comparison, searched on validation examples before it.
 
-Each combination is a run with the first seed; the best mean validation score after the last round wins, of equals the first.
-Test examples have no say. Every method gets the same number of runs, of those fields that it has.
+Without `trials` every combination of the values given is tried, the small grid; with `trials`, that many runs a method,
+chosen by Optuna's tree-structured Parzen estimator, also within ranges. Each is a run of full length with the first seed;
+the best mean validation score after the last round wins, of equals the first. Test examples have no say. Every method gets
+the same number of runs, of those fields that it has. A run that diverges counts as tried, and does not win.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, final
 
 from polyfed.errors import UserError, nearest
 from polyfed.evaluation import SCORE
-from polyfed.plans import EQUAL, Job, Method, Plan, play
+from polyfed.plans import EQUAL, Failure, Job, Method, Plan, play
 from polyfed.runs.checkpoint import file_name
 
+GRID = "grid"  # instead of a field's values: a third of what a method has, once and three times it
 FOLDER = "tuning"  # of the comparison directory: METHOD/FIELDS, one run directory each
+_START = 4  # trials at random before Optuna's estimator has its say: searches are small
+Fields = dict[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, both included; whole ones if both are. Where both are positive each factor is equally
+    probable, as learning rates need it; otherwise each difference.
+
+    Raises:
+        UserError: text that is no range, or a range without a number in it.
+
+    >>> Range.parse("0.001..0.3")
+    Range(low=0.001, high=0.3)
+    """
+
+    low: float
+    high: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Range":
+        """From "LOW..HIGH"."""
+        low, dots, high = text.partition("..")
+        first, last = number_or_word(low), number_or_word(high)
+        if not dots or isinstance(first, str) or isinstance(last, str):
+            raise UserError(f"a range to search is LOW..HIGH, such as 0.001..0.3, got {text!r}")
+        if not float("-inf") < first < last < float("inf"):
+            raise UserError(f"a range to search goes from the lower to the higher number, got {text!r}")
+        return cls(first, last)
+
+
+def number_or_word(text: str) -> int | float | str:
+    """A whole number, a number, or the word as it is.
+
+    >>> [number_or_word(text) for text in ("2", "1e-3", "mean")]
+    [2, 0.001, 'mean']
+    """
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def check(plan: Plan) -> None:
     """Raises a `UserError` if there are no validation examples, or a field may not or cannot be searched."""
-    for name, values in (plan.search or {}).items():
+    trials, asked = plan.trials, plan.search
+    if asked is None:
+        if trials is not None:
+            raise UserError(f"trials={trials} searches nothing; say which fields, as in tune={{'lr': '0.001..0.3'}}")
+        return
+    if trials is not None and (isinstance(trials, bool) or not isinstance(trials, int) or trials < 1):
+        raise UserError(f"trials must be a whole number of runs a method from 1, got {trials!r}")
+    for name, values in asked.items():
         if name in EQUAL:
             raise UserError(f"{name} cannot be searched: methods are compared with equal local training")
-        if isinstance(values, str) or not values:
-            raise UserError(f"the values to try for {name} must be a list of at least one, got {values!r}")
+        if isinstance(values, str) and values != GRID and trials is None:
+            raise UserError(f"the range {values!r} for {name} needs a number of runs a method, trials=20 (--trials 20), "
+                            "or give the values to try")  # fmt: skip
         known = {f.name for method in plan.methods.values() for f in _fields(method)}
         if name not in known:
             raise UserError(f"no method of the comparison has a field {name!r} to search; {nearest(name, known)}")
         for method in plan.methods.values():
             if name in {f.name for f in _fields(method)}:
-                for value in values:
+                for value in _ends(name, _values(method, name, values)):
                     dataclasses.replace(method, **{name: value})  # type: ignore[type-var]  # which checks the value
+    if trials is not None:
+        _optuna()
     without = [c.id for c in plan.cast(plan.seeds[0]).clients if c.val is None]
     if without:
         raise UserError(
@@ -39,57 +97,148 @@ def check(plan: Plan) -> None:
         )
 
 
-def search(plan: Plan, methods: Mapping[str, Method]) -> tuple[dict[str, Method], dict[str, Any]]:
-    """The methods with what was found best for each, and the search as `comparison.json` tells it.
+def _ends(name: str, values: Any) -> tuple[Any, ...]:
+    """Values with which a field is tried: all, or the ends of a range."""
+    if isinstance(values, str):
+        found = Range.parse(values)
+        return found.low, found.high
+    if not isinstance(values, Sequence) or not values:
+        raise UserError(
+            f"the values to try for {name} must be a list of at least one, or a range 'LOW..HIGH', got {values!r}"
+        )
+    return tuple(values)
+
+
+def search(plan: Plan, methods: Mapping[str, Method]) -> tuple[dict[str, Method], dict[str, Any], dict[str, Failure]]:
+    """The methods with what was found best for each, the search as `comparison.json` tells it, and the methods of which
+    each run of the search failed.
 
     Raises:
         UserError: no run of a method has a validation score.
     """
-    seed = plan.seeds[0]
-    jobs: list[tuple[str, dict[str, Any], Job]] = []
-    for label, method in methods.items():
-        for fields in _grid(plan, method):
-            name = ",".join(f"{key}={value}" for key, value in fields.items())
-            folder = None if plan.out is None else plan.out / FOLDER / label / file_name(name)
-            changed = dataclasses.replace(method, **fields)  # type: ignore[type-var]
-            jobs.append((label, fields, Job(f"{label} with {name}", changed, seed, folder)))
-    histories = play(plan, [job for _, _, job in jobs]) if jobs else {}
-    column = f"val_{SCORE[plan.cast(seed).clients[0].task]}"
-    found, told = dict(methods), dict[str, Any]()
-    for label in methods:
-        tried = [
-            (fields, job, histories[job][-1]["summary"].get(column, {}).get("mean"))
-            for owner, fields, job in jobs
-            if owner == label
-        ]
-        scored = [(fields, job, value) for fields, job, value in tried if value is not None]
-        if tried and not scored:
-            raise UserError(f"no run of {label} in the search has a validation score")
-        best = max(scored, key=_validation, default=None)
+    tried: dict[str, list[_Tried]] = {label: [] for label in methods}
+    if plan.trials is None:
+        combinations = [(label, fields) for label, method in methods.items() for fields in _grid(plan, method)]
+        for one in _played(plan, methods, combinations):
+            tried[one.label].append(one)
+    else:
+        studies = {label: _Study(plan, method) for label, method in methods.items() if _of(plan, method)}
+        for _ in range(plan.trials):  # one run of each method at a time: the next depends on what it found
+            for one in _played(plan, methods, [(label, study.ask()) for label, study in studies.items()]):
+                studies[one.label].tell(one.validation)
+                tried[one.label].append(one)
+    found, failed, told = dict(methods), dict[str, Failure](), dict[str, Any]()
+    for label, runs in tried.items():
+        scored = [one for one in runs if one.validation is not None]
+        if runs and not scored:
+            if runs[0].failure is None:
+                raise UserError(f"no run of {label} in the search has a validation score")
+            failed[label] = runs[0].failure
+        best = max(scored, key=lambda one: one.validation or 0.0, default=None)
         if best is not None:
-            found[label] = best[1].method
+            found[label] = dataclasses.replace(methods[label], **best.fields)  # type: ignore[type-var]
         told[label] = {
-            "chosen": {} if best is None else best[0],
-            "runs": len(tried),
-            "tried": [{"fields": fields, "validation": value} for fields, _, value in tried],
+            "chosen": {} if best is None else best.fields,
+            "runs": len(runs),
+            "tried": [{"fields": one.fields, "validation": one.validation} for one in runs],
         }
-    names = ", ".join(plan.search or {})
+    how = "all combinations" if plan.trials is None else "by Optuna"
+    most = max(entry["runs"] for entry in told.values())
     sentence = (
-        f"{names}: for each method {max(entry['runs'] for entry in told.values())} runs at most of "
-        f"{plan.settings.rounds} rounds with seed {seed}, chosen by the mean validation score after the last"
+        f"{', '.join(plan.search or {})}, {how}: for each method {most} runs at most of {plan.settings.rounds} rounds with "
+        f"seed {plan.seeds[0]}, chosen by the mean validation score after the last"
     )
-    return found, {"told": sentence, "by": "validation", "methods": told}
+    return found, {"told": sentence, "by": "validation", "methods": told}, failed
 
 
-def _validation(tried: tuple[Any, Any, Any]) -> float:
-    return float(tried[2])
+@dataclass(frozen=True)
+class _Tried:
+    """A run of the search: its fields, and its mean validation score or why it has none."""
+
+    label: str
+    fields: Fields
+    validation: float | None
+    failure: Failure | None
+
+
+def _played(plan: Plan, methods: Mapping[str, Method], tries: Sequence[tuple[str, Fields]]) -> list[_Tried]:
+    seed, jobs = plan.seeds[0], []
+    for label, fields in tries:
+        name = ",".join(f"{key}={value}" for key, value in fields.items())
+        folder = None if plan.out is None else plan.out / FOLDER / label / file_name(name)
+        changed = dataclasses.replace(methods[label], **fields)  # type: ignore[type-var]
+        jobs.append(Job(f"{label} with {name}", changed, seed, folder))
+    histories, failed = play(plan, jobs) if jobs else ({}, {})
+    column = f"val_{SCORE[plan.cast(seed).clients[0].task]}"
+    return [
+        _Tried(
+            label, fields, histories[job][-1]["summary"].get(column, {}).get("mean") if job in histories else None,
+            failed.get(job),
+        )
+        for (label, fields), job in zip(tries, jobs, strict=True)
+    ]  # fmt: skip
+
+
+@final
+class _Study:
+    """Optuna's search for one method. It depends on the first seed and the scores alone, so that a search that was stopped
+    asks for the same runs again, and finds them finished."""
+
+    def __init__(self, plan: Plan, method: Method) -> None:
+        optuna = _optuna()
+        self._space = {name: _distribution(optuna.distributions, values) for name, values in _of(plan, method).items()}
+        sampler = optuna.samplers.TPESampler(seed=plan.seeds[0], n_startup_trials=_START)
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        self._failed = optuna.trial.TrialState.FAIL
+
+    def ask(self) -> Fields:
+        self._trial = self._study.ask(self._space)
+        return dict(self._trial.params)
+
+    def tell(self, validation: float | None) -> None:
+        if validation is None:
+            self._study.tell(self._trial, state=self._failed)
+        else:
+            self._study.tell(self._trial, validation)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise UserError("a search with trials needs Optuna: pip install 'polyfed[tune]'") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _distribution(kinds: Any, values: Any) -> Any:
+    if not isinstance(values, str):
+        return kinds.CategoricalDistribution(list(values))
+    found = Range.parse(values)
+    whole = isinstance(found.low, int) and isinstance(found.high, int)
+    kind = kinds.IntDistribution if whole else kinds.FloatDistribution
+    return kind(found.low, found.high, log=found.low > 0)
+
+
+def _values(method: Method, name: str, values: Any) -> Any:
+    if values != GRID:
+        return values
+    own = getattr(method, name)
+    if isinstance(own, bool) or not isinstance(own, int | float):
+        raise UserError(f"{name} of a method is {own!r}, of which there is no third; give the values to try for {name}")
+    return [float(f"{own * factor:.4g}") for factor in (1 / 3, 1, 3)]
 
 
 def _fields(method: Method) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(method)  # type: ignore[arg-type]
 
 
-def _grid(plan: Plan, method: Method) -> list[dict[str, Any]]:
+def _of(plan: Plan, method: Method) -> dict[str, Any]:
+    """The fields to search that a method has, with their values or range."""
     own = {f.name for f in _fields(method)}
-    searched = {name: values for name, values in (plan.search or {}).items() if name in own}
+    return {name: _values(method, name, values) for name, values in (plan.search or {}).items() if name in own}
+
+
+def _grid(plan: Plan, method: Method) -> list[Fields]:
+    searched = _of(plan, method)
     return [dict(zip(searched, values, strict=True)) for values in product(*searched.values())] if searched else []

@@ -76,6 +76,36 @@ def test_a_comparison_from_a_recipe(polyfed):
     assert (status, "has decided what is compared, so --seeds has no place here" in err) == (2, True)
 
 
+def test_a_method_that_fails_is_told_and_the_status_is_1(polyfed):
+    (polyfed.here / "hyper.yaml").write_text("wild: {name: fedprox, lr: 1.0e+38}\n")
+    words = ["fedavg_digits", *SMALL, "--algorithms", "wild", "--hyper", "hyper.yaml", "--seeds", "0", "--out", "a"]
+    status, out, err = polyfed("compare", *words)
+    assert status == 1
+    assert "failed wild: round 1" in out
+    assert "lower lr or set clip_norm (method wild, seed 0)" in out
+    assert "no results of wild, for the reason told above" in err
+    content = json.loads((polyfed.here / "a" / "comparison.json").read_text())
+    assert list(content["methods"]) == ["local", "fedavg", "fedavg_ft"]
+    assert content["failed"].keys() == {"wild"}
+    status, out, _ = polyfed("report", "a", "--out", "report.html")
+    assert status == 0
+    assert "Failed: round 1" in (polyfed.here / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_search_by_optuna_goes_on_from_the_directory(polyfed):
+    words = ["fedavg_digits", *SMALL, "--data.val_fraction", "0.3", "--tune", "lr=0.01..0.3", "--trials", "2"]
+    status, out, err = polyfed("compare", *words, "--algorithms", "fedavg", "--seeds", "0", "--out", "a")
+    assert status == 0, err
+    assert "searched lr, by Optuna: for each method 2 runs at most of 2 rounds with seed 0" in out
+    before = sorted((p, p.stat().st_mtime_ns) for p in polyfed.here.rglob("metrics.jsonl"))
+    assert len(before) == 9
+    assert polyfed("compare", "a", "--quiet")[1] == out
+    assert sorted((p, p.stat().st_mtime_ns) for p in polyfed.here.rglob("metrics.jsonl")) == before
+    status, _, err = polyfed("compare", "a", "--trials", "5")
+    assert (status, "has decided what is compared, so --trials has no place here" in err) == (2, True)
+
+
 def test_one_dealing_for_all_seeds(polyfed):
     status, out, err = polyfed(
         "compare", "fedavg_digits", *SMALL, "--seeds", "0,1", "--algorithms", "fedavg", "--same_data", "--out", "a"
@@ -96,7 +126,11 @@ def test_one_dealing_for_all_seeds(polyfed):
         (["fedavg_digits", "--algorithms", "fedavgg"], "did you mean fedavg"),
         (["fedavg_digits", "--algorithms", "fedavg,fedavg"], "--algorithms has 'fedavg' twice"),
         (["fedavg_digits", "--seeds", "0,one"], "--seeds must be whole numbers"),
-        (["fedavg_digits", "--tune", "lr"], "--tune takes 'grid', or fields with numbers"),
+        (["fedavg_digits", "--tune", "lr"], "--tune takes 'grid', or each field with its values"),
+        (["fedavg_digits", "--tune", "lr=0.1;lr=0.2"], "--tune takes 'grid', or each field with its values"),
+        (["fedavg_digits", "--tune", "lr=0.1..0.2"], "needs a number of runs a method"),
+        (["fedavg_digits", "--trials", "few"], "--trials must be a whole number"),
+        (["fedavg_digits", "--trials", "3"], "trials=3 searches nothing"),
         (["fedavg_digits", "--tune", "grid"], "searched on validation examples"),
         (["fedavg_digits", "--hyper", "hyper.yaml"], "fedavg has no field 'mu'"),
         (["fedavg_digits", "--hyper", "nothing.yaml"], "cannot read nothing.yaml"),

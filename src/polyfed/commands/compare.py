@@ -10,16 +10,17 @@ from rich.table import Table
 
 from polyfed.algorithms import get, name_of
 from polyfed.checks import check_models
-from polyfed.commands.experiment import Experiment, from_config, like, participants
+from polyfed.commands.experiment import Experiment, from_config, participants
 from polyfed.commands.words import flag, number, take
-from polyfed.comparison import carry_out, methods_of
-from polyfed.errors import UserError, nearest
+from polyfed.comparison import by_name, carry_out, methods_of
+from polyfed.errors import RoundError, UserError, nearest
 from polyfed.plans import Cast, Method, Plan
 from polyfed.runs.comparison import DESCRIPTION, Comparison, read_description, reading_of
 from polyfed.runs.configuration import described
 from polyfed.runs.directory import read_config
 from polyfed.runs.summary import Budget, Reading
 from polyfed.settings import Settings
+from polyfed.tuning import GRID, number_or_word
 
 _READING = ("budget", "target", "parallel", "quiet")  # what may be asked of a directory
 
@@ -34,7 +35,8 @@ class Asked:
         seeds: of the runs; None is 0, 1 and 2.
         hyper: a YAML file with the fields of methods, by label.
         budget, target: how results are read; None leaves what the directory says, or the defaults.
-        tune: fields to search and their values, "lr=0.01,0.1;mu=0.1,1", or "grid".
+        tune: fields to search and their values or ranges, "lr=0.01,0.1;mu=0.01..1", or "grid".
+        trials: runs a method has in the search, by Optuna; None tries all combinations.
         same_data: the first seed deals the data for all.
         parallel: runs at once.
         quiet: no progress.
@@ -46,6 +48,7 @@ class Asked:
     budget: str | None = None
     target: float | None = None
     tune: str | None = None
+    trials: int | None = None
     same_data: bool = False
     parallel: int | Literal["auto"] = "auto"
     quiet: bool = False
@@ -69,6 +72,7 @@ def read_words(words: list[str]) -> Asked:
     words[:] = ["--same_data" if word == "--same-data" else word for word in words]
     algorithms, seeds, target = take(words, "--algorithms"), take(words, "--seeds"), take(words, "--target")
     hyper, parallel = take(words, "--hyper"), take(words, "--parallel") or "auto"
+    trials = take(words, "--trials")
     several = "whole numbers with commas between, such as 0,1,2"
     return Asked(
         algorithms=tuple(name.strip() for name in algorithms.split(",")) if algorithms else (),
@@ -77,6 +81,7 @@ def read_words(words: list[str]) -> Asked:
         budget=take(words, "--budget"),
         target=None if target is None else number("--target", target, float, "a number"),
         tune=take(words, "--tune"),
+        trials=None if trials is None else number("--trials", trials, int, "a whole number"),
         same_data=flag(words, "--same_data"),
         parallel="auto" if parallel == "auto" else number("--parallel", parallel, int, "a whole number, or auto"),
         quiet=flag(words, "--quiet"),
@@ -93,10 +98,11 @@ def run(config: Mapping[str, Any], asked: Asked, title: str, out: Path, console:
 
     Raises:
         UserError: what `polyfed.compare` refuses, hyper-parameters that do not fit, or another comparison in `out`.
+        RoundError: methods failed; the others are told.
     """
     experiment = from_config(config)
     methods = _methods(experiment, asked)
-    search = None if asked.tune is None else _search(asked.tune, experiment.algorithm)
+    search = None if asked.tune is None else _search(asked.tune)
     kept = {key: value for key, value in config.items() if key not in ("baselines", "seed")}
     description = {
         "config": kept,
@@ -104,8 +110,8 @@ def run(config: Mapping[str, Any], asked: Asked, title: str, out: Path, console:
         "same_data": asked.same_data,
     }
     plan = _plan(description, methods, asked.seeds or (0, 1, 2), title, out)
-    plan = replace(plan, reading=asked.reading(), search=search, parallel=asked.parallel, quiet=asked.quiet)
-    show(carry_out(plan), console or Console())
+    plan = replace(plan, reading=asked.reading(), search=search, trials=asked.trials)
+    _carry_out(replace(plan, parallel=asked.parallel, quiet=asked.quiet), console)
 
 
 def go_on(folder: Path, asked: Asked, rest: Sequence[str] = (), console: Console | None = None) -> None:
@@ -114,6 +120,7 @@ def go_on(folder: Path, asked: Asked, rest: Sequence[str] = (), console: Console
 
     Raises:
         UserError: something is asked for that the directory has decided, or the clients were made in Python.
+        RoundError: as for `run`.
     """
     decided = {f.name: getattr(asked, f.name) for f in fields(Asked) if f.name not in _READING}
     if other := [*rest, *(f"--{name}" for name, value in decided.items() if value)]:
@@ -129,9 +136,16 @@ def go_on(folder: Path, asked: Asked, rest: Sequence[str] = (), console: Console
         for label, entry in experiment["methods"].items()
     }
     plan = _plan(experiment, methods, tuple(kept["seeds"]), kept["title"], folder)
-    reading = asked.reading(reading_of(kept))
-    plan = replace(plan, reading=reading, search=kept.get("search"), parallel=asked.parallel, quiet=asked.quiet)
-    show(carry_out(plan), console or Console())
+    plan = replace(plan, reading=asked.reading(reading_of(kept)), search=kept.get("search"), trials=kept.get("trials"))
+    _carry_out(replace(plan, parallel=asked.parallel, quiet=asked.quiet), console)
+
+
+def _carry_out(plan: Plan, console: Console | None) -> None:
+    found = carry_out(plan)
+    show(found, console or Console())
+    if found.failed:
+        raise RoundError(f"no results of {', '.join(found.failed)}, for the reason told above: give other hyper-parameters "
+                         "(--hyper FILE) and another --out, or leave the method out")  # fmt: skip
 
 
 def _plan(
@@ -179,29 +193,24 @@ def _one(label: str, entry: Any, known: Mapping[str, Method], experiment: Experi
         raise UserError(f"{file}: {name} has no field {unknown[0]!r}; {nearest(str(unknown[0]), names)}")
     if name in known:
         return replace(known[name], **changes)  # type: ignore[type-var]
-    return like(name, experiment.algorithm, changes)
+    return by_name(name, experiment.algorithm, changes)
 
 
-def _search(text: str, method: Method) -> dict[str, list[Any]]:
-    """The fields and values of `--tune`.
+def _search(text: str) -> dict[str, list[Any] | str]:
+    """The fields of `--tune` with their values or range.
 
-    >>> _search("lr=0.01,0.1; mu=1", get("fedprox")())
-    {'lr': [0.01, 0.1], 'mu': [1.0]}
-    >>> _search("grid", get("fedprox")(lr=0.3))
-    {'lr': [0.1, 0.3, 0.9]}
+    >>> _search("lr=0.001..0.3; mu=1")
+    {'lr': '0.001..0.3', 'mu': [1]}
     """
-    if text == "grid":
-        lr: float = getattr(method, "lr", 0.01)
-        return {"lr": [float(f"{lr * factor:.4g}") for factor in (1 / 3, 1, 3)]}
-    found: dict[str, list[Any]] = {}
+    if text == GRID:
+        return {"lr": GRID}
+    found: dict[str, list[Any] | str] = {}
     for part in text.split(";"):
-        name, equals, values = part.strip().partition("=")
-        try:
-            found[name] = [float(value) for value in values.split(",")] if equals else []
-        except ValueError:
-            found[name] = []
-        if not found[name]:
-            raise UserError(f"--tune takes 'grid', or fields with numbers such as 'lr=0.01,0.1;mu=0.1,1', got {text!r}")
+        name, _, values = (word.strip() for word in part.partition("="))
+        if not values or name in found:
+            raise UserError("--tune takes 'grid', or each field with its values or range, such as "
+                            f"'lr=0.001..0.3;mu=0.1,1', got {text!r}")  # fmt: skip
+        found[name] = values if ".." in values else [number_or_word(value.strip()) for value in values.split(",")]
     return found
 
 
@@ -216,11 +225,13 @@ def show(found: Comparison, console: Console) -> None:
     console.print(_costs(content))
     for label, reason in found.left_out.items():
         console.print(f"left out {label}: {reason}", highlight=False, soft_wrap=True)
+    for label, reason in found.failed.items():
+        console.print(f"failed {label}: {reason}", highlight=False, soft_wrap=True)
     if content["tuning"] is not None:
         console.print(f"searched {content['tuning']['told']}", highlight=False, soft_wrap=True)
         for label, one in content["tuning"]["methods"].items():
             if one["chosen"]:
-                chosen = ", ".join(f"{name} {value:g}" for name, value in one["chosen"].items())
+                chosen = ", ".join(f"{name} {_value(value)}" for name, value in one["chosen"].items())
                 console.print(f"  {label}: {chosen} of {_many(one['runs'], 'run')}", highlight=False, soft_wrap=True)
     for sentence in found.verdicts:
         console.print(sentence, highlight=False, soft_wrap=True)
@@ -277,6 +288,10 @@ def _costs(content: Mapping[str, Any]) -> Table:
             _number(reached["round"]), _megabytes(reached["bytes"]), _number(reached["seconds"]),
         )  # fmt: skip
     return table
+
+
+def _value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _many(number: int, thing: str) -> str:

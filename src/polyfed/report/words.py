@@ -67,6 +67,7 @@ def notes(setting: Setting) -> list[str]:
     told = setting.results
     found = [_upper(_sentence(text)) for text in told.get("notes", ())]
     found += [f"Left out: {_sentence(text)}" for text in told.get("left_out", {}).values()]
+    found += [f"Failed: {_sentence(text)}" for text in told.get("failed", {}).values()]
     return [*found, f"Rounds: {_sentence(told['budget']['told'])}"] if "budget" in told else found
 
 

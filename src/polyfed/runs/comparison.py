@@ -60,6 +60,7 @@ A comparison directory holds one run directory per method and seed, `METHOD/seed
     }, ...
   },
   "left_out": {"fedavg": "fedavg needs one architecture, but ..."},       methods that the federation does not suit, and why
+  "failed": {"fedprox": "round 3, ...: training diverged ..."},            methods of which a run failed, and why
   "verdicts": ["client-000 gains 4.1 to 6.0 points with fedhenn", ...],    sentences for people
   "notes": ["3 seeds: ..."],                                               what to bear in mind, sentences
   "tuning": null or {"told": "a sentence", "by": "validation", "methods": {"fedavg": {"chosen": {"lr": 0.1}, "runs": 3,
@@ -107,6 +108,11 @@ class Comparison:
     def left_out(self) -> Mapping[str, str]:
         """Methods that the federation does not suit, each with the reason."""
         return dict(self.content["left_out"])
+
+    @property
+    def failed(self) -> Mapping[str, str]:
+        """Methods of which a run could not be completed, each with the reason."""
+        return dict(self.content.get("failed", {}))
 
     def table(self) -> list[dict[str, Any]]:
         """One row a method: `method`; `mean` over clients and seeds with its interval `low`, `high`; `worst` client, `p10`

@@ -31,14 +31,14 @@ class _Running(NamedTuple):
 
 def side_by_side(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int) -> Iterator[tuple[Key, Any]]:
     """The results of `tasks`, each as it is finished; up to `processes` run at once, and one task is taken from
-    the iterator ahead.
+    the iterator ahead. A run that cannot be completed has its error for a result, and the others go on.
 
     Args:
         tasks: what names a task, and what it does; its result must be plain data.
         processes: 1 runs all in this process.
 
     Raises:
-        UserError, ClientError, RoundError: as the first task that fails raises them; the others are stopped.
+        UserError: as the first task raises it; the others are stopped.
         ChildProcessError: a process died.
 
     >>> sorted(side_by_side(iter([("a", lambda: 1), ("b", lambda: 2)]), processes=2))
@@ -46,7 +46,11 @@ def side_by_side(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int)
     """
     if processes == 1:
         for key, task in tasks:
-            yield key, task()
+            try:
+                result = task()
+            except (ClientError, RoundError) as error:
+                result = error
+            yield key, result
         return
     running: dict[Connection, _Running] = {}
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # the first imports a second's worth, once for all
@@ -116,10 +120,10 @@ def _received(pipe: Connection, process: Any, key: Any) -> Any:
     process.join()
     if "error" not in answer:
         return answer["result"]
-    kinds: dict[str, Callable[..., Exception]] = {
-        "UserError": UserError, "RoundError": RoundError, "ClientError": ClientError,
-    }  # fmt: skip
-    raise kinds[answer["error"]](*answer["arguments"])
+    if answer["error"] == "UserError":
+        raise UserError(*answer["arguments"])
+    kinds: dict[str, Callable[..., Exception]] = {"RoundError": RoundError, "ClientError": ClientError}
+    return kinds[answer["error"]](*answer["arguments"])
 
 
 def _stop(running: dict[Connection, _Running]) -> None:

@@ -137,7 +137,7 @@ def summarise(
         for label in labels
     }
     _add_statistics(content)
-    content["left_out"] = dict(description["left_out"])
+    content |= {"left_out": dict(description["left_out"]), "failed": dict(description.get("failed", {}))}
     contenders = {label: rank for label, rank in ranks.items() if label != reference}
     leader = max(contenders, key=contenders.__getitem__) if contenders else None
     content["verdicts"] = _verdicts(content, leader)

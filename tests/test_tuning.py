@@ -1,0 +1,128 @@
+"""Hyper-parameters of a comparison: found on validation examples, by a grid or by Optuna, also when a run diverges."""
+
+import subprocess
+import sys
+
+import pytest
+
+import polyfed as pf
+from polyfed.algorithms import FedProx
+from polyfed.runs.comparison import read
+from polyfed.testing import small_clients
+
+QUICK = {"rounds": 2, "seeds": [0, 1], "parallel": 1, "quiet": True}
+
+
+def misleading():
+    """Two clients whose test labels are wrong and whose validation labels are right."""
+    return [pf.Client(c.id, c.model, c.train, (c.test.x, (c.test.y + 1) % 3), val=c.train) for c in small_clients(2)]
+
+
+def files(folder):
+    return sorted((p, p.stat().st_mtime_ns) for p in folder.rglob("metrics.jsonl"))
+
+
+@pytest.mark.slow
+def test_the_grid_is_searched_on_validation_examples_alone(tmp_path):
+    """A rate of 1e-9 learns nothing and 0.5 does: validation finds it, though the test labels are wrong."""
+    clients, words = misleading(), QUICK | {"rounds": 8, "tune": {"lr": [1e-9, 0.5]}}
+    found = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
+    tuning = found.content["tuning"]
+    assert list(tuning["methods"]) == ["local", "fedavg", "fedavg_ft", "fedprox"]
+    assert all(entry["chosen"] == {"lr": 0.5} for entry in tuning["methods"].values())
+    assert all(entry["runs"] == 2 for entry in tuning["methods"].values())
+    assert found.content["methods"]["fedprox"]["fields"]["lr"] == 0.5
+    assert found.content["best_by"] == "validation"
+    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("metrics.jsonl"))
+    again = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
+    assert again.content == found.content
+    assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("metrics.jsonl")) == before  # nothing repeated
+
+
+@pytest.mark.slow
+def test_optuna_finds_a_rate_in_a_range_and_repeats_nothing(tmp_path):
+    """Half of the range, by its logarithm, learns nothing in eight rounds; what is found does."""
+    clients = misleading()
+    words = QUICK | {"rounds": 8, "tune": {"lr": "1e-7..0.5", "mu": [0.0, 0.01]}, "trials": 6}
+    found = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
+    tuning = found.content["tuning"]
+    assert "6 runs at most" in tuning["told"]
+    assert "by Optuna" in tuning["told"]
+    for label, entry in tuning["methods"].items():
+        assert entry["runs"] == 6
+        assert set(entry["chosen"]) == ({"lr", "mu"} if label == "fedprox" else {"lr"})
+        rates = [one["fields"]["lr"] for one in entry["tried"]]
+        assert len(set(rates)) == 6
+        assert all(1e-7 <= rate <= 0.5 for rate in rates)
+        best = max(entry["tried"], key=lambda one: one["validation"])
+        assert entry["chosen"] == best["fields"]
+        assert entry["chosen"]["lr"] > 0.01
+        assert found.content["methods"][label]["fields"]["lr"] == entry["chosen"]["lr"]
+    before = files(tmp_path)
+    assert pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a").content == found.content
+    assert files(tmp_path) == before
+
+
+SCRIPT = """
+import sys
+import polyfed as pf
+from tests.test_tuning import misleading
+pf.compare(misleading(), ["fedprox"], rounds=25, seeds=[0], parallel=2, out=sys.argv[1], quiet=True,
+           tune={"lr": "0.001..0.5"}, trials=3)
+"""
+
+
+@pytest.mark.slow
+def test_a_search_by_optuna_that_was_killed_asks_for_the_same_runs_again(tmp_path):
+    def call(out):
+        return subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)])
+
+    assert call(tmp_path / "whole").wait() == 0
+    out = tmp_path / "killed"
+    process = call(out)
+    while len(list(out.glob("tuning/*/*/models"))) < 6:  # four methods: the second trial has begun
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert call(out).wait() == 0
+
+    def searched(folder):
+        return sorted(str(p.relative_to(folder)) for p in folder.glob("tuning/*/*/metrics.jsonl"))
+
+    assert searched(out) == searched(tmp_path / "whole")
+    contents = [read(folder).content for folder in (tmp_path / "whole", out)]
+    assert contents[0]["tuning"] == contents[1]["tuning"]
+    for label, method in contents[0]["methods"].items():
+        assert method["runs"]["0"]["scores"] == contents[1]["methods"][label]["runs"]["0"]["scores"]
+
+
+@pytest.mark.parametrize("asked", [{"tune": {"lr": [0.1, 1e38]}}, {"tune": {"lr": [1e38, 0.1]}, "trials": 8}])
+def test_a_rate_that_diverges_is_tried_and_does_not_win(asked):
+    found = pf.compare(misleading(), ["fedprox"], **(QUICK | asked))
+    assert found.failed == {}
+    for entry in found.content["tuning"]["methods"].values():
+        assert entry["chosen"] == {"lr": 0.1}
+        assert {one["fields"]["lr"]: one["validation"] is None for one in entry["tried"]} == {0.1: False, 1e38: True}
+
+
+def test_a_method_that_diverges_with_every_rate_has_failed():
+    """Of the methods only FedProx has mu, and 1e30 is beyond what it can bear."""
+    found = pf.compare(misleading(), [FedProx(batch_size=4)], **QUICK, tune={"mu": [1e30, 1e31]})
+    assert found.failed.keys() == {"fedprox"}
+    assert [row["method"] for row in found.table()] == ["local", "fedavg", "fedavg_ft"]
+
+
+def test_the_grid_is_around_what_each_method_has():
+    methods = {"mild": FedProx(lr=0.01), "bold": FedProx(lr=0.3)}
+    found = pf.compare(misleading(), methods, **(QUICK | {"seeds": [0]}), tune={"lr": "grid"})
+    told = found.content["tuning"]["methods"]
+    assert [one["fields"]["lr"] for one in told["mild"]["tried"]] == [0.003333, 0.01, 0.03]
+    assert [one["fields"]["lr"] for one in told["bold"]["tried"]] == [0.1, 0.3, 0.9]
+    with pytest.raises(pf.UserError, match="schedule of a method is 'constant', of which there is no third"):
+        pf.compare(misleading(), methods, **QUICK, tune={"schedule": "grid"})
+
+
+def test_whole_numbers_stay_whole():
+    """pFedMe's k is a number of steps."""
+    found = pf.compare(misleading(), ["pfedme"], **QUICK, tune={"k": "1..3"}, trials=2)
+    assert isinstance(found.content["methods"]["pfedme"]["fields"]["k"], int)
