@@ -72,19 +72,22 @@ def details(name: str) -> str:
 
 
 def results(name: str) -> str:
-    """The tables of benchmarks/README.md in which a method stands: its rows beside those of `BESIDE`."""
+    """The tables of benchmarks/README.md in which a method stands: its rows beside those of `BESIDE`, below what introduces
+    the table, and what is said in bold of the method between the tables."""
     found = []
-    for title, header, rows in benchmark_tables():
+    for title, introduced, header, rows in benchmark_tables():
+        owners = _owners(rows)
         if any(f"`{name}`" in cell for cell in _cells(header)[1:]):
             shown = rows
-        elif any(_of(row) == name for row in rows):
-            shown = [row for row in rows if _of(row) in (name, *BESIDE)]
+        elif name in owners:
+            shown = [row for row, owner in zip(rows, owners, strict=True) if owner in (name, *BESIDE)]
         else:
             continue
         plain, _, script = title.partition(": `")
         script = f" (`{script.split('`')[0]}`)" if script else ""
         ruled = "|" + "---|" * len(_cells(header))
-        found.append("\n".join([f"**{plain}**{script}", "", header, ruled, *shown]))
+        told = [introduced, ""] if introduced else []
+        found.append("\n".join([f"**{plain}**{script}", "", *told, header, ruled, *shown]))
     if not found:
         return "No script of ours has measured it against the others yet."
     told = (
@@ -93,8 +96,9 @@ def results(name: str) -> str:
     return "\n\n".join([told, *found])
 
 
-def benchmark_tables() -> Iterator[tuple[str, str, list[str]]]:
-    """Heading of the section, header and rows of each table of benchmarks/README.md."""
+def benchmark_tables() -> Iterator[tuple[str, str, str, list[str]]]:
+    """Of each table of benchmarks/README.md the heading of its section, a line before it that ends with a colon and
+    introduces it (or nothing), its header and its rows."""
     title, lines = "", (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines):
         if line.startswith("## "):
@@ -105,7 +109,8 @@ def benchmark_tables() -> Iterator[tuple[str, str, list[str]]]:
                 if not row.startswith("|"):
                     break
                 rows.append(row)
-            yield title, lines[number - 1], rows
+            before = "\n".join(lines[: number - 1]).rstrip().split("\n\n")[-1].replace("\n", " ")
+            yield title, before if before.endswith(":") and not before.startswith("#") else "", lines[number - 1], rows
 
 
 def four_spaces(markdown: str) -> str:
@@ -150,10 +155,20 @@ def _cells(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip().strip("|").split("|")]
 
 
-def _of(row: str) -> str:
-    """The method of a row: what its first cell names in code first, without fields."""
-    named = re.match(r"\**`(\w+)[ `]", _cells(row)[0])
-    return named[1] if named else ""
+def _owners(rows: list[str]) -> list[str]:
+    """The method of each row: what its first cell names in code first, without fields; a row that begins with a number is
+    another setting of the method before.
+
+    >>> _owners(["| `pfedla`, `hn_lr` 0.5 | 0.9 |", "| **2** (chosen) | 0.8 |", "| alone | 0.7 |"])
+    ['pfedla', 'pfedla', '']
+    """
+    found: list[str] = []
+    for row in rows:
+        first = _cells(row)[0]
+        named = re.match(r"\**`(\w+)[ `]", first)
+        continued = found and re.match(r"\**[0-9]", first)
+        found.append(named[1] if named else found[-1] if continued else "")
+    return found
 
 
 def _deeper(link: "re.Match[str]") -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import polyfed as pf
@@ -110,7 +112,7 @@ def test_budget_of_bytes_compares_at_the_last_round_within_it(tmp_path):
     clients, words = small_clients(3), QUICK | {"rounds": 4}
     whole = pf.compare(clients, ["pfedla"], **words, out=tmp_path / "a")
     curve = whole.content["methods"]["fedavg"]["runs"]["0"]["curve"]
-    found = pf.compare(clients, ["pfedla"], **words, out=tmp_path / "a", budget=f"bytes={curve[1][2]}", target=2.0)
+    found = pf.compare(clients, ["pfedla"], **words, out=tmp_path / "a", budget=f"bytes={curve[1][2]}", target=1.0)
     run = found.content["methods"]["fedavg"]["runs"]["0"]
     assert (run["round"], run["bytes"], run["mean"]) == (2, curve[1][2], curve[1][1])
     assert found.content["methods"]["local"]["runs"]["0"]["round"] == 4  # sends nothing
@@ -149,6 +151,19 @@ def test_what_is_refused():
         (["fedavg"], {"seeds": []}, "seeds must be different whole numbers"),
         (["fedavg"], {"seeds": [1, 1]}, "seeds must be different whole numbers"),
         (["fedavg"], {"budget": "hours=3"}, "unknown budget 'hours'"),
+        (["fedavg"], {"budget": "bytes=inf"}, "with a positive limit, got bytes=inf"),
+        (["fedavg"], {"target": 80}, "a share such as 0.8 and not 80, got 80"),
+        (["fedavg"], {"target": float("nan")}, "a share such as 0.8 and not 80, got nan"),
+        (["fedavg"], {"target": "0.8"}, "a share such as 0.8 and not 80, got '0.8'"),
+        (["fedavg"], {"seeds": 3}, "seeds must be different whole numbers, such as"),
+        (None, {}, "must be a list of names or methods"),
+        ({"local": FedAvg()}, {}, "'local' is the name of another method than fedavg"),
+        ({"tuning": FedAvg()}, {}, "'tuning' is a name in the directory"),
+        ({1: FedAvg()}, {}, "label must be a word"),
+        (["fedavg"], {"tune": {}}, "tune must be fields with the values to try"),
+        (["fedavg"], {"tune": ["lr"]}, "tune must be fields with the values to try"),
+        (["fedavg"], {"tune": {"lr": torch.tensor([0.1])}}, "must be a list of at least one"),
+        (["fedavg"], {"tune": {"weight_decay": "grid"}}, "weight_decay of a method is 0.0, of which there is no third"),
         (["fedavg"], {"budget": "bytes=many"}, "the limit of a budget must be a number"),
         (["fedavg"], {"parallel": 0}, "parallel must be 'auto' or a number of runs from 1, got 0"),
         ({"../x": "fedavg"}, {}, "label must be a word"),
@@ -237,6 +252,35 @@ def test_a_process_that_dies_or_fails_is_told_and_stops_the_others():
     with pytest.raises(pf.UserError, match="no such file"):
         list(side_by_side(iter([("a", refused), ("b", late)]), 2))
     assert time.monotonic() - start < 20
+
+
+def test_networks_that_begin_with_other_weights_are_another_comparison(tmp_path):
+    def zeros():
+        net = small_clients(1)[0].model()
+        for parameter in net.parameters():
+            nn.init.zeros_(parameter)
+        return net
+
+    pf.compare(small_clients(2), ["fedprox"], **QUICK, out=tmp_path / "a")
+    other = [pf.Client(c.id, zeros, c.train, c.test, c.val) for c in small_clients(2)]
+    with pytest.raises(pf.UserError, match="first_weights was"):
+        pf.compare(other, ["fedprox"], **QUICK, out=tmp_path / "a")
+
+
+def test_a_run_that_does_not_belong_there_is_refused_and_an_empty_model_is_made_again(tmp_path):
+    found = pf.compare(small_clients(2), ["fedprox"], **QUICK, out=tmp_path / "a")
+    (tmp_path / "a/local/seed-1/models/client-0.safetensors").write_bytes(b"")
+    pf.compare(small_clients(2), ["fedprox"], **QUICK, out=tmp_path / "a")
+    assert (tmp_path / "a/local/seed-1/models/client-0.safetensors").stat().st_size > 0
+    shutil.rmtree(tmp_path / "a/local/seed-1")
+    shutil.copytree(tmp_path / "a/local/seed-0", tmp_path / "a/local/seed-1")
+    with pytest.raises(
+        pf.UserError, match="does not hold the run that belongs there: seed was 0 and is now 1; remove it"
+    ):
+        pf.compare(small_clients(2), ["fedprox"], **QUICK, out=tmp_path / "a")
+    shutil.rmtree(tmp_path / "a/local/seed-1")
+    again = pf.compare(small_clients(2), ["fedprox"], **QUICK, out=tmp_path / "a")
+    assert without_seconds(again.content) == without_seconds(found.content)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

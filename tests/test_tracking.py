@@ -245,6 +245,27 @@ def test_tensorboard_reads_back_what_metrics_has(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
+def test_what_tensorboard_could_not_write_is_added_when_the_run_goes_on(tmp_path, monkeypatch):
+    good = tracking.TensorBoard.log
+
+    def full(self, round, values):
+        if round == 2:
+            raise OSError("no space left on device")
+        good(self, round, values)
+
+    out = tmp_path / "run"
+    monkeypatch.setattr(tracking.TensorBoard, "log", full)
+    with pytest.warns(RuntimeWarning, match="not tracked with tensorboard from here on: .*no space"):
+        play(out, "tensorboard")
+    assert [step for step, _ in read_events(out)["seconds"]] == [1]
+    monkeypatch.setattr(tracking.TensorBoard, "log", good)
+    lose(out, after=3)
+    go_on(out, "tensorboard")
+    check_series(read_events(out), out)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
 def test_mlflow_reads_back_what_metrics_has(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     from mlflow import MlflowClient

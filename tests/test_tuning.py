@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import polyfed as pf
 from polyfed.algorithms import FedProx
@@ -120,6 +121,22 @@ def test_the_grid_is_around_what_each_method_has():
     assert [one["fields"]["lr"] for one in told["bold"]["tried"]] == [0.1, 0.3, 0.9]
     with pytest.raises(pf.UserError, match="schedule of a method is 'constant', of which there is no third"):
         pf.compare(misleading(), methods, **QUICK, tune={"schedule": "grid"})
+
+
+def test_equal_values_are_tried_once_and_thirds_of_whole_numbers_are_whole():
+    words = QUICK | {"seeds": [0], "parallel": 2}
+    found = pf.compare(misleading(), ["pfedme"], **words, tune={"lr": [0.1, 0.10], "k": "grid"})
+    tried = [one["fields"] for one in found.content["tuning"]["methods"]["pfedme"]["tried"]]
+    assert tried == [{"lr": 0.1, "k": k} for k in (2, 5, 15)]
+
+
+def test_values_that_only_the_clients_refuse_are_found_before_anything_is_written(tmp_path):
+    clients, words = misleading(), {**QUICK, "out": tmp_path / "a", "public": torch.randn(20, 6)}
+    with pytest.raises(pf.UserError, match="not all values that are to be searched for fedhenn suit these clients"):
+        pf.compare(clients, ["fedhenn"], **words, tune={"rad_size": [10, 5000]})
+    assert not (tmp_path / "a").exists()
+    found = pf.compare(clients, ["fedhenn"], **words, tune={"rad_size": [5, 10]})  # the default, 5,000, would not fit
+    assert found.content["methods"]["fedhenn"]["fields"]["rad_size"] in (5, 10)
 
 
 def test_whole_numbers_stay_whole():

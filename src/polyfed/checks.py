@@ -261,6 +261,22 @@ def _stable(transform: Any) -> str:
     return repr(transform) if is_dataclass(transform) else getattr(transform, "__qualname__", type(transform).__name__)
 
 
+def first_weights(clients: Sequence[Client]) -> str:
+    """A short hash of the weights with which the clients' networks begin at seed 0: the fingerprint knows their forms alone,
+    and networks that come with weights of their own have the same."""
+    total, seen = hashlib.sha256(), dict[int, bytes]()
+    for client in sorted(clients, key=lambda c: c.id):
+        if client.model is not None and id(client.model) not in seen:
+            state = new_module(client.model, seed=0).state_dict()
+            content = hashlib.blake2b()
+            for name, tensor in state.items():
+                content.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+                content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            seen[id(client.model)] = content.digest()
+        total.update(seen.get(id(client.model), b"none"))
+    return total.hexdigest()[:16]
+
+
 def fingerprint(clients: Sequence[Client], public: Examples | None = None) -> str:
     """A short hash of every example of every client, of ids, tasks and architectures, and of the public examples: a run
     may only be resumed with the same."""

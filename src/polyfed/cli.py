@@ -152,7 +152,7 @@ def _compare(words: list[str]) -> None:
       --trials N           in that search N runs a method by Optuna, which also takes ranges: "lr=0.001..0.3"
       --parallel N         runs at once (default: one per core where a round has few clients)
       --out DIR            (default: runs/compare-NAME-DATE-TIME); the same command with the same DIR goes on
-      --scale, --variant, --quiet, --print_config, and all other options of polyfed run
+      --scale, --variant, --quiet, --print_config, and all other options of polyfed run but --seed and --track
     """
     from polyfed.commands import compare, options
 
@@ -163,6 +163,9 @@ def _compare(words: list[str]) -> None:
         compare.go_on(Path(words[0]), asked, [*words[1:], *([] if out is None else ["--out"])])
         return
     recipe, config, note = _chosen_recipe(words)
+    for option, cure in (("--seed", "give --seeds, one or several"), ("--track", "polyfed run has it")):
+        if take(words, option) is not None:
+            raise UserError(f"polyfed compare takes no {option}; {cure}")
     config = options.parse(words, config, "polyfed compare")
     if note and not asked.quiet:
         print(note, file=sys.stderr)

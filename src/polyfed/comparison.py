@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from polyfed import checks, tuning
 from polyfed.algorithm import Algorithm, Client
-from polyfed.algorithms import FedAvg, FedAvgFT, Local, get, name_of
+from polyfed.algorithms import REGISTRY, FedAvg, FedAvgFT, Local, get, name_of
 from polyfed.data.examples import as_examples
 from polyfed.errors import Interrupted, UserError
 from polyfed.evaluation import SCORE
@@ -90,6 +90,8 @@ def compare(
     >>> [row["method"] for row in found.table()]
     ['local', 'fedavg', 'fedavg_ft', 'fedprox']
     """
+    if not isinstance(seeds, Sequence):
+        raise UserError(f"seeds must be different whole numbers, such as [0, 1, 2], got {seeds!r}")
     settings = Settings(
         rounds=rounds, sample=sample, engine=engine, workers=workers, ray_address=ray_address,
         gpus_per_worker=gpus_per_worker, device=device, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
@@ -115,7 +117,7 @@ def methods_of(
     >>> list(methods_of(["pfedla", "local"]))
     ['fedavg', 'fedavg_ft', 'pfedla', 'local']
     """
-    if isinstance(given, str | Algorithm):
+    if isinstance(given, str | Algorithm) or not isinstance(given, Sequence | Mapping):
         raise UserError(f"methods must be a list of names or methods, or a mapping from labels to them, got {given!r}")
     pairs: list[tuple[str | None, Any]] = (
         list(given.items()) if isinstance(given, Mapping) else [(None, method) for method in given]
@@ -130,6 +132,10 @@ def methods_of(
                 f"methods must be names or methods, for example polyfed.algorithms.FedAvg(), got {method!r}"
             )
         name = name_of(made) if label is None else label
+        if name in REGISTRY and name != name_of(made):
+            raise UserError(
+                f"{name!r} is the name of another method than {name_of(made)}; give that a label of its own"
+            )
         if name in found:
             raise UserError(f"methods has {name!r} twice; give each a label of its own: {{'a': ..., 'b': ...}}")
         found[name] = made
@@ -178,13 +184,15 @@ def carry_out(plan: Plan) -> Comparison:
     failed: dict[str, Failure] = {}
     try:
         if plan.search is not None:
-            methods, description["tuning"], failed = tuning.search(plan, methods)
+            first = description["fingerprints"][str(plan.seeds[0])]
+            methods, description["tuning"], failed = tuning.search(plan, methods, first)
         jobs = [
-            Job(label, method, seed, None if plan.out is None else plan.out / label / f"seed-{seed}")
+            Job(label, method, seed, None if plan.out is None else plan.out / label / f"seed-{seed}",
+                description["fingerprints"][str(seed)])
             for seed in plan.seeds
             for label, method in methods.items()
             if label not in failed
-        ]
+        ]  # fmt: skip
         played, not_played = play(plan, jobs) if jobs else ({}, {})
     except KeyboardInterrupt as stop:
         if plan.out is None:
@@ -219,7 +227,12 @@ def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, .
         checks.check_models(cast.clients)
         settings.cohort_size(len(cast.clients))
         for label, method in plan.methods.items():
-            if label not in left_out and (reason := _unsuited(cast, method, settings)):
+            if label in left_out:
+                continue
+            reasons = [_unsuited(cast, one, settings) for one in tuning.variants(plan, method) or [method]]
+            if reason := next(filter(None, reasons), None):
+                if None in reasons:
+                    raise UserError(f"not all values that are to be searched for {label} suit these clients: {reason}")
                 left_out[label] = reason
         data[str(seed)] = _known_of(cast)
         fingerprints[str(seed)] = checks.fingerprint(cast.clients, cast.public)
@@ -242,6 +255,7 @@ def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, .
         "same_clients": len(set(fingerprints.values())) == 1,
         "settings": settings_kept,
         "fingerprints": fingerprints,
+        "first_weights": checks.first_weights(plan.cast(plan.seeds[0]).clients),
         "search": _searched(plan),
         "trials": plan.trials,
         "experiment": plan.experiment,

@@ -14,7 +14,8 @@ from polyfed.algorithm import Algorithm, Client
 from polyfed.data.examples import Examples
 from polyfed.errors import ClientError, RoundError, UserError
 from polyfed.federation import federate, resume
-from polyfed.runs.comparison import finished
+from polyfed.runs.comparison import DESCRIPTION, RESULTS, finished
+from polyfed.runs.configuration import described
 from polyfed.runs.progress import Progress, Silent, for_terminal
 from polyfed.runs.several import side_by_side
 from polyfed.runs.summary import Reading
@@ -24,6 +25,8 @@ Method = Algorithm[Any, Any]
 EQUAL = ("local_epochs", "local_steps", "batch_size")
 """Fields that are the same in every method for an equal number of local steps."""
 _FEW = 10  # clients of a round and core, up to which runs side by side leave no core idle
+TUNING = "tuning"  # folder of the runs of a search
+_TAKEN = (DESCRIPTION, RESULTS, TUNING)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
 
 
@@ -86,8 +89,10 @@ class Plan:
         for seed in self.seeds:
             dataclasses.replace(self.settings, seed=seed)  # which checks it
         for label in self.methods:
-            if not _LABEL.fullmatch(label):
+            if not isinstance(label, str) or not _LABEL.fullmatch(label):
                 raise UserError(f"a method's label must be a word of letters, digits, '_', '.' and '-', got {label!r}")
+            if label in _TAKEN:
+                raise UserError(f"{label!r} is a name in the directory, and cannot be a method's label; choose another")
         counted = isinstance(self.parallel, int) and not isinstance(self.parallel, bool) and self.parallel >= 1
         if self.parallel != "auto" and not counted:
             raise UserError(f"parallel must be 'auto' or a number of runs from 1, got {self.parallel!r}")
@@ -96,13 +101,14 @@ class Plan:
 @final
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One run: the method, the seed, and the run directory or None. It is itself alone: fields of methods may be mappings,
-    which have no hash."""
+    """One run: the method, the seed, the run directory or None, and the fingerprint of the clients. It is itself alone:
+    fields of methods may be mappings, which have no hash."""
 
     label: str
     method: Method
     seed: int
     folder: Path | None
+    data: str
 
 
 History = list[Mapping[str, Any]]
@@ -124,7 +130,10 @@ def play(plan: Plan, jobs: Sequence[Job]) -> tuple[dict[Job, History], dict[Job,
     found: dict[Job, History] = {}
     failed: dict[Job, Failure] = {}
     for job in jobs:
-        past = None if job.folder is None else finished(job.folder, plan.settings.rounds, clients)
+        past = None
+        if job.folder is not None:
+            method = described(job.method, plan.settings)["algorithm"]
+            past = finished(job.folder, plan.settings.rounds, clients, job.seed, method, job.data)
         if past is not None:
             found[job] = list(past)
     missing = [job for job in jobs if job not in found]

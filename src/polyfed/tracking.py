@@ -58,13 +58,20 @@ class TensorBoard(Logger):
     def open(self, folder: Path, title: str, done: int) -> int:
         """Goes on with the files that are there; what they have of rounds after `done` no longer counts."""
         before = any((folder / EVENTS).glob("events.*"))
+        last = min(done, self._last(folder / EVENTS)) if before else 0
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        self._writer = writer(str(folder / EVENTS), purge_step=done + 1 if before else None)
-        return done if before else 0
+        self._writer = writer(str(folder / EVENTS), purge_step=last + 1 if before else None)
+        return last
+
+    @staticmethod
+    def _last(folder: Path) -> int:
+        reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+        events = reader(str(folder), size_guidance={"scalars": 0}).Reload()
+        return max((e.step for e in events.Scalars(_MARK)), default=0) if _MARK in events.Tags()["scalars"] else 0
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
         """A scalar each, on the disk at once: what a killed run has not written would be missing after it is resumed."""
-        for name, value in values.items():
+        for name, value in sorted(values.items(), key=_whole_last):
             self._writer.add_scalar(name, value, round)
         self._writer.flush()
 
@@ -112,7 +119,7 @@ class MLflow(Logger):
     def log(self, round: int, values: Mapping[str, float]) -> None:
         """A metric each, the round as its step."""
         now = int(1000 * time.time())
-        ordered = sorted(values.items(), key=lambda item: item[0] == _MARK)
+        ordered = sorted(values.items(), key=_whole_last)
         metrics = [self._entities.Metric(_allowed(name), value, now, round) for name, value in ordered]
         for part in _parts(metrics, _METRICS):
             self._client.log_batch(self._id, metrics=part)
@@ -120,6 +127,10 @@ class MLflow(Logger):
     def close(self, *, finished: bool) -> None:
         """Says how the run ended."""
         self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
+
+
+def _whole_last(item: tuple[str, float]) -> bool:
+    return item[0] == _MARK
 
 
 LOGGERS: Mapping[str, type[Logger]] = {"tensorboard": TensorBoard, "mlflow": MLflow}

@@ -2,8 +2,9 @@
 
 Without `trials` every combination of the values given is tried, the small grid; with `trials`, that many runs a method,
 chosen by Optuna's tree-structured Parzen estimator, also within ranges. Each is a run of full length with the first seed;
-the best mean validation score after the last round wins, of equals the first. Test examples have no say. Every method gets
-the same number of runs, of those fields that it has. A run that diverges counts as tried, and does not win.
+the best mean validation score after the last round wins, of equals the first. Test examples have no say. With `trials` every
+method has the same number of runs, with all combinations those of the fields that it has; the results tell how many. A run
+that diverges counts as tried, and does not win. `DIR/tuning/METHOD/FIELDS` is the directory of each.
 """
 
 import dataclasses
@@ -14,11 +15,10 @@ from typing import Any, final
 
 from polyfed.errors import UserError, nearest
 from polyfed.evaluation import SCORE
-from polyfed.plans import EQUAL, Failure, Job, Method, Plan, play
+from polyfed.plans import EQUAL, TUNING, Failure, Job, Method, Plan, play
 from polyfed.runs.checkpoint import file_name
 
 GRID = "grid"  # instead of a field's values: a third of what a method has, once and three times it
-FOLDER = "tuning"  # of the comparison directory: METHOD/FIELDS, one run directory each
 _START = 4  # trials at random before Optuna's estimator has its say: searches are small
 Fields = dict[str, Any]
 
@@ -72,6 +72,8 @@ def check(plan: Plan) -> None:
         if trials is not None:
             raise UserError(f"trials={trials} searches nothing; say which fields, as in tune={{'lr': '0.001..0.3'}}")
         return
+    if not isinstance(asked, Mapping) or not asked:
+        raise UserError(f"tune must be fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {asked!r}")
     if trials is not None and (isinstance(trials, bool) or not isinstance(trials, int) or trials < 1):
         raise UserError(f"trials must be a whole number of runs a method from 1, got {trials!r}")
     for name, values in asked.items():
@@ -102,16 +104,18 @@ def _ends(name: str, values: Any) -> tuple[Any, ...]:
     if isinstance(values, str):
         found = Range.parse(values)
         return found.low, found.high
-    if not isinstance(values, Sequence) or not values:
+    if not isinstance(values, Sequence) or not len(values):
         raise UserError(
             f"the values to try for {name} must be a list of at least one, or a range 'LOW..HIGH', got {values!r}"
         )
     return tuple(values)
 
 
-def search(plan: Plan, methods: Mapping[str, Method]) -> tuple[dict[str, Method], dict[str, Any], dict[str, Failure]]:
+def search(
+    plan: Plan, methods: Mapping[str, Method], data: str
+) -> tuple[dict[str, Method], dict[str, Any], dict[str, Failure]]:
     """The methods with what was found best for each, the search as `comparison.json` tells it, and the methods of which
-    each run of the search failed.
+    each run of the search failed. `data` is the fingerprint of the clients of the first seed.
 
     Raises:
         UserError: no run of a method has a validation score.
@@ -119,12 +123,12 @@ def search(plan: Plan, methods: Mapping[str, Method]) -> tuple[dict[str, Method]
     tried: dict[str, list[_Tried]] = {label: [] for label in methods}
     if plan.trials is None:
         combinations = [(label, fields) for label, method in methods.items() for fields in _grid(plan, method)]
-        for one in _played(plan, methods, combinations):
+        for one in _played(plan, methods, combinations, data):
             tried[one.label].append(one)
     else:
         studies = {label: _Study(plan, method) for label, method in methods.items() if _of(plan, method)}
         for _ in range(plan.trials):  # one run of each method at a time: the next depends on what it found
-            for one in _played(plan, methods, [(label, study.ask()) for label, study in studies.items()]):
+            for one in _played(plan, methods, [(label, study.ask()) for label, study in studies.items()], data):
                 studies[one.label].tell(one.validation)
                 tried[one.label].append(one)
     found, failed, told = dict(methods), dict[str, Failure](), dict[str, Any]()
@@ -161,13 +165,13 @@ class _Tried:
     failure: Failure | None
 
 
-def _played(plan: Plan, methods: Mapping[str, Method], tries: Sequence[tuple[str, Fields]]) -> list[_Tried]:
+def _played(plan: Plan, methods: Mapping[str, Method], tries: Sequence[tuple[str, Fields]], data: str) -> list[_Tried]:
     seed, jobs = plan.seeds[0], []
     for label, fields in tries:
         name = ",".join(f"{key}={value}" for key, value in fields.items())
-        folder = None if plan.out is None else plan.out / FOLDER / label / file_name(name)
+        folder = None if plan.out is None else plan.out / TUNING / label / file_name(name)
         changed = dataclasses.replace(methods[label], **fields)  # type: ignore[type-var]
-        jobs.append(Job(f"{label} with {name}", changed, seed, folder))
+        jobs.append(Job(f"{label} with {name}", changed, seed, folder, data))
     histories, failed = play(plan, jobs) if jobs else ({}, {})
     column = f"val_{SCORE[plan.cast(seed).clients[0].task]}"
     return [
@@ -221,12 +225,27 @@ def _distribution(kinds: Any, values: Any) -> Any:
 
 
 def _values(method: Method, name: str, values: Any) -> Any:
+    if not isinstance(values, str):
+        return list(dict.fromkeys(values)) if isinstance(values, Sequence) else values
     if values != GRID:
         return values
     own = getattr(method, name)
-    if isinstance(own, bool) or not isinstance(own, int | float):
+    if isinstance(own, bool) or not isinstance(own, int | float) or not own > 0:
         raise UserError(f"{name} of a method is {own!r}, of which there is no third; give the values to try for {name}")
-    return [float(f"{own * factor:.4g}") for factor in (1 / 3, 1, 3)]
+    around = [own * factor for factor in (1 / 3, 1, 3)]
+    if isinstance(own, int):
+        return list(dict.fromkeys(max(1, round(value)) for value in around))
+    return [float(f"{value:.4g}") for value in around]
+
+
+def variants(plan: Plan, method: Method) -> list[Method]:
+    """The method with the values that are to be tried: all combinations, or the low and the high ends of ranges."""
+    if plan.trials is None:
+        tries = _grid(plan, method)
+    else:
+        ends = {name: _ends(name, values) for name, values in _of(plan, method).items()}
+        tries = [{name: found[k] for name, found in ends.items()} for k in (0, -1)] if ends else []
+    return [dataclasses.replace(method, **fields) for fields in tries]  # type: ignore[type-var]
 
 
 def _fields(method: Method) -> tuple[dataclasses.Field[Any], ...]:

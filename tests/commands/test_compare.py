@@ -32,7 +32,7 @@ def polyfed(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_comparison_from_a_recipe(polyfed):
     """Tables; hyper-parameters from a file; the same command again repeats nothing; other readings of a directory."""
-    (polyfed.here / "hyper.yaml").write_text("strong: {name: fedprox, mu: 5.0}\npfedla: {hn_lr: 0.002}\n")
+    (polyfed.here / "hyper.yaml").write_text("strong: {name: fedprox, mu: 5.0}\npfedla: {hn_lr: 2e-3}\n")
     words = [
         "fedavg_digits",
         *SMALL,
@@ -89,7 +89,7 @@ def test_a_method_that_fails_is_told_and_the_status_is_1(polyfed):
     assert content["failed"].keys() == {"wild"}
     status, out, _ = polyfed("report", "a", "--out", "report.html")
     assert status == 0
-    assert "Failed: round 1" in (polyfed.here / "report.html").read_text()
+    assert "wild failed and is not in the table: round 1" in (polyfed.here / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -131,6 +131,9 @@ def test_one_dealing_for_all_seeds(polyfed):
         (["fedavg_digits", "--tune", "lr=0.1..0.2"], "needs a number of runs a method"),
         (["fedavg_digits", "--trials", "few"], "--trials must be a whole number"),
         (["fedavg_digits", "--trials", "3"], "trials=3 searches nothing"),
+        (["fedavg_digits", "--seed", "3"], "polyfed compare takes no --seed; give --seeds"),
+        (["fedavg_digits", "--track", "mlflow"], "polyfed compare takes no --track; polyfed run has it"),
+        (["fedavg_digits", "--target", "nan"], "a share such as 0.8 and not 80, got nan"),
         (["fedavg_digits", "--tune", "grid"], "searched on validation examples"),
         (["fedavg_digits", "--hyper", "hyper.yaml"], "fedavg has no field 'mu'"),
         (["fedavg_digits", "--hyper", "nothing.yaml"], "cannot read nothing.yaml"),

@@ -88,8 +88,9 @@ def comparison_of():
                 for seed, found in by_seed.items()
             }  # fmt: skip
             middle = mean(run["mean"] for run in runs.values())
-            other = {"p_reference": None if label == reference else {"p": 0.01, "holm": 0.043}}
-            statistics = {"mean": middle, "interval": [middle - 0.02, middle + 0.02], **other}
+            other = {"p_reference": None if label == reference else {"p": 0.01, "holm": 0.043}, "p_best": None}
+            reached = {"reached": 1, "round": 2.0, "bytes": 3 * 2**20, "seconds": 3.0}
+            statistics = {"mean": middle, "interval": [middle - 0.02, middle + 0.02], **other, "to_target": reached}
             methods[label] = {"name": label, "fields": {}, "evaluated": "", "runs": runs, "statistics": statistics}
         first = next(iter(scores.values()))
         told = {"train": 10, "test": 5, "classes": [7, 3]}
@@ -98,7 +99,10 @@ def comparison_of():
             "clients": sorted(next(iter(first.values()))), "same_clients": True, "class_names": ["cat", "dog"],
             "data": {str(seed): dict.fromkeys(found, told) for seed, found in first.items()},
             "budget": {"kind": "steps", "limit": None, "told": "equal local steps"}, "reference": reference,
-            "best": "fedavg", "methods": methods, "left_out": {"fedbn": "fedbn needs one architecture"},
+            "best": "fedavg", "best_by": "test", "target": {"score": 0.55, "told": "asked for"},
+            "tests": {"clients": 2, "smallest_p": 0.5, "told": "Wilcoxon over 2 clients cannot give less than p = 0.5"},
+            "methods": methods, "left_out": {"fedbn": "fedbn needs one architecture"},
+            "failed": {"fedprox": "round 1, client 'north', phase 'reply': it diverged"},
             "verdicts": ["north gains 4.1 to 6.0 points with fedavg"], "notes": ["3 seeds: intervals are wide"],
             "tuning": None,
         }  # fmt: skip

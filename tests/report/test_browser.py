@@ -13,7 +13,7 @@ from polyfed.cli import main
 from polyfed.commands.report import show
 
 pytestmark = pytest.mark.slow
-PHONE, DESKTOP = 390, 1280
+PHONE, DESKTOP, PAPER = 390, 1280, 718
 RECIPES = ("pfedla_table1", "fedhenn_table1", "flha_table1", "fedpnas_fig3")
 PAGES = (*RECIPES, "many", "one", "evil", "seeds", "diverged", "compared")
 EVIL = [
@@ -297,6 +297,44 @@ def test_printed_it_is_still_a_page(visit):
     assert browser.execute_script("return document.querySelector('select').checkVisibility()") is False
     assert browser.execute_script(UNDRAWN)[1] == []
     assert len(browser.execute_cdp_cmd("Page.printToPDF", {})["data"]) > 20_000
+
+
+def test_tables_are_printed_open_and_closed_again(visit):
+    browser = visit("many", PAPER, media="print")
+    state = "return [...document.querySelectorAll('details')].map((one) => one.open)"
+    event = "dispatchEvent(new Event(arguments[0]))"
+    before = browser.execute_script(state)
+    assert before.count(False) >= 2  # the table of 200 clients, and the numbers behind the curves
+    browser.execute_script(event, "beforeprint")
+    assert all(browser.execute_script(state))
+    rows = "return [...document.querySelectorAll('details tbody tr')].filter((row) => row.checkVisibility()).length"
+    assert browser.execute_script(rows) >= 200
+    assert browser.execute_script(
+        "return [...document.querySelectorAll('table')].filter((one) => one.checkVisibility() && "
+        "one.getBoundingClientRect().right > one.parentElement.getBoundingClientRect().right + 1).length"
+    ) == 0  # fmt: skip
+    browser.execute_script(event, "afterprint")
+    assert browser.execute_script(state) == before
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP, 2560])
+def test_long_names_leave_room_for_the_scores(visit, width):
+    browser = visit("evil", width)
+    browser.execute_script("for (const one of document.querySelectorAll('details')) one.open = true")
+    # Of each table that is seen, scrolled to its right end: letters of the last cell that the sticky column leaves free.
+    free = browser.execute_script("""
+      return [...document.querySelectorAll('.wide')].filter((box) => box.checkVisibility()).map((box) => {
+        box.scrollLeft = box.scrollWidth;
+        const name = box.querySelector('tbody th').getBoundingClientRect();
+        const cell = box.querySelector('tbody tr td:last-child').getBoundingClientRect();
+        return Math.min(cell.right, box.getBoundingClientRect().right + 1) - Math.max(cell.left, name.right);
+      });
+    """)
+    assert len(free) >= 3
+    assert min(free) > 30
+    cut = "return [...document.querySelectorAll('th[scope=row]')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
+    assert browser.execute_script(f"{cut}.map((e) => e.textContent === e.title)").count(True) >= 1
+    assert browser.execute_script(f"{cut}.filter((e) => e.textContent !== e.title).map((e) => e.textContent)") == []
 
 
 def test_without_a_script_everything_is_shown(browser, pages):

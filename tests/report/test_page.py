@@ -214,7 +214,7 @@ def test_a_comparison(comparison_of, page, tmp_path):
     assert "0.043" in texts
     assert "cat" in texts
     assert "Training examples by client and class; a client has 10." in " ".join(texts)
-    for damage in ('{"format": 1, "methods": {}}', '{"methods": {}}', "{"):
+    for damage in ('{"format": 1, "methods": {}}', '{"methods": {}}', "{", "[1]"):
         (tmp_path / "comparison.json").write_text(damage)
         with pytest.raises(UserError, match="make it again: polyfed compare"):
             page(tmp_path)

@@ -123,7 +123,7 @@ def go_on(folder: Path, asked: Asked, rest: Sequence[str] = (), console: Console
         RoundError: as for `run`.
     """
     decided = {f.name: getattr(asked, f.name) for f in fields(Asked) if f.name not in _READING}
-    if other := [*rest, *(f"--{name}" for name, value in decided.items() if value)]:
+    if other := [*rest, *(f"--{name}" for name, value in decided.items() if value not in ((), None, False))]:
         raise UserError(f"{folder} has decided what is compared, so {other[0]} has no place here; with a directory, "
                         "polyfed compare takes --budget, --target, --parallel and --quiet")  # fmt: skip
     kept = read_description(folder)
@@ -185,15 +185,19 @@ def _methods(experiment: Experiment, asked: Asked) -> dict[str, Method]:
 def _one(label: str, entry: Any, known: Mapping[str, Method], experiment: Experiment, file: Path | None) -> Method:
     if not (entry is None or isinstance(entry, Mapping)):
         raise UserError(f"{file}: {label} must be a mapping of fields, got {entry!r}")
-    changes = dict(entry or {})
+    # YAML has 1e-3 as a word.
+    changes = {k: number_or_word(v) if isinstance(v, str) else v for k, v in dict(entry or {}).items()}
     name = str(changes.pop("name", label))
     kind = get(name)
     names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     if unknown := [key for key in changes if key not in names]:
         raise UserError(f"{file}: {name} has no field {unknown[0]!r}; {nearest(str(unknown[0]), names)}")
-    if name in known:
-        return replace(known[name], **changes)  # type: ignore[type-var]
-    return by_name(name, experiment.algorithm, changes)
+    try:
+        if name in known:
+            return replace(known[name], **changes)  # type: ignore[type-var]
+        return by_name(name, experiment.algorithm, changes)
+    except UserError as error:
+        raise UserError(f"{file}: {label}: {error}" if entry else str(error)) from error
 
 
 def _search(text: str) -> dict[str, list[Any] | str]:
@@ -266,7 +270,7 @@ def _gains(content: Mapping[str, Any]) -> Table:
     table = _table(title, ("gain", "95 % interval", "lose", f"p ({reference})", "p (best)"))
     for label, method in content["methods"].items():
         s = method["statistics"]
-        lose = "" if s["losers"] is None else f"{s['losers']} of {len(content['clients'])}"
+        lose = "" if s["losers"] is None else f"{s['losers']} of {s['participants']}"
         gain = "" if label == reference else _hundred(s["gain"], "+.1f")
         spread = "" if label == reference else _span(s["gain_interval"], "+.1f")
         table.add_row(label, gain, spread, lose, _p(s["p_reference"]), _p(s["p_best"]))

@@ -87,7 +87,7 @@ def _beside(setting: Setting, key: str, most: int, console: Console) -> Beside:
         for heading, view in _VIEWS.get(run.method, ()):
             try:
                 shown = view(run.folder, found, f"{key}-{position}", most)
-            except UserError as error:
+            except (UserError, OSError) as error:
                 shown = paragraphs([f"Not shown: {error}"])
             if shown:
                 views.setdefault(heading, {})[of] = shown
@@ -192,12 +192,20 @@ def _draw(run: Told, folder: Path, console: Console) -> None:
             shown = ", ".join(str(path) for path in view(folder, run.config, console))
         except UserError as error:
             shown = str(error)
+        except OSError as error:
+            shown = f"no pictures: {error}"
     console.print(f"{run.method}: {shown}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _place(folder: Path) -> Path:
-    (folder / FOLDER).mkdir(exist_ok=True)
-    return folder / FOLDER
+    place = folder / FOLDER
+    try:
+        place.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"no pictures, since the folder {place} cannot be made ({error.strerror}); the page has what they show"
+        ) from error
+    return place
 
 
 def _search(folder: Path, config: Mapping[str, Any], console: Console) -> Iterator[Path]:

@@ -13,9 +13,11 @@ import numpy as np
 
 from polyfed.errors import UserError
 from polyfed.evaluation import SCORE
+from polyfed.report.records import read_rounds
 from polyfed.runs import comparison
-from polyfed.runs.directory import read_config, read_manifest, read_metrics
+from polyfed.runs.directory import read_config, read_manifest
 
+DIGITS = 12  # after the point, of means and differences of scores; what is beyond is rounding
 BASELINES = "baselines"  # folder of a run directory, as `commands.running` makes it
 _LOCAL = "local"
 # Where it ran, and how often it was looked at, does not change what was asked.
@@ -151,10 +153,27 @@ class Setting:
         """The name under which the scores of a client of a seed are shown."""
         return client if self.same_clients or len(self.seeds) == 1 else f"{client}, seed {seed}"
 
+    @cached_property
+    def common(self) -> tuple[int, ...]:
+        """Seeds with a mean score of every line that has one at all: means over other seeds do not stand side by side."""
+        scored = [
+            {run.seed for run, value in zip(line.runs, line.means, strict=True) if value == value}
+            for line in self.lines
+        ]
+        return tuple(sorted(set.intersection(*filter(None, scored)) if any(scored) else ()))
+
+    def counted(self, line: Line) -> list[Told]:
+        """The runs whose means are shown: of the common seeds; all where there is none."""
+        return [run for run in line.runs if run.seed in self.common or not self.common]
+
+    def mean(self, line: Line) -> float:
+        """Over clients and the counted runs."""
+        return mean([value for run, value in zip(line.runs, line.means, strict=True) if run in self.counted(line)])
+
     def scores(self, line: Line) -> dict[str, float]:
-        """Of each participant, its score; the mean over seeds where it is in several. NaN without any."""
+        """Of each participant, its score; the mean over the counted seeds where it is in several. NaN without any."""
         found: dict[str, list[float | None]] = {}
-        for run in line.runs:
+        for run in self.counted(line) if self.same_clients else line.runs:
             for client, value in run.final.items():
                 found.setdefault(self.participant(client, run.seed), []).append(value)
         return {name: mean(values) for name, values in sorted(found.items())}
@@ -176,13 +195,13 @@ class Setting:
 
 
 def mean(values: Sequence[float | None]) -> float:
-    """Of the values that there are; NaN if there are none.
+    """Of the values that there are, rounded so that equal means are equal; NaN if there are none.
 
-    >>> mean([1.0, None, 2.0]), mean([])
-    (1.5, nan)
+    >>> mean([1.0, None, 2.0]), mean([]), mean([0.1, 0.2, -0.3])
+    (1.5, nan, 0.0)
     """
     known = [value for value in values if value is not None and not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+    return round(math.fsum(known) / len(known), DIGITS) + 0.0 if known else math.nan
 
 
 def gather(folders: Sequence[Path]) -> tuple[list[Setting], list[str]]:
@@ -197,7 +216,7 @@ def gather(folders: Sequence[Path]) -> tuple[list[Setting], list[str]]:
     for folder in folders:
         compared = (folder / comparison.DESCRIPTION).is_file()
         if compared and (folder / comparison.RESULTS).is_file():
-            settings.append(_compared(folder))
+            settings.append(_compared(folder, notes))
             continue
         read = {path: read_run(path) for path in _runs(folder)}
         known = {path: run for path, run in read.items() if run is not None}
@@ -221,14 +240,14 @@ def read_run(folder: Path) -> Told | None:
     """What a run directory tells; None if no round has been evaluated.
 
     Raises:
-        UserError: its configuration is damaged.
+        UserError: its configuration or a round is damaged.
     """
     config = read_config(folder)
     method = config.get("algorithm")
     if not isinstance(method, Mapping) or "name" not in method:
         raise UserError(f"{folder / 'config.yaml'} names no algorithm, so that it is not of a run")
-    records = read_metrics(folder / "metrics.jsonl")
-    names = {name for record in records for row in record.get("clients", {}).values() for name in row}
+    records = read_rounds(folder / "metrics.jsonl")
+    names = {name for record in records for row in record["clients"].values() for name in row}
     score = next((name for name in SCORE.values() if name in names), None)
     if score is None:
         return None
@@ -241,10 +260,13 @@ def read_run(folder: Path) -> Told | None:
             moved = (record["bytes_down_total"] + record["bytes_up_total"]) / 2**20
             curve.append((record["round"], mean(list(found.values())), moved, seconds))
     done = records[-1]["round"]
+    try:
+        seed, rounds = int(config.get("seed", 0)), int(config.get("rounds", done))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"seed and rounds in {folder / 'config.yaml'} must be whole numbers: {error}") from error
     failures = sum(len(record.get("failures", ())) for record in records)
     return Told(
-        folder, config, str(method["name"]), int(config.get("seed", 0)), score, int(config.get("rounds", done)), done,
-        curve[-1][0], final, tuple(curve), failures,
+        folder, config, str(method["name"]), seed, score, rounds, done, curve[-1][0], final, tuple(curve), failures,
     )  # fmt: skip
 
 
@@ -322,33 +344,43 @@ def _comparing(folder: Path, runs: Sequence[Told]) -> Setting:
     )
 
 
-def _compared(folder: Path) -> Setting:
-    """The setting of a finished comparison."""
+def _compared(folder: Path, notes: list[str]) -> Setting:
+    """The setting of a finished comparison; of each run that cannot be looked into there is a note."""
     content = comparison.read(folder).content
     try:
         lines = [
             Line(label, runs, method["statistics"])
             for label, method in content["methods"].items()
-            if (runs := tuple(_compared_runs(folder, content, method)))
+            if (runs := tuple(_compared_runs(folder, content, method, notes)))
         ]
         if not lines:
             raise ValueError("no method has a score")
+        _ = [content[name] for name in ("notes", "verdicts", "left_out", "best", "best_by", "tuning")]
+        _ = [content[name]["told"] for name in ("budget", "target", "tests")]
         lines.sort(key=lambda line: line.label == content["reference"])
         return Setting(content["title"], content["score"], bool(content["same_clients"]), tuple(lines), content)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(
             f"{folder / comparison.RESULTS} is damaged ({type(error).__name__}: {error}); make it again: polyfed compare "
             f"{folder}"
         ) from error
 
 
-def _compared_runs(folder: Path, content: Mapping[str, Any], method: Mapping[str, Any]) -> Iterator[Told]:
+def _compared_runs(
+    folder: Path, content: Mapping[str, Any], method: Mapping[str, Any], notes: list[str]
+) -> Iterator[Told]:
     for seed, run in sorted(method["runs"].items(), key=lambda item: int(item[0])):
         if run["round"] is None:
             continue
         path = None if run["path"] is None else folder / run["path"]
         known = path is not None and (path / "config.yaml").is_file()
-        config = read_config(path) if path is not None and known else {}
+        config: dict[str, Any] = {}
+        if path is not None and known:
+            try:
+                config = read_config(path)
+            except UserError as error:  # the scores are in the results
+                notes.append(f"{error}. Only its scores are shown.")
+                known = False
         curve = tuple(
             (int(number), math.nan if score is None else float(score), moved / 2**20, float(seconds))
             for number, score, moved, seconds in run["curve"]

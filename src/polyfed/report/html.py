@@ -10,6 +10,8 @@ from typing import Any
 
 from polyfed.report.charts import COLOURS
 
+_CUT = 20  # letters from which a name may be cut off on the screen, so that pointing at it tells the whole
+
 
 def figure(chart_html: str, caption: str, table_html: str = "") -> str:
     """A chart with its caption, and the numbers behind it in a table that opens."""
@@ -40,7 +42,8 @@ def table(
     for k, row in enumerate(rows):
         stressed: Collection[int] = () if bold is None else bold[k]
         cells = [f"<td>{f'<b>{escape(c)}</b>' if j in stressed else escape(c)}</td>" for j, c in enumerate(row[1:], 1)]
-        body.append(f'<tr><th scope="row">{escape(row[0])}</th>{"".join(cells)}</tr>')
+        whole = f' title="{escape(row[0])}"' if len(row[0]) > _CUT else ""
+        body.append(f'<tr><th scope="row"{whole}>{escape(row[0])}</th>{"".join(cells)}</tr>')
     told = escape(caption)
     # Focusable, so that the keyboard can scroll it.
     return (

@@ -112,8 +112,17 @@
       else if (!event.target.closest?.("[data-box]")) hide();
     });
   }
+  // Paper opens nothing: all is open while it prints, and then as before.
+  const opened = new Set();
   addEventListener("beforeprint", () => {
-    for (const notes of document.querySelectorAll("details.notes")) notes.open = true;
+    for (const one of document.querySelectorAll("details:not([open])")) {
+      one.open = true;
+      opened.add(one);
+    }
+  });
+  addEventListener("afterprint", () => {
+    for (const one of opened) one.open = false;
+    opened.clear();
   });
   addEventListener("scroll", hide, { passive: true });
 })();

@@ -22,6 +22,8 @@ _AXES = {
 }
 _OPEN = 12  # clients up to which their table is open at once
 _SEEDS = 6  # seeds whose classes are shown
+_BARS = 400  # gains that are drawn, and told in a table
+_CELLS = 5000  # of a table of classes
 
 
 @final
@@ -107,37 +109,56 @@ def _methods(setting: Setting) -> str:
     unit, several, compared = words.unit_of(setting.score), len(setting.seeds) > 1, bool(setting.results)
     columns = ["method", f"mean {_name(setting.score)}"]
     columns += ["95 % interval" if compared else "lowest to highest seed"] if several else []
-    columns += ["worst client", "10th percentile"]
+    columns += ["worst client", "10th percentile", "90th"]
     columns += [f"gain{', points' if unit else ''}", "gain / lose"] if setting.local else []
-    columns += ["p (Holm)"] if compared and setting.local else []
+    columns += ["p (local)", "p (best)"] if compared and setting.local else []
     columns += ["MB", "seconds", "rounds"]
     caption = "Methods, best mean first; MB are those of all clients, up and down"
-    caption += (
-        "; gain, and p, against local" if compared and setting.local else "; gain over local" if setting.local else ""
-    )
+    caption += "; gain over local" if setting.local else ""
+    caption += "; p, after Holm's correction, against local and against the best" if compared and setting.local else ""
+    if set(setting.common) < set(setting.seeds):
+        caption += f"; scores of the seeds that all have ({words.listed(setting.common)})" if setting.common else (
+            "; each method has scores of other seeds")  # fmt: skip
     rows = []
-    for line in sorted(setting.lines, key=lambda line: -_or(mean(line.means), -math.inf)):
+    for line in sorted(setting.lines, key=lambda line: -_or(setting.mean(line), -math.inf)):
         scores = [value for value in setting.scores(line).values() if not math.isnan(value)]
-        low = [min((v for v in run.final.values() if v is not None), default=math.nan) for run in line.runs]
-        tenth = [float(np.percentile(known, 10)) for run in line.runs if (known := _known(run.final))]
-        row = [line.label, number(mean(line.means), unit)]
+        counted = setting.counted(line)
+        finals = [known for run in counted if (known := _known(run.final))]
+        row = [line.label, number(setting.mean(line), unit)]
         if several:
-            ends = line.statistics.get("interval") if compared else (min(line.means), max(line.means))
+            seeds = [mean(known) for known in finals]
+            ends = line.statistics.get("interval") if compared else (min(seeds), max(seeds)) if seeds else None
             row.append(f"{number(ends[0], unit)} to {number(ends[1], unit)}" if ends and scores else "–")
-        row += [number(mean(low), unit), number(mean(tenth), unit)]
+        row += [number(mean([float(np.percentile(known, q)) for known in finals]), unit) for q in (0, 10, 90)]
         if setting.local:
             gains = setting.gains(line)
             row.append(number(mean([gain.mean for gain in gains]), unit, signed=True).removesuffix(" %"))
             ups, downs = (sum(sign * gain.mean > 0 for gain in gains) for sign in (1, -1))
             row.append(f"{ups} / {downs}" if gains else "–")
             if compared:
-                tested = line.statistics.get("p_reference") or {}
-                row.append(f"{tested['holm']:.2g}" if "holm" in tested else "–")
+                tested = [line.statistics.get(name) for name in ("p_reference", "p_best")]
+                row += [f"{found['holm']:.2g}" if found else "–" for found in tested]
         spent = [run.spent for run in line.runs]
         rounds = sorted({run.round for run in line.runs})
         row += [_short(mean([moved for moved, _ in spent])), _short(mean([seconds for _, seconds in spent]))]
         rows.append([*row, str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"])
-    return table(caption, columns, rows)
+    return table(caption, columns, rows) + _target(setting)
+
+
+def _target(setting: Setting) -> str:
+    """What it costs to reach a score, of a comparison."""
+    target = setting.results.get("target", {})
+    if target.get("score") is None:
+        return ""
+    rows = []
+    for label, method in setting.results["methods"].items():
+        found = method["statistics"]["to_target"]
+        cost = [math.nan if found[n] is None else found[n] for n in ("round", "bytes", "seconds")]
+        rows.append([label, f"{found['reached']} of {len(method['runs'])}", _short(cost[0]), _short(cost[1] / 2**20),
+                     _short(cost[2])])  # fmt: skip
+    reach = f"{number(target['score'], words.unit_of(setting.score))} ({target['told']})"
+    shown = table(f"To a mean of {reach}", ["method", "seeds that reach it", "rounds", "MB", "seconds"], rows)
+    return f"<details><summary>What it costs to reach {escape(reach)}</summary>{shown}</details>"
 
 
 def _course(setting: Setting, key: str, curves: dict[str, Any]) -> str:
@@ -179,7 +200,9 @@ def _course(setting: Setting, key: str, curves: dict[str, Any]) -> str:
     ]
     caption = f"Mean {name} over clients, after each round that was evaluated."
     if len(setting.seeds) > 1:
-        caption += f" Lines: means of {len(setting.seeds)} seeds; bands: from the lowest to the highest of them."
+        many = {len(line.runs) for line in lines}
+        seeds = f"{max(many)} seeds" if len(many) == 1 else "the seeds that a method has"
+        caption += f" Lines: means of {seeds}; bands: from the lowest to the highest of them."
     if any(not any(line.course["megabytes"]) for line in lines) and len(lines) > 1:
         caption += " Against MB, what sends nothing is a dotted level at its last value."
     chart = switch(f"{key}-axis", "Against", panels)
@@ -196,7 +219,8 @@ def _gains(setting: Setting, key: str) -> str:
         if not gains:
             panels[line.label] = f"<p>No client of {escape(line.label)} has a score both ways.</p>"
             continue
-        bars = [Bar(gain.client, gain.mean, gain.low, gain.high) for gain in gains]
+        drawn = [gains[k] for k in _some(len(gains), _BARS)]
+        bars = [Bar(gain.client, gain.mean, gain.low, gain.high) for gain in drawn]
         what = "points of accuracy" if unit == "%" else f"difference in {_name(setting.score)}"
         chart = bar_chart(bars, key=f"{key}-g{k}", title=f"Gain of {line.label} over training alone, by client",
                           x_label=what, unit=unit, signed=True)  # fmt: skip
@@ -204,18 +228,22 @@ def _gains(setting: Setting, key: str) -> str:
         caption = f"{line.label} against local: {up} gain, {down} lose, {len(gains) - up - down} stay; {what}."
         if any(bar.low != bar.high for bar in bars):
             caption += " Thin lines: from the lowest to the highest seed."
-        panels[line.label] = figure(chart, caption)
+        caption += f" Drawn are {len(drawn)} of them, evenly." if len(drawn) < len(gains) else ""
+        told = [[number(v, unit, signed=True).removesuffix(" %") for v in (g.mean, g.low, g.high)] for g in drawn]
+        rows = [[gain.client, *values] for gain, values in zip(drawn, told, strict=True)]
+        behind = table(f"Gain of {line.label}, {what}", ["client", "mean", "lowest seed", "highest seed"], rows)
+        panels[line.label] = figure(chart, caption, behind)
     if not panels:
         return "<p>Only training alone was run.</p>"
     best = sorted(
-        panels, key=lambda label: -next(_or(mean(x.means), -math.inf) for x in setting.lines if x.label == label)
+        panels, key=lambda label: -next(_or(setting.mean(x), -math.inf) for x in setting.lines if x.label == label)
     )
     return choice(f"{key}-gain", "Method", {label: panels[label] for label in best})
 
 
 def _clients(setting: Setting) -> str:
     unit = words.unit_of(setting.score)
-    order = sorted(setting.lines, key=lambda line: (line is not setting.local, -_or(mean(line.means), -math.inf)))
+    order = sorted(setting.lines, key=lambda line: (line is not setting.local, -_or(setting.mean(line), -math.inf)))
     scores = [setting.scores(line) for line in order]
     names = sorted({name for found in scores for name in found})
     rows, bold = [], []
@@ -223,9 +251,9 @@ def _clients(setting: Setting) -> str:
         values = [found.get(name, math.nan) for found in scores]
         rows.append([name, *(number(value, unit) for value in values)])
         bold.append(_best(values))
-    means = [mean(line.means) for line in order]
+    means = [setting.mean(line) for line in order]
     rows.append(["mean", *(number(value, unit) for value in means)])
-    bold.append(_best(means))
+    bold.append(_best(means) if setting.common else set())
     shown = table(
         f"{_upper(_name(setting.score))} of each client; the highest of a row is bold",
         ["client", *(x.label for x in order)],
@@ -251,10 +279,11 @@ def _classes(setting: Setting, beside: Beside, key: str) -> str:
             f"Training examples by client and class{f', seed {seed}' if len(beside.classes) > 1 else ''}; a client has "
             f"{sizes.min():.0f}{f' to {sizes.max():.0f}' if sizes.min() < sizes.max() else ''}. {beside.no_classes}"
         )
-        rows = [[c, *(f"{n:.0f}" for n in row), f"{row.sum():.0f}"] for c, row in zip(clients, values, strict=True)]
-        panels[f"seed {seed}"] = figure(
-            chart, caption.strip(), table("Training examples", ["client", *beside.class_names, "all"], rows)
-        )
+        shown = [k for k in range(len(clients)) if (k + 1) * values.shape[1] <= _CELLS]
+        rows = [[clients[k], *(f"{n:.0f}" for n in values[k]), f"{values[k].sum():.0f}"] for k in shown]
+        told = "Training examples" + (f" of the first {len(shown)} clients" if len(shown) < len(clients) else "")
+        behind = table(told, ["client", *beside.class_names, "all"], rows)
+        panels[f"seed {seed}"] = figure(chart, caption.strip(), behind)
     return choice(f"{key}-class", "Seed", panels)
 
 

@@ -1,5 +1,8 @@
 """What a setting's scores say, in sentences; with no claim that one seed does not carry."""
 
+import math
+from collections.abc import Sequence
+
 from polyfed.report.charts import Unit, number
 from polyfed.report.gathering import Line, Setting, mean
 
@@ -35,23 +38,17 @@ def facts(setting: Setting) -> str:
 
 def summary(setting: Setting) -> list[str]:
     """Sentences, the most important first."""
-    unit, local = unit_of(setting.score), setting.local
-    known = [line for line in setting.lines if line.means and mean(line.means) == mean(line.means)]
+    local = setting.local
+    known = [line for line in setting.lines if not math.isnan(setting.mean(line))]
     if not known:
         return ["No method has a score: all trainings diverged. Lower the rate (--algorithm.lr)."]
-    best = max(known, key=lambda line: mean(line.means))
-    found = []
-    if len(setting.lines) > 1:
-        beside = "" if local is None or local is best else f"; training alone has {number(mean(local.means), unit)}"
-        found.append(f"The highest mean has {best.label}, {number(mean(best.means), unit)}{beside}.")
-    else:
-        found.append(f"{best.label} has a mean of {number(mean(best.means), unit)} over clients.")
+    found = [*_failed(setting), _highest(setting, known)]
     if setting.results:
         found += [_sentence(text) for text in setting.results.get("verdicts", ())]
     elif local is None:
         found.append("Training alone was not run, so that nothing can be said of gains: add --baselines [local].")
     else:
-        ranked = sorted((x for x in known if x is not local), key=lambda line: -mean(line.means))
+        ranked = sorted((x for x in known if x is not local), key=lambda line: -setting.mean(line))
         found += [text for line in ranked[:_NAMED] if (text := _gain(setting, line))]
     if not setting.results:
         found.append(
@@ -62,13 +59,61 @@ def summary(setting: Setting) -> list[str]:
     return [*found, *_unfinished(setting)]
 
 
+def _failed(setting: Setting) -> list[str]:
+    return [f"{label} failed and is not in the table: {_sentence(why)}" for label, why in
+            setting.results.get("failed", {}).items()]  # fmt: skip
+
+
+def _highest(setting: Setting, known: Sequence[Line]) -> str:
+    """Which mean is the highest, over the seeds that all methods have."""
+    unit, local = unit_of(setting.score), setting.local
+    best = max(known, key=setting.mean)
+    told = number(setting.mean(best), unit)
+    if len(setting.lines) == 1:
+        return f"{best.label} has a mean of {told} over clients."
+    if not setting.common and len(known) > 1:
+        return "No seed has a score of every method, so that none can be called the highest."
+    seeds = ""
+    if set(setting.common) < set(setting.seeds):
+        which = "seed" if len(setting.common) == 1 else "seeds"
+        seeds = f" of the {which} that every method with a score has ({listed(setting.common)})"
+    if local is not None and local is not best and setting.mean(local) == setting.mean(best):
+        return f"No method has a higher mean{seeds} than training alone, {told}."
+    beside = ""
+    if local is not None and local in known and local is not best:
+        beside = f"; training alone has {number(setting.mean(local), unit)}"
+    return f"The highest mean{seeds} has {best.label}, {told}{beside}."
+
+
+def listed(values: Sequence[object]) -> str:
+    """Words for a few values.
+
+    >>> listed([0, 1, 4])
+    '0, 1 and 4'
+    """
+    *others, last = map(str, values)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def notes(setting: Setting) -> list[str]:
-    """What to bear in mind of a comparison: what was left out and why, how rounds were chosen, how intervals were made."""
+    """What to bear in mind of a comparison: what was left out and why, how hyper-parameters and rounds were chosen, how
+    intervals and tests were made."""
     told = setting.results
-    found = [_upper(_sentence(text)) for text in told.get("notes", ())]
-    found += [f"Left out: {_sentence(text)}" for text in told.get("left_out", {}).values()]
-    found += [f"Failed: {_sentence(text)}" for text in told.get("failed", {}).values()]
-    return [*found, f"Rounds: {_sentence(told['budget']['told'])}"] if "budget" in told else found
+    if not told:
+        return []
+    found = [_upper(_sentence(text)) for text in (*told["notes"], told["tests"]["told"])]
+    if told["best"] is not None:
+        found.append(f"The best by {told['best_by']} examples is {told['best']}, with which p (best) compares.")
+    found += [f"Left out: {_sentence(text)}" for text in told["left_out"].values()]
+    if told["tuning"]:
+        found.append(f"Searched {_sentence(told['tuning']['told'])}")
+        found += [f"{label} got {fields} of {many(one['runs'], 'run')}." for label, one in told["tuning"]["methods"].items()
+                  if (fields := ", ".join(f"{name} {_value(value)}" for name, value in one["chosen"].items()))]  # fmt: skip
+    return [*found, f"Rounds: {_sentence(told['budget']['told'])}"]
+
+
+def _value(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _gain(setting: Setting, line: Line) -> str:

@@ -21,7 +21,7 @@ A comparison directory holds one run directory per method and seed, `METHOD/seed
   "class_names": ["0", ...] or null,
   "data": {"0": {"client-000": {"train": 24, "test": 14, "classes": [3, 0, ...] or null}, ...}, "1": ...},   by seed
   "budget": {"kind": "steps" | "bytes" | "seconds", "limit": null | number, "told": "a sentence"},
-  "target": {"score": 0.81 or null, "told": "a sentence"},      the score of "to_target" below
+  "target": {"score": 0.81 or null, "told": "a sentence"},      mean of those of "to_target" below
   "reference": "local" or null,              label of the method that trains alone, which gains are over
   "best": "fedhenn",                         label of the best mean
   "best_by": "validation" | "test",          what it was chosen on
@@ -48,7 +48,9 @@ A comparison directory holds one run directory per method and seed, `METHOD/seed
         "interval_by": "t" | "bootstrap" | null,
         "worst": Score, "p10": Score, "p90": Score,                 over clients, mean over seeds
         "gain": Score, "gain_interval": [low, high] or null,        over the reference, paired by seed
-        "losers": 2 or null,                 clients with a score, mean over seeds, below the reference's
+        "gain_per_seed": [0.02, ...] or null,
+        "losers": 2 or null,                 participants whose score is below the reference's
+        "participants": 8 or null,           clients, mean over seeds; if not the same clients, those of each seed
         "p_reference": {"p": 0.0234, "holm": 0.047} or null,        Wilcoxon over clients against the reference
         "p_best": {"p": ..., "holm": ...} or null,                  and against the best; null for the best itself
         "rounds": [20, 20, 20],              compared round by seed
@@ -79,7 +81,7 @@ import yaml
 
 from polyfed.errors import UserError
 from polyfed.runs.checkpoint import file_name
-from polyfed.runs.directory import plain, read_config, read_metrics, replace_file
+from polyfed.runs.directory import plain, read_config, read_manifest, read_metrics, replace_file
 from polyfed.runs.summary import FORMAT, Budget, Reading
 
 DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
@@ -155,6 +157,8 @@ def read(folder: str | Path) -> Comparison:
         raise UserError(f"the comparison in {folder} is not finished; go on with it: polyfed compare {folder}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); make it again: polyfed compare {folder}") from error
     if content.get("format") != FORMAT:
@@ -223,10 +227,34 @@ def _difference(before: Any, now: Any, place: str = "") -> str:
     return "" if before == now else f"{place} was {before!r} and is now {now!r}"
 
 
-def finished(folder: Path, rounds: int, clients: Sequence[str]) -> list[dict[str, Any]] | None:
-    """The history of a run that has nothing left to do: all rounds told and all models written; None otherwise."""
+def finished(
+    folder: Path, rounds: int, clients: Sequence[str], seed: int, method: Mapping[str, Any], data: str
+) -> list[dict[str, Any]] | None:
+    """The history of a run that has nothing left to do: all rounds told and all models written; None otherwise.
+
+    Args:
+        folder: of the run.
+        rounds, clients, seed: of the run that is asked for.
+        method: with its fields, as `config.yaml` has it.
+        data: the fingerprint of the clients, as `manifest.json` has it.
+
+    Raises:
+        UserError: the folder has another run, or what tells which is damaged.
+    """
+    if not (folder / "config.yaml").is_file():
+        return None
+    config = read_config(folder)
+    known = {"seed": config.get("seed"), "algorithm": config.get("algorithm"), "rounds": config.get("rounds")}
+    asked = {"seed": seed, "algorithm": dict(method), "rounds": rounds}
+    before = read_manifest(folder).get("data_fingerprint", data)  # one that is lost is no other
+    if differs := _difference({**known, "clients": before}, {**asked, "clients": data}):
+        raise UserError(
+            f"{folder} does not hold the run that belongs there: {differs}; remove it, or choose another --out"
+        )
     history = read_metrics(folder / "metrics.jsonl")
     if [record["round"] for record in history] != list(range(1, rounds + 1)):
         return None
-    models = folder / "models"
-    return history if all((models / f"{file_name(c)}.safetensors").is_file() for c in clients) else None
+    if not all(isinstance(record.get(part), dict) for record in history for part in ("clients", "summary")):
+        return None
+    models = [folder / "models" / f"{file_name(client)}.safetensors" for client in clients]
+    return history if all(path.is_file() and path.stat().st_size > 0 for path in models) else None

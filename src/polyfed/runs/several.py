@@ -44,6 +44,8 @@ def side_by_side(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int)
     >>> sorted(side_by_side(iter([("a", lambda: 1), ("b", lambda: 2)]), processes=2))
     [('a', 1), ('b', 2)]
     """
+    # The first optimiser imports a second's worth, which would count as the first run's, or as every process's.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     if processes == 1:
         for key, task in tasks:
             try:
@@ -53,7 +55,6 @@ def side_by_side(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int)
             yield key, result
         return
     running: dict[Connection, _Running] = {}
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # the first imports a second's worth, once for all
     try:
         waiting = next(tasks, None)
         while running or waiting is not None:

@@ -22,6 +22,7 @@ MANY = 30
 FEWEST_EXAMPLES = 6
 """Test examples that must change sides for a client's verdict: with five, all to one side, a two-sided sign test gives
 2·2⁻⁵ = 0.0625."""
+_MANY_EQUAL = 4  # values that may be equal by chance as rarely as an interval may be wrong
 _RESAMPLES = 9999
 _EXACT = 13  # differences up to which a permutation test lists all 2ⁿ signs
 
@@ -31,15 +32,15 @@ Verdict = Literal["gains", "loses", "open"]
 @final
 @dataclass(frozen=True)
 class Interval:
-    """A 95 % interval, and how it was made."""
+    """An interval, and how it was made."""
 
     low: float
     high: float
     by: Literal["t", "bootstrap"]
 
 
-def interval(values: Sequence[float]) -> Interval | None:
-    """The 95 % interval of a mean, from independent values such as one a seed; None for fewer than two.
+def interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
+    """The interval of a mean, from independent values such as one a seed; None for fewer than two.
 
     Student's t below `MANY` values, the BCa bootstrap (Efron, 1987) from there on; its draws are always the same.
 
@@ -57,13 +58,23 @@ def interval(values: Sequence[float]) -> Interval | None:
     if np.ptp(x) == 0:
         return Interval(float(x[0]), float(x[0]), by)
     if by == "t":
-        low, high = stats.t.interval(LEVEL, len(x) - 1, loc=x.mean(), scale=stats.sem(x))
+        low, high = stats.t.interval(level, len(x) - 1, loc=x.mean(), scale=stats.sem(x))
     else:
         found = stats.bootstrap(
-            (x,), np.mean, confidence_level=LEVEL, n_resamples=_RESAMPLES, method="BCa", random_state=numpy_generator(0)
+            (x,), np.mean, confidence_level=level, n_resamples=_RESAMPLES, method="BCa", random_state=numpy_generator(0)
         )
         low, high = found.confidence_interval
     return Interval(float(low), float(high), by)
+
+
+def sure(values: Sequence[float]) -> bool:
+    """Whether an interval of so many values tells how far they vary: two or three that are equal, as scores of few examples
+    often are, have one without any width.
+
+    >>> sure([0.02, 0.02]), sure([0.02, 0.03])
+    (False, True)
+    """
+    return len(values) >= _MANY_EQUAL or bool(np.ptp(np.asarray(values)) > 0)
 
 
 def paired_p(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -164,7 +175,7 @@ def verdict(gains: Sequence[float], test_examples: int | None = None) -> Verdict
     ('gains', 'open', 'open')
     """
     found = interval(gains)
-    if found is None or found.low <= 0 <= found.high:
+    if found is None or not sure(gains) or found.low <= 0 <= found.high:
         return "open"
     if test_examples is not None and abs(float(np.mean(gains))) * test_examples < FEWEST_EXAMPLES - 1e-9:
         return "open"

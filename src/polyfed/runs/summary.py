@@ -1,5 +1,6 @@
 """From the histories of the runs of a comparison to its results: the mapping that `polyfed.runs.comparison` documents."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -9,8 +10,6 @@ import numpy as np
 
 from polyfed.errors import UserError, nearest
 from polyfed.runs.statistics import (
-    FEWEST_EXAMPLES,
-    MANY,
     Point,
     against_best,
     against_one,
@@ -21,10 +20,11 @@ from polyfed.runs.statistics import (
     verdict,
     within,
 )
+from polyfed.runs.verdicts import notes, told_budget, told_target, told_tests, verdicts, within_scale
 
 FORMAT = 1
 KINDS = ("steps", "bytes", "seconds")
-_NAMED = 8  # clients that a sentence lists
+_DIGITS = 12  # after the point, of differences: what is beyond is rounding, and decides no gain or loss
 Scores = Mapping[str, float | None]
 Histories = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 
@@ -48,7 +48,7 @@ class Budget:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UserError(f"unknown budget {self.kind!r}; {nearest(self.kind, KINDS)}")
-        if self.limit is not None and (self.kind == "steps" or not self.limit > 0):
+        if self.limit is not None and (self.kind == "steps" or not 0 < self.limit < math.inf):
             raise UserError(f"a budget is 'steps', or bytes or seconds with a positive limit, got {self}")
 
     def __str__(self) -> str:
@@ -75,10 +75,19 @@ class Budget:
 @final
 @dataclass(frozen=True)
 class Reading:
-    """How results are read: the budget, and the mean score to be reached (None: what the reference reaches)."""
+    """How results are read: the budget, and the mean score to be reached (None: what the reference reaches with the same
+    seed).
+
+    Raises:
+        UserError: a target that is no score.
+    """
 
     budget: Budget = Budget()
     target: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.target is not None and not (isinstance(self.target, int | float) and -math.inf < self.target <= 1):
+            raise UserError(f"a target is a mean score, a share such as 0.8 and not 80, got {self.target!r}")
 
 
 def summarise(
@@ -111,7 +120,8 @@ def summarise(
     best_by, ranks = _ranking(labels, runs, means)
     target = means.get(reference) if reading.target is None else reading.target
     for label, seed in curves:
-        reached = first_reaching(curves[label, seed], target)
+        alone = runs[reference][str(seed)]["mean"] if reference is not None else None
+        reached = first_reaching(curves[label, seed], alone if reading.target is None else target)
         runs[label][str(seed)]["to_target"] = (
             None if reached is None else {"round": reached.round, "bytes": reached.bytes, "seconds": reached.seconds}
         )
@@ -120,8 +130,12 @@ def summarise(
     content |= {"rounds": description["settings"]["rounds"], "seeds": list(description["seeds"])}
     content |= {"clients": sorted(next(iter(data.values()))), "same_clients": description["same_clients"]}
     content |= {"class_names": None if class_names is None else list(class_names), "data": data}
-    content["budget"] = {"kind": reading.budget.kind, "limit": limit, "told": _told_budget(reading.budget, limit)}
-    content["target"] = {"score": target, "told": _told_target(reading.target, reference)}
+    content["budget"] = {
+        "kind": reading.budget.kind,
+        "limit": limit,
+        "told": told_budget(reading.budget.kind, limit, asked=reading.budget.limit is not None),
+    }
+    content["target"] = {"score": target, "told": told_target(reading.target, reference)}
     content |= {
         "reference": reference,
         "best": max(ranks, key=ranks.__getitem__) if ranks else None,
@@ -140,8 +154,8 @@ def summarise(
     content |= {"left_out": dict(description["left_out"]), "failed": dict(description.get("failed", {}))}
     contenders = {label: rank for label, rank in ranks.items() if label != reference}
     leader = max(contenders, key=contenders.__getitem__) if contenders else None
-    content["verdicts"] = _verdicts(content, leader)
-    content["notes"] = _notes(content)
+    content["verdicts"] = verdicts(content, leader, len(contenders))
+    content["notes"] = notes(content)
     content["tuning"] = description.get("tuning")
     return content
 
@@ -198,7 +212,7 @@ def _add_statistics(content: dict[str, Any]) -> None:
     content["tests"] = {
         "clients": len(common),
         "smallest_p": smallest_p(len(common)),
-        "told": _told_tests(len(common), len(over_reference), len(table)),
+        "told": told_tests(len(common), len(over_reference), len(table)),
     }
     for label, method in methods.items():
         runs = list(method["runs"].values())
@@ -210,17 +224,19 @@ def _add_statistics(content: dict[str, Any]) -> None:
         told = {"bytes": [run["bytes"] for run in runs], "seconds": [run["seconds"] for run in runs]}
         reached = [run["to_target"] for run in runs if run["to_target"] is not None]
         clients = {c: _of_client(content, c, runs, base, per_client[label][c]) for c in content["clients"]}
-        losers = [c for c, found in clients.items() if found["gain"] is not None and found["gain"] < 0]
+        gained = _gained(content, clients, runs, base)
         method["statistics"] = {
             "mean": _mean(per_seed),
-            "interval": None if spread is None else [spread.low, spread.high],
+            "interval": spread and list(within_scale(spread, content["score"], 0.0)),
             "interval_by": None if spread is None else spread.by,
             **{
                 name: _mean([_quantile(run, q) for run in runs]) for name, q in (("worst", 0), ("p10", 10), ("p90", 90))
             },
             "gain": None if gains is None else _mean(gains),
-            "gain_interval": None if gain_spread is None else [gain_spread.low, gain_spread.high],
-            "losers": None if base is None else len(losers),
+            "gain_interval": gain_spread and list(within_scale(gain_spread, content["score"], -1.0)),
+            "gain_per_seed": gains,
+            "losers": sum(gain < 0 for gain in gained) if gained else None,
+            "participants": len(gained) if gained else None,
             "p_reference": _p(over_reference.get(label)),
             "p_best": _p(over_best.get(label)),
             "rounds": [run["round"] for run in runs],
@@ -244,16 +260,33 @@ def _of_client(
     if base is None:
         return found
     pairs = [(run["scores"].get(client), other["scores"].get(client)) for run, other in zip(runs, base, strict=True)]
-    gains = [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
+    gains = [round(ours - theirs, _DIGITS) for ours, theirs in pairs if ours is not None and theirs is not None]
     if len(gains) < len(pairs):
         return found
     spread = interval(gains) if content["same_clients"] else None
-    found["gain"] = fmean(gains)
-    found["gain_interval"] = None if spread is None else [spread.low, spread.high]
+    found["gain"] = round(fmean(gains), _DIGITS)
+    found["gain_interval"] = spread and list(within_scale(spread, content["score"], -1.0))
     if spread is not None:
         tested = min(sets[client]["test"] for sets in content["data"].values())
         found["verdict"] = verdict(gains, tested if content["score"] == "accuracy" else None)
     return found
+
+
+def _gained(
+    content: Mapping[str, Any], clients: Mapping[str, Mapping[str, Any]], runs: Sequence[Mapping[str, Any]],
+    base: Sequence[Mapping[str, Any]] | None,
+) -> list[float]:  # fmt: skip
+    """What participants gain: clients, mean over seeds; the clients of each seed where a name stands for other data."""
+    if base is None:
+        return []
+    if content["same_clients"]:
+        return [found["gain"] for found in clients.values() if found["gain"] is not None]
+    return [gain for run, other in zip(runs, base, strict=True) for gain in _gains(run, other)]
+
+
+def _gains(run: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
+    ours, theirs = run["scores"], other["scores"]
+    return [round(ours[c] - theirs[c], _DIGITS) for c in ours if ours[c] is not None and theirs.get(c) is not None]
 
 
 def _client_means(runs: Mapping[str, Any], clients: Sequence[str]) -> dict[str, float | None]:
@@ -267,9 +300,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _mean_gain(run: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
-    ours, theirs = run["scores"], other["scores"]
-    gains = [ours[c] - theirs[c] for c in ours if ours[c] is not None and theirs.get(c) is not None]
-    return fmean(gains) if gains else None
+    gains = _gains(run, other)
+    return round(fmean(gains), _DIGITS) if gains else None
 
 
 def _quantile(run: Mapping[str, Any], percent: float) -> float | None:
@@ -279,85 +311,3 @@ def _quantile(run: Mapping[str, Any], percent: float) -> float | None:
 
 def _p(found: Any) -> dict[str, float] | None:
     return None if found is None else {"p": found.p, "holm": found.holm}
-
-
-def points(low: float, high: float) -> str:
-    """Two shares as percentage points, in words.
-
-    >>> points(0.041, 0.06)
-    '4.1 to 6.0 points'
-    """
-    return f"{100 * low:.1f} to {100 * high:.1f} points"
-
-
-def _verdicts(content: Mapping[str, Any], leader: str | None) -> list[str]:
-    """What the intervals of the best method beside the reference support, in words."""
-    reference = content["reference"]
-    if leader is None or reference is None:
-        return []
-    found = content["methods"][leader]["statistics"]
-    if found["gain_interval"] is None:
-        return []
-    low, high = found["gain_interval"]
-    if low > 0:
-        told = [f"{leader} gains {points(low, high)} over {reference}, mean over clients"]
-    elif high < 0:
-        told = [f"{leader}, the best of the others, loses {points(-high, -low)} against {reference}: train alone"]
-    else:
-        told = [f"{leader} against {reference}: {points(low, high)}, mean over clients, includes 0; these "
-                f"{len(content['seeds'])} seeds do not tell them apart"]  # fmt: skip
-    clients = found["clients"]
-    for client, of_client in sorted(clients.items(), key=lambda item: -(item[1]["gain"] or 0.0)):
-        if of_client["verdict"] == "gains":
-            told.append(f"{client} gains {points(*of_client['gain_interval'])} with {leader}")
-        elif of_client["verdict"] == "loses":
-            low, high = of_client["gain_interval"]
-            told.append(f"{client} loses {points(-high, -low)} with {leader}: let it keep its own model")
-    if unsure := [client for client, of_client in clients.items() if of_client["verdict"] == "open"]:
-        named = ", ".join(unsure[:_NAMED]) + (f" and {len(unsure) - _NAMED} more" if len(unsure) > _NAMED else "")
-        told.append(f"nothing can be said of {named}")
-    return told
-
-
-def _notes(content: Mapping[str, Any]) -> list[str]:
-    seeds, notes = len(content["seeds"]), []
-    if seeds == 1:
-        notes.append("one seed gives no interval and no verdict: give at least three")
-    elif seeds < MANY:
-        notes.append(f"intervals over {seeds} seeds are Student's, which holds what varies about evenly to both sides")
-    if not content["same_clients"] and seeds > 1:
-        notes.append("each seed deals the data anew, so that a client's name stands for other data and there are no "
-                     "verdicts client by client; --same_data deals them once")  # fmt: skip
-    if content["same_clients"] and seeds > 1 and content["score"] == "accuracy":
-        notes.append(f"a client's verdict needs {FEWEST_EXAMPLES} of its test examples to change sides, whatever its "
-                     "interval; each verdict by itself is wrong in one of 20 cases")  # fmt: skip
-    if content["best_by"] == "test" and len(content["methods"]) > 2:
-        notes.append("the best was chosen on the test examples on which it is reported, which flatters it a little; with "
-                     "validation examples (--data.val_fraction) it is chosen on those")  # fmt: skip
-    return notes
-
-
-def _told_budget(budget: Budget, limit: float | None) -> str:
-    if budget.kind == "steps":
-        return "each method after all its rounds, with equal local training"
-    if limit is None:
-        return "each method after all its rounds: nothing was sent"
-    amount = f"{limit / 2**20:.2f} MB" if budget.kind == "bytes" else f"{limit:.1f} s of clients and server"
-    whose = "" if budget.limit is not None else ", what the cheapest run spends in all"
-    return f"each run at its last evaluated round within {amount}{whose}"
-
-
-def _told_target(asked: float | None, reference: str | None) -> str:
-    if asked is not None:
-        return "asked for"
-    return "no method trains alone" if reference is None else f"what {reference} reaches at the compared round"
-
-
-def _told_tests(clients: int, others: int, methods: int) -> str:
-    pairs = methods * (methods - 1) // 2
-    least = smallest_p(clients)
-    return (
-        f"Wilcoxon over {clients} clients cannot give less than p = {least:.2g}, after Holm's correction "
-        f"{min(1.0, least * max(others, 1)):.2g} against the reference and {min(1.0, least * max(pairs, 1)):.2g} against "
-        "the best, where all pairs count"
-    )
