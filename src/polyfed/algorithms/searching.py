@@ -132,8 +132,11 @@ class Searching(LocalTraining, Algorithm[State, Mine], ABC):
         """τ of a round, counted from 1.
 
         >>> from polyfed.algorithms import FedDSNAS
-        >>> [round(FedDSNAS().temperature_at(t, 3), 3) for t in (1, 2, 3)]
+        >>> for annealing in ("exponential", "linear", "constant"):
+        ...     print([round(FedDSNAS(annealing=annealing).temperature_at(t, 3), 3) for t in (1, 2, 3)])
         [1.0, 0.316, 0.1]
+        [1.0, 0.55, 0.1]
+        [1.0, 1.0, 1.0]
         """
         past = (min(round_number, rounds) - 1) / max(rounds - 1, 1)
         if self.annealing == "linear":
