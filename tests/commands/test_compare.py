@@ -102,8 +102,12 @@ def test_a_search_by_optuna_goes_on_from_the_directory(polyfed):
     assert len(before) == 9
     assert polyfed("compare", "a", "--quiet")[1] == out
     assert sorted((p, p.stat().st_mtime_ns) for p in polyfed.here.rglob("metrics.jsonl")) == before
-    status, _, err = polyfed("compare", "a", "--trials", "5")
+    status, _, err = polyfed("compare", "a", "--trials", "0")
     assert (status, "has decided what is compared, so --trials has no place here" in err) == (2, True)
+    whole = (polyfed.here / "a" / "comparison.yaml").read_text()
+    (polyfed.here / "a" / "comparison.yaml").write_text(whole.replace("same_data:", "same_dater:"))
+    status, _, err = polyfed("compare", "a")
+    assert (status, "comparison.yaml is damaged: it has no same_data" in err) == (2, True)
 
 
 def test_one_dealing_for_all_seeds(polyfed):

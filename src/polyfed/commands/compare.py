@@ -123,7 +123,10 @@ def go_on(folder: Path, asked: Asked, rest: Sequence[str] = (), console: Console
         RoundError: as for `run`.
     """
     decided = {f.name: getattr(asked, f.name) for f in fields(Asked) if f.name not in _READING}
-    if other := [*rest, *(f"--{name}" for name, value in decided.items() if value not in ((), None, False))]:
+    if other := [
+        *rest,
+        *(f"--{name}" for name, value in decided.items() if value not in ((), None) and value is not False),
+    ]:
         raise UserError(f"{folder} has decided what is compared, so {other[0]} has no place here; with a directory, "
                         "polyfed compare takes --budget, --target, --parallel and --quiet")  # fmt: skip
     kept = read_description(folder)
@@ -131,6 +134,9 @@ def go_on(folder: Path, asked: Asked, rest: Sequence[str] = (), console: Console
     if experiment is None:
         raise UserError(f"the clients of {folder} were made in Python; go on with it there: polyfed.compare(clients, ..., "
                         f"out={str(folder)!r})")  # fmt: skip
+    if lost := [*({"title", "seeds"} - kept.keys()), *({"config", "methods", "same_data"} - experiment.keys())]:
+        raise UserError(f"{folder / DESCRIPTION} is damaged: it has no {lost[0]}; give the whole command again with another "
+                        "--out")  # fmt: skip
     methods = {
         label: get(entry["name"])(**{name: value for name, value in entry.items() if name != "name"})
         for label, entry in experiment["methods"].items()
