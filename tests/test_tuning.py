@@ -12,6 +12,7 @@ from polyfed.runs.comparison import read
 from polyfed.testing import small_clients
 
 QUICK = {"rounds": 2, "seeds": [0, 1], "parallel": 1, "quiet": True}
+SHORT = QUICK | {"rounds": 1, "seeds": [0]}
 
 
 def misleading():
@@ -97,9 +98,9 @@ def test_a_search_by_optuna_that_was_killed_asks_for_the_same_runs_again(tmp_pat
         assert method["runs"]["0"]["scores"] == contents[1]["methods"][label]["runs"]["0"]["scores"]
 
 
-@pytest.mark.parametrize("asked", [{"tune": {"lr": [0.1, 1e38]}}, {"tune": {"lr": [1e38, 0.1]}, "trials": 8}])
+@pytest.mark.parametrize("asked", [{"tune": {"lr": [0.1, 1e38]}}, {"tune": {"lr": [1e38, 0.1]}, "trials": 4}])
 def test_a_rate_that_diverges_is_tried_and_does_not_win(asked):
-    found = pf.compare(misleading(), ["fedprox"], **(QUICK | asked))
+    found = pf.compare(misleading(), ["fedprox"], **(SHORT | {"rounds": 2} | asked))
     assert found.failed == {}
     for entry in found.content["tuning"]["methods"].values():
         assert entry["chosen"] == {"lr": 0.1}
@@ -108,30 +109,30 @@ def test_a_rate_that_diverges_is_tried_and_does_not_win(asked):
 
 def test_a_method_that_diverges_with_every_rate_has_failed():
     """Of the methods only FedProx has mu, and 1e30 is beyond what it can bear."""
-    found = pf.compare(misleading(), [FedProx(batch_size=4)], **QUICK, tune={"mu": [1e30, 1e31]})
+    found = pf.compare(misleading(), [FedProx(batch_size=4)], **SHORT, tune={"mu": [1e30, 1e31]})
     assert found.failed.keys() == {"fedprox"}
     assert [row["method"] for row in found.table()] == ["local", "fedavg", "fedavg_ft"]
 
 
 def test_the_grid_is_around_what_each_method_has():
     methods = {"mild": FedProx(lr=0.01), "bold": FedProx(lr=0.3)}
-    found = pf.compare(misleading(), methods, **(QUICK | {"seeds": [0]}), tune={"lr": "grid"})
+    found = pf.compare(misleading(), methods, **SHORT, tune={"lr": "grid"})
     told = found.content["tuning"]["methods"]
     assert [one["fields"]["lr"] for one in told["mild"]["tried"]] == [0.003333, 0.01, 0.03]
     assert [one["fields"]["lr"] for one in told["bold"]["tried"]] == [0.1, 0.3, 0.9]
     with pytest.raises(pf.UserError, match="schedule of a method is 'constant', of which there is no third"):
-        pf.compare(misleading(), methods, **QUICK, tune={"schedule": "grid"})
+        pf.compare(misleading(), methods, **SHORT, tune={"schedule": "grid"})
 
 
 def test_equal_values_are_tried_once_and_thirds_of_whole_numbers_are_whole():
-    words = QUICK | {"seeds": [0], "parallel": 2}
+    words = SHORT | {"parallel": 2}
     found = pf.compare(misleading(), ["pfedme"], **words, tune={"lr": [0.1, 0.10], "k": "grid"})
     tried = [one["fields"] for one in found.content["tuning"]["methods"]["pfedme"]["tried"]]
     assert tried == [{"lr": 0.1, "k": k} for k in (2, 5, 15)]
 
 
 def test_values_that_only_the_clients_refuse_are_found_before_anything_is_written(tmp_path):
-    clients, words = misleading(), {**QUICK, "out": tmp_path / "a", "public": torch.randn(20, 6)}
+    clients, words = misleading(), {**SHORT, "out": tmp_path / "a", "public": torch.randn(20, 6)}
     with pytest.raises(pf.UserError, match="not all values that are to be searched for fedhenn suit these clients"):
         pf.compare(clients, ["fedhenn"], **words, tune={"rad_size": [10, 5000]})
     assert not (tmp_path / "a").exists()
@@ -141,5 +142,5 @@ def test_values_that_only_the_clients_refuse_are_found_before_anything_is_writte
 
 def test_whole_numbers_stay_whole():
     """pFedMe's k is a number of steps."""
-    found = pf.compare(misleading(), ["pfedme"], **QUICK, tune={"k": "1..3"}, trials=2)
+    found = pf.compare(misleading(), ["pfedme"], **SHORT, tune={"k": "1..3"}, trials=2)
     assert isinstance(found.content["methods"]["pfedme"]["fields"]["k"], int)

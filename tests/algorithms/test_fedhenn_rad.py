@@ -39,7 +39,10 @@ CONTRACT = {
 }
 
 
-@pytest.mark.parametrize("name", CONTRACT)
+FAST = ("weights", "homogeneous, pool once")
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CONTRACT])
 class TestOptions(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, name: str) -> pf.Algorithm:

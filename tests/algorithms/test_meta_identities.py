@@ -19,8 +19,16 @@ from polyfed.testing import AlgorithmContract, SmallNet, small_clients, without_
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}
 
 
-@pytest.mark.parametrize("policy", ["average", "recompute"])
-@pytest.mark.parametrize("method", [PFedMe(**OPTIONS), PerFedAvg(**OPTIONS)], ids=["pfedme", "per_fedavg"])
+@pytest.mark.parametrize(
+    ("method", "policy"),
+    [
+        (PFedMe(**OPTIONS), "average"),
+        (PerFedAvg(**OPTIONS), "recompute"),
+        pytest.param(PFedMe(**OPTIONS), "recompute", marks=pytest.mark.slow),
+        pytest.param(PerFedAvg(**OPTIONS), "average", marks=pytest.mark.slow),
+    ],
+    ids=["pfedme-average", "per_fedavg-recompute", "pfedme-recompute", "per_fedavg-average"],
+)
 class TestContract(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, method, policy):

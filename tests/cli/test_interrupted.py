@@ -55,6 +55,7 @@ def start(out):
     )  # fmt: skip
 
 
+@pytest.mark.slow  # .ci/run has it
 def test_ctrl_c_saves_the_run_and_says_how_to_go_on(tmp_path, whole):
     out = tmp_path / "run"
     process = start(out)
