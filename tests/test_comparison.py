@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -105,7 +106,9 @@ def test_a_method_with_an_optimiser_of_its_own_keeps_it():
     assert (rep.lr, rep.local_epochs, rep.batch_size, rep.weight_decay) == (0.3, 4, 8, 0.1)
     searching = methods_of([CAFedPNAS(lr=0.002), "feddsnas", "local"])
     assert (searching["feddsnas"].lr, searching["feddsnas"].optimizer) == (0.002, "adam")
-    assert (searching["local"].lr, searching["local"].optimizer) == (0.002, "adam")
+    assert (searching["local"].lr, searching["local"].optimizer, searching["local"].batch_size) == (0.01, "sgd", 48)
+    behind = methods_of([CAFedPNAS(), FedAvg(lr=0.3, batch_size=48), "local"])  # the first that trains alike
+    assert behind["local"].lr == 0.3
 
 
 def test_budget_of_bytes_compares_at_the_last_round_within_it(tmp_path):
@@ -265,6 +268,18 @@ def test_networks_that_begin_with_other_weights_are_another_comparison(tmp_path)
     other = [pf.Client(c.id, zeros, c.train, c.test, c.val) for c in small_clients(2)]
     with pytest.raises(pf.UserError, match="first_weights was"):
         pf.compare(other, ["fedprox"], **QUICK, out=tmp_path / "a")
+
+
+def test_networks_that_begin_otherwise_at_each_call_may_be_gone_on_with(tmp_path):
+    def drawn():
+        net = small_clients(1)[0].model()
+        with torch.no_grad():
+            next(net.parameters()).mul_(np.random.default_rng().normal())
+        return net
+
+    clients = [pf.Client(c.id, drawn, c.train, c.test, c.val) for c in small_clients(2)]
+    first = pf.compare(clients, ["fedprox"], **QUICK, out=tmp_path / "a")
+    assert pf.compare(clients, ["fedprox"], **QUICK, out=tmp_path / "a").content == first.content
 
 
 def test_a_run_that_does_not_belong_there_is_refused_and_an_empty_model_is_made_again(tmp_path):

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 import polyfed as pf
+from polyfed import tuning
 from polyfed.algorithms import FedProx
 from polyfed.runs.comparison import read
 from polyfed.testing import small_clients
@@ -29,10 +31,10 @@ def test_the_grid_is_searched_on_validation_examples_alone(tmp_path):
     """A rate of 1e-9 learns nothing and 0.5 does: validation finds it, though the test labels are wrong."""
     clients, words = misleading(), QUICK | {"rounds": 8, "tune": {"lr": [1e-9, 0.5]}}
     found = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
-    tuning = found.content["tuning"]
-    assert list(tuning["methods"]) == ["local", "fedavg", "fedavg_ft", "fedprox"]
-    assert all(entry["chosen"] == {"lr": 0.5} for entry in tuning["methods"].values())
-    assert all(entry["runs"] == 2 for entry in tuning["methods"].values())
+    told = found.content["tuning"]
+    assert list(told["methods"]) == ["local", "fedavg", "fedavg_ft", "fedprox"]
+    assert all(entry["chosen"] == {"lr": 0.5} for entry in told["methods"].values())
+    assert all(entry["runs"] == 2 for entry in told["methods"].values())
     assert found.content["methods"]["fedprox"]["fields"]["lr"] == 0.5
     assert found.content["best_by"] == "validation"
     before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("metrics.jsonl"))
@@ -47,10 +49,9 @@ def test_optuna_finds_a_rate_in_a_range_and_repeats_nothing(tmp_path):
     clients = misleading()
     words = QUICK | {"rounds": 8, "tune": {"lr": "1e-7..0.5", "mu": [0.0, 0.01]}, "trials": 6}
     found = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
-    tuning = found.content["tuning"]
-    assert "6 runs at most" in tuning["told"]
-    assert "by Optuna" in tuning["told"]
-    for label, entry in tuning["methods"].items():
+    told = found.content["tuning"]
+    assert "lr, mu, by Optuna: up to 6 runs" in told["told"]
+    for label, entry in told["methods"].items():
         assert entry["runs"] == 6
         assert set(entry["chosen"]) == ({"lr", "mu"} if label == "fedprox" else {"lr"})
         rates = [one["fields"]["lr"] for one in entry["tried"]]
@@ -138,6 +139,40 @@ def test_values_that_only_the_clients_refuse_are_found_before_anything_is_writte
     assert not (tmp_path / "a").exists()
     found = pf.compare(clients, ["fedhenn"], **words, tune={"rad_size": [5, 10]})  # the default, 5,000, would not fit
     assert found.content["methods"]["fedhenn"]["fields"]["rad_size"] in (5, 10)
+
+
+def test_values_may_be_numbers_of_numpy_and_mappings(tmp_path):
+    words = {**SHORT, "public": torch.randn(20, 6), "out": tmp_path / "a"}
+    found = pf.compare(misleading(), ["pfedme"], **words, tune={"k": list(np.array([1, 2])), "lr": [np.float32(0.5)]})
+    assert found.content == read(tmp_path / "a").content
+    teachers = [{"name": "mlp", "hidden": [8]}, "mlp", {"name": "mlp", "hidden": [8]}]
+    for asked in ({}, {"trials": 2}):
+        told = pf.compare(
+            misleading(), ["distillation"], **(words | {"out": None}), tune={"teacher": teachers}, **asked
+        )
+        assert told.content["tuning"]["methods"]["distillation"]["chosen"]["teacher"] in teachers
+        assert told.content["tuning"]["methods"]["distillation"]["runs"] == 2
+
+
+def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
+    """The mean over the clients that are left would."""
+    clients, good = misleading(), tuning.play
+
+    def diverging(plan, jobs):
+        histories, failed = good(plan, jobs)
+        for job, history in histories.items():
+            if job.method.lr == 0.3:
+                last = history[-1]
+                last["clients"]["client-0"]["val_accuracy"] = None
+                last["summary"]["val_accuracy"]["mean"] = 1.0
+        return histories, failed
+
+    monkeypatch.setattr(tuning, "play", diverging)
+    for asked in ({}, {"trials": 4}):
+        found = pf.compare(clients, ["fedprox"], **SHORT, tune={"lr": [0.3, 0.1]}, **asked)
+        told = found.content["tuning"]["methods"]["fedprox"]
+        assert told["chosen"] == {"lr": 0.1}
+        assert {one["fields"]["lr"] for one in told["tried"] if one["validation"] is None} == {0.3}
 
 
 def test_whole_numbers_stay_whole():

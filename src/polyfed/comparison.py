@@ -68,8 +68,8 @@ def compare(
         out: the directory (see `polyfed.runs.comparison`); None keeps the results in memory.
         public: unlabelled examples that are no client's, for methods that need them; the others ignore them.
         like: whose local training the methods get that are given by name (`by_name` tells which part); default: that of the
-            first method in `methods` that is not a name. Without any, they have equal epochs and batches and otherwise
-            their own defaults.
+            first method in `methods` that is not a name and has no other defaults for it. Without any, they have equal
+            epochs and batches and otherwise their own defaults.
         budget: "steps" compares after all rounds; "bytes" or "seconds" (or "bytes=5e6", "seconds=30") each run at its last
             evaluated round that has spent no more. `polyfed.runs.summary.Budget` tells more.
         target: the mean score for the columns "to reach it"; None takes what training alone reaches.
@@ -122,11 +122,10 @@ def methods_of(
     pairs: list[tuple[str | None, Any]] = (
         list(given.items()) if isinstance(given, Mapping) else [(None, method) for method in given]
     )
-    own = [method for _, method in pairs if isinstance(method, Algorithm)]
-    model = like or next((method for method in own if isinstance(method, LocalTraining)), None)
+    own = [method for _, method in pairs if isinstance(method, LocalTraining)]
     found: dict[str, Method] = {}
     for label, method in pairs:
-        made: Any = by_name(method, model) if isinstance(method, str) else method
+        made: Any = by_name(method, like or _model(method, own)) if isinstance(method, str) else method
         if not isinstance(made, Algorithm):
             raise UserError(
                 f"methods must be names or methods, for example polyfed.algorithms.FedAvg(), got {method!r}"
@@ -140,8 +139,14 @@ def methods_of(
             raise UserError(f"methods has {name!r} twice; give each a label of its own: {{'a': ..., 'b': ...}}")
         found[name] = made
     kinds = {type(method) for method in found.values()}
-    unasked = {name: by_name(name, model) for name, kind in ALWAYS.items() if kind not in kinds and name not in found}
-    return unasked | found
+    lacking = [name for name, kind in ALWAYS.items() if kind not in kinds and name not in found]
+    return {name: by_name(name, like or _model(name, own)) for name in lacking} | found
+
+
+def _model(name: str, own: Sequence[Any]) -> Any:
+    """The first of the methods that are there which trains as `name` does by default; else its epochs and batches alone."""
+    alike = (m for m in own if not _trains_otherwise(get(name), type(m)) and not _trains_otherwise(type(m), get(name)))
+    return next(alike, Local(**{field: getattr(own[0], field) for field in EQUAL}) if own else None)
 
 
 def by_name(name: str, model: Any = None, fields: Mapping[str, Any] | None = None) -> Method:
@@ -166,7 +171,7 @@ def by_name(name: str, model: Any = None, fields: Mapping[str, Any] | None = Non
 
 def _trains_otherwise(kind: Any, model: Any) -> bool:
     own, others, plain = ({f.name: f.default for f in dataclasses.fields(k)} for k in (kind, model, LocalTraining))
-    return any(own.get(field, plain[field]) not in (plain[field], others[field]) for field in ("lr", "optimizer"))
+    return any(own.get(f, plain[f]) not in (plain[f], others.get(f, plain[f])) for f in ("lr", "optimizer"))
 
 
 def carry_out(plan: Plan) -> Comparison:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, final
 
-from polyfed.errors import UserError, nearest
+from polyfed.errors import RoundError, UserError, nearest
 from polyfed.evaluation import SCORE
 from polyfed.plans import EQUAL, TUNING, Failure, Job, Method, Plan, play
 from polyfed.runs.checkpoint import file_name
+from polyfed.runs.directory import plain
 
 GRID = "grid"  # instead of a field's values: a third of what a method has, once and three times it
 _START = 4  # trials at random before Optuna's estimator has its say: searches are small
@@ -115,11 +116,7 @@ def search(
     plan: Plan, methods: Mapping[str, Method], data: str
 ) -> tuple[dict[str, Method], dict[str, Any], dict[str, Failure]]:
     """The methods with what was found best for each, the search as `comparison.json` tells it, and the methods of which
-    each run of the search failed. `data` is the fingerprint of the clients of the first seed.
-
-    Raises:
-        UserError: no run of a method has a validation score.
-    """
+    each run of the search failed. `data` is the fingerprint of the clients of the first seed."""
     tried: dict[str, list[_Tried]] = {label: [] for label in methods}
     if plan.trials is None:
         combinations = [(label, fields) for label, method in methods.items() for fields in _grid(plan, method)]
@@ -128,40 +125,45 @@ def search(
     else:
         studies = {label: _Study(plan, method) for label, method in methods.items() if _of(plan, method)}
         for _ in range(plan.trials):  # one run of each method at a time: the next depends on what it found
-            for one in _played(plan, methods, [(label, study.ask()) for label, study in studies.items()], data):
-                studies[one.label].tell(one.validation)
+            wave = _played(plan, methods, [(label, study.ask()) for label, study in studies.items()], data)
+            known = max(len(one.scored) for one in (*wave, *(one for runs in tried.values() for one in runs)))
+            for one in wave:
+                studies[one.label].tell(one.validation if len(one.scored) == known else None)
                 tried[one.label].append(one)
     found, failed, told = dict(methods), dict[str, Failure](), dict[str, Any]()
+    everyone = max((one.scored for runs in tried.values() for one in runs), key=len, default=frozenset())
     for label, runs in tried.items():
-        scored = [one for one in runs if one.validation is not None]
+        scored = [one for one in runs if one.validation is not None and one.scored == everyone]
         if runs and not scored:
-            if runs[0].failure is None:
-                raise UserError(f"no run of {label} in the search has a validation score")
-            failed[label] = runs[0].failure
+            lost = RoundError(f"no run of the search has a validation score of every client (method {label})")
+            failed[label] = next((one.failure for one in runs if one.failure is not None), lost)
         best = max(scored, key=lambda one: one.validation or 0.0, default=None)
         if best is not None:
             found[label] = dataclasses.replace(methods[label], **best.fields)  # type: ignore[type-var]
         told[label] = {
             "chosen": {} if best is None else best.fields,
             "runs": len(runs),
-            "tried": [{"fields": one.fields, "validation": one.validation} for one in runs],
+            "tried": [{"fields": one.fields, "validation": one.validation if one in scored else None} for one in runs],
         }
     how = "all combinations" if plan.trials is None else "by Optuna"
     most = max(entry["runs"] for entry in told.values())
     sentence = (
-        f"{', '.join(plan.search or {})}, {how}: for each method {most} runs at most of {plan.settings.rounds} rounds with "
-        f"seed {plan.seeds[0]}, chosen by the mean validation score after the last"
+        f"{', '.join(plan.search or {})}, {how}: up to {most} {'run' if most == 1 else 'runs'} of {plan.settings.rounds} "
+        f"rounds with seed {plan.seeds[0]} for each method that has the fields, chosen by the mean validation score after "
+        "the last"
     )
     return found, {"told": sentence, "by": "validation", "methods": told}, failed
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """A run of the search: its fields, and its mean validation score or why it has none."""
+    """A run of the search: its fields, and its mean validation score, over which clients, or why it has none. A client whose
+    training diverged has none, and a mean over the others would be rewarded for that."""
 
     label: str
     fields: Fields
     validation: float | None
+    scored: frozenset[str]
     failure: Failure | None
 
 
@@ -173,14 +175,13 @@ def _played(plan: Plan, methods: Mapping[str, Method], tries: Sequence[tuple[str
         changed = dataclasses.replace(methods[label], **fields)  # type: ignore[type-var]
         jobs.append(Job(f"{label} with {name}", changed, seed, folder, data))
     histories, failed = play(plan, jobs) if jobs else ({}, {})
-    column = f"val_{SCORE[plan.cast(seed).clients[0].task]}"
-    return [
-        _Tried(
-            label, fields, histories[job][-1]["summary"].get(column, {}).get("mean") if job in histories else None,
-            failed.get(job),
-        )
-        for (label, fields), job in zip(tries, jobs, strict=True)
-    ]  # fmt: skip
+    column, found = f"val_{SCORE[plan.cast(seed).clients[0].task]}", []
+    for (label, fields), job in zip(tries, jobs, strict=True):
+        last = histories[job][-1] if job in histories else {"summary": {}, "clients": {}}
+        scored = frozenset(client for client, row in last["clients"].items() if row.get(column) is not None)
+        mean = last["summary"].get(column, {}).get("mean")
+        found.append(_Tried(label, fields, mean, scored, failed.get(job)))
+    return found
 
 
 @final
@@ -190,14 +191,16 @@ class _Study:
 
     def __init__(self, plan: Plan, method: Method) -> None:
         optuna = _optuna()
-        self._space = {name: _distribution(optuna.distributions, values) for name, values in _of(plan, method).items()}
+        self._values = _of(plan, method)
+        self._space = {name: _distribution(optuna.distributions, values) for name, values in self._values.items()}
         sampler = optuna.samplers.TPESampler(seed=plan.seeds[0], n_startup_trials=_START)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
         self._failed = optuna.trial.TrialState.FAIL
 
     def ask(self) -> Fields:
         self._trial = self._study.ask(self._space)
-        return dict(self._trial.params)
+        told = self._trial.params.items()
+        return {n: v if isinstance(self._values[n], str) else self._values[n][v] for n, v in told}
 
     def tell(self, validation: float | None) -> None:
         if validation is None:
@@ -217,7 +220,7 @@ def _optuna() -> Any:
 
 def _distribution(kinds: Any, values: Any) -> Any:
     if not isinstance(values, str):
-        return kinds.CategoricalDistribution(list(values))
+        return kinds.CategoricalDistribution(range(len(values)))  # values may be mappings, which Optuna does not know
     found = Range.parse(values)
     whole = isinstance(found.low, int) and isinstance(found.high, int)
     kind = kinds.IntDistribution if whole else kinds.FloatDistribution
@@ -226,7 +229,10 @@ def _distribution(kinds: Any, values: Any) -> Any:
 
 def _values(method: Method, name: str, values: Any) -> Any:
     if not isinstance(values, str):
-        return list(dict.fromkeys(values)) if isinstance(values, Sequence) else values
+        if not isinstance(values, Sequence):
+            return values
+        written = [plain(value, f"tune[{name!r}]") for value in values]  # NumPy's numbers as Python's
+        return [value for position, value in enumerate(written) if value not in written[:position]]
     if values != GRID:
         return values
     own = getattr(method, name)
@@ -234,7 +240,7 @@ def _values(method: Method, name: str, values: Any) -> Any:
         raise UserError(f"{name} of a method is {own!r}, of which there is no third; give the values to try for {name}")
     around = [own * factor for factor in (1 / 3, 1, 3)]
     if isinstance(own, int):
-        return list(dict.fromkeys(max(1, round(value)) for value in around))
+        return sorted({max(1, round(value)) for value in around})
     return [float(f"{value:.4g}") for value in around]
 
 

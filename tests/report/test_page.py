@@ -192,7 +192,7 @@ def test_trainings_that_diverged(write_run, page, tmp_path):
     assert "No client of fedavg has a score both ways." in found.texts
     assert json.loads(found.scripts["data"])["p0"]["lines"][0]["mean"] == [0.5, None]
     write_run(tmp_path / "b", "fedavg", {"x": [None]}, score="r2")
-    assert "No method has a score: all trainings diverged" in page(tmp_path / "b")[0]
+    assert "No method has a mean score: all trainings diverged" in page(tmp_path / "b")[0]
 
 
 def test_a_comparison(comparison_of, page, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from polyfed.commands.report import show
+from polyfed.errors import UserError
 from polyfed.report.gathering import gather
 from polyfed.report.words import notes, summary
 
@@ -72,6 +73,29 @@ def test_what_the_command_tells_of_a_comparison_is_on_the_page(comparison_of, tm
     assert "The best by test examples is fedavg, with which p (best) compares." in told
     assert "Searched lr, by Optuna." in told
     assert "fedavg got lr 0.03123 of 3 runs." in told
+
+
+def test_gains_are_over_the_reference_of_the_comparison(comparison_of, tmp_path):
+    """Two methods train alone; the comparison says which one counts."""
+    by_method = {"alone": 0.9, "local": 0.3, "fedavg": 0.5}
+    content = comparison_of({m: {s: {"x": v} for s in (0, 1)} for m, v in by_method.items()}, reference="alone")
+    content["methods"]["alone"]["name"] = "local"
+    (tmp_path / "comparison.yaml").write_text("title: mine\n")
+    (tmp_path / "comparison.json").write_text(json.dumps(content))
+    ((setting,), _) = gather([tmp_path])
+    assert setting.local.label == "alone"
+    gains = {line.label: setting.gains(line) for line in setting.lines}
+    assert {label: found[0].mean for label, found in gains.items() if found} == {"local": -0.6, "fedavg": -0.4}
+
+
+def test_a_comparison_without_a_round_within_its_budget_is_not_damaged(comparison_of, tmp_path):
+    content = comparison_of({"local": {0: {"x": 0.5}}, "fedavg": {0: {"x": 0.6}}})
+    for method in content["methods"].values():
+        method["runs"]["0"] |= {"round": None, "scores": {}, "mean": None}
+    (tmp_path / "comparison.yaml").write_text("title: mine\n")
+    (tmp_path / "comparison.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"no method of .* has an evaluated round within the budget; read it with"):
+        gather([tmp_path])
 
 
 @pytest.mark.slow

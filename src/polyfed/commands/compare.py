@@ -22,6 +22,7 @@ from polyfed.runs.summary import Budget, Reading
 from polyfed.settings import Settings
 from polyfed.tuning import GRID, number_or_word
 
+_WORDS = {"true": True, "false": False, "null": None}
 _READING = ("budget", "target", "parallel", "quiet")  # what may be asked of a directory
 
 
@@ -209,8 +210,8 @@ def _one(label: str, entry: Any, known: Mapping[str, Method], experiment: Experi
 def _search(text: str) -> dict[str, list[Any] | str]:
     """The fields of `--tune` with their values or range.
 
-    >>> _search("lr=0.001..0.3; mu=1")
-    {'lr': '0.001..0.3', 'mu': [1]}
+    >>> _search("lr=0.001..0.3; mu=1; weighted=true,false")
+    {'lr': '0.001..0.3', 'mu': [1], 'weighted': [True, False]}
     """
     if text == GRID:
         return {"lr": GRID}
@@ -220,7 +221,8 @@ def _search(text: str) -> dict[str, list[Any] | str]:
         if not values or name in found:
             raise UserError("--tune takes 'grid', or each field with its values or range, such as "
                             f"'lr=0.001..0.3;mu=0.1,1', got {text!r}")  # fmt: skip
-        found[name] = values if ".." in values else [number_or_word(value.strip()) for value in values.split(",")]
+        whole = ".." in values or values == GRID
+        found[name] = values if whole else [_WORDS.get(v.strip(), number_or_word(v.strip())) for v in values.split(",")]
     return found
 
 

@@ -11,9 +11,10 @@ from rich.table import Table
 
 from polyfed.commands.experiment import Participants, from_config, participants
 from polyfed.errors import UserError
-from polyfed.report.gathering import Setting, Told, gather
+from polyfed.report.gathering import Setting, gather
 from polyfed.report.html import paragraphs
 from polyfed.report.page import Beside, render
+from polyfed.report.records import Told
 from polyfed.runs.checkpoint import file_name
 from polyfed.runs.directory import read_manifest, replace_file
 

@@ -12,12 +12,10 @@ from typing import Any, final
 import numpy as np
 
 from polyfed.errors import UserError
-from polyfed.evaluation import SCORE
-from polyfed.report.records import read_rounds
+from polyfed.report.records import DIGITS, Told, mean, read_run
 from polyfed.runs import comparison
 from polyfed.runs.directory import read_config, read_manifest
 
-DIGITS = 12  # after the point, of means and differences of scores; what is beyond is rounding
 BASELINES = "baselines"  # folder of a run directory, as `commands.running` makes it
 _LOCAL = "local"
 # Where it ran, and how often it was looked at, does not change what was asked.
@@ -25,44 +23,6 @@ _ASIDE = {
     "algorithm", "baselines", "seed", "rounds", "sample", "engine", "workers", "ray_address", "gpus_per_worker", "device",
     "evaluate_every", "checkpoint_every", "on_error", "min_replies",
 }  # fmt: skip
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Told:
-    """A run.
-
-    Attributes:
-        folder: its directory; None of a comparison that was never written.
-        config: its configuration; what is known of it.
-        method: name of the algorithm.
-        score: "accuracy", "auc" or "r2".
-        rounds: how many were wanted.
-        done: how many there are.
-        round: the round whose scores count, the last evaluated one or that within the budget of a comparison.
-        final: each client's score after `round`; None where it is not defined.
-        curve: (round, mean score, megabytes up and down of 2^20 bytes, seconds) of each evaluated round; NaN is not
-            defined.
-        failures: replies that were lost.
-    """
-
-    folder: Path | None
-    config: Mapping[str, Any]
-    method: str
-    seed: int
-    score: str
-    rounds: int
-    done: int
-    round: int
-    final: Mapping[str, float | None]
-    curve: tuple[tuple[int, float, float, float], ...]
-    failures: int = 0
-
-    @property
-    def spent(self) -> tuple[float, float]:
-        """Megabytes and seconds up to `round`."""
-        here = next(point for point in reversed(self.curve) if point[0] == self.round)
-        return here[2], here[3]
 
 
 @final
@@ -126,6 +86,7 @@ class Setting:
             is a participant of its own.
         lines: at least one.
         results: the content of `comparison.json`; empty without one.
+        reference: label of the line that trains alone, which gains are over; None if there is none.
     """
 
     title: str
@@ -133,11 +94,12 @@ class Setting:
     same_clients: bool
     lines: tuple[Line, ...]
     results: Mapping[str, Any]
+    reference: str | None
 
     @property
     def local(self) -> Line | None:
         """Training alone; None if that was not run."""
-        return next((line for line in self.lines if line.runs[0].method == _LOCAL), None)
+        return next((line for line in self.lines if line.label == self.reference), None)
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:
@@ -167,7 +129,10 @@ class Setting:
         return [run for run in line.runs if run.seed in self.common or not self.common]
 
     def mean(self, line: Line) -> float:
-        """Over clients and the counted runs."""
+        """Over clients and the counted runs; of a finished comparison what it says."""
+        if self.results:
+            found = line.statistics["mean"]
+            return math.nan if found is None else round(found, DIGITS)
         return mean([value for run, value in zip(line.runs, line.means, strict=True) if run in self.counted(line)])
 
     def scores(self, line: Line) -> dict[str, float]:
@@ -192,16 +157,6 @@ class Setting:
                     found.setdefault(self.participant(client, run.seed), []).append(value - base)
         gains = [Gain(name, mean(values), min(values), max(values)) for name, values in found.items()]
         return sorted(gains, key=lambda gain: (-gain.mean, gain.client))
-
-
-def mean(values: Sequence[float | None]) -> float:
-    """Of the values that there are, rounded so that equal means are equal; NaN if there are none.
-
-    >>> mean([1.0, None, 2.0]), mean([]), mean([0.1, 0.2, -0.3])
-    (1.5, nan, 0.0)
-    """
-    known = [value for value in values if value is not None and not math.isnan(value)]
-    return round(math.fsum(known) / len(known), DIGITS) + 0.0 if known else math.nan
 
 
 def gather(folders: Sequence[Path]) -> tuple[list[Setting], list[str]]:
@@ -234,40 +189,6 @@ def gather(folders: Sequence[Path]) -> tuple[list[Setting], list[str]]:
     for run in told.values():
         questions.setdefault(_question(run), []).append(run)
     return [*settings, *(_setting(runs) for runs in questions.values())], notes
-
-
-def read_run(folder: Path) -> Told | None:
-    """What a run directory tells; None if no round has been evaluated.
-
-    Raises:
-        UserError: its configuration or a round is damaged.
-    """
-    config = read_config(folder)
-    method = config.get("algorithm")
-    if not isinstance(method, Mapping) or "name" not in method:
-        raise UserError(f"{folder / 'config.yaml'} names no algorithm, so that it is not of a run")
-    records = read_rounds(folder / "metrics.jsonl")
-    names = {name for record in records for row in record["clients"].values() for name in row}
-    score = next((name for name in SCORE.values() if name in names), None)
-    if score is None:
-        return None
-    curve, seconds, final = [], 0.0, {}
-    for record in records:
-        # Without the evaluation, as comparisons count it.
-        seconds += record.get("seconds_clients", math.nan) + record.get("seconds_server", math.nan)
-        if found := {client: row[score] for client, row in record["clients"].items() if score in row}:
-            final = found
-            moved = (record["bytes_down_total"] + record["bytes_up_total"]) / 2**20
-            curve.append((record["round"], mean(list(found.values())), moved, seconds))
-    done = records[-1]["round"]
-    try:
-        seed, rounds = int(config.get("seed", 0)), int(config.get("rounds", done))
-    except (ValueError, TypeError, OverflowError) as error:
-        raise UserError(f"seed and rounds in {folder / 'config.yaml'} must be whole numbers: {error}") from error
-    failures = sum(len(record.get("failures", ())) for record in records)
-    return Told(
-        folder, config, str(method["name"]), seed, score, rounds, done, curve[-1][0], final, tuple(curve), failures,
-    )  # fmt: skip
 
 
 def _runs(folder: Path) -> Iterator[Path]:
@@ -303,7 +224,8 @@ def _setting(runs: Sequence[Told]) -> Setting:
     lines = [Line(_label(group, groups), group, {}) for group in groups]
     lines.sort(key=lambda line: line.runs[0].method == _LOCAL)
     dealt = "data" in runs[0].config  # by a draw from the seed
-    return Setting(_title(runs[0].config), runs[0].score, not dealt, tuple(lines), {})
+    alone = next((line.label for line in lines if line.runs[0].method == _LOCAL), None)
+    return Setting(_title(runs[0].config), runs[0].score, not dealt, tuple(lines), {}, alone)
 
 
 def _fields(run: Told) -> dict[str, Any]:
@@ -340,8 +262,9 @@ def _comparing(folder: Path, runs: Sequence[Told]) -> Setting:
     lines = [Line(label, tuple(sorted(found, key=lambda run: run.seed)), {}) for label, found in labels.items()]
     lines.sort(key=lambda line: line.label == known.get("reference"))
     return Setting(
-        str(known.get("title", folder.name)), runs[0].score, bool(known.get("same_clients")), tuple(lines), {}
-    )
+        str(known.get("title", folder.name)), runs[0].score, bool(known.get("same_clients")), tuple(lines), {},
+        known.get("reference"),
+    )  # fmt: skip
 
 
 def _compared(folder: Path, notes: list[str]) -> Setting:
@@ -353,17 +276,20 @@ def _compared(folder: Path, notes: list[str]) -> Setting:
             for label, method in content["methods"].items()
             if (runs := tuple(_compared_runs(folder, content, method, notes)))
         ]
-        if not lines:
-            raise ValueError("no method has a score")
         _ = [content[name] for name in ("notes", "verdicts", "left_out", "best", "best_by", "tuning")]
         _ = [content[name]["told"] for name in ("budget", "target", "tests")]
         lines.sort(key=lambda line: line.label == content["reference"])
-        return Setting(content["title"], content["score"], bool(content["same_clients"]), tuple(lines), content)
+        alike = bool(content["same_clients"])
+        found = Setting(content["title"], content["score"], alike, tuple(lines), content, content["reference"])
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(
             f"{folder / comparison.RESULTS} is damaged ({type(error).__name__}: {error}); make it again: polyfed compare "
             f"{folder}"
         ) from error
+    if not lines:
+        raise UserError(f"no method of {folder} has an evaluated round within the budget; read it with a larger one: "
+                        f"polyfed compare {folder} --budget steps")  # fmt: skip
+    return found
 
 
 def _compared_runs(

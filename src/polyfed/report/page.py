@@ -11,8 +11,9 @@ import numpy as np
 
 from polyfed.report import words
 from polyfed.report.charts import COLOURS, Bar, Curve, bar_chart, heat_map, line_chart, number
-from polyfed.report.gathering import Line, Setting, mean
+from polyfed.report.gathering import Line, Setting
 from polyfed.report.html import choice, data, figure, paragraphs, swatch, switch, table
+from polyfed.report.records import mean
 from polyfed.runs.directory import versions
 
 _AXES = {
@@ -111,12 +112,13 @@ def _methods(setting: Setting) -> str:
     columns += ["95 % interval" if compared else "lowest to highest seed"] if several else []
     columns += ["worst client", "10th percentile", "90th"]
     columns += [f"gain{', points' if unit else ''}", "gain / lose"] if setting.local else []
-    columns += ["p (local)", "p (best)"] if compared and setting.local else []
+    columns += [f"p ({setting.local.label})", "p (best)"] if compared and setting.local else []
     columns += ["MB", "seconds", "rounds"]
     caption = "Methods, best mean first; MB are those of all clients, up and down"
-    caption += "; gain over local" if setting.local else ""
-    caption += "; p, after Holm's correction, against local and against the best" if compared and setting.local else ""
-    if set(setting.common) < set(setting.seeds):
+    if setting.local:
+        caption += f"; gain over {setting.local.label}"
+        caption += "; p, after Holm's correction, against it and against the best" if compared else ""
+    if set(setting.common) < set(setting.seeds) and not compared:
         caption += f"; scores of the seeds that all have ({words.listed(setting.common)})" if setting.common else (
             "; each method has scores of other seeds")  # fmt: skip
     rows = []
@@ -129,10 +131,12 @@ def _methods(setting: Setting) -> str:
             seeds = [mean(known) for known in finals]
             ends = line.statistics.get("interval") if compared else (min(seeds), max(seeds)) if seeds else None
             row.append(f"{number(ends[0], unit)} to {number(ends[1], unit)}" if ends and scores else "–")
-        row += [number(mean([float(np.percentile(known, q)) for known in finals]), unit) for q in (0, 10, 90)]
+        row += [number(_said(line, name, mean([float(np.percentile(known, q)) for known in finals])), unit)
+                for name, q in (("worst", 0), ("p10", 10), ("p90", 90))]  # fmt: skip
         if setting.local:
             gains = setting.gains(line)
-            row.append(number(mean([gain.mean for gain in gains]), unit, signed=True).removesuffix(" %"))
+            gain = _said(line, "gain", mean([gain.mean for gain in gains]))
+            row.append(number(gain, unit, signed=True).removesuffix(" %"))
             ups, downs = (sum(sign * gain.mean > 0 for gain in gains) for sign in (1, -1))
             row.append(f"{ups} / {downs}" if gains else "–")
             if compared:
@@ -212,7 +216,8 @@ def _course(setting: Setting, key: str, curves: dict[str, Any]) -> str:
 def _gains(setting: Setting, key: str) -> str:
     unit, local = words.unit_of(setting.score), setting.local
     if local is None:
-        return "<p>Training alone (local) was not run, so that there is nothing to compare with.</p>"
+        why = "has no score here" if setting.results else "was not run"
+        return f"<p>Training alone (local) {why}, so that there is nothing to compare with.</p>"
     panels = {}
     for k, line in enumerate(line for line in setting.lines if line is not local):
         gains = setting.gains(line)
@@ -225,7 +230,7 @@ def _gains(setting: Setting, key: str) -> str:
         chart = bar_chart(bars, key=f"{key}-g{k}", title=f"Gain of {line.label} over training alone, by client",
                           x_label=what, unit=unit, signed=True)  # fmt: skip
         up, down = sum(g.mean > 0 for g in gains), sum(g.mean < 0 for g in gains)
-        caption = f"{line.label} against local: {up} gain, {down} lose, {len(gains) - up - down} stay; {what}."
+        caption = f"{line.label} against {local.label}: {up} gain, {down} lose, {len(gains) - up - down} stay; {what}."
         if any(bar.low != bar.high for bar in bars):
             caption += " Thin lines: from the lowest to the highest seed."
         caption += f" Drawn are {len(drawn)} of them, evenly." if len(drawn) < len(gains) else ""
@@ -285,6 +290,12 @@ def _classes(setting: Setting, beside: Beside, key: str) -> str:
         behind = table(told, ["client", *beside.class_names, "all"], rows)
         panels[f"seed {seed}"] = figure(chart, caption.strip(), behind)
     return choice(f"{key}-class", "Seed", panels)
+
+
+def _said(line: Line, name: str, otherwise: float) -> float:
+    """What a finished comparison says of a method, which may be that it is not defined; else what is computed here."""
+    found = line.statistics.get(name, otherwise)
+    return math.nan if found is None else float(found)
 
 
 def _style(setting: Setting, position: int) -> int:

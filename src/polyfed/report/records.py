@@ -1,16 +1,104 @@
-"""The rounds in a `metrics.jsonl`, checked, so that a damaged file is told and not taken for a run that has not begun."""
+"""What a run directory tells of its run. The rounds in `metrics.jsonl` are checked, so that a damaged file is told and not
+taken for a run that has not begun."""
 
 import json
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from polyfed.errors import UserError
 from polyfed.evaluation import SCORE
+from polyfed.runs.directory import read_config
+
+DIGITS = 12  # after the point, of means and differences of scores; what is beyond is rounding
 
 _TOTALS = ("bytes_down_total", "bytes_up_total")
 _SECONDS = ("seconds_clients", "seconds_server")  # runs of early versions have none
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Told:
+    """A run.
+
+    Attributes:
+        folder: its directory; None of a comparison that was never written.
+        config: its configuration; what is known of it.
+        method: name of the algorithm.
+        score: "accuracy", "auc" or "r2".
+        rounds: how many were wanted.
+        done: how many there are.
+        round: the round whose scores count, the last evaluated one or that within the budget of a comparison.
+        final: each client's score after `round`; None where it is not defined.
+        curve: (round, mean score, megabytes up and down of 2^20 bytes, seconds) of each evaluated round; NaN is not
+            defined.
+        failures: replies that were lost.
+    """
+
+    folder: Path | None
+    config: Mapping[str, Any]
+    method: str
+    seed: int
+    score: str
+    rounds: int
+    done: int
+    round: int
+    final: Mapping[str, float | None]
+    curve: tuple[tuple[int, float, float, float], ...]
+    failures: int = 0
+
+    @property
+    def spent(self) -> tuple[float, float]:
+        """Megabytes and seconds up to `round`."""
+        here = next(point for point in reversed(self.curve) if point[0] == self.round)
+        return here[2], here[3]
+
+
+def mean(values: Sequence[float | None]) -> float:
+    """Of the values that there are, rounded so that equal means are equal; NaN if there are none.
+
+    >>> mean([1.0, None, 2.0]), mean([]), mean([0.1, 0.2, -0.3])
+    (1.5, nan, 0.0)
+    """
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    return round(math.fsum(known) / len(known), DIGITS) + 0.0 if known else math.nan
+
+
+def read_run(folder: Path) -> Told | None:
+    """What a run directory tells; None if no round has been evaluated.
+
+    Raises:
+        UserError: its configuration or a round is damaged.
+    """
+    config = read_config(folder)
+    method = config.get("algorithm")
+    if not isinstance(method, Mapping) or "name" not in method:
+        raise UserError(f"{folder / 'config.yaml'} names no algorithm, so that it is not of a run")
+    records = read_rounds(folder / "metrics.jsonl")
+    names = {name for record in records for row in record["clients"].values() for name in row}
+    score = next((name for name in SCORE.values() if name in names), None)
+    if score is None:
+        return None
+    curve, seconds, final = [], 0.0, {}
+    for record in records:
+        # Without the evaluation, as comparisons count it.
+        seconds += record.get("seconds_clients", math.nan) + record.get("seconds_server", math.nan)
+        if found := {client: row[score] for client, row in record["clients"].items() if score in row}:
+            final = found
+            moved = (record["bytes_down_total"] + record["bytes_up_total"]) / 2**20
+            curve.append((record["round"], mean(list(found.values())), moved, seconds))
+    done = records[-1]["round"]
+    try:
+        seed, rounds = int(config.get("seed", 0)), int(config.get("rounds", done))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"seed and rounds in {folder / 'config.yaml'} must be whole numbers: {error}") from error
+    failures = sum(len(record.get("failures", ())) for record in records)
+    return Told(
+        folder, config, str(method["name"]), seed, score, rounds, done, curve[-1][0], final, tuple(curve), failures,
+    )  # fmt: skip
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:

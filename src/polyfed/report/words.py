@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 
 from polyfed.report.charts import Unit, number
-from polyfed.report.gathering import Line, Setting, mean
+from polyfed.report.gathering import Line, Setting
+from polyfed.report.records import mean
 
 _NAMED = 3  # clients named in a sentence
 
@@ -41,7 +42,10 @@ def summary(setting: Setting) -> list[str]:
     local = setting.local
     known = [line for line in setting.lines if not math.isnan(setting.mean(line))]
     if not known:
-        return ["No method has a score: all trainings diverged. Lower the rate (--algorithm.lr)."]
+        return [
+            *_failed(setting),
+            "No method has a mean score: all trainings diverged. Lower the rate (--algorithm.lr).",
+        ]
     found = [*_failed(setting), _highest(setting, known)]
     if setting.results:
         found += [_sentence(text) for text in setting.results.get("verdicts", ())]
@@ -71,10 +75,10 @@ def _highest(setting: Setting, known: Sequence[Line]) -> str:
     told = number(setting.mean(best), unit)
     if len(setting.lines) == 1:
         return f"{best.label} has a mean of {told} over clients."
-    if not setting.common and len(known) > 1:
+    if not setting.common and len(known) > 1 and not setting.results:
         return "No seed has a score of every method, so that none can be called the highest."
     seeds = ""
-    if set(setting.common) < set(setting.seeds):
+    if set(setting.common) < set(setting.seeds) and not setting.results:
         which = "seed" if len(setting.common) == 1 else "seeds"
         seeds = f" of the {which} that every method with a score has ({listed(setting.common)})"
     if local is not None and local is not best and setting.mean(local) == setting.mean(best):

@@ -23,7 +23,7 @@ A comparison directory holds one run directory per method and seed, `METHOD/seed
   "budget": {"kind": "steps" | "bytes" | "seconds", "limit": null | number, "told": "a sentence"},
   "target": {"score": 0.81 or null, "told": "a sentence"},      mean of those of "to_target" below
   "reference": "local" or null,              label of the method that trains alone, which gains are over
-  "best": "fedhenn",                         label of the best mean
+  "best": "fedhenn",                         label of the best mean; null if no method has one
   "best_by": "validation" | "test",          what it was chosen on
   "tests": {"clients": 8, "smallest_p": 0.0078, "told": "a sentence"},    what a test over so few clients can find
   "methods": {                               in the order of the table; by label, which is also the folder
@@ -36,7 +36,7 @@ A comparison directory holds one run directory per method and seed, `METHOD/seed
           "path": "local/seed-0" or null,    run directory (metrics.jsonl, models, analysis); null for a comparison in memory
           "round": 20 or null,               the compared round; null: not one evaluated round is within the budget
           "scores": {"client-000": Score, ...},          per client at that round; empty where round is null
-          "mean": Score,                     over clients
+          "mean": Score,                     over clients; null if one lacks a score that another method has
           "validation": Score,               mean validation score at that round; null without validation examples
           "bytes": 123456, "seconds": 4.21,  down + up, and clients + server without evaluation, up to that round
           "curve": [[round, mean score, bytes, seconds], ...],      every evaluated round, also beyond the budget
@@ -57,8 +57,8 @@ A comparison directory holds one run directory per method and seed, `METHOD/seed
         "bytes": mean, "seconds": mean,
         "to_target": {"reached": 3, "round": mean, "bytes": mean, "seconds": mean}     means null unless all seeds reach it
         "clients": {"client-000": {"mean": Score, "gain": Score, "gain_interval": [low, high] or null,
-                                   "verdict": "gains" | "loses" | "open" | null}, ...}       null: the reference itself, or
-      }                                                                            clients that differ from seed to seed
+                                   "verdict": "gains" | "loses" | "open" | null}, ...}       null: the reference itself,
+      }                                      clients that differ from seed to seed or lack a score in one, and one seed
     }, ...
   },
   "left_out": {"fedavg": "fedavg needs one architecture, but ..."},       methods that the federation does not suit, and why

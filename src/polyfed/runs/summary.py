@@ -116,12 +116,16 @@ def summarise(
         label: {str(s): _run(label, s, score, histories, curves, chosen, on_disk) for s in description["seeds"]}
         for label in labels
     }
+    lost = _without_score(runs)
+    for where, of_seed in lost:
+        runs[where][of_seed] |= {"mean": None, "validation": None}
     means = {label: _mean([run["mean"] for run in runs[label].values()]) for label in labels}
     best_by, ranks = _ranking(labels, runs, means)
     target = means.get(reference) if reading.target is None else reading.target
     for label, seed in curves:
         alone = runs[reference][str(seed)]["mean"] if reference is not None else None
-        reached = first_reaching(curves[label, seed], alone if reading.target is None else target)
+        sought = alone if reading.target is None else target
+        reached = None if (label, str(seed)) in lost else first_reaching(curves[label, seed], sought)
         runs[label][str(seed)]["to_target"] = (
             None if reached is None else {"round": reached.round, "bytes": reached.bytes, "seconds": reached.seconds}
         )
@@ -155,7 +159,7 @@ def summarise(
     contenders = {label: rank for label, rank in ranks.items() if label != reference}
     leader = max(contenders, key=contenders.__getitem__) if contenders else None
     content["verdicts"] = verdicts(content, leader, len(contenders))
-    content["notes"] = notes(content)
+    content["notes"] = notes(content, lost)
     content["tuning"] = description.get("tuning")
     return content
 
@@ -178,6 +182,19 @@ def _run(
         "seconds": None if at is None else at.seconds,
         "curve": [[p.round, p.score, p.bytes, p.seconds] for p in curves[label, seed]],
     }
+
+
+def _without_score(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[tuple[str, str], list[str]]:
+    """By label and seed, clients for whom the run has no score and another method's run has one. Its mean would be over
+    other clients, and the better for it."""
+    found = {}
+    for seed in next(iter(runs.values()), {}):
+        known = {c for by_seed in runs.values() for c, value in by_seed[seed]["scores"].items() if value is not None}
+        for label, by_seed in runs.items():
+            scores = by_seed[seed]["scores"]
+            if scores and (without := sorted(c for c in known if scores.get(c) is None)):
+                found[label, seed] = without
+    return found
 
 
 def _limit(budget: Budget, curves: Mapping[tuple[str, int], Sequence[Point]]) -> float | None:
@@ -301,7 +318,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _mean_gain(run: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
     gains = _gains(run, other)
-    return round(fmean(gains), _DIGITS) if gains else None
+    return round(fmean(gains), _DIGITS) if gains and run["mean"] is not None and other["mean"] is not None else None
 
 
 def _quantile(run: Mapping[str, Any], percent: float) -> float | None:

@@ -1,6 +1,6 @@
 """What the results of a comparison support, in sentences for people."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.runs.statistics import FEWEST_EXAMPLES, LEVEL, MANY, Interval, interval, smallest_p, sure
@@ -8,13 +8,19 @@ from polyfed.runs.statistics import FEWEST_EXAMPLES, LEVEL, MANY, Interval, inte
 _NAMED = 8  # clients that a sentence lists
 
 
-def points(low: float, high: float) -> str:
-    """Two shares as percentage points, in words.
+def points(low: float, high: float, score: str = "accuracy") -> str:
+    """Two differences of scores in words: of accuracy in percentage points, of AUC and R² as they are.
 
-    >>> points(0.041, 0.06)
-    '4.1 to 6.0 points'
+    >>> points(0.041, 0.06), points(-0.041, 0.06, "auc")
+    ('4.1 to 6.0 points', '-0.041 to 0.060 of AUC')
     """
-    return f"{100 * low:.1f} to {100 * high:.1f} points"
+    if score == "accuracy":
+        return f"{_zero(100 * low, 1):.1f} to {_zero(100 * high, 1):.1f} points"
+    return f"{_zero(low, 3):.3f} to {_zero(high, 3):.3f} of {'R²' if score == 'r2' else 'AUC'}"
+
+
+def _zero(value: float, digits: int) -> float:
+    return round(value, digits) + 0.0  # no "-0.0"
 
 
 def within_scale(spread: Interval, score: str, least: float) -> tuple[float, float]:
@@ -39,36 +45,45 @@ def verdicts(content: Mapping[str, Any], leader: str | None, contenders: int) ->
     spread = None if None in gains else interval(gains, 1 - (1 - LEVEL) / contenders)
     if spread is None:
         return []
-    low, high = within_scale(spread, content["score"], -1.0)
+    score = content["score"]
+    low, high = within_scale(spread, score, -1.0)
     chosen = f", at {100 * LEVEL:.0f} % for the best of {contenders}" if contenders > 1 else ""
     if not sure(gains):
-        told = [f"{leader} against {reference}: {100 * gains[0]:+.1f} points in each of {len(gains)} seeds, too few to say "
-                "how far that varies"]  # fmt: skip
+        gain = points(low, high, score).partition(" to ")[2]
+        told = [
+            f"{leader} against {reference}: {gain} in each of {len(gains)} seeds, too few to say how far that varies"
+        ]
     elif low > 0:
-        told = [f"{leader} gains {points(low, high)} over {reference}, mean over clients{chosen}"]
+        told = [f"{leader} gains {points(low, high, score)} over {reference}, mean over clients{chosen}"]
     elif high < 0:
         told = [
-            f"{leader}, the best of the others, loses {points(-high, -low)} against {reference}: train alone{chosen}"
+            f"{leader}, the best of the others, loses {points(-high, -low, score)} against {reference}: train alone{chosen}"
         ]
     else:
-        told = [f"{leader} against {reference}: {points(low, high)}, mean over clients{chosen}, includes 0; these "
+        told = [f"{leader} against {reference}: {points(low, high, score)}, mean over clients{chosen}, includes 0; these "
                 f"{len(content['seeds'])} seeds do not tell them apart"]  # fmt: skip
     clients = found["clients"]
     for client, of_client in sorted(clients.items(), key=lambda item: -(item[1]["gain"] or 0.0)):
-        if of_client["verdict"] == "gains":
-            told.append(f"{client} gains {points(*of_client['gain_interval'])} with {leader}")
-        elif of_client["verdict"] == "loses":
+        if of_client["verdict"] in ("gains", "loses"):
             low, high = of_client["gain_interval"]
-            told.append(f"{client} loses {points(-high, -low)} with {leader}: let it keep its own model")
+            if of_client["verdict"] == "gains":
+                told.append(f"{client} gains {points(low, high, score)} with {leader}")
+            else:
+                told.append(f"{client} loses {points(-high, -low, score)} with {leader}: let it keep its own model")
     if unsure := [client for client, of_client in clients.items() if of_client["verdict"] == "open"]:
         named = ", ".join(unsure[:_NAMED]) + (f" and {len(unsure) - _NAMED} more" if len(unsure) > _NAMED else "")
         told.append(f"nothing can be said of {named}")
     return told
 
 
-def notes(content: Mapping[str, Any]) -> list[str]:
-    """What to bear in mind, sentences."""
-    seeds, found = len(content["seeds"]), []
+def notes(content: Mapping[str, Any], lost: Mapping[tuple[str, str], Sequence[str]]) -> list[str]:
+    """What to bear in mind, sentences. `lost`: by label and seed, clients for whom only other methods have a score."""
+    seeds = len(content["seeds"])
+    found = [
+        f"{label} has no score for {', '.join(clients[:_NAMED])}{' and more' if len(clients) > _NAMED else ''} with seed "
+        f"{seed}, and so no mean beside the others"
+        for (label, seed), clients in lost.items()
+    ]
     if seeds == 1:
         found.append("one seed gives no interval and no verdict: give at least three")
     elif seeds < MANY:
