@@ -9,10 +9,10 @@
 
 The first three run the recipes `fedpnas_fig3` and `fedpnas_table1` at scale `cpu`, with `--rounds` and `--seeds`;
 further options are those of `polyfed run`. An `--out` that is there keeps what it has: only seeds and methods that are
-missing run. `--only NAME` runs one method alone. `--per-example` runs the context-aware methods, of which that scale draws
-one architecture for a minibatch, with one for each image. `--transfer` retrains the clients' networks of FedDSNAS and
-CA-FedPNAS on images rotated by -90 and 90 degrees (Table 2). search_eta0.json is of the first, with `--only ca_fedpnas
---algorithm.eta 0`; search_per_example.json of `--per-example --seeds 0`.
+missing run. `--only NAME` runs one method alone. `--per-batch` runs the context-aware methods with one architecture for a
+minibatch instead of one for each image. `--transfer` retrains the clients' networks of FedDSNAS and CA-FedPNAS on images
+rotated by -90 and 90 degrees (Table 2). search_eta0.json is of the first, with `--per-batch --only ca_fedpnas
+--algorithm.eta 0`.
 
 `step` times one training step of each method (16 channels, 48 images of 28×28, the paper's search space) in one process
 with one thread, counts which operations are computed, and profiles it.
@@ -107,14 +107,14 @@ def federations(arguments, rest):
     out = Path(arguments.out)
     results = json.loads(out.read_text()) if out.exists() else {"runs": {}}
     words = ["--data.path", arguments.path, "--rounds", str(arguments.rounds), "--evaluate_every", "5", *rest]
-    label = ", per example" if arguments.per_example else ""
+    label = ", per batch" if arguments.per_batch else ""
     for seed in map(int, arguments.seeds.split(",")):
         config = recipes.read(recipe).configuration("cpu", arguments.variant)
         experiment = experiments.from_config(options.parse([*words, "--seed", str(seed)], config, "benchmark"))
         participants = None
         methods = [*experiment.baselines.values(), experiment.algorithm]
-        if arguments.per_example:
-            methods = [replace(m, per="example") for m in methods if isinstance(m, CAFedPNAS | CAFedDSNAS)]
+        if arguments.per_batch:
+            methods = [replace(m, per="batch") for m in methods if isinstance(m, CAFedPNAS | CAFedDSNAS)]
         methods = [m for m in methods if arguments.only in (None, name_of(m))]
         results |= {"recipe": recipe, "variant": arguments.variant, "rounds": arguments.rounds, "options": rest}
         for method in sorted(methods, key=lambda m: list(pf.algorithms.REGISTRY).index(name_of(m))):
@@ -289,7 +289,7 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", metavar="NAME", help="one method alone")
-    parser.add_argument("--per-example", action="store_true", help="the context-aware methods with per=example")
+    parser.add_argument("--per-batch", action="store_true", help="the context-aware methods with per=batch")
     parser.add_argument("--transfer", action="store_true", help="Table 2 too")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", default=None)
