@@ -232,7 +232,7 @@ def check_series(told, out):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # those of the packages are not ours
+@pytest.mark.filterwarnings("ignore")  # those of the packages are not ours
 def test_tensorboard_reads_back_what_metrics_has(tmp_path):
     out = tmp_path / "run"
     play(out, "tensorboard")
@@ -244,7 +244,7 @@ def test_tensorboard_reads_back_what_metrics_has(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore")
 def test_what_tensorboard_could_not_write_is_added_when_the_run_goes_on(tmp_path, monkeypatch):
     good = tracking.TensorBoard.log
 
@@ -265,7 +265,7 @@ def test_what_tensorboard_could_not_write_is_added_when_the_run_goes_on(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore")
 def test_mlflow_reads_back_what_metrics_has(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     from mlflow import MlflowClient
@@ -291,7 +291,7 @@ def test_mlflow_reads_back_what_metrics_has(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore")
 def test_mlflow_takes_any_client_id(tmp_path, monkeypatch):
     from dataclasses import replace
 
