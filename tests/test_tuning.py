@@ -1,11 +1,13 @@
 """Hyper-parameters of a comparison: found on validation examples, by a grid or by Optuna, also when a run diverges."""
 
+import copy
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import polyfed as pf
 from polyfed import tuning
@@ -173,6 +175,16 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
         told = found.content["tuning"]["methods"]["fedprox"]
         assert told["chosen"] == {"lr": 0.1}
         assert {one["fields"]["lr"] for one in told["tried"] if one["validation"] is None} == {0.3}
+
+
+@pytest.mark.parametrize("asked", [{}, {"trials": 2}])
+def test_fields_of_methods_that_are_left_out_are_not_searched(asked):
+    first, second = misleading()
+    other = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    clients = [pf.Client(first.id, lambda: copy.deepcopy(other), first.train, first.test, first.val), second]
+    found = pf.compare(clients, ["fedprox", "distillation"], **SHORT, tune={"mu": [0.1, 1.0]}, **asked)
+    assert found.left_out.keys() == {"fedavg", "fedavg_ft", "fedprox"}
+    assert all(entry["runs"] == 0 for entry in found.content["tuning"]["methods"].values())
 
 
 def test_whole_numbers_stay_whole():

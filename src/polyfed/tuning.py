@@ -126,7 +126,8 @@ def search(
         studies = {label: _Study(plan, method) for label, method in methods.items() if _of(plan, method)}
         for _ in range(plan.trials):  # one run of each method at a time: the next depends on what it found
             wave = _played(plan, methods, [(label, study.ask()) for label, study in studies.items()], data)
-            known = max(len(one.scored) for one in (*wave, *(one for runs in tried.values() for one in runs)))
+            before = [one for runs in tried.values() for one in runs]
+            known = max((len(one.scored) for one in (*wave, *before)), default=0)  # none if the methods are left out
             for one in wave:
                 studies[one.label].tell(one.validation if len(one.scored) == known else None)
                 tried[one.label].append(one)
