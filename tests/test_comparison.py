@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -386,16 +385,3 @@ def test_ctrl_c_stops_all_runs_saves_them_and_says_how_to_go_on(tmp_path):
     assert subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / "whole")], check=True).returncode == 0
     contents = [json.loads((folder / "comparison.json").read_text()) for folder in (tmp_path / "whole", out)]
     assert without_seconds(contents[0]) == without_seconds(contents[1])
-
-
-@pytest.mark.slow
-def test_six_methods_on_digits_with_four_architectures_killed_half_way():
-    """benchmarks/compare.py fails if the comparison that was killed and gone on with has other results."""
-    script = Path(__file__).parent.parent / "benchmarks" / "compare.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--killed", "--seeds", "0,1", "--rounds", "2"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "12 runs in" in done.stdout
-    assert "killed half-way and gone on with: the same results" in done.stdout

@@ -22,6 +22,7 @@ def run(*arguments, cwd):
     return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow  # .ci/run has it
 def test_own_data_example(tmp_path):
     done = run("-W", "error", str(ROOT / "examples" / "own_data.py"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -41,6 +42,7 @@ def test_any_network_example(tmp_path):
     assert all(float(accuracy) > 0.4 for _, accuracy in accuracies)  # 0.1 is chance
 
 
+@pytest.mark.slow  # .ci/run has it
 def test_readme_example(tmp_path):
     (block,) = python_blocks("README.md")
     (tmp_path / "example.py").write_text(block)

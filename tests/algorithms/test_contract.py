@@ -23,8 +23,13 @@ class TestRegistered(AlgorithmContract):
         return REGISTRY[name](lr=0.05, momentum=0.5, batch_size=8, **(ALIGNING if "fedhenn" in name else {}))
 
 
-@pytest.mark.parametrize("policy", ["local", "recompute"])
-@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedavg_ft"])
+POLICIES = [(name, policy) for name in ("fedavg", "fedprox", "fedavg_ft") for policy in ("local", "recompute")]
+FAST = [("fedavg", "recompute"), ("fedavg_ft", "local")]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [c if c in FAST else pytest.param(*c, marks=pytest.mark.slow) for c in POLICIES]
+)
 class TestBufferPolicies(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, name, policy):

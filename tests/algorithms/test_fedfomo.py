@@ -29,6 +29,7 @@ class TestContract(AlgorithmContract):
         return [pf.Client(c.id, c.model, c.train, c.test) for c in small_clients(number)]
 
 
+@pytest.mark.slow  # test_contract.py has it with the default learning rate
 class TestContractWithAllModels(AlgorithmContract):
     @pytest.fixture
     def algorithm(self):

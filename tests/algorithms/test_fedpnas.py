@@ -38,17 +38,24 @@ def image_clients(number=3, model=None):
     return clients
 
 
-FAST = [n if n == "ca_fedpnas" else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
-"""The method that has all parts: context-aware samplers, and the meta step."""
-
-
-@pytest.mark.parametrize("name", FAST)
-class TestRegistered(AlgorithmContract):
+class OnImages(AlgorithmContract):
     """The contract, on images and without networks of the clients' own."""
 
     def clients(self, number=3):
         return image_clients(number)
 
+
+class TestOnePerBatch(OnImages):
+    """The method that has all parts, context-aware samplers and the meta step; one architecture a minibatch is faster."""
+
+    @pytest.fixture
+    def algorithm(self):
+        return CAFedPNAS(lr=0.02, batch_size=16, per="batch", **SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+class TestRegistered(OnImages):
     @pytest.fixture
     def algorithm(self, name):
         return REGISTRY[name](lr=0.02, batch_size=16, **SMALL)

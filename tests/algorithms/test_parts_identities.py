@@ -70,7 +70,9 @@ def messages(method, clients, rounds=2):
     return told
 
 
-@pytest.mark.parametrize("policy", ["local", "average", "recompute"])
+@pytest.mark.parametrize(
+    "policy", ["average", *(pytest.param(p, marks=pytest.mark.slow) for p in ("local", "recompute"))]
+)
 class TestFedRepContract(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, policy):

@@ -61,6 +61,7 @@ def test_read_carries_on_the_weights_of_clients_that_were_not_in_a_round(folder)
     assert (found.alpha[:, :, 1] == found.alpha[:, :, 0, ::-1]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [PFedLA(lr=0.05, hn_lr=1.0), HeurPFedLA(k=1, lr=0.05)])
 def test_a_run_is_read_and_drawn(tmp_path, method):
     pf.federate(small_clients(), method, rounds=3, sample=2, workers=0, out=tmp_path / "run")

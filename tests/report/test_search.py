@@ -264,6 +264,7 @@ def test_pictures_that_cannot_be_drawn(folder, tmp_path):
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [FedPNAS, CAFedPNAS])
 def test_a_run(method, tmp_path):
     clients = []
