@@ -22,7 +22,7 @@ SMALL = {
     "operations": ("sep_conv_3", "max_pool_3", "skip"), "personal_operations": ("sep_conv_3", "skip"),
 }  # fmt: skip
 ONE = {**SMALL, "operations": ("sep_conv_3",), "personal_operations": ("dil_conv_3",)}
-NAMES = ["fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas"]
+NAMES = "fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas"
 
 
 def image_clients(number=3, model=None):
@@ -39,8 +39,6 @@ def image_clients(number=3, model=None):
 
 
 class OnImages(AlgorithmContract):
-    """The contract, on images and without networks of the clients' own."""
-
     def clients(self, number=3):
         return image_clients(number)
 
@@ -54,18 +52,12 @@ class TestOnePerBatch(OnImages):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"evaluation": "sampled", "samples": 2, "buffers": "local"}], ids=["", "sampled"])
 @pytest.mark.parametrize("name", NAMES)
 class TestRegistered(OnImages):
     @pytest.fixture
-    def algorithm(self, name):
-        return REGISTRY[name](lr=0.02, batch_size=16, **SMALL)
-
-
-@pytest.mark.slow
-class TestSampledEvaluation(TestRegistered):
-    @pytest.fixture
-    def algorithm(self, name):
-        return REGISTRY[name](lr=0.02, batch_size=8, evaluation="sampled", samples=2, buffers="local", **SMALL)
+    def algorithm(self, name, more):
+        return REGISTRY[name](lr=0.02, batch_size=16, **more, **SMALL)
 
 
 # -- identity 10 ------------------------------------------------------------------------------------------------------
