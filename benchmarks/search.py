@@ -263,18 +263,18 @@ def draw(arguments):
 
     folder = Path(arguments.out).parent
     named = {"Fashion-MNIST": "search_fashion.json", "CIFAR-10": "search_cifar10.json"}
+    colours: dict[str, str] = {}  # of a method, the same in all rows
     figure, rows = pyplot.subplots(len(named), 2, figsize=(9, 6.4), sharey="row", layout="constrained")
     for axes, (title, file) in zip(rows, named.items(), strict=True):
-        for number, (name, runs) in enumerate(json.loads((folder / file).read_text())["runs"].items()):
+        for name, runs in json.loads((folder / file).read_text())["runs"].items():
+            colour = colours.setdefault(name, f"C{len(colours)}")
             curves = [run["curve"] for run in runs.values()]
             scores = [[100 * row["accuracy"] for row in rows] for rows in zip(*curves, strict=True)]
             middle = [statistics.mean(each) for each in scores]
             for ax, key in zip(axes, ("round", "seconds"), strict=True):
                 at = [statistics.mean(row[key] for row in rows) for rows in zip(*curves, strict=True)]
-                ax.plot(at, middle, marker="o", markersize=3, label=name, color=f"C{number}")
-                ax.fill_between(
-                    at, list(map(min, scores)), list(map(max, scores)), alpha=0.15, color=f"C{number}", lw=0
-                )
+                ax.plot(at, middle, marker="o", markersize=3, label=name, color=colour)
+                ax.fill_between(at, list(map(min, scores)), list(map(max, scores)), alpha=0.15, color=colour, lw=0)
         axes[0].set(ylabel=f"{title}: accuracy, %", xlabel="round")
         axes[1].set(xlabel="seconds of training, two workers", xscale="log")
     rows[0][0].legend(fontsize=8)
