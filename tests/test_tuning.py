@@ -12,7 +12,10 @@ from torch import nn
 import polyfed as pf
 from polyfed import tuning
 from polyfed.algorithms import FedProx
+from polyfed.comparison import carry_out, methods_of
+from polyfed.plans import Cast, Plan
 from polyfed.runs.comparison import read
+from polyfed.settings import Settings
 from polyfed.testing import small_clients
 
 QUICK = {"rounds": 2, "seeds": [0, 1], "parallel": 1, "quiet": True}
@@ -185,6 +188,21 @@ def test_fields_of_methods_that_are_left_out_are_not_searched(asked):
     found = pf.compare(clients, ["fedprox", "distillation"], **SHORT, tune={"mu": [0.1, 1.0]}, **asked)
     assert found.left_out.keys() == {"fedavg", "fedavg_ft", "fedprox"}
     assert all(entry["runs"] == 0 for entry in found.content["tuning"]["methods"].values())
+
+
+def test_the_data_of_a_seed_are_dealt_once_however_many_runs_there_are():
+    dealt = []
+
+    def cast(seed):
+        dealt.append(seed)
+        return Cast(tuple(misleading()))
+
+    plan = Plan(
+        "", methods_of(["fedprox"]), (0, 1), Settings(rounds=1), cast, parallel=1, quiet=True,
+        search={"mu": [0.1, 1.0]}, trials=3,
+    )  # fmt: skip
+    carry_out(plan)
+    assert dealt == [0, 1, 0, 1]  # looked at beforehand, and run
 
 
 def test_whole_numbers_stay_whole():

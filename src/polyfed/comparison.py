@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,6 +182,9 @@ def carry_out(plan: Plan) -> Comparison:
         UserError, ClientError, RoundError: as for `compare`; complete runs are kept.
         Interrupted: Ctrl-C.
     """
+    plan = dataclasses.replace(
+        plan, cast=lru_cache(maxsize=1)(plan.cast)
+    )  # dealing may read and decode whole data sets
     tuning.check(plan)
     description, data, class_names = _described(plan)
     methods = {label: plan.methods[label] for label in description["methods"]}
@@ -225,6 +229,7 @@ def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, .
     left_out: dict[str, str] = {}
     data: dict[str, Any] = {}
     fingerprints: dict[str, str] = {}
+    first_weights = ""
     for seed in plan.seeds:
         cast = plan.cast(seed)
         settings = dataclasses.replace(plan.settings, seed=seed)
@@ -241,6 +246,7 @@ def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, .
                 left_out[label] = reason
         data[str(seed)] = _known_of(cast)
         fingerprints[str(seed)] = checks.fingerprint(cast.clients, cast.public)
+        first_weights = first_weights or checks.first_weights(cast.clients)
     methods = {label: method for label, method in plan.methods.items() if label not in left_out}
     if all(isinstance(method, Local) for method in methods.values()):
         raise UserError(f"no method that federates suits these clients: {'; '.join(left_out.values())}")
@@ -260,7 +266,7 @@ def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, .
         "same_clients": len(set(fingerprints.values())) == 1,
         "settings": settings_kept,
         "fingerprints": fingerprints,
-        "first_weights": checks.first_weights(plan.cast(plan.seeds[0]).clients),
+        "first_weights": first_weights,
         "search": _searched(plan),
         "trials": plan.trials,
         "experiment": plan.experiment,

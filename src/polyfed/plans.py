@@ -117,16 +117,8 @@ Failure = ClientError | RoundError
 
 def play(plan: Plan, jobs: Sequence[Job]) -> tuple[dict[Job, History], dict[Job, Failure]]:
     """The histories of runs, and why the others could not be completed: a method that diverges does not keep the others
-    from being compared. Runs that are finished are read, those that were stopped are resumed. A seed's clients are made
-    when its first run begins."""
-    held: list[tuple[int, Cast]] = []
-
-    def cast_of(seed: int) -> Cast:
-        if not held or held[0][0] != seed:
-            held[:] = [(seed, plan.cast(seed))]
-        return held[0][1]
-
-    clients = [c.id for c in cast_of(jobs[0].seed).clients]
+    from being compared. Runs that are finished are read, those that were stopped are resumed."""
+    clients = [c.id for c in plan.cast(jobs[0].seed).clients]
     found: dict[Job, History] = {}
     failed: dict[Job, Failure] = {}
     for job in jobs:
@@ -143,7 +135,7 @@ def play(plan: Plan, jobs: Sequence[Job]) -> tuple[dict[Job, History], dict[Job,
 
     def tasks() -> Iterator[tuple[Job, Callable[[], Any]]]:
         for job in missing:
-            yield job, partial(_run, job, cast_of(job.seed), settings, _progress(plan.quiet) if alone else Silent())
+            yield job, partial(_run, job, plan.cast(job.seed), settings, _progress(plan.quiet) if alone else Silent())
 
     for job, result in side_by_side(tasks(), processes):
         if isinstance(result, Failure):
