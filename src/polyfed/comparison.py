@@ -19,11 +19,10 @@ from polyfed.runs.comparison import Comparison
 from polyfed.runs.configuration import described
 from polyfed.runs.summary import FORMAT, Budget, Histories, Reading, summarise
 from polyfed.settings import EngineName, Settings
-from polyfed.training import LocalTraining
+from polyfed.training import TAKEN_OVER, LocalTraining
 
 ALWAYS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}
 """What is compared unasked, wherever the clients allow it."""
-_LOCAL_TRAINING = {f.name for f in dataclasses.fields(LocalTraining)} - {"buffers"}
 _NOT_RESULTS = ("seed", "engine", "workers", "ray_address", "gpus_per_worker", "device", "checkpoint_every")
 
 
@@ -164,7 +163,7 @@ def by_name(name: str, model: Any = None, fields: Mapping[str, Any] | None = Non
     kind: Any = get(name)
     shared = {f.name: f.default for f in dataclasses.fields(LocalTraining) if f.name in EQUAL}
     if isinstance(model, LocalTraining):
-        taken = set(EQUAL) if _trains_otherwise(kind, type(model)) else _LOCAL_TRAINING
+        taken = set(EQUAL) if _trains_otherwise(kind, type(model)) else TAKEN_OVER
         shared = {field: getattr(model, field) for field in taken}
     made: Method = kind(**{**(shared if issubclass(kind, LocalTraining) else {}), **(fields or {})})
     return made

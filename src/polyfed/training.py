@@ -118,6 +118,10 @@ class LocalTraining(ABC):
         return self.lr * (self.decay**past if self.schedule == "exponential" else 1.0)
 
 
+TAKEN_OVER = tuple(field.name for field in dataclasses.fields(LocalTraining) if field.name != "buffers")
+"""What one method takes over from another to train as it does; how buffers are treated is a method's own."""
+
+
 @lru_cache
 def _hints(method: type[LocalTraining]) -> dict[str, Any]:
     """The declared types of a method's fields."""

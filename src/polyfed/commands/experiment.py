@@ -15,7 +15,7 @@ from polyfed.errors import UserError, nearest
 from polyfed.models import ModelSpec
 from polyfed.seeds import derive
 from polyfed.settings import Settings
-from polyfed.training import LocalTraining
+from polyfed.training import TAKEN_OVER, LocalTraining
 
 
 @final
@@ -123,8 +123,7 @@ def like(name: str, method: Algorithm[Any, Any], fields: Mapping[str, Any] | Non
     >>> like("fedprox", get("local")(lr=0.5), {"mu": 0.25}).mu
     0.25
     """
-    kept = {f.name for f in dataclasses.fields(LocalTraining)} - {"buffers"}
-    shared = {n: getattr(method, n) for n in kept} if isinstance(method, LocalTraining) else {}
+    shared = {n: getattr(method, n) for n in TAKEN_OVER} if isinstance(method, LocalTraining) else {}
     return get(name)(**{**shared, **(fields or {})})
 
 
