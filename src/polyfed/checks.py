@@ -14,6 +14,7 @@ from polyfed.algorithm import MODEL_WORDS, Algorithm, Architecture, Client, Form
 from polyfed.algorithms import REGISTRY, name_of
 from polyfed.data.examples import Examples
 from polyfed.errors import UserError
+from polyfed.leaks import warn_of_leaks
 from polyfed.scratch import Scratch, new_module, scratch
 from polyfed.seeds import local_rng
 
@@ -21,7 +22,8 @@ _BATCH_NORM = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 def check_clients(clients: Sequence[Client]) -> None:
-    """Raises a `UserError` for an empty federation, something that is no client, or an id that occurs twice."""
+    """Raises a `UserError` for an empty federation, something that is no client, or an id that occurs twice; warns of test
+    examples that are trained on (see `polyfed.leaks`)."""
     if not clients:
         raise UserError("a federation needs at least one client, got none")
     for client in clients:
@@ -33,6 +35,7 @@ def check_clients(clients: Sequence[Client]) -> None:
     tasks = sorted({client.task for client in clients})
     if len(tasks) > 1:
         raise UserError(f"clients of one federation must have one task, got {' and '.join(tasks)}")
+    warn_of_leaks(clients)
 
 
 def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
@@ -197,7 +200,7 @@ def _outputs(shape: tuple[int, ...]) -> str:
 
 
 def _sets(client: Client) -> dict[str, Examples]:
-    sets = {"train": client.train, "test": client.test, "val": client.val, "balanced_test": client.balanced_test}
+    sets = {"train": client.train, "test": client.test, "val": client.val, "global_test": client.global_test}
     return {name: data for name, data in sets.items() if data is not None}
 
 

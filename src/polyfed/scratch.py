@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithm import Architecture
 from polyfed.errors import UserError
+from polyfed.gradients import gradients
 from polyfed.seeds import derive, local_rng
 from polyfed.tree import Tree
 
@@ -48,6 +49,7 @@ class Scratch:
             part.__dict__.update(self._attributes[name])
 
 
+@gradients()  # it is kept: one that was built in a caller's inference mode could never be trained
 def scratch(factory: Architecture, device: torch.device | None = None) -> Scratch:
     """The scratch module of an architecture on `device` (default: CPU), as built but for weights and persistent buffers:
     whoever takes it fills it first and does not keep it. (Tensors that a network caches in plain attributes stay.)
@@ -102,6 +104,7 @@ def _plain_attributes(part: nn.Module) -> dict[str, _Plain]:
 _cached = lru_cache(maxsize=_KEPT)(_build)
 
 
+@gradients()
 def new_module(factory: Architecture, seed: int) -> nn.Module:
     """A fresh module whose random initialisation depends on `seed` alone.
 

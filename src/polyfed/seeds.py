@@ -5,6 +5,7 @@ result is the same on any engine and with any number of workers.
 """
 
 import hashlib
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,15 +14,22 @@ import torch
 
 
 def derive(seed: int, *parts: int | str) -> int:
-    """A 63-bit seed that depends on `seed` and on each of `parts` (their type and order count).
+    """A 63-bit seed that depends on `seed` and on each of `parts` (their type and order count; numpy's numbers and strings
+    are as Python's).
 
     >>> derive(0, 3, "north", "local") == derive(0, 3, "north", "local")
     True
     >>> derive(0, "a", "bc") == derive(0, "ab", "c")
     False
     """
-    text = repr((seed, *parts)).encode()
+    text = repr(tuple(map(_plain, (seed, *parts)))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def _plain(part: int | str) -> int | str:
+    if isinstance(part, str):
+        return str.__str__(part)
+    return part if isinstance(part, int) else operator.index(part)
 
 
 def torch_generator(seed: int) -> torch.Generator:

@@ -22,6 +22,7 @@ from polyfed.buffers import Policy
 from polyfed.data.examples import Examples, split_rows
 from polyfed.errors import UserError, nearest
 from polyfed.evaluation import loss_function
+from polyfed.gradients import gradients
 from polyfed.layout import arrange
 from polyfed.seeds import derive, local_rng, torch_generator
 
@@ -129,6 +130,7 @@ def _hints(method: type[LocalTraining]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(method)}
 
 
+@gradients()
 def fit(
     model: nn.Module,
     examples: Examples,
@@ -144,6 +146,7 @@ def fit(
     rate: Callable[[str], float] | None = None,
 ) -> float:
     """Trains `model` in place by minibatches and returns the mean loss over all examples seen (without the penalty).
+    Gradients are recorded whatever the caller's mode (`torch.no_grad`).
 
     Args:
         model: takes a batch of `examples` (transformed inputs) and returns logits, shape (batch, outputs); it lies on the

@@ -39,7 +39,7 @@ partitions = st.one_of(
     st.builds(DominantClasses, k=st.integers(1, 4), share=st.floats(0.3, 0.95)),
     st.builds(Shards, k=st.integers(1, 5)),
     st.builds(Quantity, alpha=st.floats(1e-3, 1e3), min_examples=st.integers(1, 5)),
-    st.just(ByColumn("user")),
+    st.builds(ByColumn, column=st.just("user"), order=st.sampled_from(["all", "largest", "first", "random"])),
 )
 
 
@@ -210,7 +210,7 @@ def test_seed_changes_the_draw():
         DominantClasses(),
         Shards(),
         Quantity(0.05),
-        ByColumn("user"),
+        ByColumn("user", "largest"),
     ],
     ids=repr,
 )
@@ -249,7 +249,7 @@ def test_by_column_names_the_columns_and_the_number_of_users():
     columns = {"user": np.array([1, 1, 2]), "date": np.array([1, 2, 3])}
     with pytest.raises(UserError, match=r"no column 'users'; did you mean user\? Choices: date, user"):
         ByColumn("users")(np.zeros(3, int), 1, 0, columns)
-    with pytest.raises(UserError, match="2 users, fewer than 3 clients; use 2 clients or fewer"):
+    with pytest.raises(UserError, match="2 values, fewer than 3 clients; leave the number of clients out"):
         ByColumn("user")(np.zeros(3, int), 3, 0, columns)
 
 
@@ -258,7 +258,7 @@ def test_several_labels_per_example_work_where_classes_do_not_matter():
     columns = {"user": np.arange(40) % 4}
     for name, kind in PARTITIONS.items():
         if name in ("iid", "quantity", "by_column"):
-            assert len(kind()(labels, 3, 0, columns)) == 3
+            assert len(kind()(labels, 4, 0, columns)) == 4
         else:
             with pytest.raises(UserError, match=rf"{name} .*shape \(40, 14\).*use iid, quantity or by_column"):
                 kind()(labels, 3, 0, columns)

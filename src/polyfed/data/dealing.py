@@ -64,6 +64,46 @@ def classes_of(labels: Labels, name: str) -> tuple[NDArray[np.int64], NDArray[np
     return sizes, class_of
 
 
+def values_of(
+    column: NDArray[Any], name: str
+) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The values of a column as texts that can be the ids of clients: numbers in ascending order, all else by name.
+
+    Args:
+        column: one value per example; numbers, strings, dates.
+        name: of the column, for errors.
+
+    Returns:
+        The texts, each once; the first row of each; for each row the position of its text; how many rows each has.
+
+    Raises:
+        UserError: more than one value per example, or a row without one.
+
+    >>> [part.tolist() for part in values_of(np.array([10, 9, 10]), "site")[1:]], values_of(np.array([10, 9, 10]), "site")[0]
+    ([[1, 0], [1, 0, 1], [1, 2]], ('9', '10'))
+    """
+    if column.ndim != 1:
+        raise UserError(f"by_column: column {name!r} has shape {column.shape}, not one value per example")
+    if column.dtype.kind == "O":
+        column = np.array([_text(value) for value in column.tolist()])
+    elif column.dtype.kind == "S":
+        column = np.char.decode(column, "utf-8", "backslashreplace")
+    found, first, which, sizes = np.unique(column, return_index=True, return_inverse=True, return_counts=True)
+    texts = tuple(str(value) for value in found)
+    empty = [size for text, value, size in zip(texts, found, sizes, strict=True) if not text.strip() or value != value]
+    if empty:
+        raise UserError(
+            f"by_column: column {name!r} has no value in {sum(empty)} of {len(column)} rows; fill it in, or drop these rows"
+        )
+    return texts, first, which, sizes
+
+
+def _text(value: object) -> str:
+    if value is None or (isinstance(value, float) and value != value):
+        return ""
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+
+
 def check_clients(num_examples: int, num_clients: int, least: int = 1, why: str = "min_examples") -> None:
     """Refuses a number of clients that leaves one of them with fewer than `least` examples."""
     if num_clients < 1:

@@ -52,6 +52,12 @@ class ListedClasses(Partition):
         # Lists, where they come from a file.
         object.__setattr__(self, "classes", tuple(tuple(mine) for mine in self.classes))
 
+    def ids(
+        self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
+    ) -> tuple[str, ...]:
+        """As of any partition; without a number, one client a list."""
+        return super().ids(len(self.classes) if num_clients is None else num_clients, seed, columns)
+
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.data.files import Table, array, blobs, class_names, column, existing, parquet_tables, scalar_columns
+from polyfed.data.finite import refuse
 from polyfed.data.images import decode_images, image_statistics, read_images
 from polyfed.data.pool import Pool, Source, make_pool, numbered
 from polyfed.errors import UserError
@@ -53,18 +54,19 @@ class Parquet(Source):
         names = class_names(train, column(train, (self.label,), "label"))
         if self.user is not None:
             column(train, (self.user,), "user")
-        inputs = [self._inputs(table) for table in (train, test) if table is not None]
+        inputs = [self._inputs(tables[split], split) for split in ("train", "test") if split in tables]
         labels = [array(table, column(table, (self.label,), "label")) for table in (train, test) if table is not None]
         return _pool(inputs, labels, names, scalar_columns(train, (self.x, self.label)))
 
-    def _inputs(self, table: Table) -> Tensor:
+    def _inputs(self, table: Table, split: str) -> Tensor:
         import pyarrow.types as kinds
 
         kind = table.schema.field(column(table, (self.x,), "input")).type
         if kinds.is_struct(kind) or kinds.is_binary(kind) or kinds.is_large_binary(kind):
             return decode_images(blobs(table, self.x), "L" if self.grey else "RGB", self.image_size)
         values = array(table, self.x)
-        return _inputs(values[:, None] if values.ndim == 1 else values, f"column {self.x!r}")
+        found = _inputs(values, f"column {self.x!r} of the {split} split")
+        return found[:, None] if found.dim() == 1 else found
 
 
 @final
@@ -155,7 +157,9 @@ def _inputs(values: NDArray[Any], name: str) -> Tensor:
     if np.issubdtype(values.dtype, np.integer):
         return torch.from_numpy(values.astype(np.int64))
     if np.issubdtype(values.dtype, np.floating):
-        return torch.from_numpy(values.astype(np.float32))
+        found = torch.from_numpy(values.astype(np.float32))
+        refuse([(0, found)], name, place="position")
+        return found
     raise UserError(f"{name} has type {values.dtype}; inputs must be numbers or encoded images")
 
 

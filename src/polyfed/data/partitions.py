@@ -13,9 +13,11 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.data.dealing import Labels, Rows, assign, check_clients, classes_of, deal, group, top_up
+from polyfed.data.dealing import Labels, Rows, assign, check_clients, classes_of, deal, group, top_up, values_of
 from polyfed.errors import UserError, nearest
 from polyfed.seeds import derive, numpy_generator
+
+_CLIENTS = 10  # where nothing says how many
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,20 @@ class Partition(ABC):
         Raises:
             UserError: the partition is impossible with these labels and this number of clients.
         """
+
+    def ids(
+        self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
+    ) -> tuple[str, ...]:
+        """The clients' ids, in their order: client-000 and so on, unless the data have names of their own for them.
+
+        Args:
+            num_clients: how many; None for as many as the data or the partition say, or else 10.
+            seed, columns: as for the partition itself.
+
+        >>> IID().ids(2, seed=0)
+        ('client-000', 'client-001')
+        """
+        return tuple(f"client-{i:03d}" for i in range(_CLIENTS if num_clients is None else num_clients))
 
 
 @final
@@ -280,24 +296,29 @@ class Quantity(Partition):
 @final
 @dataclass(frozen=True)
 class ByColumn(Partition):
-    """Natural users: every client is one value of `column` (a Twitter user, a patient, a hospital).
+    """Natural users: every client is one value of `column` (a Twitter user, a patient, a hospital), which is also its id.
 
-    Works for any labels; the examples of users that were not chosen are not used.
+    Works for any labels. All values become clients, in ascending order; so networks and shifts given as a list are dealt
+    in that order. A number of clients that is smaller than that of the values is refused, unless `order` says which of
+    them to take; then the examples of the others are not used.
 
     Args:
         column: the column of the source.
-        order: which users become clients: those with most examples ("largest"), those that come first in the data
-            ("first"), or a draw ("random").
+        order: "all" values; or, in this order, as many as there are to be clients: those with most examples ("largest"),
+            those that come first in the data ("first"), or a draw ("random").
 
-    >>> ByColumn("user")(np.zeros(5, int), 2, 0, {"user": np.array(["b", "a", "a", "c", "a"])})
-    [array([1, 2, 4]), array([0])]
+    >>> sites = {"site": np.array(["south", "north", "north", "west", "north"])}
+    >>> ByColumn("site").ids(None, 0, sites), ByColumn("site")(np.zeros(5, int), 3, 0, sites)
+    (('north', 'south', 'west'), [array([1, 2, 4]), array([0]), array([3])])
+    >>> ByColumn("site", order="first").ids(2, 0, sites)
+    ('south', 'north')
     """
 
     column: str = "user"
-    order: Literal["largest", "first", "random"] = "largest"
+    order: Literal["all", "largest", "first", "random"] = "all"
 
     def __post_init__(self) -> None:
-        if self.order not in ("largest", "first", "random"):
+        if self.order not in _ORDERS:
             raise UserError(f"ByColumn: order {self.order!r} is unknown; {nearest(str(self.order), _ORDERS)}")
 
     def __call__(
@@ -305,25 +326,47 @@ class ByColumn(Partition):
     ) -> list[Rows]:
         """Rows per client; see `Partition`."""
         check_clients(len(labels), num_clients)
+        texts, which, chosen = self._chosen(num_clients, seed, columns)
+        client_of = np.full(len(texts), -1)
+        client_of[chosen] = np.arange(num_clients)
+        return group(client_of[which], num_clients)
+
+    def ids(
+        self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
+    ) -> tuple[str, ...]:
+        """The values of the column that become clients."""
+        texts, _, chosen = self._chosen(num_clients, seed, columns)
+        return tuple(texts[i] for i in chosen)
+
+    def _chosen(
+        self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None
+    ) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
+        """The values, the position of each row's value, and the positions of those that become clients."""
         if not columns:
             raise UserError(f"by_column: the data has no columns, so not {self.column!r} either; use another partition")
         if self.column not in columns:
             raise UserError(f"by_column: the data has no column {self.column!r}; {nearest(self.column, columns)}")
-        users, first, user_of, sizes = np.unique(
-            columns[self.column], return_index=True, return_inverse=True, return_counts=True
-        )
-        if len(users) < num_clients:
+        texts, first, which, sizes = values_of(columns[self.column], self.column)
+        rank = {"all": np.arange(len(texts)), "largest": -sizes, "first": first}
+        by = rank[self.order] if self.order in rank else _rng(seed, "by_column").permutation(len(texts))
+        number = len(texts) if num_clients is None else num_clients
+        if number > len(texts):
             raise UserError(
-                f"by_column: column {self.column!r} has {len(users)} users, fewer than {num_clients} clients; "
-                f"use {len(users)} clients or fewer"
+                f"by_column: column {self.column!r} has {len(texts)} values, fewer than {number} clients; leave the number "
+                "of clients out (--data.clients null) for one a value"
             )
-        rank = {"largest": -sizes, "first": first, "random": _rng(seed, "by_column").permutation(len(users))}
-        client_of = np.full(len(users), -1)
-        client_of[np.lexsort((first, rank[self.order]))[:num_clients]] = np.arange(num_clients)
-        return group(client_of[user_of], num_clients)
+        if self.order == "all" and number < len(texts):
+            out = [repr(texts[i]) for i in np.lexsort((first, -sizes))[number:]]
+            more = f" and {len(out) - 5} more" if len(out) > 5 else ""
+            raise UserError(
+                f"by_column: column {self.column!r} has {len(texts)} values, so that {number} clients would leave out "
+                f"{', '.join(out[:5])}{more}; leave the number of clients out (--data.clients null) to have all, or choose "
+                "with --data.partition.order largest, first or random"
+            )
+        return texts, which, np.lexsort((first, by))[:number]
 
 
-_ORDERS = ("largest", "first", "random")
+_ORDERS = ("all", "largest", "first", "random")
 
 PARTITIONS: dict[str, type[Partition]] = {
     "iid": IID,

@@ -1,5 +1,6 @@
 """The picture of a partition: classes × clients; and how pictures are written."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,14 @@ def picture_path(path: str | Path) -> Path:
     return Path(path)
 
 
-def draw_class_table(counts: NDArray[Any], class_names: Sequence[str], path: str | Path, *, newcomers: int = 0) -> None:
+def draw_class_table(
+    counts: NDArray[Any],
+    class_names: Sequence[str],
+    path: str | Path,
+    *,
+    newcomers: int = 0,
+    clients: Sequence[str] = (),
+) -> None:
     """Draws how many examples of each class each client has, as a heat map.
 
     Args:
@@ -50,6 +58,7 @@ def draw_class_table(counts: NDArray[Any], class_names: Sequence[str], path: str
         class_names: one per class.
         path: the picture to write; its ending, .png or .svg, is the format.
         newcomers: how many of the last clients take no part; a line divides them from the others.
+        clients: their names; without them they are numbered.
 
     Raises:
         UserError: shapes that do not fit, another ending, or a place that cannot be written.
@@ -62,25 +71,38 @@ def draw_class_table(counts: NDArray[Any], class_names: Sequence[str], path: str
         raise UserError(
             f"counts of shape {counts.shape} do not fit {len(class_names)} classes (num_clients, num_classes)"
         )
-    clients, classes = counts.shape
+    number, classes = counts.shape
     # Cells stay readable up to about 60 of a kind; beyond that the picture stops growing and labels thin out.
-    figure = Figure(figsize=(2.5 + 0.35 * min(clients, 60), 1.5 + 0.3 * min(classes, 60)), layout="constrained")
+    shown = [_shortened(name) for name in clients]
+    height = 1.5 + 0.3 * min(classes, 60) + 0.09 * max(map(len, shown), default=0)
+    figure = Figure(figsize=(2.5 + 0.35 * min(number, 60), height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     picture = axes.imshow(counts.T, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
     axes.set_xlabel("client")
     if newcomers:
-        axes.axvline(clients - newcomers - 0.5, color="red", linestyle="--", linewidth=1.5)
+        axes.axvline(number - newcomers - 0.5, color="red", linestyle="--", linewidth=1.5)
         axes.set_title("newcomers on the right of the line", fontsize=9)
     axes.set_ylabel("class")
-    axes.set_xticks(range(0, clients, -(-clients // 60)))
+    columns = range(0, number, -(-number // 60))
+    axes.set_xticks(columns)
+    if shown:
+        axes.set_xticklabels([shown[i] for i in columns], rotation=90)
     steps = range(0, classes, -(-classes // 60))
     axes.set_yticks(steps, [class_names[i] for i in steps])
-    if clients * classes <= 300:
+    if number * classes <= 300:
         bright = counts.max() / 2
         for i, row in enumerate(counts):
             for j, value in enumerate(row):
                 colour = "black" if value > bright else "white"
                 axes.text(i, j, str(value), ha="center", va="center", color=colour, fontsize=7)
     figure.colorbar(picture, label="examples")
-    save_figure(figure, path)
+    with warnings.catch_warnings():
+        # A name in letters that matplotlib's font lacks is drawn as boxes; the table has it right.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        save_figure(figure, path)
+
+
+def _shortened(name: str) -> str:
+    """A name that leaves room for the picture, without the sign that would begin a formula."""
+    return (name if len(name) <= 24 else f"{name[:23]}…").replace("$", r"\$")
