@@ -32,7 +32,7 @@ from polyfed.runs.progress import Silent
 IMAGES = {
     "data": {
         "name": "cifar10", "clients": 20, "examples_per_client": 200, "test_fraction": 0.3, "val_fraction": 0.1,
-        "public_fraction": 0.02, "balanced_test": 256, "partition": {"name": "classes_per_client", "k": 2},
+        "public_fraction": 0.02, "global_test": 256, "partition": {"name": "classes_per_client", "k": 2},
     },
     "rounds": 25, "sample": 0.5, "evaluate_every": 25, "checkpoint_every": 25,
 }  # fmt: skip
@@ -68,8 +68,8 @@ SETTINGS = {
 def unseen(participants):
     """256 examples on which no client trains: of the common test set, or of all clients' own ones."""
     first = participants.clients[0]
-    if first.balanced_test is not None:
-        return first.balanced_test
+    if first.global_test is not None:
+        return first.global_test
     rows = torch.cat([c.test.index for c in participants.clients])
     return replace(first.test, index=rows[torch.linspace(0, len(rows) - 1, 256).long()])
 
@@ -89,7 +89,7 @@ def measure(method, experiment, participants):
     return {
         "accuracy": mean["accuracy"],
         "validation": mean["val_accuracy"],
-        "global": mean.get("global_accuracy"),
+        "global": mean.get("server_accuracy"),
         "cka": mean_similarity(parts),
         "mb_down": last["bytes_down_total"] / told,
         "mb_up": last["bytes_up_total"] / told,

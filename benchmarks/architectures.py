@@ -50,19 +50,19 @@ def measure(method, experiment, clients):
     for client, row in zip(clients, rows, strict=True):
         arguments = {k: v for k, v in client.model.arguments.items() if k not in ("width", "norm", "stem")}
         name = " ".join([client.model.name, *(f"{k}={v}" for k, v in arguments.items())])
-        by_network.setdefault(name, []).append(row["balanced_accuracy"])
+        by_network.setdefault(name, []).append(row["global_accuracy"])
     last, told = run.history[-1], len(clients) * len(run.history) * 2**20
     return {
         "networks": {name: statistics.mean(values) for name, values in by_network.items()},
-        "accuracy": mean["balanced_accuracy"],
+        "accuracy": mean["global_accuracy"],
         "own_test": mean["accuracy"],
         "beside": {
-            k: v for k, v in mean.items() if k.endswith("accuracy") and k not in ("accuracy", "balanced_accuracy")
+            k: v for k, v in mean.items() if k.endswith("accuracy") and k not in ("accuracy", "global_accuracy")
         },
         "mb_down": last["bytes_down_total"] / told,
         "mb_up": last["bytes_up_total"] / told,
         "seconds": time.perf_counter() - start,
-        "curve": {r["round"]: round(r["summary"]["balanced_accuracy"]["mean"], 4) for r in run.history if r["summary"]},
+        "curve": {r["round"]: round(r["summary"]["global_accuracy"]["mean"], 4) for r in run.history if r["summary"]},
         "train_loss": [round(r["train_loss"], 4) for r in run.history],
     }
 

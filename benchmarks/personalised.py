@@ -21,7 +21,7 @@ from polyfed.commands import options
 from polyfed.commands.recipes import load_recipe
 from polyfed.runs.progress import Silent
 
-BESIDE = ("val_accuracy", "trained_accuracy", "global_accuracy")
+BESIDE = ("val_accuracy", "trained_accuracy", "server_accuracy")
 PAPER = {  # Table 1, 10 clients
     "fashion_mnist-10": {
         "local": 85.83, "fedavg": 91.24, "per_fedavg": 93.63, "pfedme": 90.43, "pfedhn": 94.83, "fedrep": 93.17,

@@ -149,7 +149,7 @@ def show(results, arguments):
     for name, runs in results["runs"].items():
         curves = [r["curve"] for r in runs.values()]
         cells = [mean([c[k]["accuracy"] for c in curves]) for k in range(len(rounds))]
-        plain = [c[-1]["global_accuracy"] for c in curves if "global_accuracy" in c[-1]]
+        plain = [c[-1]["server_accuracy"] for c in curves if "server_accuracy" in c[-1]]
         cells += [mean(plain) if plain else "–", f"{pace[name]:.1f}"]
         cells += [
             f"{pace[name] / pace['feddsnas']:.2f}" if "feddsnas" in pace else "–",

@@ -7,7 +7,8 @@ from torch import nn
 
 from polyfed.buffers import recompute
 from polyfed.data.examples import Examples, Normalise
-from polyfed.evaluation import evaluate, mean_auc, predict, summarise
+from polyfed.evaluation import evaluate, predict, summarise
+from polyfed.metrics import METRICS
 from polyfed.seeds import torch_generator
 
 
@@ -20,12 +21,12 @@ def test_auc_is_the_chance_that_a_positive_ranks_above_a_negative():
         positive, negative = outputs[targets[:, k] == 1, k], outputs[targets[:, k] == 0, k]
         wins = (positive[:, None] > negative[None]).double() + 0.5 * (positive[:, None] == negative[None]).double()
         areas.append(float(wins.mean()))
-    assert mean_auc(outputs, targets) == pytest.approx(np.mean(areas))
+    assert METRICS["auc"](outputs, targets) == pytest.approx(np.mean(areas))
 
 
 def test_labels_with_one_value_do_not_count_and_none_gives_no_score():
     outputs, targets = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([[0.0, 1.0], [1.0, 1.0]])
-    assert mean_auc(outputs, targets) == 1.0
+    assert METRICS["auc"](outputs, targets) == 1.0
     single = Examples(outputs, torch.ones(2, 2))
     assert evaluate(nn.Identity(), single, "multilabel")["auc"] is None
 

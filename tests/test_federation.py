@@ -193,12 +193,12 @@ def test_best_round_is_chosen_on_validation_and_read_from_the_history():
         pf.federate(without, FedAvg(), rounds=1, workers=0).table(at="best")
 
 
-def test_balanced_test_set_is_reported_beside_the_clients_own():
+def test_global_test_set_is_reported_beside_the_clients_own():
     common = small_clients(1)[0].test
-    clients = [pf.Client(c.id, c.model, c.train, c.test, balanced_test=common) for c in small_clients()]
+    clients = [pf.Client(c.id, c.model, c.train, c.test, global_test=common) for c in small_clients()]
     rows = pf.federate(clients, FedAvg(), rounds=1, workers=0).table()
-    assert rows[0]["balanced_accuracy"] == rows[1]["balanced_accuracy"]
-    assert rows[0]["balanced_loss"] != rows[1]["loss"]
+    assert rows[0]["global_accuracy"] == rows[1]["global_accuracy"]
+    assert rows[0]["global_loss"] != rows[1]["loss"]
 
 
 def test_the_table_has_the_columns_of_the_design():

@@ -27,6 +27,9 @@ from polyfed.scratch import fill, initial_state, new_module
 from polyfed.testing import small_clients
 from polyfed.tree import encode
 
+# What is proved here holds of the examples that were trained on.
+pytestmark = pytest.mark.filterwarnings("ignore:test examples that are also training examples:UserWarning")
+
 
 def thin():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))

@@ -11,6 +11,7 @@ from polyfed.comparison import compare
 from polyfed.data.examples import Examples
 from polyfed.errors import ClientError, RoundError, UserError
 from polyfed.federation import federate, resume
+from polyfed.metrics import Metric
 from polyfed.runs.results import Run
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ClientInfo",
     "Examples",
     "Message",
+    "Metric",
     "RoundError",
     "Run",
     "ServerContext",

@@ -82,15 +82,15 @@ class Client:
         id: its name in tables, files and messages.
         model: builds its own network, without arguments (a class, a function, a `ModelSpec`); None for the methods that
             bring their own network. Give clients of one architecture the same callable: it is built once.
-        train, test, val, balanced_test: (x, y) tensors, a torch `Dataset`, a Hugging Face dataset, or `Examples`; see
+        train, test, val, global_test: (x, y) tensors, a torch `Dataset`, a Hugging Face dataset, or `Examples`; see
             `polyfed.data.as_examples` for types and images. `test` follows the client's own distribution,
-            `balanced_test` is the common one; `val` chooses the best round.
+            `global_test` is the common one; `val` chooses the best round.
         task: "classification" (labels integers (n,)), "multilabel" (0 or 1, (n, labels)) or "regression" (numbers
             (n, outputs); (n,) is kept as (n, 1), for a network with outputs (batch, 1)). The targets of the last two
             are kept as floats.
 
     Raises:
-        UserError: an empty id, no examples, or labels that do not suit the task.
+        UserError: an empty id, no examples, inputs or targets that are NaN or infinite, or labels that do not suit the task.
     """
 
     id: str
@@ -98,7 +98,7 @@ class Client:
     train: Examples
     test: Examples
     val: Examples | None
-    balanced_test: Examples | None
+    global_test: Examples | None
     task: Task
 
     def __init__(
@@ -108,7 +108,7 @@ class Client:
         train: Any,
         test: Any,
         val: Any = None,
-        balanced_test: Any = None,
+        global_test: Any = None,
         task: Task = "classification",
     ) -> None:
         if not isinstance(id, str) or not id:
@@ -118,7 +118,8 @@ class Client:
                             "write model=lambda: MyNet() instead of model=MyNet()")  # fmt: skip
         if task not in get_args(Task):
             raise UserError(f"client {id!r}: unknown task {task!r}; {nearest(str(task), get_args(Task))}")
-        given = {"train": train, "test": test, "val": val, "balanced_test": balanced_test}
+        id = str.__str__(id)  # numpy's strings, say, are printed otherwise and seed other random numbers
+        given = {"train": train, "test": test, "val": val, "global_test": global_test}
         for name, source in given.items():
             examples = None if source is None else as_examples(source, f"client {id!r}: {name}")
             if examples is None and name in ("train", "test"):
@@ -276,7 +277,7 @@ class Algorithm(ABC, Generic[State, Mine]):
 
     def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
         """Further networks to evaluate beside the personal one, each with the name under which its metrics are kept, such as
-        ("global", the server's model). Each is evaluated before the next is asked for, so that all may use one scratch
+        ("server", the server's model). Each is evaluated before the next is asked for, so that all may use one scratch
         module."""
         return iter(())
 

@@ -1,4 +1,4 @@
-"""One phase of a round: tasks go to the engine, and each result is accepted or recorded as a failure."""
+"""A round: in each phase tasks go to the engine, and each result is accepted or recorded as a failure."""
 
 import time
 import warnings
@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
+from torch import Tensor
+
 from polyfed.algorithm import Message
 from polyfed.engines.work import Engine, Phase, Result
-from polyfed.errors import ClientError
-from polyfed.rounds import Federation
+from polyfed.errors import ClientError, RoundError
+from polyfed.evaluation import summarise
+from polyfed.rounds import Federation, best_round, mean_train_loss
 from polyfed.runs.checkpoint import Checkpoint
+from polyfed.runs.predictions import Outputs
 from polyfed.runs.progress import Progress
 
 
@@ -80,3 +84,63 @@ def _accept(federation: Federation, result: Result, at: Checkpoint, found: Colle
         progress.say(f"{failure}; the run goes on without this client")
         reason = {"client": failure.client, "phase": failure.phase, "reason": failure.reason}
         found.failures.append({**reason, "retried": False})
+
+
+def play_round(
+    federation: Federation,
+    before: Checkpoint,
+    history: Sequence[Mapping[str, Any]],
+    engine: Engine,
+    progress: Progress,
+) -> tuple[Checkpoint, dict[str, Any], Outputs]:
+    """One round: the state after it, its record for `metrics.jsonl`, and what the evaluated networks gave."""
+    settings, algorithm, number, clock = federation.settings, federation.algorithm, before.round + 1, time.perf_counter
+    started = clock()
+    who = federation.cohort(number)
+    trained = list(federation.roster.ids) if algorithm.everyone_trains else who
+    local = collect(federation, engine, "local", trained, number, before, progress)
+    replies: dict[str, Message] = {i: local.results[i].reply for i in who if i in local.results}  # type: ignore[misc]
+    if len(replies) < settings.min_replies:
+        reasons = "; ".join(f"{f['client']}: {f['reason']}" for f in local.failures[:3])
+        raise RoundError(f"round {number} has {len(replies)} valid replies of {len(who)}, min_replies is "
+                         f"{settings.min_replies} ({reasons})")  # fmt: skip
+    aggregating = clock()
+    state = algorithm.server_step(algorithm.aggregate(before.state, replies), federation.context())
+    seconds_server = local.seconds_dispatch + clock() - aggregating
+    after = Checkpoint(number, state, {**before.minds, **{i: result.mine for i, result in local.results.items()}})
+
+    rows: dict[str, dict[str, Any]] = {i: {"bytes_down": size} for i, size in local.bytes_down.items()}
+    for i, result in local.results.items():
+        scalars = result.reply.scalars if result.reply is not None else {}
+        told = {"train_loss": scalars["train_loss"]} if "train_loss" in scalars else {}
+        rows[i] |= {"seconds": round(result.seconds, 4), **told}
+    for i, reply in replies.items():
+        rows[i]["bytes_up"] = reply.nbytes
+    summary: dict[str, dict[str, float]] = {}
+    failures, outputs = local.failures, dict[str, Mapping[str, Tensor]]()
+    if number % settings.evaluate_every == 0 or number == settings.rounds:
+        evaluated = collect(federation, engine, "evaluate", list(federation.roster.ids), number, after, progress)
+        failures = sorted([*failures, *evaluated.failures], key=place)
+        metrics = {i: result.metrics for i, result in sorted(evaluated.results.items())}
+        for i, values in metrics.items():
+            rows[i] = rows.get(i, {}) | values
+        outputs = {i: result.predictions for i, result in sorted(evaluated.results.items()) if result.predictions}
+        summary = summarise(metrics, federation.roster.num_examples)
+    down, up = (sum(row.get(f"bytes_{way}", 0) for row in rows.values()) for way in ("down", "up"))
+    record = {
+        "round": number,
+        "seconds": round(clock() - started, 4),
+        "seconds_clients": round(local.seconds_clients, 4),
+        "seconds_server": round(seconds_server, 4),
+        "train_loss": mean_train_loss(replies),
+        "bytes_down": down,
+        "bytes_up": up,
+        "bytes_down_total": down + (history[-1]["bytes_down_total"] if history else 0),
+        "bytes_up_total": up + (history[-1]["bytes_up_total"] if history else 0),
+        "clients": {i: rows[i] for i in sorted(rows)},
+        "summary": summary,
+        "failures": failures,
+        "replied": sorted(replies),
+        "score": federation.metrics[0].name,
+    }
+    return after, record | {"best_round": best_round([*history, record], federation.metrics[0])}, outputs

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from polyfed.algorithm import Client, Task
 from polyfed.data.examples import Examples, split_rows
 from polyfed.layout import arrange
+from polyfed.metrics import DEFAULT, Metric, metrics_of
 
-SCORE: Mapping[Task, str] = {"classification": "accuracy", "multilabel": "auc", "regression": "r2"}
-"""The score of each task; higher is better, and it is the name of the column in tables."""
+SCORE: Mapping[Task, str] = DEFAULT  # type: ignore[assignment]  # whose keys are those of Task
+"""The score of each task where no metrics are asked for; higher is better, and it is the name of the column in tables."""
 
 Metrics = dict[str, float | None]
 
@@ -42,55 +43,79 @@ def predict(model: nn.Module, examples: Examples, batch_size: int = 128) -> Tens
     return torch.cat(outputs)
 
 
-def evaluate(model: nn.Module, examples: Examples, task: Task) -> Metrics:
-    """The task's score and mean loss of `model` on `examples`; a value that is not defined or not finite is None.
+def scores(outputs: Tensor, targets: Tensor, task: Task, metrics: Sequence[Metric] = ()) -> Metrics:
+    """The metrics and the mean loss ("loss") of these outputs; a value that is not defined or not finite is None.
 
-    Scores: accuracy; AUC as the mean over the labels that occur both ways; coefficient of determination R².
+    Args:
+        outputs: of a network, float32 on the CPU, shape (n, ...).
+        targets: of the same examples, shape (n, ...).
+        task: whose loss it is.
+        metrics: in their order; none is the task's own.
+
+    >>> scores(torch.eye(2), torch.tensor([0, 0]), "classification", metrics_of(["accuracy", "auc"], "classification"))
+    {'accuracy': 0.5, 'auc': None, 'loss': 0.813...}
+    """
+    found = {metric.name: metric(outputs, targets) for metric in metrics or metrics_of(None, task)}
+    loss = float(loss_function(task)(outputs, targets))
+    return {name: _finite(value) for name, value in {**found, "loss": loss}.items()}
+
+
+def evaluate(model: nn.Module, examples: Examples, task: Task, metrics: Sequence[Metric] = ()) -> Metrics:
+    """The metrics and mean loss of `model` on `examples`; a value that is not defined or not finite is None. Without
+    `metrics` the task's own: accuracy; AUC as the mean over the labels that occur both ways; coefficient of determination
+    R².
 
     >>> even = Examples(torch.eye(2), torch.tensor([0, 1]))
     >>> evaluate(nn.Identity(), even, "classification")
     {'accuracy': 1.0, 'loss': 0.313...}
     """
-    outputs, targets = predict(model, examples), examples.labels.cpu()
-    loss = float(loss_function(task)(outputs, targets))
-    if task == "classification":
-        score = float((outputs.argmax(1) == targets).double().mean())
-    elif task == "multilabel":
-        score = mean_auc(outputs, targets)
-    else:
-        spread = float(((targets - targets.mean(0)) ** 2).double().sum())
-        score = 1 - float(((targets - outputs) ** 2).double().sum()) / spread if spread else float("nan")
-    return {SCORE[task]: _finite(score), "loss": _finite(loss)}
+    return scores(predict(model, examples), examples.labels.cpu(), task, metrics)
 
 
-def client_metrics(model: nn.Module, client: Client, prefix: str = "") -> Metrics:
-    """Metrics of a network on all of the client's sets in one row: "accuracy", "val_accuracy", "balanced_accuracy", ...,
+def client_metrics(model: nn.Module, client: Client, prefix: str = "", metrics: Sequence[Metric] = ()) -> Metrics:
+    """Metrics of a network on all of the client's sets in one row: "accuracy", "val_accuracy", "global_accuracy", ...,
     each name after `prefix`."""
-    sets = {"": client.test, "val_": client.val, "balanced_": client.balanced_test}
-    return {
-        f"{prefix}{part}{metric}": value
-        for part, data in sets.items()
-        if data is not None
-        for metric, value in evaluate(model, data, client.task).items()
-    }
+    return client_scores(model, client, metrics, prefix)[0]
+
+
+def client_scores(
+    model: nn.Module, client: Client, metrics: Sequence[Metric] = (), prefix: str = ""
+) -> tuple[Metrics, dict[str, Tensor]]:
+    """The same, and the outputs from which those on the client's own sets come: "test" and, if there is one, "val", each
+    float32 on the CPU, shape (n, ...)."""
+    row: Metrics = {}
+    kept: dict[str, Tensor] = {}
+    sets = {"test": ("", client.test), "val": ("val_", client.val), "global": ("global_", client.global_test)}
+    for name, (part, data) in sets.items():
+        if data is None:
+            continue
+        outputs = predict(model, data)
+        row |= {f"{prefix}{part}{n}": v for n, v in scores(outputs, data.labels.cpu(), client.task, metrics).items()}
+        if name != "global":
+            kept[name] = outputs
+    return row, kept
+
+
+def split_name(column: str, metrics: Sequence[Metric]) -> tuple[str, str] | None:
+    """What comes before the metric in the name of a column, and the metric or "loss"; None for another column. Of two
+    metrics that fit, the longer is meant.
+
+    >>> from polyfed.metrics import METRICS
+    >>> split_name("val_balanced_accuracy", [METRICS["accuracy"], METRICS["balanced_accuracy"]])
+    ('val_', 'balanced_accuracy')
+    >>> split_name("trained_loss", [METRICS["accuracy"]]), split_name("train_loss", [METRICS["accuracy"]])
+    (('trained_', 'loss'), None)
+    """
+    if column == "train_loss":  # of training, which no metric is
+        return None
+    for name in sorted((*(metric.name for metric in metrics), "loss"), key=len, reverse=True):
+        if column == name or column.endswith(f"_{name}"):
+            return column.removesuffix(name), name
+    return None
 
 
 def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
-
-
-def mean_auc(outputs: Tensor, targets: Tensor) -> float:
-    """Mean over labels of the area under the ROC curve; labels with one value only are left out, NaN if all are.
-
-    >>> mean_auc(torch.tensor([[0.1, 1.0], [0.9, 1.0]]), torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
-    1.0
-    """
-    from sklearn.metrics import roc_auc_score  # takes two seconds to import, which only multi-label tasks should pay
-
-    if not bool(torch.isfinite(outputs).all()):
-        return float("nan")
-    both = [k for k in range(targets.shape[1]) if 0 < float(targets[:, k].sum()) < len(targets)]
-    return float(np.mean([roc_auc_score(targets[:, k], outputs[:, k]) for k in both])) if both else float("nan")
 
 
 def summarise(clients: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -12,21 +11,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polyfed import checks, engines
-from polyfed.algorithm import Algorithm, Client, Message
+from polyfed.algorithm import Algorithm, Client
 from polyfed.algorithms import get, name_of
-from polyfed.collecting import collect, place
+from polyfed.collecting import play_round
 from polyfed.data.examples import as_examples
 from polyfed.engines.work import Engine
-from polyfed.errors import Interrupted, RoundError, UserError
-from polyfed.evaluation import summarise
-from polyfed.rounds import Federation, best_round, mean_train_loss
+from polyfed.errors import Interrupted, UserError
+from polyfed.metrics import metrics_of
+from polyfed.rounds import Federation, best_round
 from polyfed.runs import checkpoint as checkpoints
 from polyfed.runs.checkpoint import Checkpoint
-from polyfed.runs.configuration import described, restored
-from polyfed.runs.directory import RunDirectory, plain, read_config
+from polyfed.runs.configuration import described, metrics_again, restored
+from polyfed.runs.directory import RunDirectory, plain, read_config, read_metrics
+from polyfed.runs.predictions import Kept
 from polyfed.runs.progress import Progress, for_terminal
 from polyfed.runs.results import Run, one_thread
-from polyfed.settings import EngineName, Settings
+from polyfed.settings import EngineName, Keep, Settings
 from polyfed.training import LocalTraining, check_precision
 
 
@@ -49,6 +49,8 @@ def federate(
     out: str | Path | None = None,
     on_error: Literal["raise", "skip"] = "raise",
     min_replies: int = 1,
+    metrics: Any = None,
+    keep: Keep = "last",
     config: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -59,9 +61,11 @@ def federate(
         clients: who takes part, each with its own data and network.
         algorithm: the method, or its name in the registry for its default hyper-parameters.
         rounds, seed, sample, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
-            on_error, min_replies: see `polyfed.settings.Settings`.
+            on_error, min_replies, keep: see `polyfed.settings.Settings`.
+        metrics: what is computed at evaluation: names such as "auc", functions `f(outputs, targets) -> float` and
+            `polyfed.Metric` objects; the first decides which round is the best. None is the task's own.
         public: unlabelled examples that are no client's, for the methods that need them; inputs alone will do.
-        out: a new run directory (metrics, checkpoints, models); None writes nothing.
+        out: a new run directory (metrics, checkpoints, models, predictions); None writes nothing.
         config: what `config.yaml` holds beside the settings and the method, for runs that are described by a file.
         facts: what `manifest.json` holds beside versions, seed and the fingerprint of the data.
         progress: who is told how it goes; None shows a bar on a terminal and nothing elsewhere.
@@ -76,7 +80,8 @@ def federate(
     >>> from polyfed.algorithms import FedAvg
     >>> x, y = torch.randn(40, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1]).repeat(20)
     >>> x[:, 0] += 4 * y
-    >>> clients = [Client(n, lambda: torch.nn.Linear(2, 2), (x, y), (x, y)) for n in ("north", "south")]
+    >>> data = {"train": (x[:20], y[:20]), "test": (x[20:], y[20:])}
+    >>> clients = [Client(name, lambda: torch.nn.Linear(2, 2), **data) for name in ("north", "south")]
     >>> run = federate(clients, FedAvg(lr=0.5), rounds=3, workers=0)
     >>> [row["client"] for row in run.table()], run.table()[-1]["accuracy"] > 0.8
     (['north', 'south', 'mean'], True)
@@ -84,9 +89,10 @@ def federate(
     settings = Settings(
         rounds=rounds, seed=seed, sample=sample, engine=engine, workers=workers, ray_address=ray_address,
         gpus_per_worker=gpus_per_worker, device=device, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
-        on_error=on_error, min_replies=min_replies,
+        on_error=on_error, min_replies=min_replies, keep=keep,
     )  # fmt: skip
-    federation = _checked(clients, get(algorithm)() if isinstance(algorithm, str) else algorithm, settings, public)
+    method = get(algorithm)() if isinstance(algorithm, str) else algorithm
+    federation = _checked(clients, method, settings, public, metrics)
     first = Checkpoint(0, federation.algorithm.init(federation.context()), {})  # a method may refuse the federation
     directory = None
     if out is not None:
@@ -94,6 +100,7 @@ def federate(
         # before it can be resumed leaves nothing that would keep it from being started again.
         content = {**plain(config or {}, "config"), **described(federation.algorithm, federation.settings)}
         known = {**(facts or {}), "seed": federation.settings.seed, "data_fingerprint": _fingerprint(federation)}
+        known |= {"score": score_of(federation)}
         known |= {"evaluated": told} if (told := federation.algorithm.evaluated) else {}
         directory = RunDirectory.create(out)
         try:
@@ -117,6 +124,7 @@ def resume(
     ray_address: str | None = None,
     gpus_per_worker: float | None = None,
     device: str | None = None,
+    metrics: Any = None,
     progress: Progress | None = None,
 ) -> Run:
     """Goes on with a run that was stopped, from its newest whole checkpoint; the result is the one that it would have had.
@@ -126,9 +134,11 @@ def resume(
         clients, algorithm, public: as they were given to `federate`; needed only if the run was not described by a file
             (then the run's `config.yaml` rebuilds them). `algorithm` is needed only if it is not in the registry.
         engine, workers, ray_address, gpus_per_worker, device: where to go on; None takes what the run had.
+        metrics: as they were given to `federate`; needed only if one of them is not built in.
 
     Raises:
-        UserError: not a run directory, `clients` are missing or not those of the run, or `algorithm` is not that of the run.
+        UserError: not a run directory, `clients` or `metrics` are missing or not those of the run, or `algorithm` is not
+            that of the run.
     """
     config = read_config(out)
     directory = RunDirectory.open(out)
@@ -143,14 +153,14 @@ def resume(
             from polyfed.commands.experiment import rebuild  # imported late: experiments are described in terms of runs
 
             clients, public = rebuild(config, out)
-        federation = _checked(clients, algorithm, settings, public)
+        federation = _checked(clients, algorithm, settings, public, metrics, out)
         before = directory.manifest().get("data_fingerprint")
         if before != (now := _fingerprint(federation)):
             raise UserError(
                 f"the clients are not those of the run in {out}: its data fingerprint is {before}, theirs is {now}; "
                 "resume with the same ids, data and networks"
             )
-        start, history = go_back(directory)
+        start, history = go_back(directory, federation)
     except BaseException:
         directory.close()
         raise
@@ -158,14 +168,28 @@ def resume(
     return play(federation, start, history, directory, progress)
 
 
-def go_back(directory: RunDirectory) -> tuple[Checkpoint | None, list[dict[str, Any]]]:
-    """The newest whole checkpoint of a run and the records up to it; what is newer is removed from its directory. No
-    checkpoint: the run begins anew.
+def score_of(federation: Federation) -> dict[str, Any]:
+    """What `manifest.json` tells of the metric that decides."""
+    score = federation.metrics[0]
+    return {
+        "name": score.name, "label": score.label, "unit": score.unit, "higher_is_better": score.higher_is_better,
+    }  # fmt: skip
+
+
+def go_back(directory: RunDirectory, federation: Federation) -> tuple[Checkpoint | None, list[dict[str, Any]]]:
+    """The newest checkpoint of a run that can be used and the records up to it; what is newer is removed from its
+    directory. If another round than the last is kept, its checkpoint must be whole too. No checkpoint: the run begins anew.
 
     Raises:
         UserError: there are checkpoints, but none is whole.
     """
-    start, notes = checkpoints.load(directory.checkpoints, directory.rounds_told())
+    records = read_metrics(directory.path / "metrics.jsonl")
+
+    def check(found: Checkpoint) -> None:
+        if federation.settings.keep != "last":
+            _kept_state(directory, federation, records[: found.round], found)
+
+    start, notes = checkpoints.load(directory.checkpoints, directory.rounds_told(), check)
     if start is None and notes:
         raise UserError(
             f"no checkpoint of the run in {directory.path} is whole and of a round that metrics.jsonl reaches: "
@@ -180,14 +204,42 @@ def go_back(directory: RunDirectory) -> tuple[Checkpoint | None, list[dict[str, 
     return start, history
 
 
-def _checked(clients: Sequence[Client], algorithm: Algorithm[Any, Any], settings: Settings, public: Any) -> Federation:
-    """Everything that can be found wrong before work starts."""
+def _kept_state(
+    directory: RunDirectory, federation: Federation, history: Sequence[Mapping[str, Any]], now: Checkpoint
+) -> Checkpoint | None:
+    """The state after the round that is kept, of these; None if there is none yet."""
+    keep = federation.settings.keep
+    kept = keep if isinstance(keep, int) else best_round(history, federation.metrics[0])
+    if kept is None or kept >= now.round:
+        return now if kept == now.round else None
+    return checkpoints.load_round(directory.checkpoints, kept)
+
+
+def _checked(
+    clients: Sequence[Client],
+    algorithm: Algorithm[Any, Any],
+    settings: Settings,
+    public: Any,
+    metrics: Any,
+    out: str | Path | None = None,
+) -> Federation:
+    """Everything that can be found wrong before work starts; `out` is the directory of a run that goes on."""
     if not isinstance(algorithm, Algorithm):
         raise UserError(
             f"algorithm must be a method or its name, got {algorithm!r}; for example polyfed.algorithms.FedAvg()"
         )
     pool = None if public is None else as_examples(public, "public", labelled=False)
     checks.check_clients(clients)
+    task = clients[0].task
+    if out is None:
+        scores = metrics_of(metrics, task)
+        settings = dataclasses.replace(settings, metrics=() if metrics is None else tuple(m.name for m in scores))
+    else:
+        scores = metrics_again(settings, metrics, task, out)
+    if settings.keep == "best" and all(client.val is None for client in clients):
+        raise UserError(
+            "keep='best' needs validation examples, and no client has any: give clients val=..., or --data.val_fraction"
+        )
     checks.check_requirements(clients, algorithm, pool)
     brought = algorithm.brings(checks.common_form(clients)) if "one_form" in algorithm.requires else None
     checks.check_models(clients, factory=brought)
@@ -196,7 +248,8 @@ def _checked(clients: Sequence[Client], algorithm: Algorithm[Any, Any], settings
     device = engines.device_of_clients(settings)
     if isinstance(algorithm, LocalTraining):
         check_precision(algorithm.precision, device)
-    return Federation({c.id: c for c in sorted(clients, key=lambda c: c.id)}, algorithm, settings, pool)
+    everyone = {c.id: c for c in sorted(clients, key=lambda c: c.id)}
+    return Federation(everyone, algorithm, settings, pool, metrics=scores)
 
 
 def _fingerprint(federation: Federation) -> str:
@@ -227,99 +280,70 @@ def play(
     with ExitStack() as stack:
         if directory is not None:
             stack.callback(directory.close)
-        engine = engine or engines.start_for(settings, algorithm, list(federation.clients.values()))
+        members = list(federation.clients.values())
+        engine = engine or engines.start_for(settings, algorithm, members, federation.metrics)
         stack.callback(engine.close)
         now = start or Checkpoint(0, algorithm.init(federation.context()), {})
         saved = now.round
+        best = None  # the state after the round that is kept, if that is not the last
+        if settings.keep != "last" and directory is not None and now.round:
+            best = _kept_state(directory, federation, history, now)
+        stays = _rounds_of(best)
+        predictions = Kept(federation.clients, None if directory is None else directory.path)
+        predictions.go_on(history)
         stack.callback(progress.stop)
         progress.start(name_of(algorithm), settings.rounds, now.round)
         try:
             if now.round == 0:
                 _keep_analysis(federation, now, list(federation.roster.ids), directory)
             while now.round < settings.rounds:
-                after, record = _one_round(federation, now, history, engine, progress)
+                after, record, found = play_round(federation, now, history, engine, progress)
                 record["analysis"] = _keep_analysis(federation, after, record.pop("replied"), directory)
+                wanted = settings.keep if isinstance(settings.keep, int) else record["best_round"]
+                if too_large := predictions.add(after.round, found, wanted):
+                    _tell(too_large, directory)
                 if directory is not None:
                     directory.append(record)
                 history.append(record)
                 changed |= {i for i in after.minds if after.minds[i] is not now.minds.get(i)}
                 now = after
                 progress.round(record)
-                due = now.round % settings.checkpoint_every == 0 or now.round == settings.rounds
+                improved = settings.keep != "last" and wanted == now.round
+                best = now if improved else best
+                due = improved or now.round % settings.checkpoint_every == 0 or now.round == settings.rounds
                 if directory is not None and due:
-                    checkpoints.save(directory.checkpoints, now, changed, saved)
-                    saved = now.round
+                    # That of the round which was the best until now is needed if this checkpoint gets damaged.
+                    checkpoints.save(directory.checkpoints, now, changed, saved, _rounds_of(best, *stays))
+                    saved, stays = now.round, _rounds_of(best)
                     changed.clear()
+            if settings.keep == "best" and best is None:
+                sentence = "keep='best': no round has a validation score, so that the last is kept"
+                warnings.warn(sentence, RuntimeWarning, stacklevel=3)
             if directory is not None:
-                _write_models(federation, now, engine, directory, progress)
+                _write_models(federation, best or now, engine, directory, progress)
+            predictions.finish()
         except BaseException as stop:
             if directory is not None and now.round > saved:
-                checkpoints.save(directory.checkpoints, now, changed, saved)
+                checkpoints.save(directory.checkpoints, now, changed, saved, _rounds_of(best, *stays))
             if isinstance(stop, KeyboardInterrupt) and directory is not None:
                 raise Interrupted(
                     f"interrupted; {now.round} of {settings.rounds} rounds are saved: continue with "
                     f"`polyfed resume {directory.path}`"
                 ) from stop
             raise
-    return Run(federation, history, now, None if directory is None else directory.path)
+    path = None if directory is None else directory.path
+    return Run(federation, history, now, path, best=best, kept_predictions=predictions)
 
 
-def _one_round(
-    federation: Federation,
-    before: Checkpoint,
-    history: Sequence[Mapping[str, Any]],
-    engine: Engine,
-    progress: Progress,
-) -> tuple[Checkpoint, dict[str, Any]]:
-    """One round: the state after it, and its record for `metrics.jsonl`."""
-    settings, algorithm, number, clock = federation.settings, federation.algorithm, before.round + 1, time.perf_counter
-    started = clock()
-    who = federation.cohort(number)
-    trained = list(federation.roster.ids) if algorithm.everyone_trains else who
-    local = collect(federation, engine, "local", trained, number, before, progress)
-    replies: dict[str, Message] = {i: local.results[i].reply for i in who if i in local.results}  # type: ignore[misc]
-    if len(replies) < settings.min_replies:
-        reasons = "; ".join(f"{f['client']}: {f['reason']}" for f in local.failures[:3])
-        raise RoundError(f"round {number} has {len(replies)} valid replies of {len(who)}, min_replies is "
-                         f"{settings.min_replies} ({reasons})")  # fmt: skip
-    aggregating = clock()
-    state = algorithm.server_step(algorithm.aggregate(before.state, replies), federation.context())
-    seconds_server = local.seconds_dispatch + clock() - aggregating
-    after = Checkpoint(number, state, {**before.minds, **{i: result.mine for i, result in local.results.items()}})
+def _rounds_of(state: Checkpoint | None, *others: int) -> tuple[int, ...]:
+    return others if state is None else (state.round, *others)
 
-    rows: dict[str, dict[str, Any]] = {i: {"bytes_down": size} for i, size in local.bytes_down.items()}
-    for i, result in local.results.items():
-        scalars = result.reply.scalars if result.reply is not None else {}
-        told = {"train_loss": scalars["train_loss"]} if "train_loss" in scalars else {}
-        rows[i] |= {"seconds": round(result.seconds, 4), **told}
-    for i, reply in replies.items():
-        rows[i]["bytes_up"] = reply.nbytes
-    summary: dict[str, dict[str, float]] = {}
-    failures = local.failures
-    if number % settings.evaluate_every == 0 or number == settings.rounds:
-        evaluated = collect(federation, engine, "evaluate", list(federation.roster.ids), number, after, progress)
-        failures = sorted([*failures, *evaluated.failures], key=place)
-        metrics = {i: result.metrics for i, result in sorted(evaluated.results.items())}
-        for i, values in metrics.items():
-            rows[i] = rows.get(i, {}) | values
-        summary = summarise(metrics, federation.roster.num_examples)
-    down, up = (sum(row.get(f"bytes_{way}", 0) for row in rows.values()) for way in ("down", "up"))
-    record = {
-        "round": number,
-        "seconds": round(clock() - started, 4),
-        "seconds_clients": round(local.seconds_clients, 4),
-        "seconds_server": round(seconds_server, 4),
-        "train_loss": mean_train_loss(replies),
-        "bytes_down": down,
-        "bytes_up": up,
-        "bytes_down_total": down + (history[-1]["bytes_down_total"] if history else 0),
-        "bytes_up_total": up + (history[-1]["bytes_up_total"] if history else 0),
-        "clients": {i: rows[i] for i in sorted(rows)},
-        "summary": summary,
-        "failures": failures,
-        "replied": sorted(replies),
-    }
-    return after, record | {"best_round": best_round([*history, record])}
+
+def _tell(sentence: str, directory: RunDirectory | None) -> None:
+    """A warning; in `manifest.json` too."""
+    if directory is not None:
+        directory.add_to_manifest({"predictions": sentence})
+    warnings.warn(sentence, RuntimeWarning, stacklevel=4)
 
 
 def _keep_analysis(
@@ -334,11 +358,11 @@ def _keep_analysis(
 
 
 def _write_models(
-    federation: Federation, last: Checkpoint, engine: Engine, directory: RunDirectory, progress: Progress
+    federation: Federation, at: Checkpoint, engine: Engine, directory: RunDirectory, progress: Progress
 ) -> None:
-    """The personal models after the last round, `models/ID.safetensors`. With `on_error="skip"` a client whose model cannot
+    """The personal models after a round, `models/ID.safetensors`. With `on_error="skip"` a client whose model cannot
     be made costs no other client's; the records of the rounds are complete by now, so it is told as a warning."""
-    blocks = federation.tasks("export", list(federation.roster.ids), last.round, last, engine.block_bytes)
+    blocks = federation.tasks("export", list(federation.roster.ids), at.round, at, engine.block_bytes)
     for result in (result for tasks in blocks for result in engine.run(tasks)):
         client, failure = result.task.client, result.failure
         for incident in result.incidents:

@@ -23,6 +23,7 @@ from polyfed.engines import choose_device
 from polyfed.engines.work import place_clients
 from polyfed.errors import ClientError, UserError
 from polyfed.evaluation import SCORE, Metrics, client_metrics, predict
+from polyfed.gradients import gradients
 from polyfed.runs import checkpoint as checkpoints
 from polyfed.runs.configuration import restored
 from polyfed.runs.directory import read_config
@@ -111,6 +112,7 @@ class Curves:
         return next((epoch for epoch, score in enumerate(self.warm) if score is not None and score >= goal), None)
 
 
+@gradients()  # its state is trained on
 def load_server(out: str | Path) -> Server:
     """The server of a run of `flha_ghn` after its last saved round, from the run directory alone: neither the clients nor
     their data are needed, and nothing in the directory is changed.

@@ -11,6 +11,7 @@ from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerCont
 from polyfed.data.examples import Examples
 from polyfed.engines.work import Engine, Phase, Task
 from polyfed.evaluation import SCORE
+from polyfed.metrics import Metric, metrics_of
 from polyfed.roster import Roster
 from polyfed.runs.checkpoint import Checkpoint
 from polyfed.seeds import derive, numpy_generator
@@ -24,7 +25,8 @@ class Federation:
     """Who takes part, by which method and settings: what stays the same from round to round.
 
     Attributes: `clients`, whom a simulation plays; in a deployment they are elsewhere, and the server has only the `told`
-    roster of them.
+    roster of them; `metrics`, what is computed at evaluation, of which the first decides: if none are given, those that the
+    settings name, or the task's own.
     """
 
     clients: Mapping[str, Client]
@@ -32,6 +34,12 @@ class Federation:
     settings: Settings
     public: Examples | None = None
     told: Roster | None = None
+    metrics: tuple[Metric, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.metrics and (self.told or self.clients):
+            task = self.told.task if self.told else next(iter(self.clients.values())).task
+            object.__setattr__(self, "metrics", metrics_of(self.settings.metrics, task))
 
     @cached_property
     def roster(self) -> Roster:
@@ -105,8 +113,13 @@ class Federation:
             yield block
 
     def one_task(self, phase: Phase, client: str, at: Checkpoint) -> Task:
-        """The same for a single client."""
-        down = self.algorithm.dispatch(at.state, self.info(client, at.round, phase))
+        """The same for a single client, bit for bit: a method that makes all clients' messages at once does so here too."""
+        if type(self.algorithm).dispatch_all is Algorithm.dispatch_all:
+            down = self.algorithm.dispatch(at.state, self.info(client, at.round, phase))
+        else:
+            everyone = [self.info(other, at.round, phase) for other in self.roster.ids]
+            messages = zip(everyone, self.algorithm.dispatch_all(at.state, everyone), strict=False)
+            down = next(message for who, message in messages if who.id == client)
         return self.task(phase, client, at.round, down, at)
 
     def flaw(self, reply: Message | None, state: Any, down: Message) -> str | None:
@@ -145,12 +158,24 @@ def mean_train_loss(replies: Mapping[str, Message]) -> float | None:
     return sum(w * s["train_loss"] for w, s in zip(weights, told, strict=True)) / sum(weights)
 
 
-def best_round(history: Sequence[Mapping[str, Any]]) -> int | None:
-    """The round with the best mean score on the clients' validation examples (the first of equals); None without any."""
+def best_round(history: Sequence[Mapping[str, Any]], metric: Metric | None = None) -> int | None:
+    """The round with the best mean score on the clients' validation examples (the first of equals); None without any.
+
+    Args:
+        history: records of rounds.
+        metric: the score that decides; None is the task's own.
+
+    >>> from polyfed.metrics import METRICS
+    >>> records = [{"round": n, "summary": {"val_brier": {"mean": value}}} for n, value in enumerate((0.3, 0.2, 0.2), 1)]
+    >>> best_round(records, METRICS["brier"])
+    2
+    """
+    names = {f"val_{name}" for name in ([metric.name] if metric else SCORE.values())}
+    sign = 1 if metric is None or metric.higher_is_better else -1
     scores = {
-        record["round"]: statistics["mean"]
+        record["round"]: sign * statistics["mean"]
         for record in history
         for name, statistics in record.get("summary", {}).items()
-        if name in {f"val_{score}" for score in SCORE.values()}
+        if name in names
     }
     return max(scores, key=lambda r: (scores[r], -r)) if scores else None

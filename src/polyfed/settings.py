@@ -7,6 +7,7 @@ from typing import Literal, final, get_args
 from polyfed.errors import UserError, nearest
 
 EngineName = Literal["auto", "inprocess", "pool", "ray"]
+Keep = Literal["last", "best"] | int
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s/:]+):\d{1,5}")
 
 
@@ -31,6 +32,9 @@ class Settings:
         checkpoint_every: rounds between checkpoints; the last round always has one.
         on_error: "raise" ends the run at a client's failure, "skip" goes on without that client and records it.
         min_replies: a round with fewer valid replies ends the run.
+        metrics: names of the scores to compute, of which the first decides; none is the task's own.
+        keep: which round the models and predictions at the end are of: the "last", the "best" by the mean score on the
+            clients' validation examples, or this one.
 
     Raises:
         UserError: a value outside its range, with the value.
@@ -51,8 +55,14 @@ class Settings:
     checkpoint_every: int = 1
     on_error: Literal["raise", "skip"] = "raise"
     min_replies: int = 1
+    metrics: tuple[str, ...] = ()
+    keep: Keep = "last"
 
     def __post_init__(self) -> None:
+        listed = isinstance(self.metrics, tuple | list)  # a file has a list
+        if not (listed and all(isinstance(name, str) for name in self.metrics)):
+            raise UserError(f"metrics must be names such as ('auc', 'accuracy'), got {self.metrics!r}")
+        object.__setattr__(self, "metrics", tuple(self.metrics))
         for name in ("rounds", "evaluate_every", "checkpoint_every", "min_replies"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -64,9 +74,13 @@ class Settings:
             raise UserError(
                 f"sample must be a fraction above 0 and at most 1.0, or a number of clients from 1, got {self.sample!r}"
             )
-        for name, choices in {"engine": get_args(EngineName), "on_error": ("raise", "skip")}.items():
+        words = {"engine": get_args(EngineName), "on_error": ("raise", "skip")}
+        for name, choices in words.items():
             if (value := getattr(self, name)) not in choices:
                 raise UserError(f"unknown {name} {value!r}; {nearest(str(value), choices)}")
+        numbered = isinstance(self.keep, int) and not isinstance(self.keep, bool) and 1 <= self.keep <= self.rounds
+        if self.keep not in ("last", "best") and not numbered:
+            raise UserError(f"keep must be 'last', 'best' or a round from 1 to {self.rounds}, got {self.keep!r}")
         counted = isinstance(self.workers, int) and not isinstance(self.workers, bool)
         if self.workers != "auto" and not (counted and int(self.workers) >= 0):
             raise UserError(f"workers must be 'auto' or a number of processes from 0, got {self.workers!r}")

@@ -92,9 +92,15 @@ def without_times(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def assert_same_run(one: Run, other: Run) -> None:
-    """Raises an `AssertionError` unless metrics of every round and all personal models are equal bit for bit."""
+    """Raises an `AssertionError` unless metrics of every round, all predictions after the last and all personal models are
+    equal bit for bit."""
     assert without_times(one.history) == without_times(other.history)
     for client in one.federation.clients:
+        if "loss" in one.history[-1]["clients"].get(client, {}):
+            first, second = one.predictions(client), other.predictions(client)
+            assert first.round == second.round
+            assert torch.equal(first.outputs, second.outputs), f"client {client!r}: the predictions differ"
+            assert torch.equal(first.targets, second.targets), f"client {client!r}: the targets differ"
         mine, theirs = one.model(client).state_dict(), other.model(client).state_dict()
         assert mine.keys() == theirs.keys()
         for name in mine:
@@ -146,7 +152,7 @@ def _memory(nested: Nested) -> set[int]:
 
 def _holds_examples(sent: torch.Tensor, client: Client) -> bool:
     """Whether a tensor has an input of the client among its rows, or is the labels of one of its sets."""
-    for data in (client.train, client.test, client.val, client.balanced_test):
+    for data in (client.train, client.test, client.val, client.global_test):
         if data is None:
             continue
         inputs = data.x if data.index is None else data.x[data.index]
@@ -211,7 +217,7 @@ class AlgorithmContract(ABC):
         assert algorithm.requires <= _KNOWN_REQUIREMENTS
 
     def test_same_result_for_0_1_and_2_workers(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Metrics and models are equal bit for bit in this process and on pools."""
+        """Metrics, predictions and models are equal bit for bit in this process and on pools."""
         alone = self._federate(algorithm)
         for workers in (1, 2):
             assert_same_run(alone, self._federate(algorithm, workers=workers))

@@ -75,7 +75,7 @@ def transfer(
     client, before = run.federation.clients[like], run.model(like)
     _check_form(client, task, before)
     scored = client_metrics(before, task)
-    order = run.federation.one_task("export", like, run.last)
+    order = run.federation.one_task("export", like, run.kept)
     mine: Mapping[str, Any] = method.client_init(client, order.run_seed) if order.mine is None else order.mine
     own = method.receive(order.down, dict(mine), client)
     supernet = network(own)

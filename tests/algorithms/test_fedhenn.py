@@ -113,7 +113,7 @@ def test_without_the_term_the_homogeneous_form_is_fedavg_bit_for_bit(
     rad: dict[str, Any] = {"rad_size": 20, "rad_batch": 8}
     found = federate(FedHeNNHomo(eta0=0.0, **rad, **options), small_clients(), sample=2)
     fedavg = federate(FedAvg(**options), small_clients(), sample=2)
-    assert measured(found, "global_") == measured(fedavg)
+    assert measured(found, "server_") == measured(fedavg)
     assert measured(found) != measured(fedavg)
     ours, theirs = found.last.state["model"], fedavg.last.state["model"]
     assert ours.keys() == theirs.keys()
@@ -130,7 +130,7 @@ def test_the_homogeneous_form_evaluates_the_trained_model_and_beside_it_the_glob
     for i, row in run.history[0]["clients"].items():
         same = all(torch.equal(tensor, common[name]) for name, tensor in run.model(i).state_dict().items())
         assert same == (i not in trained)
-        assert (row["global_loss"] == row["loss"]) == (i not in trained)
+        assert (row["server_loss"] == row["loss"]) == (i not in trained)
 
 
 SHARED = [{}, {"rank": 3}, {"normalise": True}, {"weighting": "capacity"}, {"kernel": "rbf", "rank": 4}]

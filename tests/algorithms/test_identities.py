@@ -42,8 +42,10 @@ def quadratics():
     return [quadratic_client(f"q{i}", CURVATURE[i], OPTIMUM[i], COUNT[i]) for i in (0, 1)]
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize(
+    ("steps", "weighted"),
+    [(1, False), (5, True), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((1, True), (5, False)))],
+)
 def test_fedavg_reaches_its_closed_form_fixed_point(steps, weighted):
     lr = 0.1
     method = FedAvg(local_steps=steps, batch_size=0, lr=lr, weighted=weighted)

@@ -20,13 +20,11 @@ NETWORKS = [
 def digits(partition, number, examples, networks):
     """Clients with real digits and these networks in turn, 300 digits that are nobody's to test on, and public ones."""
     pool = SOURCES["digits"](common_test=0.2).load()
-    split = Split(
-        clients=number, examples_per_client=examples, test_fraction=0.1, public_fraction=0.2, balanced_test=300
-    )
+    split = Split(clients=number, examples_per_client=examples, test_fraction=0.1, public_fraction=0.2, global_test=300)
     data, public = make_clients(pool, split, partition, seed=0)
     specs = [ModelSpec(name, arguments, pool.input_shape, 10) for name, arguments in networks]
     return [
-        pf.Client(d.id, specs[i % len(specs)], d.train, d.test, None, d.balanced_test) for i, d in enumerate(data)
+        pf.Client(d.id, specs[i % len(specs)], d.train, d.test, None, d.global_test) for i, d in enumerate(data)
     ], public
 
 
@@ -37,8 +35,8 @@ def test_aligned_networks_learn_more_than_alone():
 
     def learned(method):
         run = pf.federate(clients, method, rounds=10, seed=0, public=public, workers=0, evaluate_every=10)
-        parts = [representations(run.model(client.id), clients[0].balanced_test) for client in clients]
-        return run.table()[-1]["balanced_accuracy"], mean_similarity(parts)
+        parts = [representations(run.model(client.id), clients[0].global_test) for client in clients]
+        return run.table()[-1]["global_accuracy"], mean_similarity(parts)
 
     both = {"local_epochs": 3, "lr": 0.02, "momentum": 0.0}
     alone, unlike = learned(Local(**both))
@@ -55,7 +53,7 @@ def test_batch_norm_does_not_undo_the_alignment():
 
     def learned(method):
         run = pf.federate(clients, method, rounds=8, seed=0, public=public, workers=0, evaluate_every=8)
-        return run.table()[-1]["balanced_accuracy"]
+        return run.table()[-1]["global_accuracy"]
 
     both = {"local_epochs": 2, "lr": 0.05, "momentum": 0.9, "batch_size": 16, "buffers": "local"}
     assert learned(FedHeNN(**both, eta0=1.0, rad_size=128, rad_batch=32)) > learned(Local(**both)) - 0.02
@@ -69,7 +67,7 @@ def test_the_global_model_drifts_less_than_fedavgs():
     def learned(method):
         run = pf.federate(clients, method, rounds=10, seed=0, public=public, workers=0, evaluate_every=10)
         row = run.table()[-1]
-        return row.get("global_balanced_accuracy", row["balanced_accuracy"])
+        return row.get("server_global_accuracy", row["global_accuracy"])
 
     both = {"local_epochs": 10, "lr": 0.05, "momentum": 0.5}
     assert learned(FedHeNNHomo(**both, eta0=1.0, rad_size=200, rad_batch=64)) > learned(FedAvg(**both)) + 0.05

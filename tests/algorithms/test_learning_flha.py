@@ -18,7 +18,7 @@ def test_four_architectures_learn_what_none_can_alone_debian():
     experiment = experiments.from_config(options.parse(words, config, "test"))
     clients = experiments.participants(experiment).clients
     ghn, local = (
-        pf.federate(clients, method, rounds=40, evaluate_every=40).table()[-1]["balanced_accuracy"]
+        pf.federate(clients, method, rounds=40, evaluate_every=40).table()[-1]["global_accuracy"]
         for method in (experiment.algorithm, experiment.baselines["local"])
     )
     assert ghn > local + 0.02

@@ -34,6 +34,7 @@ def mixed_clients(number=3):
     ]
 
 
+@pytest.mark.slow  # test_contract.py has it with nearly these options
 class TestContract(AlgorithmContract):
     @pytest.fixture
     def algorithm(self):

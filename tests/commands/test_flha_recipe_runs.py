@@ -44,7 +44,7 @@ def check_run(polyfed, name, variant, *words, score="accuracy"):
         assert len(history) == config["rounds"]
         clients = history[-1]["clients"]
         assert len(clients) == config["data"]["clients"] - config["data"]["newcomers"]
-        assert all(0 <= row[f"{part}{score}"] <= 1 for row in clients.values() for part in ("", "balanced_"))
+        assert all(0 <= row[f"{part}{score}"] <= 1 for row in clients.values() for part in ("", "global_"))
         if read_config(path)["algorithm"]["name"] == "flha_ghn":
             assert all(f"generated_{score}" in row for row in clients.values())
     return folder
@@ -82,7 +82,7 @@ def test_table_3_on_x_rays(polyfed):
         Image.fromarray(rng.integers(0, 256, (64, 64), dtype=np.uint8)).save(folder / f"{i}.png")
     (folder / "Data_Entry_2017.csv").write_text("\n".join(rows))
     (folder / "test_list.txt").write_text("\n".join(f"{i}.png" for i in range(100, 120)))
-    few = ["--data.examples_per_client", "12", "--data.balanced_test", "-1", "--rounds", "2", "--evaluate_every", "2"]
+    few = ["--data.examples_per_client", "12", "--data.global_test", "-1", "--rounds", "2", "--evaluate_every", "2"]
     words = ["--scale", "cpu", "--data.path", str(folder), *few]
     check_run(polyfed, "flha_table3", "xray-25", *words, score="auc")
     check_run(polyfed, "flha_upper_bound", "xray-25", *words, score="auc")

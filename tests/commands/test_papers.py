@@ -50,7 +50,7 @@ def test_flha_appendix_b_has_the_distillation_of_table_1_beside_it():
 
 
 def test_flha_table_5_has_one_global_model_in_standard_fl():
-    """On the balanced test set all clients have the same accuracy, that of the one model."""
+    """On the common test set all clients have the same accuracy, that of the one model."""
     for alpha, accuracy in (("100", 93.7), ("1", 93.0), ("0.1", 53.8)):
         row = figures("flha", "table5")[f"α = {alpha}, standard FL"]
         assert {value for column, value in row.items() if column.endswith(" bal.")} == {accuracy}

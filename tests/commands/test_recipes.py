@@ -164,8 +164,8 @@ def test_a_table_that_is_too_wide_has_a_row_for_each_method(polyfed, monkeypatch
     }
     assert list(rows) == ["local", "fedprox", "fedavg_ft", "per_fedavg", "fedrep", "fedavg"]
     mean = sum(scores) / len(scores)
-    assert rows["fedavg"][:3] == [f"{value:.3f}" for value in (mean, min(scores), max(scores))]
-    assert rows["local"][3] == "+0.000"
+    assert rows["fedavg"][:3] == [f"{100 * value:.1f}" for value in (mean, min(scores), max(scores))]
+    assert rows["local"][3] == "+0.0"
     assert polyfed("resume", "run", "--quiet") == (0, out, "")
 
 

@@ -223,7 +223,7 @@ def cell_of(paper, table, row, column):
 
 
 def test_scores_of_the_clients_of_an_architecture(run):
-    rows = {f"client-{k:03d}": {"accuracy": 0, "balanced_accuracy": k / 10} for k in reversed(range(8))}
+    rows = {f"client-{k:03d}": {"accuracy": 0, "global_accuracy": k / 10} for k in reversed(range(8))}
     done = run("flha_ghn", {"round": 1, "clients": {}}, {"round": 2, "clients": rows})
     for arch in range(4):
         cell = cell_of("flha", "table1", "12.5 %, FLHA-GHN", f"CIFAR-10, Arch {arch}")
@@ -234,7 +234,7 @@ def test_scores_of_the_clients_of_an_architecture(run):
 
 
 def test_auc_where_the_task_has_it(run):
-    rows = {"client-000": {"balanced_auc": 0.75}, "client-001": {"balanced_auc": None}}
+    rows = {"client-000": {"global_auc": 0.75}, "client-001": {"global_auc": None}}
     done = run("flha_ghn", {"round": 1, "clients": rows})
     assert measure(cell_of("flha", "table3", "25 %, FLHA-GHN", "Arch 0"), done) == 75
     assert measure(cell_of("flha", "table3", "25 %, FLHA-GHN", "Arch 1"), done) is None

@@ -220,13 +220,13 @@ def test_training_goes_on_from_both_starts(polyfed):
     assert kept == {"client-002": {"score": "accuracy", "warm": list(curves.warm), "scratch": list(curves.scratch)}}
 
 
-def test_text_data_and_balanced_scores(here, polyfed):
+def test_text_data_and_global_scores(here, polyfed):
     config = read_config("run")
-    config["data"] |= {"common_test": 0.2, "balanced_test": 30}
+    config["data"] |= {"common_test": 0.2, "global_test": 30}
     found = participants(from_config(config))
-    pf.federate(found.clients, from_config(config).algorithm, rounds=1, workers=0, out="balanced", config=config)
-    out = polyfed("balanced", "--newcomer", "client-002")
-    assert re.search(r"balanced +│? ?balanced|balanced as", out)
+    pf.federate(found.clients, from_config(config).algorithm, rounds=1, workers=0, out="common", config=config)
+    out = polyfed("common", "--newcomer", "client-002")
+    assert re.search(r"global +│? ?global|global as", out)
     assert len(rows(out)["client-002"]) == 7
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from polyfed import checks
+from polyfed.algorithm import Client
 from polyfed.data import Examples, PadCropFlip, Pool, Shift, Split, class_counts, draw_class_table, make_clients
 from polyfed.data.partitions import IID, ClassesPerClient
 from polyfed.data.vision import Digits
@@ -21,7 +23,7 @@ def pool() -> Pool:
 
 def test_clients_share_one_store_and_have_disjoint_rows(pool):
     clients, public = make_clients(
-        pool, Split(8, val_fraction=0.1, balanced_test=50, public_fraction=0.1), ClassesPerClient(4), seed=0
+        pool, Split(8, val_fraction=0.1, global_test=50, public_fraction=0.1), ClassesPerClient(4), seed=0
     )
     store = pool.train.x.data_ptr()
     assert [client.id for client in clients] == [f"client-00{i}" for i in range(8)]
@@ -31,24 +33,24 @@ def test_clients_share_one_store_and_have_disjoint_rows(pool):
             assert part.x.data_ptr() == store
             rows += part.index.tolist()
         assert len(set(client.test.labels.tolist())) == 4
-        assert client.balanced_test is clients[0].balanced_test
+        assert client.global_test is clients[0].global_test
     assert public.x.data_ptr() == store
     assert len(public) == round(0.1 * len(pool.train))
     rows += public.index.tolist()
     assert len(set(rows)) == len(rows)
-    common = clients[0].balanced_test
+    common = clients[0].global_test
     assert common.x.data_ptr() == pool.test.x.data_ptr()
     assert np.bincount(common.labels).tolist() == [5] * 10
 
 
 def test_shifts_go_round_and_cover_everything_a_client_sees(pool):
     shifts = (Shift(), Shift(rotation=90), Shift(rotation=30))
-    config = Split(4, val_fraction=0.1, balanced_test=-1)
+    config = Split(4, val_fraction=0.1, global_test=-1)
     plain, _ = make_clients(pool, config, IID(), 0)
     shifted, _ = make_clients(pool, config, IID(), 0, shifts)
     assert shifted[0].train.x.data_ptr() == pool.train.x.data_ptr() == shifted[3].train.x.data_ptr()
-    assert shifted[0].balanced_test is pool.test
-    for name in ("train", "val", "test", "balanced_test"):
+    assert shifted[0].global_test is pool.test
+    for name in ("train", "val", "test", "global_test"):
         before, after = getattr(plain[1], name), getattr(shifted[1], name)
         rows = torch.arange(len(before))
         x, y = before.batch(rows)
@@ -68,9 +70,9 @@ def test_only_training_batches_are_augmented(pool):
 
 def test_a_missing_or_too_small_common_test_set_is_said(pool):
     with pytest.raises(UserError, match="needs a common test set, which this data set does not have"):
-        make_clients(replace(pool, test=None), Split(2, balanced_test=5), IID(), 0)
-    with pytest.raises(UserError, match="balanced_test=5000 is more than the 359 examples"):
-        make_clients(pool, Split(2, balanced_test=5000), IID(), 0)
+        make_clients(replace(pool, test=None), Split(2, global_test=5), IID(), 0)
+    with pytest.raises(UserError, match="global_test=5000 is more than the 359 examples"):
+        make_clients(pool, Split(2, global_test=5000), IID(), 0)
 
 
 def test_pool_checks_labels_and_columns():
@@ -122,3 +124,25 @@ def test_import_is_light():
     code = f"import sys, polyfed.data; sys.exit(' '.join(set('{heavy}'.split()) & set(sys.modules)) or None)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_clients_have_the_columns_of_the_pool():
+    """Each client the values of its own rows, a client whose images are turned too; the fingerprint is of examples alone."""
+    digits = Digits().load()
+    names = np.array([f"user-{n % 7}" for n in range(len(digits.train))])
+    pool = replace(digits, columns={"user": names, "row": np.arange(len(names))})
+    config = Split(3, val_fraction=0.2, public_fraction=0.1)
+    for shifts in ((), (Shift(rotation=90), Shift())):
+        clients, _ = make_clients(pool, config, IID(), 0, shifts)
+        for client in clients:
+            for part in ("train", "test", "val"):
+                rows = getattr(client.rows, part)
+                assert getattr(client, part).column("row").tolist() == rows.tolist()
+                assert getattr(client, part).column("user").tolist() == names[rows].tolist()
+    clients, _ = make_clients(pool, config, IID(), 0)
+    assert clients[0].train.columns["user"] is names  # shared, as the images are
+    others, _ = make_clients(digits, config, IID(), 0)
+    with pytest.raises(UserError, match="the examples have no column 'user'"):
+        others[0].test.column("user")
+    made = [[Client(c.id, None, c.train, c.test, c.val) for c in found] for found in (clients, others)]
+    assert checks.fingerprint(made[0]) == checks.fingerprint(made[1])

@@ -8,6 +8,10 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.data.examples import Examples, Normalise, as_examples
+from polyfed.errors import UserError
+
+# What is proved here holds of the examples that were trained on.
+pytestmark = pytest.mark.filterwarnings("ignore:test examples that are also training examples:UserWarning")
 
 RNG = np.random.default_rng(0)
 COLOUR, GREY = (RNG.integers(0, 256, shape, dtype=np.uint8) for shape in ((6, 4, 5, 3), (6, 4, 5)))
@@ -108,3 +112,21 @@ def test_whole_numbers_as_labels_of_several_kinds():
     one = pf.Client("a", lambda: nn.Linear(3, 2), data, data, task="multilabel")
     assert one.train.y.dtype == torch.float32
     pf.federate([one], FedAvg(), rounds=1, workers=0)
+
+
+def test_columns_follow_the_rows_and_are_checked():
+    store = Examples(
+        torch.arange(6.0).view(6, 1), torch.zeros(6), columns={"age": range(6), "sex": torch.arange(6) % 2}
+    )
+    few = store.select(torch.tensor([5, 2])).select(torch.tensor([1, 0, 1]))
+    assert few.column("age").tolist() == [2, 5, 2]
+    assert few.to(torch.device("cpu")).column("sex").tolist() == [0, 1, 0]
+    with pytest.raises(UserError, match="no column 'agee'; did you mean age"):
+        store.column("agee")
+    for values, sentence in (
+        ([1, 2], r"column 'a' has shape \(2,\) for 6 examples"),
+        (np.zeros((6, 2)), r"column 'a' has shape \(6, 2\)"),
+        (np.zeros(6, "datetime64[s]"), "column 'a' is of type datetime64"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            Examples(torch.zeros(6, 1), torch.zeros(6), columns={"a": values})

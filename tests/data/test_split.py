@@ -138,9 +138,9 @@ def test_fingerprint_tells_seeds_apart_and_is_stable():
         ({"test_fraction": 1.0}, "test_fraction must be at least 0 and below 1, got 1.0"),
         ({"test_fraction": 0.6, "val_fraction": 0.4}, "leave nothing to train on"),
         ({"shrink_fraction": 1.5}, "between 0 and 1, got 1.5"),
-        ({"balanced_test": -2}, "got -2"),
+        ({"global_test": -2}, "got -2"),
         ({"public_fraction": -0.1}, "public_fraction"),
-        ({"newcomers": -1}, "newcomers must be at least 0 and fewer than the 10 clients"),
+        ({"newcomers": -1}, "newcomers must be at least 0, got -1"),
         (
             {"clients": 3, "newcomers": 3},
             r"fewer than the 3 clients, of which they are the last, got 3; add the newcomers",

@@ -26,10 +26,10 @@ ALL = ",".join(
     ["num_examples", "train_loss", "errors"]
     + [
         f"{part}{metric}"
-        for part in ("", "val_", "generated_", "global_", "trained_")
+        for part in ("", "val_", "generated_", "server_", "trained_")
         for metric in ("accuracy", "loss")
     ]
-    + [f"{part}val_{metric}" for part in ("generated_", "global_", "trained_") for metric in ("accuracy", "loss")]
+    + [f"{part}val_{metric}" for part in ("generated_", "server_", "trained_") for metric in ("accuracy", "loss")]
 )
 """Every number that the methods of these tests tell."""
 

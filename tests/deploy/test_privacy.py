@@ -149,7 +149,7 @@ def test_a_server_that_sends_nan_gets_nothing_from_a_site_that_clips(tmp_path, n
     state = {name: tensor.clone() for name, tensor in SmallNet().state_dict().items()}
     state["body.1.running_mean"][0] = float("nan")
     site, algorithm = read_site(node.config), {"name": "fedavg", "weighted": False}
-    head = {"kind": "task", "protocol": 1, "run": "a", "algorithm": algorithm, "phase": "local", "round": 1,
+    head = {"kind": "task", "protocol": 2, "run": "a", "algorithm": algorithm, "phase": "local", "round": 1,
             "client": "client-0", "seed": 1, "run_seed": 1, "state": None, "keep": 0}  # fmt: skip
     answer = site.answer(Letter(head, Message({"model": state}, {"lr": 0.1})))
     assert "NaN or infinite values, with which clipping protects nothing" in answer.head["refused"]

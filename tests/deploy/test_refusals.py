@@ -62,7 +62,7 @@ def test_a_site_loads_no_code_that_the_server_names(nodes):
     node = nodes(small_clients())[101]
     algorithm = {"name": "distillation", "teacher": {"name": "os:getcwd"}}
     letter = Letter(
-        {"kind": "introduce", "protocol": 1, "run": "a", "algorithm": algorithm, "architecture": None, "told": []}
+        {"kind": "introduce", "protocol": 2, "run": "a", "algorithm": algorithm, "architecture": None, "told": []}
     )
     assert "would load 'os:getcwd' at this site" in from_record(_asked(node, letter)).head["refused"]
 
@@ -90,7 +90,7 @@ def test_a_run_cannot_be_named_so_that_it_leaves_the_folder(nodes, tmp_path, run
     letter = Letter(
         {
             "kind": "introduce",
-            "protocol": 1,
+            "protocol": 2,
             "run": run_id,
             "algorithm": {"name": "local"},
             "architecture": None,

@@ -22,6 +22,9 @@ from polyfed.runs.checkpoint import Checkpoint
 from polyfed.settings import Settings
 from polyfed.testing import SmallNet, assert_same_run, small_clients, without_times
 
+# What is proved here holds of the examples that were trained on.
+pytestmark = pytest.mark.filterwarnings("ignore:test examples that are also training examples:UserWarning")
+
 
 class Fatal(nn.Module):
     """Kills its own process with SIGKILL in training, once or always, if it is in a worker."""

@@ -223,8 +223,8 @@ class Viewing(nn.Module):
 
 
 def test_networks_that_need_the_default_layout_keep_it():
-    x, y = torch.randn(30, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
-    clients = [pf.Client(f"c{k}", Viewing, (x[k::2], y[k::2]), (x, y)) for k in range(2)]
+    x, y = torch.randn(36, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(36) % 3
+    clients = [pf.Client(f"c{k}", Viewing, (x[k:30:2], y[k:30:2]), (x[30:], y[30:])) for k in range(2)]
     for workers in (0, 2):
         run = pf.federate(clients, FedAvg(), rounds=1, workers=workers)
         assert run.table()[0]["loss"] is not None

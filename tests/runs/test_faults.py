@@ -30,7 +30,14 @@ class KillPoints:
 
     def __init__(self, monkeypatch, number):
         self.left = number
-        for owner, name in ((os, "fsync"), (os, "link"), (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree")):
+        for owner, name in (
+            (os, "fsync"),
+            (os, "link"),
+            (Path, "rename"),
+            (Path, "mkdir"),
+            (shutil, "rmtree"),
+            (Path, "unlink"),
+        ):
             monkeypatch.setattr(owner, name, self._watched(getattr(owner, name)))
 
     def _watched(self, operation):
@@ -43,9 +50,17 @@ class KillPoints:
         return watched
 
 
-def test_killed_at_any_write_and_started_or_resumed_it_ends_as_if_it_had_not_been(tmp_path):
+@pytest.mark.parametrize(
+    ("more", "kill_points"),
+    [
+        ({"keep": "best", "checkpoint_every": 2}, range(0, 200, 4)),
+        pytest.param({"keep": "best", "checkpoint_every": 2}, range(200), marks=pytest.mark.slow),
+        pytest.param({"evaluate_every": 3}, range(200), marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_any_write_and_started_or_resumed_it_ends_as_if_it_had_not_been(tmp_path, more, kill_points):
     """Local's clients keep tensors, and two of three take part: there are idle ones, whose files are linked."""
-    options = {"rounds": 3, "workers": 0, "sample": 2, "evaluate_every": 3}
+    options = {"rounds": 3, "workers": 0, "sample": 2, **more}
 
     def go_on(out):
         if (out / "config.yaml").exists():
@@ -54,7 +69,7 @@ def test_killed_at_any_write_and_started_or_resumed_it_ends_as_if_it_had_not_bee
 
     whole = pf.federate(small_clients(), Local(lr=0.1), out=tmp_path / "whole", **options)
     started = resumed = 0
-    for number in range(200):
+    for number in kill_points:
         out, run, kills = tmp_path / f"killed-{number}", None, 0
         for _ in range(2):  # what goes on is killed too
             with pytest.MonkeyPatch.context() as patch:
@@ -70,10 +85,14 @@ def test_killed_at_any_write_and_started_or_resumed_it_ends_as_if_it_had_not_bee
         assert_same_run(run, whole)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert without_times(lines) == without_times(whole.history)
-        assert sorted(p.name for p in (out / "models").iterdir()) == [f"client-{k}.safetensors" for k in range(3)]
+        for folder, kind in (("models", "safetensors"), ("predictions", "parquet")):
+            names = [f"client-{k}.{kind}" for k in range(3)]
+            assert sorted(p.name for p in (out / folder).iterdir()) == names
+            for name in names:
+                assert (out / folder / name).read_bytes() == (tmp_path / "whole" / folder / name).read_bytes()
         if kills == 0:
             break
-    assert started > 5
+    assert started > 2
     assert resumed > 20
     assert kills == 0
 

@@ -27,7 +27,7 @@ class FedHeNNHomo(Aligning, Algorithm[State, Mine]):
     """Each client minimises F(W_i) + η_t·(1 − CKA(K_i, K_global(t−1))) (eq. 5), started at the global model Ŵ that it
     received, whose kernel on X, the RAD of the round, is K_global; Ŵ ← Σ_i (n_i/n) W_i. One architecture. η_0 = 0 is FedAvg,
     bit for bit. Evaluated model: W_i after its last local training (Ŵ for a client that never trained); beside it Ŵ, as
-    `global_...`.
+    `server_...`.
 
     Args:
         weighted: the mean by the number of training examples (True, paper); False counts every client the same.
@@ -106,7 +106,7 @@ class FedHeNNHomo(Aligning, Algorithm[State, Mine]):
 
     def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
         """Ŵ."""
-        yield "global", self._global(down, mine, client)
+        yield "server", self._global(down, mine, client)
 
     def _global(self, down: Message, mine: Mine, client: Client) -> nn.Module:
         return ready(receive(client, down.arrays["model"], mine, self.buffers), client, mine, self.buffers)

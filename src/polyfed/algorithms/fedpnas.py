@@ -86,7 +86,7 @@ class Anticipating(Searching, ABC):
 class FedPNAS(Anticipating):
     """FedPNAS with context-free samplers: one architecture a minibatch, drawn from learnable probabilities. Evaluated
     model: the most probable architecture after `finetune_epochs` of the personal stack on the client's data; beside it
-    the one that came from the server, as `global_...`. Neither θ nor the replies depend on that adaptation.
+    the one that came from the server, as `server_...`. Neither θ nor the replies depend on that adaptation.
 
     Args:
         sampler_lr: 0.2 (ours): probabilities that hardly move leave weights that must suit all operations at once.
@@ -105,7 +105,7 @@ class FedPNAS(Anticipating):
 class CAFedPNAS(Anticipating):
     """The paper's method: FedPNAS with context-aware samplers, so that each example has an architecture of its own (section
     3.3). Evaluated model: the supernet after `finetune_epochs` of the personal stack, which takes the most probable
-    operations for each example; beside it the one that came from the server, as `global_...`.
+    operations for each example; beside it the one that came from the server, as `server_...`.
 
     Args:
         per: in training an architecture for each "example" (paper), or one for the whole "batch", drawn from the mean of

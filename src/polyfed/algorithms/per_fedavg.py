@@ -22,7 +22,7 @@ Variant = Literal["fo", "hf"]
 class PerFedAvg(LocalTraining, Algorithm[State, Mine]):
     """min_w mean_i f_i(w − α∇f_i(w)), f_i being client i's loss (eq. 3). One architecture. Evaluated model: w after
     `adapt_steps` steps of rate α on the client's training data, never on its test data; beside it w itself, as
-    `global_...`. Neither w nor the replies depend on that adaptation.
+    `server_...`. Neither w nor the replies depend on that adaptation.
 
     With α = 0 a step descends ∇f(w; D') alone: with `batch_size: 0`, where D = D', w is that of FedAvg bit for bit.
 
@@ -142,7 +142,7 @@ class PerFedAvg(LocalTraining, Algorithm[State, Mine]):
 
     def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
         """w, not adapted."""
-        yield "global", ready(receive(client, down.arrays["model"], mine, self.buffers), client, mine, self.buffers)
+        yield "server", ready(receive(client, down.arrays["model"], mine, self.buffers), client, mine, self.buffers)
 
 
 def _shifted(points: list[Tensor], along: list[Tensor], by: float) -> list[Tensor]:

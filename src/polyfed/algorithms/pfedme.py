@@ -21,7 +21,7 @@ from polyfed.tree import Spec, Tree
 class PFedMe(LocalTraining, Algorithm[State, Mine]):
     """min_w mean_i F_i(w), where F_i(w) = min_θ L_i(θ) + λ/2·‖θ − w‖² is the Moreau envelope of client i's loss. One
     architecture. All clients train in each round; those drawn for it are averaged. Evaluated model: θ_i, the client's last
-    θ̃ (w for a client that never trained); beside it w, as `global_...`.
+    θ̃ (w for a client that never trained); beside it w, as `server_...`.
 
     Args:
         k: K, gradient steps towards each θ̃ (5, paper).
@@ -134,7 +134,7 @@ class PFedMe(LocalTraining, Algorithm[State, Mine]):
 
     def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
         """w, on the client's data."""
-        yield "global", ready(receive(client, down.arrays["model"], mine, self.buffers), client, mine, self.buffers)
+        yield "server", ready(receive(client, down.arrays["model"], mine, self.buffers), client, mine, self.buffers)
 
 
 def _mixed(w: Tensor, mean: Tensor, beta: float) -> Tensor:

@@ -220,7 +220,7 @@ class Searching(LocalTraining, Algorithm[State, Mine], ABC):
     def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
         """What came down, not adapted."""
         if self.finetune_epochs:
-            yield "global", self.taken(self.receive(down, mine, client), mine, client, seed)
+            yield "server", self.taken(self.receive(down, mine, client), mine, client, seed)
 
     def taken(self, own: Scratch, mine: Mine, client: Client, seed: int) -> nn.Module:
         """The network that a client takes from its supernet. BatchNorm's statistics are of its training data, unless the

@@ -146,7 +146,7 @@ def participants(experiment: Experiment) -> Participants:
         )
     specs = [network(m, pool) for m in experiment.models]
     clients = tuple(
-        Client(d.id, specs[i % len(specs)], d.train, d.test, d.val, d.balanced_test, pool.task)
+        Client(d.id, specs[i % len(specs)], d.train, d.test, d.val, d.global_test, pool.task)
         for i, d in enumerate(data)
     )
     classes = {}

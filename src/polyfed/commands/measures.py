@@ -63,7 +63,8 @@ def _score(prefix: str) -> Callable[[Cell, Any], float | None]:
     def found(cell: Cell, run: Finished) -> float | None:
         rows = read_metrics(run.of(cell.method) / "metrics.jsonl")[-1]["clients"]
         part = _slice(cell.part.get("clients", ":"))
-        values = [row.get(f"{prefix}{s}") for _, row in sorted(rows.items())[part] for s in SCORE.values()]
+        names = [f"{prefix}{score}" for score in SCORE.values()]
+        values = [next((row[n] for n in names if n in row), None) for _, row in sorted(rows.items())[part]]
         known = [value for value in values if value is not None]
         return fmean(known) if known else None
 
@@ -137,8 +138,8 @@ def _parameters(cell: Cell, run: None) -> float:
 
 METRICS: Mapping[str, Callable[[Cell, Any], float | None]] = {
     "score": _score(""),
+    "server_score": _score("server_"),
     "global_score": _score("global_"),
-    "balanced_score": _score("balanced_"),
     "megabytes": _megabytes,
     "weight": _weight,
     "warm_start": _newcomer("warm"),

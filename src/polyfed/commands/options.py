@@ -104,7 +104,9 @@ def parse(
     1.0
     """
     given = {key: value for key, value in _flat(config).items() if offered(key)}
-    words = _with_names(arguments)
+    if isinstance(given.get("metrics"), str):
+        given["metrics"] = given["metrics"].split(",")
+    words = _listed(_with_names(arguments))
     print_config = "--print_config" in words
     if given_value := [word for word in words if word.startswith("--print_config=")]:
         raise UserError(f"--print_config takes no value, got {given_value[0]!r}")
@@ -265,6 +267,20 @@ def _with_names(arguments: Sequence[str]) -> list[str]:
         long = f"{option}.name" if option.removeprefix("--") in _REGISTRIES else option
         words.append(long + equals + value)
     return words
+
+
+def _listed(words: Sequence[str]) -> list[str]:
+    """`--metrics auc,accuracy` means `--metrics [auc,accuracy]`.
+
+    >>> _listed(["--metrics", "auc,f1", "--metrics=auc", "--metrics", "[r2]"])
+    ['--metrics', '[auc,f1]', '--metrics=[auc]', '--metrics', '[r2]']
+    """
+    listed = list(words)
+    for position, (word, before) in enumerate(zip(words, ["", *words], strict=False)):
+        option, _, value = word.partition("=") if word.startswith("--metrics=") else ("", "", word)
+        if (option or before == "--metrics") and value and not value.startswith(("[", "--")):
+            listed[position] = f"{option}=[{value}]" if option else f"[{value}]"
+    return listed
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

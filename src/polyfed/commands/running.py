@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
@@ -17,7 +18,7 @@ from polyfed.checks import check_models, check_requirements
 from polyfed.commands.experiment import Experiment, Participants, from_config, participants
 from polyfed.data import draw_class_table
 from polyfed.errors import UserError
-from polyfed.evaluation import SCORE
+from polyfed.metrics import Metric, metrics_of
 from polyfed.runs.directory import read_config
 from polyfed.runs.progress import Progress, for_terminal
 from polyfed.runs.results import Run
@@ -50,6 +51,7 @@ def run(
 def _check(experiment: Experiment, found: Participants) -> None:
     """Finds before the first round what would be found wrong only after it: a baseline that does not suit the clients, and
     a network whose outputs are not the classes."""
+    metrics_of(experiment.settings.metrics, found.pool.task)
     for method in (experiment.algorithm, *experiment.baselines.values()):
         check_requirements(found.clients, method, found.public)
     check_models((*found.clients, *found.newcomers), found.pool.num_classes)
@@ -96,7 +98,7 @@ def _federate(
         found.clients, method, rounds=s.rounds, seed=s.seed, sample=s.sample, public=found.public, engine=s.engine,
         workers=s.workers, ray_address=s.ray_address, gpus_per_worker=s.gpus_per_worker, device=s.device,
         evaluate_every=s.evaluate_every, checkpoint_every=s.checkpoint_every, on_error=s.on_error,
-        min_replies=s.min_replies, out=out, config=kept,
+        min_replies=s.min_replies, metrics=s.metrics or None, keep=s.keep, out=out, config=kept,
         facts={"partition_fingerprint": found.partition_fingerprint}, progress=progress,
     )  # fmt: skip
 
@@ -105,10 +107,16 @@ def show(runs: Mapping[str, Run], found: Participants, out: Path, console: Conso
     """Prints the table of a run and its baselines: per client and overall, with the gain over the first baseline; overall
     only where so many methods do not fit the terminal."""
     main, *others = runs
-    tables = {name: {row["client"]: row for row in run.table()} for name, run in runs.items()}
-    score = SCORE[found.pool.task]
-    table = Table(title=f"{score} on each client's own test examples, after round {runs[main].last.round}",
-                  title_justify="left")  # fmt: skip
+    score = runs[main].federation.metrics[0]
+    at: Literal["last", "best"] = (
+        "best"
+        if all(run.best is not None and run.federation.settings.keep == "best" for run in runs.values())
+        else "last"
+    )
+    tables = {name: {row["client"]: row for row in run.table(at)} for name, run in runs.items()}
+    when = f"after round {runs[main].last.round}" if at == "last" else "after the round with the best validation score"
+    title = f"{score.label} on each client's own test examples, {when}"
+    table = Table(title=title, title_justify="left")
     table.add_column("client")
     for column in ("examples", *(["classes"] if found.classes else []), *others, main, *(["gain"] if others else [])):
         table.add_column(column, justify="right")
@@ -121,13 +129,13 @@ def show(runs: Mapping[str, Run], found: Participants, out: Path, console: Conso
             shown = [c.id for c in found.clients] if last else [client]
             counts = [sum(n > 0 for n in found.classes[c]) for c in shown]
             cells.append(f"{sum(counts) / len(counts):.1f}" if last else str(counts[0]))
-        scores = [tables[name][client][score] for name in (*others, main)]
-        cells += ["–" if value is None else f"{value:.3f}" for value in scores]
+        scores = [tables[name][client][score.name] for name in (*others, main)]
+        cells += [_shown(value, score) for value in scores]
         if others:
-            cells.append("–" if None in (scores[0], scores[-1]) else f"{scores[-1] - scores[0]:+.3f}")
-        table.add_row(client, *cells)
+            cells.append(_gain(scores[-1], scores[0], score))
+        table.add_row(escape(client), *cells)
     if others and Measurement.get(console, console.options.update(max_width=10**4), table).maximum > console.width:
-        table = _by_method(tables, main, score, f"after round {runs[main].last.round}")
+        table = _by_method(tables, main, score, when)
     console.print(table)
     for name, run in runs.items():
         record = run.history[-1]
@@ -145,21 +153,40 @@ def show(runs: Mapping[str, Run], found: Participants, out: Path, console: Conso
         console.print(absent, highlight=False, soft_wrap=True)
 
 
-def _by_method(tables: Mapping[str, Mapping[str, Mapping[str, Any]]], main: str, score: str, when: str) -> Table:
+def _shown(value: float | None, metric: Metric) -> str:
+    """A value as people read it.
+
+    >>> _shown(0.871, metrics_of("accuracy", "classification")[0]), _shown(0.871, metrics_of("auc", "classification")[0])
+    ('87.1 %', '0.871')
+    """
+    if value is None:
+        return "–"
+    return f"{100 * value:.1f} %" if metric.unit == "%" else f"{value:.3f}"
+
+
+def _gain(value: float | None, base: float | None, metric: Metric) -> str:
+    """By how much a value is better than another; of shares in points."""
+    if value is None or base is None:
+        return "–"
+    gain = value - base if metric.higher_is_better else base - value
+    return f"{100 * gain:+.1f}" if metric.unit == "%" else f"{gain:+.3f}"
+
+
+def _by_method(tables: Mapping[str, Mapping[str, Mapping[str, Any]]], main: str, score: Metric, when: str) -> Table:
     """One row a method, for so many methods that the columns of one row a client do not fit the terminal."""
     others = [name for name in tables if name != main]
-    table = Table(title=f"{score} on each client's own test examples, {when}; metrics.jsonl has each client's",
+    table = Table(title=f"{score.label} on each client's own test examples, {when}; metrics.jsonl has each client's",
                   title_justify="left")  # fmt: skip
     table.add_column("method")
     for column in ("mean", "worst client", "best client", f"gain over {others[0]}"):
         table.add_column(column, justify="right")
-    means = {name: rows["mean"][score] for name, rows in tables.items()}
+    means = {name: rows["mean"][score.name] for name, rows in tables.items()}
     base = means[others[0]]
     for name in (*others, main):
-        known = [row[score] for client, row in tables[name].items() if client != "mean" and row[score] is not None]
-        cells = [means[name], min(known, default=None), max(known, default=None)]
-        gain = "–" if means[name] is None or base is None else f"{means[name] - base:+.3f}"
-        table.add_row(name, *("–" if value is None else f"{value:.3f}" for value in cells), gain)
+        values = [row[score.name] for client, row in tables[name].items() if client != "mean"]
+        known = sorted((v for v in values if v is not None), reverse=not score.higher_is_better)
+        cells = [means[name], *((known[0], known[-1]) if known else (None, None))]
+        table.add_row(name, *(_shown(value, score) for value in cells), _gain(means[name], base, score))
     return table
 
 
@@ -191,8 +218,9 @@ def show_data(experiment: Experiment, plot: Path, console: Console | None = None
         counts = found.classes[client.id]
         cells = [str(n) if n else "·" for n in counts]
         mark = " (newcomer)" if position >= first else ""
-        table.add_row(f"{client.id}{mark}", *cells, str(sum(counts)), str(len(client.test)))
+        table.add_row(f"{escape(client.id)}{mark}", *cells, str(sum(counts)), str(len(client.test)))
     # Drawn first: if the picture cannot be written, there is an error and nothing else.
-    draw_class_table(np.array([found.classes[c.id] for c in everyone]), names, plot, newcomers=len(found.newcomers))
+    draw_class_table(np.array([found.classes[c.id] for c in everyone]), names, plot, newcomers=len(found.newcomers),
+                     clients=[c.id for c in everyone])  # fmt: skip
     console.print(table)
     console.print(f"drawn in {plot}", highlight=False, soft_wrap=True)

@@ -144,7 +144,7 @@ def _clients(
     clients = _chosen(folder, found, wanted, other)
     if other:
         spec = network(model, found.pool)
-        clients = [Client(c.id, spec, c.train, c.test, c.val, c.balanced_test, c.task) for c in clients]
+        clients = [Client(c.id, spec, c.train, c.test, c.val, c.global_test, c.task) for c in clients]
     check_models(clients, found.pool.num_classes)
     return clients, 0
 
@@ -237,7 +237,7 @@ def _save(file: Path, start: WarmStart) -> None:
 def _show(folder: Path, server: Server, starts: Sequence[WarmStart], files: Sequence[Path], console: Console) -> None:
     score, epochs = SCORE[starts[0].client.task], server.algorithm.refine_epochs
     after = "+ 1 head epoch" if epochs == 1 else f"+ {epochs} head epochs"
-    parts = [part for part in ("", "balanced_") if f"{part}{score}" in starts[0].before]
+    parts = [part for part in ("", "global_") if f"{part}{score}" in starts[0].before]
     table = Table(title=f"{score} of newcomers on test examples, from {folder} after round {server.round}",
                   title_justify="left")  # fmt: skip
     table.add_column("newcomer")

@@ -23,11 +23,11 @@ class ClientData:
     """What one client owns.
 
     Args:
-        id: "client-000" and so on.
+        id: what the partition calls it: "client-000" and so on, or its value in a column of the data.
         train: training examples.
         test: the client's own test set, with the distribution of `train`; empty if the split leaves none.
         val: validation set with the same distribution; None if the split has none.
-        balanced_test: examples of the source's common test set, the same for all clients; None if not asked for.
+        global_test: examples of the source's common test set, the same for all clients; None if not asked for.
         rows: the rows of the pool that these are.
     """
 
@@ -35,7 +35,7 @@ class ClientData:
     train: Examples
     test: Examples
     val: Examples | None
-    balanced_test: Examples | None
+    global_test: Examples | None
     rows: ClientRows
 
 
@@ -50,7 +50,7 @@ def make_clients(
     """The clients of a simulation, and the public pool.
 
     All examples are views of the pool's store, so that 500 clients need no more memory than the data set; only those
-    with a shift have a store of their own.
+    with a shift have a store of their own. They have the pool's columns.
 
     Args:
         pool: the data set.
@@ -74,35 +74,39 @@ def make_clients(
     ('client-005', 209, 90, None)
     """
     rows, public = split(pool.train.labels.numpy(), config, partition, seed, pool.columns)
-    balanced = _balanced_test(pool, config.balanced_test, seed)
+    train = pool.train
+    if pool.columns and train.index is None and train.columns is None:
+        train = replace(train, columns=pool.columns)
+    common = _global_test(pool, config.global_test, seed)
     clients = []
     for i, mine in enumerate(rows):
         shift = shifts[i % len(shifts)] if shifts else Shift()
         clients.append(
             ClientData(
-                id=f"client-{i:03d}",
-                train=replace(shift.apply(_select(pool.train, mine.train)), augment=augment),
-                test=shift.apply(_select(pool.train, mine.test)),
-                val=shift.apply(_select(pool.train, mine.val)) if len(mine.val) else None,
-                balanced_test=None if balanced is None else shift.apply(balanced),
+                id=mine.id,
+                train=replace(shift.apply(_select(train, mine.train)), augment=augment),
+                test=shift.apply(_select(train, mine.test)),
+                val=shift.apply(_select(train, mine.val)) if len(mine.val) else None,
+                global_test=None if common is None else shift.apply(common),
                 rows=mine,
             )
         )
     return clients, _select(pool.train, public) if len(public) else None
 
 
-def _balanced_test(pool: Pool, size: int, seed: int) -> Examples | None:
+def _global_test(pool: Pool, size: int, seed: int) -> Examples | None:
     if size == 0:
         return None
     if pool.test is None:
         raise UserError(
-            f"balanced_test={size} needs a common test set, which this data set does not have; set balanced_test to 0 or "
+            f"global_test={size} needs a common test set, which this data set does not have; set global_test to 0 or "
             "give one (digits: common_test; files: a test split)"
         )
     if size > len(pool.test):
-        raise UserError(f"balanced_test={size} is more than the {len(pool.test)} examples of the common test set")
+        raise UserError(f"global_test={size} is more than the {len(pool.test)} examples of the common test set")
     if size == -1:
         return pool.test
+    # The word decides the draw, so that it stays what it was: results that were measured can be measured again.
     return _select(pool.test, stratified(pool.test.labels.numpy(), size, derive(seed, "balanced_test")))
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.errors import UserError
+from polyfed.data.finite import check_finite
+from polyfed.errors import UserError, nearest
 
 Batch = tuple[Tensor, Tensor]
 
@@ -50,15 +52,19 @@ class Examples:
         transform: from a batch of stored inputs to the model's input (normalisation); None leaves them as they are.
         augment: random change of a training batch, `augment(batch, generator)`; applied before `transform`, never in
             evaluation.
+        columns: what else is known of the examples, such as {"sex": ["f", "m", ...]}: a value an example of the store,
+            strings or numbers. No network sees them; they are kept beside predictions, for scores of subgroups.
 
     Raises:
-        UserError: x and y differ in length, or a row of `index` is outside the store.
+        UserError: x and y differ in length, a row of `index` is outside the store, or a column does not fit.
 
     >>> few = Examples(torch.arange(6.0).view(6, 1), torch.tensor([0, 1, 0, 1, 0, 1]), index=torch.tensor([1, 3]))
     >>> len(few), few.labels.tolist()
     (2, [1, 1])
     >>> few.batch(torch.tensor([1]))
     (tensor([[3.]]), tensor([1]))
+    >>> Examples(few.x, few.y, few.index, columns={"sex": list("fmfmfm")}).column("sex").tolist()
+    ['m', 'm']
     """
 
     x: Tensor
@@ -66,6 +72,7 @@ class Examples:
     index: Tensor | None = None
     transform: Callable[[Tensor], Tensor] | None = None
     augment: Callable[[Tensor, torch.Generator], Tensor] | None = None
+    columns: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.x.dim() == 0 or self.y.dim() == 0 or len(self.x) != len(self.y):
@@ -77,6 +84,9 @@ class Examples:
             first, last = int(self.index.min()), int(self.index.max())
             if first < 0 or last >= len(self.x):
                 raise UserError(f"index holds rows {first} to {last}, but the store has {len(self.x)}")
+        if self.columns is not None:
+            found = {name: _column(name, values, len(self.x)) for name, values in self.columns.items()}
+            object.__setattr__(self, "columns", found)
 
     def __len__(self) -> int:
         return len(self.x) if self.index is None else len(self.index)
@@ -85,6 +95,19 @@ class Examples:
     def labels(self) -> Tensor:
         """Targets of these examples, in their order."""
         return self.y if self.index is None else self.y[self.index]
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A column's values of these examples, in their order.
+
+        Raises:
+            UserError: there is no such column.
+        """
+        columns = self.columns or {}
+        if name not in columns:
+            hint = nearest(name, columns) if columns else "give Examples(..., columns={...})"
+            raise UserError(f"the examples have no column {name!r}; {hint}")
+        values: NDArray[Any] = columns[name]
+        return values if self.index is None else values[self.index.cpu().numpy()]
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
         """Inputs (transformed) and targets of `rows` (positions in these examples, int64, shape (batch,)).
@@ -107,6 +130,17 @@ class Examples:
         return replace(self, x=self.x.to(device), y=self.y.to(device), index=index)
 
 
+def _column(name: str, values: Any, number: int) -> NDArray[Any]:
+    column = np.asarray(values)
+    if column.ndim != 1 or len(column) != number:
+        raise UserError(
+            f"column {name!r} has shape {column.shape} for {number} examples; it needs one value an example"
+        )
+    if column.dtype.kind not in "biufUO":
+        raise UserError(f"column {name!r} is of type {column.dtype}; give strings or numbers")
+    return column
+
+
 def as_examples(source: Any, name: str = "examples", *, labelled: bool = True) -> Examples:
     """Examples from what users have: `Examples`, a pair (x, y) of tensors or arrays, a torch `Dataset` of (input,
     label) pairs, or a Hugging Face dataset with one input column and a column `label`.
@@ -121,13 +155,19 @@ def as_examples(source: Any, name: str = "examples", *, labelled: bool = True) -
         labelled: False takes a lone tensor or array of inputs too, of examples whose labels nobody uses; they become 0.
 
     Raises:
-        UserError: nothing of the above, or labels that are no numbers.
+        UserError: nothing of the above, labels that are no numbers, or inputs or targets that are NaN or infinite.
 
     >>> len(as_examples(([[1.0], [2.0]], [0, 1])))
     2
     >>> as_examples(torch.ones(3, 5), labelled=False).labels.tolist()
     [0, 0, 0]
     """
+    examples = _read(source, name, labelled)
+    check_finite(examples, name)
+    return examples
+
+
+def _read(source: Any, name: str, labelled: bool) -> Examples:
     if isinstance(source, Examples):
         return source
     if not labelled and isinstance(source, Tensor | np.ndarray):
@@ -149,6 +189,39 @@ def as_examples(source: Any, name: str = "examples", *, labelled: bool = True) -
         f"{name}: cannot read examples from {type(source).__name__}; give {'' if labelled else 'a tensor of inputs, '}"
         "(x, y) tensors, a torch Dataset of (input, label) pairs or a Hugging Face dataset with a column 'label'"
     )
+
+
+def inputs_like(known: Examples, x: Any, name: str) -> Examples:
+    """Inputs without labels in the form of other examples, transformed as they are.
+
+    Args:
+        known: what the inputs must be like.
+        x: a tensor or array, shape (n, ...); images of uint8 may lack the axis of their one channel.
+        name: what errors call it.
+
+    Raises:
+        UserError: no inputs, another shape or type, or values that are not finite.
+
+    >>> inputs_like(Examples(torch.zeros(4, 2), torch.zeros(4)), [[1, 2], [3, 4], [5, 6]], "x").x
+    tensor([[1., 2.],
+            [3., 4.],
+            [5., 6.]])
+    """
+    store, inputs = known.x, _tensor(x, name)
+    if store.dtype == torch.uint8 and inputs.dim() == 3 and store.dim() == 4 and store.shape[1] == 1:
+        inputs = inputs.unsqueeze(1)
+    if inputs.dim() == 0 or not len(inputs) or inputs.shape[1:] != store.shape[1:]:
+        raise UserError(
+            f"{name} have shape {tuple(inputs.shape)}; they must be {('n', *store.shape[1:])}, as the client's are, with at "
+            "least one example"
+        )
+    images = torch.uint8 in (inputs.dtype, store.dtype) and inputs.dtype != store.dtype and store.dim() > 2
+    if images or (inputs.is_floating_point() and not store.is_floating_point()) or inputs.is_complex():
+        raise UserError(f"{name} are {inputs.dtype}, the client's are {store.dtype}; give that type")
+    if not bool(torch.isfinite(inputs).all()):
+        raise UserError(f"{name} have values that are NaN or infinite; leave these examples out, or fill them in")
+    inputs = inputs.to("cpu", store.dtype)
+    return Examples(inputs, torch.zeros(len(inputs), dtype=torch.int64), transform=known.transform)
 
 
 def _from_hugging_face(source: Any, name: str) -> Examples:

@@ -66,7 +66,8 @@ class Shift:
             x = _rotated(x, self.rotation)
         if self.hue:
             x = _in_floats(x, self._turn_hue)
-        return Examples(x, examples.labels, transform=examples.transform, augment=examples.augment)
+        columns = None if examples.columns is None else {name: examples.column(name) for name in examples.columns}
+        return Examples(x, examples.labels, None, examples.transform, examples.augment, columns)
 
     def _turn_hue(self, x: Tensor) -> Tensor:
         from kornia.enhance import adjust_hue

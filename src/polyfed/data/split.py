@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import numpy as np
@@ -23,7 +23,8 @@ class Split:
     sets are stratified: they follow the client's own distribution of classes, each class within one example.
 
     Args:
-        clients: number of clients.
+        clients: number of clients; null for as many as the partition knows of (by_column: one a value of the column;
+            listed_classes: one a list), else 10.
         examples_per_client: *training* examples of each client, exactly; validation and test examples come on top, in
             proportion. So 20 clients with 1,000 training images and `test_fraction=0.3` take 20 × 1,429 images. None
             uses all that the partition gives.
@@ -31,7 +32,7 @@ class Split:
         test_fraction: share of a client's examples for testing; at least one example if positive and it has 2.
         shrink_fraction: share of the clients, drawn at random, that keep only half their training examples (FedHeNN,
             Fig. 3); validation and test sets stay as they are.
-        balanced_test: examples of the source's common test set on which every client is evaluated too (the same for
+        global_test: examples of the source's common test set on which every client is evaluated too (the same for
             all); 0 none, −1 all of them.
         public_fraction: share of all examples that is held out before the partition as the public pool, no client's.
         newcomers: how many of the clients, the last ones, take no part in the federation: they keep their examples and
@@ -44,23 +45,22 @@ class Split:
     1429
     """
 
-    clients: int = 10
+    clients: int | None = None
     examples_per_client: int | None = None
     val_fraction: float = 0.0
     test_fraction: float = 0.3
     shrink_fraction: float = 0.0
-    balanced_test: int = 0
+    global_test: int = 0
     public_fraction: float = 0.0
     newcomers: int = 0
 
     def __post_init__(self) -> None:
-        if self.clients < 1:
+        if self.clients is not None and self.clients < 1:
             raise UserError(f"clients must be at least 1, got {self.clients}")
-        if not 0 <= self.newcomers < self.clients:
-            raise UserError(
-                f"newcomers must be at least 0 and fewer than the {self.clients} clients, of which they are the last, "
-                f"got {self.newcomers}; add the newcomers to clients"
-            )
+        if self.newcomers < 0:
+            raise UserError(f"newcomers must be at least 0, got {self.newcomers}")
+        if self.clients is not None:
+            _check_newcomers(self.newcomers, self.clients)
         if self.examples_per_client is not None and self.examples_per_client < 1:
             raise UserError(f"examples_per_client must be at least 1 or null, got {self.examples_per_client}")
         for name in ("val_fraction", "test_fraction", "public_fraction"):
@@ -73,8 +73,8 @@ class Split:
             )
         if not 0 <= self.shrink_fraction <= 1:
             raise UserError(f"shrink_fraction must be between 0 and 1, got {self.shrink_fraction}")
-        if self.balanced_test < -1:
-            raise UserError(f"balanced_test must be a number of examples, 0 or -1 (all), got {self.balanced_test}")
+        if self.global_test < -1:
+            raise UserError(f"global_test must be a number of examples, 0 or -1 (all), got {self.global_test}")
 
     @property
     def num_examples(self) -> int | None:
@@ -87,11 +87,12 @@ class Split:
 @final
 @dataclass(frozen=True, eq=False)
 class ClientRows:
-    """A client's rows of the source, ascending int64 arrays; disjoint among each other and among clients."""
+    """A client's rows of the source, ascending int64 arrays, disjoint among each other and among clients; and its id."""
 
     train: Rows
     val: Rows
     test: Rows
+    id: str = ""
 
 
 def split(
@@ -108,7 +109,8 @@ def split(
         columns: further columns of the data, for `ByColumn`.
 
     Raises:
-        UserError: the partition is impossible, or a client has too few examples for `examples_per_client`.
+        UserError: the partition is impossible, a client has too few examples for `examples_per_client`, or all clients
+            would be newcomers.
 
     >>> from polyfed.data.partitions import IID
     >>> clients, public = split(np.repeat([0, 1], 50), Split(clients=2, public_fraction=0.2), IID(), seed=0)
@@ -119,13 +121,16 @@ def split(
     public = stratified(labels, _at_least_one(config.public_fraction, num), derive(seed, "public"))
     private = np.setdiff1d(np.arange(num), public, assume_unique=True)
     kept = {name: column[private] for name, column in (columns or {}).items()}
-    parts = [private[rows] for rows in partition(labels[private], config.clients, seed, kept)]
+    ids = partition.ids(config.clients, seed, kept)
+    _check_newcomers(config.newcomers, len(ids))
+    parts = [private[rows] for rows in partition(labels[private], len(ids), seed, kept)]
     if config.num_examples is not None:
-        _check_supply(parts, config, config.num_examples)
-    shrunk = numpy_generator(derive(seed, "shrink")).permutation(config.clients)
-    shrunk = shrunk[: round(config.shrink_fraction * config.clients)]
+        _check_supply(parts, ids, config, config.num_examples)
+    shrunk = numpy_generator(derive(seed, "shrink")).permutation(len(ids))
+    shrunk = shrunk[: round(config.shrink_fraction * len(ids))]
     return [
-        _split_client(labels, rows, config, derive(seed, "split", i), i in shrunk) for i, rows in enumerate(parts)
+        replace(_split_client(labels, rows, config, derive(seed, "split", i), i in shrunk), id=ids[i])
+        for i, rows in enumerate(parts)
     ], public
 
 
@@ -230,14 +235,22 @@ def _hold_out(labels: Labels, rows: Rows, size: int, seed: int) -> tuple[Rows, R
     return np.delete(rows, out), rows[out]
 
 
-def _check_supply(parts: Sequence[Rows], config: Split, needed: int) -> None:
+def _check_newcomers(newcomers: int, clients: int) -> None:
+    if newcomers >= clients:
+        raise UserError(
+            f"newcomers must be fewer than the {clients} clients, of which they are the last, got {newcomers}; add the "
+            "newcomers to clients"
+        )
+
+
+def _check_supply(parts: Sequence[Rows], ids: Sequence[str], config: Split, needed: int) -> None:
     sizes = [len(part) for part in parts]
     poorest = int(np.argmin(sizes))
     if sizes[poorest] < needed:
         possible = int(sizes[poorest] * (1 - config.val_fraction - config.test_fraction))
         raise UserError(
             f"examples_per_client={config.examples_per_client} takes {needed} examples with validation and test, but "
-            f"the partition gives client {poorest} only {sizes[poorest]}; choose at most {max(possible, 1)}, fewer "
+            f"the partition gives {ids[poorest]} only {sizes[poorest]}; choose at most {max(possible, 1)}, fewer "
             "clients, a smaller test_fraction or a partition with equal sizes"
         )
 

@@ -22,7 +22,8 @@ from polyfed.deploy.own import function_of
 from polyfed.deploy.wire import CONSENT, PROTOCOL
 from polyfed.engines.work import Engine, Task
 from polyfed.errors import UserError, nearest
-from polyfed.federation import go_back, play
+from polyfed.federation import go_back, play, score_of
+from polyfed.metrics import METRICS, is_built_in
 from polyfed.roster import Roster
 from polyfed.rounds import Federation
 from polyfed.runs.checkpoint import Checkpoint
@@ -102,7 +103,7 @@ class Server:
         return {
             "kind": "task", **self._common(), "phase": task.phase, "round": task.round, "client": task.client,
             "seed": task.seed, "run_seed": task.run_seed, "state": None if task.mine is None else task.mine["round"],
-            "keep": max(0, task.round - span),
+            "keep": max(0, task.round - span), "metrics": list(self.settings.metrics),
         }  # fmt: skip
 
     def _common(self) -> dict[str, Any]:
@@ -152,7 +153,12 @@ class Server:
             directory = RunDirectory.create(out)
             try:
                 directory.write_manifest(
-                    {"seed": self.settings.seed, "deployment": self.run, "sites": list(federation.roster.ids)}
+                    {
+                        "seed": self.settings.seed,
+                        "deployment": self.run,
+                        "sites": list(federation.roster.ids),
+                        "score": score_of(federation),
+                    }
                 )
                 directory.write_config({**described(self.algorithm, self.settings), "deployment": self._described()})
             except BaseException:
@@ -161,7 +167,7 @@ class Server:
             return play(federation, start, [], directory, progress, engine)
         directory = RunDirectory.open(out)
         try:
-            found, history = go_back(directory)
+            found, history = go_back(directory, federation)
         except BaseException:
             directory.close()
             raise
@@ -186,7 +192,20 @@ def prepare(config: Mapping[str, Any]) -> Server:
     """
     given = {str(key): value for key, value in config.items() if value != ""}
     words = {f.name.replace("_", "-"): f.name for f in dataclasses.fields(Deployment)}
-    of_settings = ("rounds", "seed", "sample", "evaluate-every", "checkpoint-every", "on-error", "min-replies")
+    of_settings = (
+        "rounds",
+        "seed",
+        "sample",
+        "evaluate-every",
+        "checkpoint-every",
+        "on-error",
+        "min-replies",
+        "metrics",
+    )
+    if given.pop("keep", "last") != "last":
+        raise UserError(
+            f"keep = {config['keep']!r} is not possible between sites, which keep only their newest states; leave it out"
+        )
     method = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("algorithm.")}
     choices = [*words, *of_settings, "algorithm.name"]
     if unknown := [key for key in given if key not in choices and not key.startswith("algorithm.")]:
@@ -208,7 +227,11 @@ def prepare(config: Mapping[str, Any]) -> Server:
     if strange := sorted(set(method) - fields):
         raise UserError(f"algorithm.{strange[0]} is no field of the method; {nearest(strange[0], fields)}")
     algorithm = chosen(**{name: _value(value) for name, value in method.items()})
-    settings = Settings(**{"on_error": "skip", **{k.replace("-", "_"): given[k] for k in of_settings if k in given}})
+    fixed = {k.replace("-", "_"): given[k] for k in of_settings if k in given}
+    names = tuple(name.strip() for name in str(fixed.get("metrics", "")).split(",") if name.strip())
+    if unknown := [name for name in names if not is_built_in(name)]:
+        raise UserError(f"metrics has {unknown[0]!r}, which sites do not know; {nearest(unknown[0], METRICS)}")
+    settings = Settings(**{"on_error": "skip", **fixed, "metrics": names})
     return _complete(deployment, algorithm, settings, secrets.token_hex(8))
 
 

@@ -2,7 +2,7 @@
 
 A site is asked by letters and answers each; it keeps nothing in memory between them, since Flower starts a process for each
 message. Its folder has one folder a run: private state after each round the server may still go back to, metrics of its own,
-and the personal network at the end. None of that is sent.
+predictions of the newest evaluated round, and the personal network at the end. None of that is sent.
 """
 
 import json
@@ -25,6 +25,8 @@ from polyfed.engines import choose_device
 from polyfed.engines.inprocess import InProcessEngine
 from polyfed.engines.work import Phase, Task
 from polyfed.errors import UserError, nearest
+from polyfed.metrics import Metric, is_built_in, metrics_of
+from polyfed.runs import parquet
 from polyfed.runs.checkpoint import file_name
 from polyfed.runs.directory import replace_file, write_weights
 from polyfed.runs.results import one_thread
@@ -168,11 +170,12 @@ class Site:
                 f"{broken} of what came down has NaN or infinite values, with which clipping protects nothing"
             )
         client = self._own()
+        metrics = _metrics(head.get("metrics", []), client.task)
         marks = self._marks(folder, client)
         mine = _read_state(folder, head["state"])
         task = Task(phase, number, self.name, letter.body, mine, int(head["seed"]), int(head["run_seed"]))
         with one_thread():
-            engine = InProcessEngine(algorithm, [client], choose_device(self.device))
+            engine = InProcessEngine(algorithm, [client], choose_device(self.device), metrics)
             result = next(engine.run([task]))
         answer: dict[str, Any] = {
             "client": self.name,
@@ -210,6 +213,10 @@ class Site:
             path.parent.mkdir(exist_ok=True)
             write_weights(path, result.weights or {}, result.description)
             record["model"] = str(path)
+        elif result.predictions:
+            path = folder / "predictions" / f"{file_name(self.name)}.parquet"
+            parquet.write(path, client, {number: result.predictions})
+            record["predictions"] = str(path)
         with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         return Letter(answer, body)
@@ -252,6 +259,20 @@ def _alone(folder: Path) -> Iterator[None]:
             return
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _metrics(names: Any, task: str) -> tuple[Metric, ...]:
+    """The metrics that a letter names, which must be built in: a site computes nothing else of its examples.
+
+    Raises:
+        _RefusalError: they are not.
+    """
+    if not (isinstance(names, list) and all(isinstance(name, str) and is_built_in(name) for name in names)):
+        raise _RefusalError("the server asks for metrics that are not built into polyfed at this site")
+    try:
+        return metrics_of(names, task)
+    except UserError as error:
+        raise _RefusalError(str(error)) from error
 
 
 def _broken(message: Message) -> str | None:

@@ -13,7 +13,7 @@ from polyfed.errors import UserError
 from polyfed.tree import Tree
 
 CONSENT = frozenset({"weights", "architecture"})  # of `Algorithm.discloses`, what server and sites must both allow
-PROTOCOL = 1  # changes when a site and a server of different versions could misunderstand one another
+PROTOCOL = 2  # changes when a site and a server of different versions could misunderstand one another
 
 
 @final
@@ -25,7 +25,8 @@ class Letter:
     was resumed) and `algorithm` (name and fields). To "introduce" they add `architecture`, that of the federation where
     there is one, and `told`, what the server must know: of "architecture", "form". To "task" they add `phase`, `round`,
     `client`, `seed`, `run_seed`, `state` (the round after which the client's private state is as the server knows it, None
-    before the first) and `keep` (the round to which the server may still go back).
+    before the first), `keep` (the round to which the server may still go back) and `metrics` (names of those to compute at
+    evaluation; none are the task's own).
 
     Heads from a site have `client`, and `refused`, a sentence, if it does nothing. To "introduce" they add `task` and what
     the server asked for; to "task" `run`, `round`, `phase`, `seconds`, `metrics`, and `failure`, a sentence or None.

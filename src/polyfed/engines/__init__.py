@@ -15,6 +15,8 @@ from polyfed.engines.pool import PoolEngine
 from polyfed.engines.pool import can_fork as can_fork  # for others too
 from polyfed.engines.work import Engine
 from polyfed.errors import UserError
+from polyfed.metrics import Metric
+from polyfed.metrics import unsendable as unsendable_metric
 from polyfed.settings import Settings
 
 
@@ -26,6 +28,7 @@ def start(
     workers: int | str,
     ray_address: str = "local",
     gpus_per_worker: float = 0.0,
+    metrics: Sequence[Metric] = (),
 ) -> Engine:
     """An engine with these clients.
 
@@ -34,30 +37,33 @@ def start(
         workers: number of processes; "auto" is one per core that this process may use, at most one per client; 0 means
             this process. (`Settings` checks both.)
         ray_address, gpus_per_worker: see `Settings`; for "ray", which goes by the latter instead of `device`.
+        metrics: what is computed at evaluation; none is the task's own.
     """
     if name == "ray":
         check_installed(name)
         from polyfed.engines.ray import RayEngine  # imported late: Ray is an extra, and takes a second
 
-        return RayEngine(algorithm, clients, workers, ray_address, gpus_per_worker)
+        return RayEngine(algorithm, clients, workers, ray_address, gpus_per_worker, metrics)
     count = min(usable_cores(), len(clients)) if workers == "auto" else int(workers)
     alone = count == 0 or (workers == "auto" and (count == 1 or device.type != "cpu"))
     if name == "inprocess" or (name == "auto" and alone):
-        return InProcessEngine(algorithm, clients, device)
-    obstacle = None if can_fork(device) else unsendable(clients)
+        return InProcessEngine(algorithm, clients, device, metrics)
+    obstacle = None if can_fork(device) else unsendable(clients) or unsendable_metric(metrics)
     if obstacle and name == "pool":
         raise UserError(f"{obstacle}; define it at the top level of a module, or use engine='inprocess'")
     if obstacle:
         warnings.warn(f"{obstacle}, so all clients run in this process", RuntimeWarning, stacklevel=2)
-        return InProcessEngine(algorithm, clients, device)
-    return PoolEngine(algorithm, clients, device, count)
+        return InProcessEngine(algorithm, clients, device, metrics)
+    return PoolEngine(algorithm, clients, device, count, metrics=metrics)
 
 
-def start_for(settings: Settings, algorithm: Algorithm[Any, Any], clients: Sequence[Client]) -> Engine:
+def start_for(
+    settings: Settings, algorithm: Algorithm[Any, Any], clients: Sequence[Client], metrics: Sequence[Metric] = ()
+) -> Engine:
     """The engine that a run's settings ask for."""
     device = device_of_clients(settings)
     ray = settings.ray_address, settings.gpus_per_worker
-    return start(settings.engine, algorithm, clients, device, settings.workers, *ray)
+    return start(settings.engine, algorithm, clients, device, settings.workers, *ray, metrics)
 
 
 def unsendable(clients: Sequence[Client]) -> str | None:

@@ -26,6 +26,8 @@ from polyfed.deploy.site import read_site
 from polyfed.deploy.wire import Letter, pack_tree, plain_head, unpack_tree
 from polyfed.engines.work import Engine, Result, Task
 from polyfed.errors import ClientError, RoundError, UserError
+from polyfed.evaluation import split_name
+from polyfed.metrics import METRICS, named
 from polyfed.runs.progress import Lines, Progress
 from polyfed.runs.results import Run
 
@@ -36,7 +38,7 @@ _LATER_SECONDS = 60.0  # Flower forgets a message well after our own limit, so t
 _LONGEST = 300  # characters of a site's sentence
 _LARGEST = 1e12  # of its numbers
 _INTRODUCTION = 4096  # bytes in which it says who it is
-_METRIC = re.compile(r"([a-z]{1,20}_){0,2}(accuracy|auc|r2|loss)")
+_PREFIX = re.compile(r"([a-z]{1,20}_){0,2}")
 _TYPES = {"local": "train", "evaluate": "evaluate", "export": "evaluate"}
 
 
@@ -252,6 +254,11 @@ class FlowerEngine(Engine):
     def close(self) -> None:
         """Nothing: the connection is Flower's."""
 
+    def _is_score(self, name: str) -> bool:
+        """Whether a site may tell a number of this name."""
+        found = split_name(name, [*METRICS.values(), *map(named, self._server.settings.metrics)])
+        return found is not None and _PREFIX.fullmatch(found[0]) is not None
+
     def _result(self, task: Task, answer: FlowerMessage) -> Result:
         """What a site's answer to a task is worth."""
         server, limits = self._server, self._server.deployment
@@ -275,7 +282,7 @@ class FlowerEngine(Engine):
             return _failed(task, one_line(head["failure"]))
         metrics, seconds = head.get("metrics", {}), head.get("seconds", 0.0)
         if not isinstance(metrics, dict) or not all(
-            _METRIC.fullmatch(n) and (v is None or _finite(v)) for n, v in metrics.items()
+            self._is_score(n) and (v is None or _finite(v)) for n, v in metrics.items()
         ):
             return _failed(task, f"its metrics are no scores or losses: {one_line(repr(metrics))}")
         if task.phase == "local":

@@ -8,19 +8,33 @@ from typing import Any, final
 import torch
 
 from polyfed.algorithm import Algorithm, Client
+from polyfed.data.examples import Examples
 from polyfed.engines.work import Engine, Result, Task, check_keepable, place_clients
 from polyfed.errors import ClientError
-from polyfed.evaluation import client_metrics
+from polyfed.evaluation import client_scores, predict
+from polyfed.gradients import gradients
+from polyfed.metrics import Metric
 from polyfed.seeds import local_rng
 
 
 @final
 class InProcessEngine(Engine):
     """Runs tasks in the order given; a debugger and an exception's cause reach into the client's code. Each worker of
-    the pool runs one of these."""
+    the pool runs one of these.
 
-    def __init__(self, algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: torch.device) -> None:
-        self._algorithm, self._device = algorithm, device
+    Args:
+        algorithm, clients, device: who computes what, and where.
+        metrics: what is computed at evaluation; none is the task's own.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm[Any, Any],
+        clients: Sequence[Client],
+        device: torch.device,
+        metrics: Sequence[Metric] = (),
+    ) -> None:
+        self._algorithm, self._device, self._metrics = algorithm, device, tuple(metrics)
         self._clients = {client.id: client for client in place_clients(clients, device)}
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Result]:
@@ -30,7 +44,8 @@ class InProcessEngine(Engine):
         for task in tasks:
             client, start = self._clients[task.client], time.perf_counter()
             try:
-                with local_rng(task.seed, self._device):  # for networks and methods that draw from torch's generator
+                # The random state is for networks and methods that draw from torch's generator.
+                with gradients(), local_rng(task.seed, self._device):
                     mine = algorithm.client_init(client, task.run_seed) if task.mine is None else task.mine
                     if task.phase == "local":
                         reply, mine = algorithm.local(task.down, mine, client, task.seed)
@@ -41,16 +56,32 @@ class InProcessEngine(Engine):
                         if task.phase == "export":
                             result = _weights(task, model, algorithm.description(model, client))
                         else:
-                            metrics = client_metrics(model, client)
+                            metrics, outputs = client_scores(model, client, self._metrics)
                             for name, other in algorithm.beside(task.down, mine, client, task.seed):
-                                metrics |= client_metrics(other, client, f"{name}_")
-                            result = Result(task, metrics=metrics)
+                                metrics |= client_scores(other, client, self._metrics, f"{name}_")[0]
+                            result = Result(task, metrics=metrics, predictions=outputs)
             except Exception as error:  # whatever a user's network or data may raise; it is reported, never swallowed
                 reason = f"{type(error).__name__}: {error}"
                 failure = ClientError(task.round, task.client, task.phase, reason, traceback.format_exc())
                 failure.__cause__ = error
                 result = Result(task, failure=failure)
             yield result.after(time.perf_counter() - start)
+
+    def predict(self, task: Task, examples: Examples) -> torch.Tensor:
+        """What the personal network of a task's client makes of these examples, computed as at evaluation: float32 on the
+        CPU, shape (n, ...).
+
+        Raises:
+            ClientError: the network or the method fails.
+        """
+        client = self._clients[task.client]
+        try:
+            with local_rng(task.seed, self._device):
+                mine = self._algorithm.client_init(client, task.run_seed) if task.mine is None else task.mine
+                return predict(self._algorithm.personal(task.down, mine, client, task.seed), examples.to(self._device))
+        except Exception as error:  # as in `run`
+            reason = f"{type(error).__name__}: {error}"
+            raise ClientError(task.round, task.client, "predict", reason, traceback.format_exc()) from error
 
     def close(self) -> None:
         """Nothing to give back."""

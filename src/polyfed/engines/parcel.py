@@ -26,6 +26,7 @@ def _pack(result: Result) -> bytes:
             "mine": result.mine,
             "metrics": result.metrics,
             "weights": result.weights,
+            "predictions": result.predictions,
             "description": None if result.description is None else json.dumps(result.description),
             "seconds": result.seconds,
             "failure": None if failure is None else [failure.reason, failure.trace],
@@ -42,4 +43,7 @@ def unpack_result(data: bytes, task: Task) -> Result:
         reason, trace = body["failure"]
         failure = ClientError(task.round, task.client, task.phase, reason, trace)
     description = None if body["description"] is None else json.loads(body["description"])
-    return Result(task, reply, body["mine"], body["metrics"], body["weights"], description, body["seconds"], failure)
+    return Result(
+        task, reply, body["mine"], body["metrics"], body["weights"], description, body["seconds"], failure,
+        predictions=body["predictions"],
+    )  # fmt: skip

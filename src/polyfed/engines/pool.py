@@ -26,6 +26,7 @@ from polyfed.engines.inprocess import InProcessEngine
 from polyfed.engines.parcel import pack_result, unpack_result
 from polyfed.engines.work import Engine, Result, Task, longest_first
 from polyfed.errors import ClientError
+from polyfed.metrics import Metric, prepare
 from polyfed.tree import decode, encode, tensors_of
 
 _ATTEMPTS = 2
@@ -58,6 +59,7 @@ class PoolEngine(Engine):
         device: where clients' data and models lie.
         workers: number of processes, at least 1.
         start_method: "fork" or "spawn"; None takes fork on Linux with the CPU, spawn otherwise.
+        metrics: what is computed at evaluation; none is the task's own.
     """
 
     def __init__(
@@ -67,14 +69,17 @@ class PoolEngine(Engine):
         device: torch.device,
         workers: int,
         start_method: str | None = None,
+        metrics: Sequence[Metric] = (),
     ) -> None:
         self._algorithm, self._clients, self._device = algorithm, {c.id: c for c in clients}, device
+        self._metrics = tuple(metrics)
         method = start_method or ("fork" if can_fork(device) else "spawn")
         self._context: Any = multiprocessing.get_context(method)
         self._incidents: dict[str, list[str]] = {}  # client -> deaths of workers that are not reported yet
         self._workers: list[_Worker] = []
         # The first optimiser of a process imports a second's worth of torch; forked workers share what we have.
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        prepare(metrics)
         for _ in range(workers):
             self._workers.append(self._start())
 
@@ -88,7 +93,7 @@ class PoolEngine(Engine):
         forked = self._context.get_start_method() == "fork"
         # A forked worker inherits our ends of all pipes; it closes them, so that it sees when we are gone.
         inherited = [*(worker.pipe for worker in self._workers), ours] if forked else []
-        arguments = (theirs, inherited, self._algorithm, tuple(self._clients.values()), self._device)
+        arguments = (theirs, inherited, self._algorithm, tuple(self._clients.values()), self._device, self._metrics)
         process = self._context.Process(target=_serve, args=arguments, daemon=True, name="polyfed-worker")
         with warnings.catch_warnings():
             # Python 3.12 warns of forking beside threads. Ours are torch's idle OpenMP threads and the progress bar's;
@@ -208,6 +213,7 @@ def _serve(
     algorithm: Algorithm[Any, Any],
     clients: Sequence[Client],
     device: torch.device,
+    metrics: Sequence[Metric],
 ) -> None:
     """A worker's life: take a task, carry it out, answer; leave when the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which saves the run and closes the pipe
@@ -215,7 +221,7 @@ def _serve(
         connection.close()
     parent = os.getppid()
     torch.set_num_threads(1)
-    engine = InProcessEngine(algorithm, clients, device)
+    engine = InProcessEngine(algorithm, clients, device, metrics)
     held: dict[str, torch.Tensor] = {}
     try:
         while True:

@@ -36,6 +36,7 @@ from polyfed.engines.parcel import pack_result, unpack_result
 from polyfed.engines.store import Flat, Placed, Shared, place, tensor_of
 from polyfed.engines.work import Engine, Result, Task, longest_first
 from polyfed.errors import ClientError, RoundError, UserError
+from polyfed.metrics import Metric
 from polyfed.tree import decode, encode
 
 _ATTEMPTS = 2
@@ -43,6 +44,9 @@ _STARTS = 3  # workers that may die in a row before they can work, each
 _ANSWER_SECONDS = 10.0  # for a cluster to take a connection
 _RESOURCES = {"CPU": "cores", "GPU": "GPUs"}
 _START_SECONDS = 180.0  # for the first worker, and for the next after the last was lost; nodes may have to boot
+
+
+_Sent = tuple[Algorithm[Any, Any], list[Placed], str, list[tuple[type, str]], tuple[Metric, ...]]
 
 
 @dataclass
@@ -66,6 +70,7 @@ class RayEngine(Engine):
         address: "local", "auto" or HOST:PORT, see `Settings`. A Ray that this process is already connected to is used, and
             left running.
         gpus_per_worker: GPUs of each actor; a fraction shares one. 0 computes on CPUs.
+        metrics: what is computed at evaluation; none is the task's own.
 
     Raises:
         UserError: no cluster at the address, no GPU on this machine, or clients that cannot be sent.
@@ -78,6 +83,7 @@ class RayEngine(Engine):
         workers: int | str = "auto",
         address: str = "local",
         gpus_per_worker: float = 0.0,
+        metrics: Sequence[Metric] = (),
     ) -> None:
         self._clients = {client.id: client for client in clients}
         self._workers: list[_Worker] = []
@@ -90,7 +96,7 @@ class RayEngine(Engine):
                 raise UserError(f"gpus_per_worker={gpus_per_worker}, but Ray finds no such GPU on this machine; use 0")
             options = {"num_cpus": 1, "num_gpus": gpus_per_worker, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
             self._new = ray.remote(_Actor).options(**options)
-            self._sent = _sent(algorithm, clients, "cuda" if gpus_per_worker else "cpu")
+            self._sent = _sent(algorithm, clients, "cuda" if gpus_per_worker else "cpu", tuple(metrics))
             self._workers += [self._start() for _ in range(count)]
         except BaseException:
             self.close()
@@ -218,10 +224,10 @@ class RayEngine(Engine):
 class _Actor:
     """A worker: clients that it has been asked for, ready to run, and the shared tensors of this call of `run`."""
 
-    def start(self, sent: tuple[Algorithm[Any, Any], list[Placed], str, list[tuple[type, str]]]) -> tuple[int, str]:
+    def start(self, sent: _Sent) -> tuple[int, str]:
         """Takes algorithm and clients; returns where it is."""
         torch.set_num_threads(1)
-        self._algorithm, clients, device, classes = sent
+        self._algorithm, clients, device, classes, self._metrics = sent
         for each, name in classes:
             each.__qualname__ = name
         self._device = torch.device(device)
@@ -254,7 +260,7 @@ class _Actor:
     def _engine(self, client: str) -> InProcessEngine:
         if client not in self._engines:
             mine = self._placed[client].client(self._tensor)
-            self._engines[client] = InProcessEngine(self._algorithm, [mine], self._device)
+            self._engines[client] = InProcessEngine(self._algorithm, [mine], self._device, self._metrics)
         return self._engines[client]
 
     def _tensor(self, kept: Any) -> Tensor:
@@ -275,17 +281,18 @@ def _body(task: Task) -> dict[str, Any]:
     }
 
 
-def _sent(algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: str) -> Any:
-    """Algorithm and clients as one object of the store; large tensors are objects of their own, fetched when needed."""
+def _sent(algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: str, metrics: tuple[Metric, ...]) -> Any:
+    """Algorithm, clients and metrics as one object of the store; large tensors are objects of their own, fetched when
+    needed."""
     placed = place(clients, ray.put)
     try:
         named = _Named()
-        named.dump((algorithm, placed))
-        return ray.put((algorithm, placed, device, named.classes))
+        named.dump((algorithm, placed, metrics))
+        return ray.put((algorithm, placed, device, named.classes, metrics))
     except Exception as error:  # cloudpickle raises what the object's own methods raise
         sentence = str(error).strip().splitlines()[0]
         raise UserError(
-            f"a network, transform or method cannot be sent to Ray's workers: {type(error).__name__}: {sentence}; "
+            f"a network, transform, metric or method cannot be sent to Ray's workers: {type(error).__name__}: {sentence}; "
             "keep open files, locks and generators out of what it refers to, or use engine='pool'"
         ) from error
 

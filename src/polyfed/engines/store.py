@@ -62,7 +62,7 @@ def tensor_of(kept: Flat, *, copy: bool = False) -> Tensor:
     return data.view(kept.dtype).as_strided(kept.shape, kept.stride)
 
 
-_Set = tuple[Any, Any, Any, Any, Any]  # x, y and index, each as `Flat` or a reference to one; transform and augment
+_Set = tuple[Any, Any, Any, Any, Any, Any]  # x, y and index, each as `Flat` or a reference; transform, augment, columns
 
 
 @final
@@ -80,11 +80,11 @@ class Placed(NamedTuple):
         def examples(kept: _Set | None) -> Examples | None:
             if kept is None:
                 return None
-            x, y, index, transform, augment = kept
-            return Examples(load(x), load(y), None if index is None else load(index), transform, augment)
+            x, y, index, transform, augment, columns = kept
+            return Examples(load(x), load(y), None if index is None else load(index), transform, augment, columns)
 
-        train, test, val, balanced = map(examples, self.sets)
-        return Client(self.id, self.model, train, test, val, balanced, self.task)
+        train, test, val, common = map(examples, self.sets)
+        return Client(self.id, self.model, train, test, val, common, self.task)
 
 
 def place(clients: Sequence[Client], put: Callable[[Flat], Any]) -> list[Placed]:
@@ -109,8 +109,8 @@ def place(clients: Sequence[Client], put: Callable[[Flat], Any]) -> list[Placed]
 
     def sets(client: Client) -> tuple[_Set | None, ...]:
         return tuple(
-            None if s is None else (kept(s.x), kept(s.y), kept(s.index), s.transform, s.augment)
-            for s in (client.train, client.test, client.val, client.balanced_test)
+            None if s is None else (kept(s.x), kept(s.y), kept(s.index), s.transform, s.augment, s.columns)
+            for s in (client.train, client.test, client.val, client.global_test)
         )
 
     return [Placed(client.id, client.model, sets(client), client.task) for client in clients]

@@ -39,7 +39,9 @@ class Task:
 class Result:
     """What became of a task: the reply and private state, metrics, or weights; or else `failure`. `incidents` tell of
     workers that died on the way, also when a later attempt succeeded. `description` goes with the weights of a method that
-    brings its own networks; weights are None where they stay with the client."""
+    brings its own networks; weights are None where they stay with the client. `predictions` go with metrics: the outputs
+    of the personal network for the examples of "test" and, if there are any, of "val", float32, shape (n, ...); empty where
+    they stay with the client."""
 
     task: Task
     reply: Message | None = None
@@ -50,6 +52,7 @@ class Result:
     seconds: float = 0.0
     failure: ClientError | None = None
     incidents: tuple[str, ...] = ()
+    predictions: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def after(self, seconds: float) -> "Result":
         """The same result with the time it took."""
@@ -86,17 +89,17 @@ def place_clients(clients: Sequence[Client], device: torch.device) -> list[Clien
         if data is None:
             return None
         index = None if data.index is None else data.index.to(device)
-        return Examples(store(data.x), store(data.y), index, data.transform, data.augment)
+        return replace(data, x=store(data.x), y=store(data.y), index=index)
 
     return [
-        Client(c.id, c.model, place(c.train), place(c.test), place(c.val), place(c.balanced_test), c.task)
+        Client(c.id, c.model, place(c.train), place(c.test), place(c.val), place(c.global_test), c.task)
         for c in clients
     ]
 
 
 def effort(phase: Phase, client: Client) -> int:
     """Examples that a task of this phase goes through, as a measure of how long it takes."""
-    sets = [client.train] if phase == "local" else [client.test, client.val, client.balanced_test]
+    sets = [client.train] if phase == "local" else [client.test, client.val, client.global_test]
     return sum(len(data) for data in sets if data is not None)
 
 

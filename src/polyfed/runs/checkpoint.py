@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `round-000012` with the server's state, one file per client that keeps tensors, and
 `complete.json` with the SHA-256 of each. It is written beside, synced and renamed, so that a folder of that name is whole;
-what a disk damages later is found by the checksums, and then the checkpoint before it is used. Two are kept, and they
-share no file, so that one bad spot on the disk does not take both.
+what a disk damages later is found by the checksums, and then the checkpoint before it is used. Two are kept, and those of
+the best round if a run keeps it; they share no file, so that one bad spot on the disk does not take two.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -49,13 +49,16 @@ def file_name(client: str) -> str:
     return f"{quote(client, safe='')[:_LONGEST]}-{hashlib.sha256(client.encode()).hexdigest()[:8]}"
 
 
-def save(folder: Path, checkpoint: Checkpoint, changed: Collection[str], previous: int) -> None:
-    """Writes a checkpoint below `folder` and removes all others but the previous one.
+def save(
+    folder: Path, checkpoint: Checkpoint, changed: Collection[str], previous: int, keep: Collection[int] = ()
+) -> None:
+    """Writes a checkpoint below `folder` and removes all others but the previous one and those of the rounds `keep`.
 
     Args:
         changed: clients whose private state differs from that in the previous checkpoint.
         previous: the round of the checkpoint that was last loaded or saved; 0 if there is none. Others may lie in
             `folder`, damaged ones too, but are not relied on.
+        keep: rounds whose checkpoints stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target, base = _folder_of(folder, checkpoint.round), _folder_of(folder, previous)
@@ -64,8 +67,9 @@ def save(folder: Path, checkpoint: Checkpoint, changed: Collection[str], previou
         shutil.rmtree(stale)
     partial.mkdir()
     known = _checksums(base)
-    # What is removed below, the checkpoint before the previous as a rule, may give away its files; `base` stays and may not.
-    spare = [old for old in _newest_first(folder) if old != base]
+    # What is removed below, the checkpoint before the previous as a rule, may give away its files; what stays may not.
+    staying = {target, base, *(_folder_of(folder, number) for number in keep)}
+    spare = [old for old in _newest_first(folder) if old == target or old not in staying]
     with_tensors = {i for i, mine in checkpoint.minds.items() if any(True for _ in tensors_of(mine))}
     plain = {i: mine for i, mine in checkpoint.minds.items() if i not in with_tensors}
     server = {"round": checkpoint.round, "state": checkpoint.state, "minds": plain, "files": sorted(with_tensors)}
@@ -84,15 +88,18 @@ def save(folder: Path, checkpoint: Checkpoint, changed: Collection[str], previou
     partial.rename(target)
     sync_folder(folder)
     for old in list(_newest_first(folder)):
-        if old not in (target, base):
+        if old not in staying:
             shutil.rmtree(old)
 
 
-def load(folder: Path, covered: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+def load(
+    folder: Path, covered: int | None = None, check: Callable[[Checkpoint], object] = lambda found: None
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that can be used, or None, and a sentence about each newer one that cannot.
 
     Args:
         covered: the last round that the metrics hold; a checkpoint after it cannot be used. None asks for no metrics.
+        check: raises a `UserError` for one that cannot be used for another reason.
     """
     notes: list[str] = []
     for candidate in _newest_first(folder):
@@ -101,11 +108,30 @@ def load(folder: Path, covered: int | None = None) -> tuple[Checkpoint | None, l
         except (UserError, OSError, ValueError, KeyError) as error:
             notes.append(f"checkpoint {candidate} is damaged ({error})")
             continue
-        if covered is None or found.round <= covered:
-            return found, notes
-        metrics = folder.parent / "metrics.jsonl"
-        notes.append(f"{metrics} does not hold rounds 1 to {found.round}, which checkpoint {candidate} follows")
+        if covered is not None and found.round > covered:
+            metrics = folder.parent / "metrics.jsonl"
+            notes.append(f"{metrics} does not hold rounds 1 to {found.round}, which checkpoint {candidate} follows")
+            continue
+        try:
+            check(found)
+        except UserError as error:
+            notes.append(str(error))
+            continue
+        return found, notes
     return None, notes
+
+
+def load_round(folder: Path, round_number: int) -> Checkpoint:
+    """The checkpoint of a round.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    wanted = _folder_of(folder, round_number)
+    try:
+        return _read(wanted)
+    except (UserError, OSError, ValueError, KeyError) as error:
+        raise UserError(f"checkpoint {wanted} is missing or damaged ({error})") from error
 
 
 def drop_newer(folder: Path, round_number: int) -> None:

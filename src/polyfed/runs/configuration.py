@@ -7,6 +7,7 @@ from typing import Any
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms import get, name_of
 from polyfed.errors import UserError
+from polyfed.metrics import Metric, is_built_in, metrics_of
 from polyfed.runs.directory import plain
 from polyfed.settings import Settings
 
@@ -39,3 +40,27 @@ def restored(config: Mapping[str, Any], given: Algorithm[Any, Any] | None) -> tu
         changes = ", ".join(f"{f} was {before.get(f, _ABSENT)!r} and is now {now.get(f, _ABSENT)!r}" for f in differ)
         raise UserError(f"algorithm is not that of the run: {changes}; resume with the same, or start another run")
     return settings, given
+
+
+def metrics_again(settings: Settings, given: Any, task: str, out: Any) -> tuple[Metric, ...]:
+    """The metrics of a run from the names in its `config.yaml`; `given` is what the caller brings, or None.
+
+    Raises:
+        UserError: `given` are not those of the run, or one that is not built in is missing.
+    """
+    names = settings.metrics
+    if given is not None:
+        found = metrics_of(given, task)
+        now = tuple(metric.name for metric in found)
+        if now != (names or tuple(metric.name for metric in metrics_of(None, task))):
+            raise UserError(
+                f"metrics are not those of the run: they were {', '.join(names) or 'not given'} and are now "
+                f"{', '.join(now)}; resume with the same, or start another run"
+            )
+        return found
+    if own := [name for name in names if not is_built_in(name)]:
+        raise UserError(
+            f"the run in {out} has the metric {own[0]!r}, which is not built in; give its metrics again: "
+            f"polyfed.resume({str(out)!r}, metrics=[...])"
+        )
+    return metrics_of(names, task)

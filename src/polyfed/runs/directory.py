@@ -87,6 +87,10 @@ class RunDirectory:
         content = {**facts, "versions": versions(), "host": host}
         replace_file(self.path / "manifest.json", json.dumps(content, indent=1).encode())
 
+    def add_to_manifest(self, facts: Mapping[str, Any]) -> None:
+        """Adds what became known while the run went on."""
+        replace_file(self.path / "manifest.json", json.dumps({**self.manifest(), **facts}, indent=1).encode())
+
     def manifest(self) -> dict[str, Any]:
         """What `write_manifest` wrote; empty if it is missing or damaged."""
         return read_manifest(self.path)

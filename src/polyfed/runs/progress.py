@@ -34,7 +34,7 @@ class Progress(ABC):
 
 
 def _mean_score(record: Mapping[str, Any]) -> str:
-    for score in SCORE.values():
+    for score in [record["score"]] if "score" in record else SCORE.values():
         if score in record.get("summary", {}):
             return f"{score} {record['summary'][score]['mean']:.3f}"
     return ""

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polyfed.algorithm import MODEL_WORDS, Architecture
+from polyfed.data.examples import inputs_like
 from polyfed.engines import choose_device
 from polyfed.engines.inprocess import InProcessEngine
+from polyfed.engines.work import Task
 from polyfed.errors import UserError, nearest
-from polyfed.evaluation import SCORE
+from polyfed.evaluation import split_name
+from polyfed.gradients import gradients
 from polyfed.rounds import Federation, best_round
 from polyfed.runs.checkpoint import Checkpoint
+from polyfed.runs.predictions import Kept, Predictions
 from polyfed.scratch import fill, new_module
 
 if TYPE_CHECKING:
@@ -35,7 +39,8 @@ def one_thread() -> Iterator[None]:
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            yield
+            with gradients():  # whatever the caller's mode
+                yield
         finally:
             torch.set_num_threads(before)
 
@@ -46,23 +51,30 @@ class Run:
     """A federation that has run.
 
     Attributes: `history`, the objects of `metrics.jsonl`; `out`, the run directory or None; `last`, the state after the
-    last round.
+    last round; `best`, unless `keep="last"` the state after the round that is kept.
     """
 
     federation: Federation
     history: Sequence[Mapping[str, Any]]
     last: Checkpoint
     out: Path | None = None
+    best: Checkpoint | None = None
+    kept_predictions: Kept | None = None
+
+    @property
+    def kept(self) -> Checkpoint:
+        """The state that models, `predict` and by default `predictions` are of: that after the round of `keep`."""
+        return self.best or self.last
 
     @property
     def best_round(self) -> int | None:
         """The round with the best mean validation score; None if no client has validation examples."""
-        return best_round(self.history)
+        return best_round(self.history, self.federation.metrics[0])
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """One row per client, then one of means: `client`, the task's score (`accuracy`, `auc` or `r2`), `loss`,
-        `num_examples` (for training), where there are such sets `val_...` and `balanced_...`, and what the method evaluates
-        beside the personal network (`trained_...` of pFedLA, `global_...` of pFedMe).
+        """One row per client, then one of means: `client`, the metrics (the first decides), `loss`, `num_examples` (for
+        training), where there are such sets `val_...` and `global_...`, and what the method evaluates
+        beside the personal network (`trained_...` of pFedLA, `server_...` of pFedMe).
 
         Args:
             at: the last round, or the round with the best validation score (never the best on test).
@@ -77,13 +89,15 @@ class Run:
             raise UserError("table(at='best') needs validation examples: give clients val=..., or --data.val_fraction")
         record = self.history[number - 1]
         roster = self.federation.roster
-        task, known = roster.task, roster.num_examples
+        known, scores = roster.num_examples, self.federation.metrics
         metrics = {i: record["clients"].get(i, {}) for i in roster.ids}
         told = {name for values in metrics.values() for name in values}
-        beside = sorted(name.removesuffix(SCORE[task]) for name in told if name.endswith(f"_{SCORE[task]}"))
-        parts = dict.fromkeys(["", "val_", "balanced_", *beside])
+        beside = sorted(found[0] for name in told if (found := split_name(name, scores)))
         names = [
-            f"{part}{name}" for part in parts for name in (SCORE[task], "loss") if f"{part}{name}" in told or not part
+            f"{part}{name}"
+            for part in dict.fromkeys(["", "val_", "global_", *beside])
+            for name in (*(score.name for score in scores), "loss")
+            if f"{part}{name}" in told or not part
         ]
         rows: list[dict[str, Any]] = []
         for i, values in metrics.items():
@@ -94,36 +108,85 @@ class Run:
         return rows
 
     def model(self, client: str) -> nn.Module:
-        """The personal network of a client after the last round, a module of its own in evaluation mode on the CPU. Where
-        the server makes many clients' models at once (pFedLA, pFedHN), it is the one that was evaluated up to rounding.
+        """The personal network of a client after the last round (or the one of `keep`), a module of its own in evaluation
+        mode on the CPU: the one that was evaluated.
 
         Raises:
             UserError: no client has this id.
         """
-        clients = self.federation.clients
-        if client not in clients:
-            if client in self.federation.roster.ids:
-                raise UserError(f"the model of {client!r} is at its site, in the folder models of its state-dir")
-            raise UserError(f"no client {client!r} in this run; {nearest(client, clients)}")
-        device = choose_device(self.federation.settings.device)
-        engine = InProcessEngine(self.federation.algorithm, [clients[client]], device)
+        engine, task = self._one_client(client)
+        own = self.federation.clients[client]
         with one_thread():
-            task = self.federation.one_task("export", client, self.last)
             result = next(engine.run([task]))
             if result.failure is not None:
                 raise result.failure
             assert result.weights is not None  # of a task of the phase "export", in this process
-            factory = clients[client].model
+            factory = own.model
             if factory is not None and self.federation.algorithm.requires & MODEL_WORDS:
                 return fill(new_module(factory, seed=0), result.weights).eval()
             if result.description is not None:
                 return fill(self.federation.algorithm.build(result.description), result.weights).eval()
-            mine = (
-                self.federation.algorithm.client_init(clients[client], task.run_seed)
-                if task.mine is None
-                else task.mine
-            )
-            return copy.deepcopy(self.federation.algorithm.personal(task.down, mine, clients[client], task.seed)).eval()
+            mine = self.federation.algorithm.client_init(own, task.run_seed) if task.mine is None else task.mine
+            return copy.deepcopy(self.federation.algorithm.personal(task.down, mine, own, task.seed)).eval()
+
+    def predict(self, client: str, x: Any) -> Tensor:
+        """What the client's personal network gives for new inputs, computed as at evaluation, in batches.
+
+        Args:
+            client: its id.
+            x: inputs as in `Client`: a tensor or array, shape (n, ...) of the client's inputs. Images of uint8 are
+                normalised as the client's are, by `client.train.transform`.
+
+        Returns:
+            Outputs (logits; numbers for regression), float32 on the CPU, shape (n, ...).
+
+        Raises:
+            UserError: no client has this id, or the inputs are not like the client's: of another shape or type, NaN.
+            ClientError: the network fails.
+
+        >>> from polyfed.algorithms import FedAvg
+        >>> from polyfed.federation import federate
+        >>> from polyfed.testing import small_clients
+        >>> federate(small_clients(), FedAvg(), rounds=1, workers=0).predict("client-0", torch.zeros(5, 6)).shape
+        torch.Size([5, 3])
+        """
+        engine, task = self._one_client(client)
+        examples = inputs_like(self.federation.clients[client].train, x, f"the inputs for client {client!r}")
+        with one_thread():
+            return engine.predict(task, examples)
+
+    def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
+        """What the client's personal network gave for its own test or validation examples when a round was evaluated.
+
+        Args:
+            client: its id.
+            split: "test" or "val".
+            round: None is the last, or the one of `keep`. Which others are kept is in
+                `polyfed.runs.predictions`.
+
+        Raises:
+            UserError: they were not kept, or the file of the run directory is missing or damaged.
+        """
+        self._check_client(client, "predictions")
+        if self.kept_predictions is None:
+            raise UserError("no predictions of this run were kept")
+        return self.kept_predictions.get(client, split, self.kept.round if round is None else round)
+
+    def _check_client(self, client: str, folder: str) -> None:
+        clients = self.federation.clients
+        if client not in clients:
+            if client in self.federation.roster.ids:
+                raise UserError(f"the {folder} of {client!r} are at its site, in the folder {folder} of its state-dir")
+            raise UserError(f"no client {client!r} in this run; {nearest(client, clients)}")
+
+    def _one_client(self, client: str) -> tuple[InProcessEngine, Task]:
+        """An engine for one client, and the task to make its network of the state that is kept."""
+        self._check_client(client, "models")
+        federation = self.federation
+        device = choose_device(federation.settings.device)
+        engine = InProcessEngine(federation.algorithm, [federation.clients[client]], device, federation.metrics)
+        with one_thread():
+            return engine, federation.one_task("export", client, self.kept)
 
     def warmstart(self, model: Architecture, data: Any, *, test: Any = None, id: str = "newcomer") -> "WarmStart":
         """Weights at once for a network that took no part, from the hypernetwork of a run of `flha_ghn`: its score before

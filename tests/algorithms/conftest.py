@@ -1,0 +1,13 @@
+"""Identities and closed forms hold of the examples that were trained on, so that clients are often tested on these here."""
+
+from pathlib import Path
+
+import pytest
+
+_IGNORE = "ignore:test examples that are also training examples:UserWarning"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings(_IGNORE))

@@ -1,0 +1,118 @@
+"""Metrics and predictions at sites: what the server asks for, what it is told, and what stays."""
+
+import json
+
+import pytest
+import torch
+from flwr.app import Message
+
+import polyfed as pf
+from polyfed.algorithms import FedAvg
+from polyfed.deploy.wire import PROTOCOL, Letter
+from polyfed.engines.flower import from_record, to_record
+from polyfed.errors import UserError
+from polyfed.runs import parquet
+from polyfed.runs.directory import read_config, read_manifest
+from polyfed.testing import small_clients, without_times
+
+from .conftest import ALL, MemoryGrid
+
+TOLD = ",".join([ALL, *(f"{part}{name}" for part in ("", "val_") for name in ("auc", "brier", "sensitivity_at_85"))])
+WORDS = {"metrics": "brier, auc,sensitivity_at_85"}
+
+
+def test_sites_compute_what_the_server_asks_for_as_a_simulation_does(tmp_path, run, nodes):
+    found = run(grid=MemoryGrid(nodes(small_clients(), disclose=TOLD)), **WORDS)
+    other = pf.federate(
+        small_clients(), FedAvg(lr=0.05), rounds=3, seed=3, workers=0, metrics=["brier", "auc", "sensitivity_at_85"]
+    )
+    assert without_times(found.history) == without_times(other.history)
+    assert found.best_round == other.best_round
+    assert read_manifest(tmp_path / "run")["score"]["higher_is_better"] is False
+    assert read_config(tmp_path / "run")["metrics"] == ["brier", "auc", "sensitivity_at_85"]
+    assert list(found.table()[0])[1:3] == ["brier", "auc"]
+
+
+def test_a_site_tells_only_the_metrics_that_its_owner_discloses(run, nodes):
+    grid = MemoryGrid(nodes(small_clients(), disclose="num_examples,auc"))
+    run(grid=grid, **WORDS)
+    told = {
+        name for _, kind, record in grid.seen if kind == "reply" for name in from_record(record).head.get("metrics", {})
+    }
+    assert told == {"auc"}
+
+
+def test_predictions_stay_at_the_site(tmp_path, run, nodes):
+    """Of the newest evaluated round, in a folder of the site; not a number of them travels."""
+    grid = MemoryGrid(nodes(small_clients()))
+    found = run(grid=grid, **{"evaluate-every": 2})
+    other = pf.federate(small_clients(), FedAvg(lr=0.05), rounds=3, seed=3, workers=0)
+    everything = b"".join(
+        str(dict(record["head"])).encode() + b"".join(a.data for a in record["arrays"].values())
+        for _, _, record in grid.seen
+    )
+    for client in small_clients():
+        (file,) = (tmp_path / "sites" / client.id / "state").glob("*/predictions/*.parquet")
+        assert file.name == f"{client.id}.parquet"
+        assert parquet.rounds(file, "test") == [3]
+        for split in ("test", "val"):
+            outputs, targets, _ = parquet.read(file, split, 3)
+            assert torch.equal(outputs, other.predictions(client.id, split).outputs)
+            assert torch.equal(targets, getattr(client, split).labels)
+            assert outputs.numpy().tobytes()[:32] not in everything
+        assert all(
+            not letter.body.arrays
+            for _, kind, record in grid.seen
+            if kind == "reply" and (letter := from_record(record)).head.get("phase") == "evaluate"
+        )
+    assert not (tmp_path / "run" / "predictions").exists()
+    with pytest.raises(UserError, match="the predictions of 'client-0' are at its site"):
+        found.predictions("client-0")
+    with pytest.raises(UserError, match="the models of 'client-0' are at its site"):
+        found.predict("client-0", torch.zeros(1, 6))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"metrics": "cost"}, "metrics has 'cost', which sites do not know; Choices: accuracy, auc"),
+        ({"metrics": "r2"}, "r2 is no metric of a task of classification"),
+        ({"keep": "best"}, "keep = 'best' is not possible between sites"),
+    ],
+)
+def test_what_sites_cannot_do_is_refused(tmp_path, run, words, sentence):
+    with pytest.raises(UserError, match=sentence):
+        run(**words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("names", [["cost"], ["os:getcwd"], "auc", [7], ["r2"]])
+def test_a_site_refuses_metrics_that_it_does_not_have(nodes, names):
+    node = nodes(small_clients())[101]
+    head = {
+        "kind": "task", "protocol": PROTOCOL, "run": "a", "algorithm": {"name": "local"}, "phase": "evaluate",
+        "round": 1, "client": "client-0", "seed": 1, "run_seed": 1, "state": None, "keep": 0, "metrics": names,
+    }  # fmt: skip
+    grid = MemoryGrid({101: node})
+    (number,) = grid.push_messages([Message(to_record(Letter(head)), 101, "evaluate")])
+    (answer,) = grid.pull_messages([number])
+    refused = from_record(answer.content).head["refused"]
+    assert "not built into polyfed at this site" in refused or "r2 is no metric of a task" in refused
+
+
+def test_a_site_that_tells_of_other_metrics_is_a_failure(run):
+    def spoil(node):
+        original = node.app
+
+        def app(message, context):
+            reply = original(message, context)
+            letter = from_record(reply.content)
+            if letter.head.get("phase") == "evaluate":
+                lying = Letter({**letter.head, "metrics": {"cost": 1.0}}, letter.body)
+                return Message(to_record(lying), reply_to=message)
+            return reply
+
+        node.app = app
+
+    found = run(spoil=spoil, **{"on-error": "skip"})
+    assert "its metrics are no scores or losses" in json.dumps(found.history[0]["failures"])
