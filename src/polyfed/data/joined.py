@@ -1,0 +1,74 @@
+"""Several sets of examples as one, without a copy where they lie in one store."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.data.examples import Examples
+
+
+def joined(parts: Sequence[Examples]) -> Examples:
+    """The examples of `parts` one after another, with transform and augmentation of the first, and the columns of all.
+
+    Args:
+        parts: at least one; of one form and transform (`differ` says so) and on one device.
+
+    Returns:
+        A view where all parts are views of one store; a store of its own otherwise.
+
+    >>> store = Examples(torch.arange(4.0).view(4, 1), torch.tensor([0, 1, 0, 1]))
+    >>> both = joined([store.select(torch.tensor([3])), store.select(torch.tensor([0, 1]))])
+    >>> both.index.tolist(), both.x is store.x
+    ([3, 0, 1], True)
+    """
+    first = parts[0]
+    if all(same_store(first, part) for part in parts[1:]):
+        return replace(first, index=torch.cat([rows(part) for part in parts]))
+    stored = [(p.x, p.y) if p.index is None else (p.x[p.index], p.y[p.index]) for p in parts]
+    names = [name for name in first.columns or {} if all(name in (part.columns or {}) for part in parts)]
+    columns = {name: np.concatenate([part.column(name) for part in parts]) for name in names}
+    x, y = torch.cat([x for x, _ in stored]), torch.cat([y for _, y in stored])
+    return replace(first, x=x, y=y, index=None, columns=columns or None)
+
+
+def differ(one: Examples, other: Examples) -> str:
+    """What keeps two sets of examples from being one, in a few words; empty if nothing does. How training batches are
+    augmented does not count.
+
+    >>> differ(Examples(torch.ones(2, 3), torch.ones(2)), Examples(torch.ones(2, 4), torch.ones(2)))
+    'inputs are torch.float32 of shape (3,) and torch.float32 of shape (4,)'
+    """
+    for name in ("x", "y"):
+        forms = [getattr(examples, name) for examples in (one, other)]
+        texts = [f"{tensor.dtype} of shape {tuple(tensor.shape[1:])}" for tensor in forms]
+        if texts[0] != texts[1]:
+            return f"{'inputs' if name == 'x' else 'labels'} are {texts[0]} and {texts[1]}"
+    if one.transform != other.transform:
+        return "inputs are prepared by different transforms"
+    return ""
+
+
+def same_store(one: Examples, other: Examples) -> bool:
+    """Whether two sets of examples are views of one store. Labels may be a copy: those of several labels are made floats
+    when a client takes them.
+
+    >>> x, y = torch.ones(3, 1), torch.ones(3)
+    >>> same_store(Examples(x, y), Examples(x.detach(), y.clone())), same_store(Examples(x, y), Examples(x.clone(), y))
+    (True, False)
+    """
+    if place(one.x) != place(other.x):
+        return False
+    return place(one.y) == place(other.y) or (one.y.shape == other.y.shape and torch.equal(one.y, other.y))
+
+
+def place(tensor: Tensor) -> tuple[object, ...]:
+    """Where a tensor lies in memory: the same for two tensors that share all of it in one order."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def rows(examples: Examples) -> Tensor:
+    """The rows of the store that these examples are, int64, shape (n,)."""
+    return torch.arange(len(examples.x), device=examples.x.device) if examples.index is None else examples.index

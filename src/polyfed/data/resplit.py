@@ -1,0 +1,101 @@
+"""Repeated splits into training, validation and test examples, client by client, where data are few: which examples happen
+to test a client then decides more than the seed of its training."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from polyfed.algorithm import Client
+from polyfed.data.examples import Examples
+from polyfed.data.joined import differ, joined, place, rows
+from polyfed.data.split import stratified
+from polyfed.errors import UserError
+from polyfed.seeds import derive
+
+
+def resplit(clients: Sequence[Client], splits: int, seed: int = 0) -> list[tuple[Client, ...]]:
+    """The same clients with other training, validation and test examples, `splits` times.
+
+    Each client's examples are put together and dealt again into sets of the same sizes, at random and independently of all
+    other clients and splits; for classification each class within one example of its share. Ids, networks, task and
+    `global_test` stay. No data are copied where a client's sets are views of one store; otherwise once per client.
+
+    Args:
+        clients: whose examples are dealt; none may be in two sets or at two clients.
+        splits: how many times, at least 2.
+        seed: of every draw.
+
+    Returns:
+        One tuple of clients per split, in the order of `clients`.
+
+    Raises:
+        UserError: fewer than two splits, sets that differ in form or transform, or examples that are in two sets.
+
+    >>> from polyfed.testing import small_clients
+    >>> dealt = resplit(small_clients(2), splits=3)
+    >>> [(len(one.train), len(one.val), len(one.test)) for one in dealt[2]]
+    [(20, 3, 6), (26, 3, 6)]
+    """
+    if not isinstance(splits, int) or isinstance(splits, bool) or splits < 2:
+        raise UserError(f"resplit must be a number of splits of at least 2, got {splits!r}")
+    _check_disjoint(clients)
+    pools = [_pool(client) for client in clients]
+    return [
+        tuple(_dealt(c, pool, derive(seed, "resplit", k, c.id)) for c, pool in zip(clients, pools, strict=True))
+        for k in range(splits)
+    ]
+
+
+def _parts(client: Client) -> dict[str, Examples]:
+    parts = {"train": client.train, "val": client.val, "test": client.test}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _pool(client: Client) -> Examples:
+    parts = _parts(client)
+    for name, part in parts.items():
+        if difference := differ(client.train, part):
+            raise UserError(
+                f"client {client.id!r}: train and {name} cannot be put together and dealt again, since their {difference}; "
+                "prepare both alike, or leave resplit out"
+            )
+    return joined(list(parts.values()))
+
+
+def _dealt(client: Client, pool: Examples, seed: int) -> Client:
+    labels = pool.labels.cpu().numpy()
+    rest: NDArray[np.int64] = np.arange(len(pool))
+    held_out: dict[str, Examples] = {}
+    for name, given in (("test", client.test), ("val", client.val)):
+        if given is not None:
+            out = stratified(labels[rest], len(given), derive(seed, name), keep=True)
+            held_out[name] = replace(_select(pool, rest[out]), augment=None)
+            rest = np.delete(rest, out)
+    return replace(client, train=_select(pool, rest), **held_out)  # type: ignore[arg-type]
+
+
+def _select(pool: Examples, chosen: NDArray[np.int64]) -> Examples:
+    return pool.select(torch.from_numpy(chosen).to(pool.x.device))
+
+
+def _check_disjoint(clients: Sequence[Client]) -> None:
+    """Dealt again, what is in two sets would train one client and test another, or the same."""
+    stored: dict[tuple[object, ...], list[tuple[str, str, NDArray[np.int64]]]] = {}
+    for client in clients:
+        for name, part in _parts(client).items():
+            stored.setdefault(place(part.x), []).append((client.id, name, rows(part).cpu().numpy()))
+    for sets in stored.values():
+        found = np.concatenate([mine for *_, mine in sets])
+        set_of = np.repeat(np.arange(len(sets)), [len(mine) for *_, mine in sets])
+        order = np.argsort(found, kind="stable")
+        twice = np.flatnonzero(np.diff(found[order]) == 0)
+        if len(twice):
+            one, other = (sets[set_of[order[twice[0] + k]]] for k in (0, 1))
+            raise UserError(
+                f"{one[1]} of client {one[0]!r} and {other[1]} of client {other[0]!r} hold the same example: dealt again, "
+                "it could train one network and test another; give each set examples of its own (a test set for all "
+                "clients is global_test), or leave resplit out"
+            )

@@ -1,0 +1,86 @@
+"""Whether a run was long enough: did the loss still fall when it ended?"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+FEWEST = 6
+"""Evaluated rounds below which nothing is said."""
+_WINDOW = 4  # evaluated rounds that the end of a curve has at least
+_LEVEL = 0.05  # of the one-sided test
+_SHARE = 0.05  # of the whole fall, below which a fall at the end does not matter
+_ROUNDING = 1e-9  # of the loss, below which it has not moved
+
+
+@final
+@dataclass(frozen=True)
+class Course:
+    """How a loss went.
+
+    Attributes: `converged`, None where it cannot be judged; `told`, a sentence for people.
+    """
+
+    converged: bool | None
+    told: str
+
+
+def judge(curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation loss") -> Course:
+    """Whether a loss had stopped falling at the end of the runs.
+
+    It still fell if a straight line through the last third of the evaluated rounds (at least four) falls, by Student's t
+    at 5 % one-sided, and falls by more than 5 % of the way from the first to the lowest value. Both are of the mean over
+    the runs, at the rounds for which each run has a finite value.
+
+    Args:
+        curves: one a run, of (round, loss); values that are not finite are skipped.
+        kind: what the loss is called.
+
+    Returns:
+        `converged` is None with fewer than `FEWEST` such rounds.
+
+    >>> judge([[(t, 0.9**t) for t in range(1, 21)]], "loss").told
+    'the loss still fell at round 20: by 14 % of its whole fall over the last 7 evaluated rounds; give more rounds'
+    >>> judge([[(t, 0.2**t) for t in range(1, 21)]]).converged
+    True
+    """
+    rounds, mean = _mean_curve(curves)
+    if len(rounds) < FEWEST:
+        few = f"whether the {kind} still fell cannot be judged from {len(rounds)} evaluated rounds"
+        return Course(None, f"{few}; it takes at least {FEWEST}")
+    last, size = int(rounds[-1]), max(_WINDOW, math.ceil(len(rounds) / 3))
+    fall, p = _line(rounds[-size:], mean[-size:])
+    whole = float(mean[0] - mean.min())
+    if fall > max(_SHARE * whole, _ROUNDING * float(np.abs(mean).max())) and p < _LEVEL:
+        much = f"by {100 * fall / whole:.0f} % of its whole fall" if whole > 0 else "after it had risen,"
+        return Course(
+            False,
+            f"the {kind} still fell at round {last}: {much} over the last {size} evaluated rounds; give more rounds",
+        )
+    lowest = int(rounds[int(mean.argmin())])
+    since = "" if lowest > rounds[-size - 1] else f"; it was lowest at round {lowest}"
+    return Course(True, f"the {kind} no longer fell at round {last}{since}")
+
+
+def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    finite = [{number: value for number, value in curve if math.isfinite(value)} for curve in curves]
+    common = sorted(set.intersection(*map(set, finite))) if finite else []
+    values = [np.mean([values[number] for values in finite]) for number in common]
+    return np.asarray(common, dtype=np.float64), np.asarray(values, dtype=np.float64)
+
+
+def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
+    """By how much the least-squares line falls from the first to the last x, and the one-sided p of its slope."""
+    from scipy import stats  # imported late: it takes half a second, which other commands should not pay
+
+    centred = x - x.mean()
+    spread = float(centred @ centred)
+    slope = float(centred @ y) / spread
+    residuals = y - y.mean() - slope * centred
+    error = math.sqrt(float(residuals @ residuals) / (len(x) - 2) / spread)
+    # On a line that fits exactly every slope but 0 is certain.
+    p = float(stats.t.cdf(slope / error, len(x) - 2)) if error > 0 else float(slope >= 0)
+    return -slope * float(x[-1] - x[0]), p
