@@ -12,13 +12,20 @@ from torch import nn
 import polyfed as pf
 from polyfed import tuning
 from polyfed.algorithms import FedProx
-from polyfed.comparison import carry_out, methods_of
+from polyfed.checks import fingerprint
+from polyfed.comparison import carry_out
+from polyfed.contenders import methods_of
+from polyfed.data.held_out import with_validation
 from polyfed.plans import Cast, Plan
 from polyfed.runs.comparison import read
+from polyfed.runs.directory import read_manifest
 from polyfed.settings import Settings
 from polyfed.testing import small_clients
 
-QUICK = {"rounds": 2, "seeds": [0, 1], "parallel": 1, "quiet": True}
+# Whose labels are right is chosen here; the validation examples are those that were trained on.
+pytestmark = pytest.mark.filterwarnings("ignore:validation examples that are also training examples:UserWarning")
+
+QUICK = {"rounds": 2, "seeds": [0, 1], "references": False, "parallel": 1, "quiet": True}
 SHORT = QUICK | {"rounds": 1, "seeds": [0]}
 
 
@@ -104,9 +111,12 @@ def test_a_search_by_optuna_that_was_killed_asks_for_the_same_runs_again(tmp_pat
         assert method["runs"]["0"]["scores"] == contents[1]["methods"][label]["runs"]["0"]["scores"]
 
 
-@pytest.mark.parametrize("asked", [{"tune": {"lr": [0.1, 1e38]}}, {"tune": {"lr": [1e38, 0.1]}, "trials": 4}])
+@pytest.mark.parametrize(
+    "asked",
+    [{"tune": {"lr": [0.1, 1e38]}}, pytest.param({"tune": {"lr": [1e38, 0.1]}, "trials": 4}, marks=pytest.mark.slow)],
+)
 def test_a_rate_that_diverges_is_tried_and_does_not_win(asked):
-    found = pf.compare(misleading(), ["fedprox"], **(SHORT | {"rounds": 2} | asked))
+    found = pf.compare(misleading(), ["fedavg"], **(SHORT | {"rounds": 2} | asked))
     assert found.failed == {}
     for entry in found.content["tuning"]["methods"].values():
         assert entry["chosen"] == {"lr": 0.1}
@@ -121,20 +131,20 @@ def test_a_method_that_diverges_with_every_rate_has_failed():
 
 
 def test_the_grid_is_around_what_each_method_has():
-    methods = {"mild": FedProx(lr=0.01), "bold": FedProx(lr=0.3)}
-    found = pf.compare(misleading(), methods, **SHORT, tune={"lr": "grid"})
+    methods = {"mild": FedProx(mu=0.01), "bold": FedProx(mu=0.3)}
+    found = pf.compare(misleading(), methods, **SHORT, tune={"mu": "grid"})
     told = found.content["tuning"]["methods"]
-    assert [one["fields"]["lr"] for one in told["mild"]["tried"]] == [0.003333, 0.01, 0.03]
-    assert [one["fields"]["lr"] for one in told["bold"]["tried"]] == [0.1, 0.3, 0.9]
-    with pytest.raises(pf.UserError, match="schedule of a method is 'constant', of which there is no third"):
+    assert [one["fields"]["mu"] for one in told["mild"]["tried"]] == [0.001, 0.003, 0.01, 0.03, 0.1]
+    assert [one["fields"]["mu"] for one in told["bold"]["tried"]] == [0.03, 0.09, 0.3, 0.9, 3.0]
+    with pytest.raises(pf.UserError, match="schedule of a method is 'constant', of which there is no tenth"):
         pf.compare(misleading(), methods, **SHORT, tune={"schedule": "grid"})
 
 
-def test_equal_values_are_tried_once_and_thirds_of_whole_numbers_are_whole():
+def test_equal_values_are_tried_once_and_parts_of_whole_numbers_are_whole():
     words = SHORT | {"parallel": 2}
     found = pf.compare(misleading(), ["pfedme"], **words, tune={"lr": [0.1, 0.10], "k": "grid"})
     tried = [one["fields"] for one in found.content["tuning"]["methods"]["pfedme"]["tried"]]
-    assert tried == [{"lr": 0.1, "k": k} for k in (2, 5, 15)]
+    assert tried == [{"lr": 0.1, "k": k} for k in (1, 2, 5, 15, 50)]
 
 
 def test_values_that_only_the_clients_refuse_are_found_before_anything_is_written(tmp_path):
@@ -164,20 +174,20 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
     clients, good = misleading(), tuning.play
 
     def diverging(plan, jobs):
-        histories, failed = good(plan, jobs)
-        for job, history in histories.items():
-            if job.method.lr == 0.3:
-                last = history[-1]
+        played, failed = good(plan, jobs)
+        for job, one in played.items():
+            if getattr(job.method, "mu", None) == 0.3:
+                last = one.history[-1]
                 last["clients"]["client-0"]["val_accuracy"] = None
                 last["summary"]["val_accuracy"]["mean"] = 1.0
-        return histories, failed
+        return played, failed
 
     monkeypatch.setattr(tuning, "play", diverging)
     for asked in ({}, {"trials": 4}):
-        found = pf.compare(clients, ["fedprox"], **SHORT, tune={"lr": [0.3, 0.1]}, **asked)
+        found = pf.compare(clients, ["fedprox"], **SHORT, tune={"mu": [0.3, 0.1]}, **asked)
         told = found.content["tuning"]["methods"]["fedprox"]
-        assert told["chosen"] == {"lr": 0.1}
-        assert {one["fields"]["lr"] for one in told["tried"] if one["validation"] is None} == {0.3}
+        assert told["chosen"] == {"mu": 0.1}
+        assert {one["fields"]["mu"] for one in told["tried"] if one["validation"] is None} == {0.3}
 
 
 @pytest.mark.parametrize("asked", [{}, {"trials": 2}])
@@ -202,10 +212,53 @@ def test_the_data_of_a_seed_are_dealt_once_however_many_runs_there_are():
         search={"mu": [0.1, 1.0]}, trials=3,
     )  # fmt: skip
     carry_out(plan)
-    assert dealt == [0, 1, 0, 1]  # looked at beforehand, and run
+    assert dealt == [0, 1, 0, 1, 0]  # looked at beforehand, run, and read
 
 
 def test_whole_numbers_stay_whole():
     """pFedMe's k is a number of steps."""
     found = pf.compare(misleading(), ["pfedme"], **SHORT, tune={"k": "1..3"}, trials=2)
     assert isinstance(found.content["methods"]["pfedme"]["fields"]["k"], int)
+
+
+def bare(number=2):
+    """Clients without validation examples."""
+    return [pf.Client(c.id, c.model, c.train, c.test) for c in small_clients(number)]
+
+
+def test_every_method_is_tuned_unasked_and_trained_on_all_examples_afterwards(tmp_path):
+    """Without validation examples a fifth of the training examples is held out, for the search alone."""
+    clients = bare()
+    found = pf.compare(clients, ["fedavg"], **(SHORT | {"rounds": 2}), out=tmp_path / "a")
+    told = found.content["tuning"]
+    assert sorted(told["methods"]) == ["fedavg", "fedavg_ft", "local"]
+    assert {one["runs"] for one in told["methods"].values()} == {5}
+    for label, one in told["methods"].items():
+        best = max(value["validation"] for value in one["tried"])
+        chosen = [value["validation"] for value in one["tried"] if value["fields"] == one["chosen"]]
+        assert chosen == [best]
+        assert found.content["methods"][label]["fields"]["lr"] == one["chosen"]["lr"]
+        runs = found.content["methods"][label]["runs"].values()
+        assert {run["round"] for run in runs} == {told["rounds"][label]}
+    assert found.content["budget"]["told"].startswith("each method at its best round by validation examples")
+    assert len(told["losses"]["fedavg"]) == 2
+    trained = read_manifest(tmp_path / "a" / "fedavg" / "seed-0")["data_fingerprint"]
+    searched = read_manifest(next((tmp_path / "a" / "tuning" / "fedavg").iterdir()))["data_fingerprint"]
+    assert trained == fingerprint(clients)
+    assert searched == fingerprint(with_validation(clients, seed=0))
+    assert [len(c.train) + len(c.val) for c in with_validation(clients, seed=0)] == [len(c.train) for c in clients]
+
+
+def test_what_is_held_out_has_every_class_and_is_disjoint():
+    for before, after in zip(bare(3), with_validation(bare(3), seed=1), strict=True):
+        rows = torch.cat([after.train.x[after.train.index], after.val.x[after.val.index]])
+        assert torch.equal(rows.sort(dim=0).values, before.train.x.sort(dim=0).values)
+        assert set(after.val.labels.tolist()) == {0, 1, 2}
+    tiny = pf.Client("tiny", None, (torch.randn(4, 2), torch.arange(4) % 2), (torch.randn(4, 2), torch.arange(4) % 2))
+    assert with_validation([tiny], seed=0)[0].val is None
+
+
+def test_a_value_at_the_edge_of_what_was_tried_is_named():
+    found = pf.compare(misleading(), ["fedavg"], **(SHORT | {"rounds": 2}), tune={"lr": [1e-9, 1e-8, 0.5]})
+    assert "lr of local" in found.content["tuning"]["edge"]
+    assert any("at the edge of what was tried" in text for text in found.content["warnings"])

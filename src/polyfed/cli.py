@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyfed.commands.words import asked_for_help, flag, help_of, number, positive, take, value_of
+from polyfed.commands.words import asked_for_help, flag, help_of, number, positive, take, take_all, value_of
 from polyfed.errors import ClientError, RoundError, UserError, nearest
 
 _USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help tells more)
@@ -137,19 +137,27 @@ def _compare(words: list[str]) -> None:
     """usage: polyfed compare [RECIPE|config.yaml] [OPTIONS]
            polyfed compare DIR [--budget BUDGET] [--target SCORE]
 
-    Compares methods with several seeds on the same clients, cohorts and local training: intervals, tests, costs, and in
-    words only what they support. With DIR it goes on with a comparison that was stopped, or reads a finished one again.
+    Compares methods with several seeds on the same clients, cohorts and local training, each tuned alike, and says for each
+    client in words: join, stay alone, or not decided. With DIR it goes on with a comparison that was stopped, or reads a
+    finished one again.
 
       --algorithms NAMES   with commas between (default: the recipe's method and its baselines); local, and with one
                            architecture fedavg and fedavg_ft, are always among them
-      --seeds 0,1,2        a run of each method for each; a seed deals the data anew, unless:
-      --same_data          the first seed deals the data for all; only then are there verdicts client by client
-      --budget BUDGET      steps (default), bytes or seconds: compare after all rounds, or where each has spent what the
+      --seeds 0,1,2,3,4    a run of each method for each (these by default); a seed deals the data anew, unless:
+      --same_data          the first seed deals the data for all; only then are there answers client by client
+      --resplit K          deal each client's training and test examples K times, with a seed each: the better answer where
+                           data are few; there are answers client by client
+      --metrics NAMES      accuracy, balanced_accuracy, auc, average_precision, f1, sensitivity_at_90, brier, log_loss, ece;
+                           r2, mae, rmse; the first decides
+      --budget BUDGET      best (default): each method at its best round by validation examples, no answer about one that
+                           was still learning; steps: after all rounds; bytes or seconds: where each has spent what the
                            cheapest run spends in all; or bytes=5e6, seconds=30
       --target SCORE       for rounds, MB and seconds to reach it (default: what local reaches)
       --hyper FILE         YAML: fields of methods by name; or by any label, with the method's name: among them
-      --tune grid          search lr on validation examples first, or "lr=0.01,0.1;mu=0.1,1", all combinations
+      --tune none          leaves the learning rates as they are; default: the best of 0.1, 0.3, 1, 3 and 10 times each
+                           method's own, on validation examples; or "lr=0.01,0.1;mu=0.1,1", all combinations
       --trials N           in that search N runs a method by Optuna, which also takes ranges: "lr=0.001..0.3"
+      --no_references      no scores of simple models and of all data pooled beside the methods
       --parallel N         runs at once (default: one per core where a round has few clients)
       --out DIR            (default: runs/compare-NAME-DATE-TIME); the same command with the same DIR goes on
       --scale, --variant, --quiet, --print_config, and all other options of polyfed run but --seed and --track
@@ -241,13 +249,14 @@ def _warmstart(words: list[str]) -> None:
 
 
 def _report(words: list[str]) -> None:
-    """usage: polyfed report DIR... [--out FILE]
+    """usage: polyfed report DIR... [--out FILE] [--subgroup COLUMN]...
 
     Prints the last scores of runs, of their baselines, and of comparisons (polyfed compare), and what their methods have to
     show: operations and cells that were found (fedpnas and its relatives), who aggregates from whom (pfedla, heur_pfedla),
     how alike representations are (fedhenn, fedhenn_homo). Pictures go to DIR/report.
 
-      --out FILE    the page with everything, which needs no network (default: report.html of the first DIR)
+      --out FILE          the page with everything, which needs no network (default: report.html of the first DIR)
+      --subgroup COLUMN   scores of groups of test examples by a column of theirs, such as sex; several: sex,age, or again
     """
     if asked_for_help(words):
         print(help_of(_report))
@@ -255,9 +264,11 @@ def _report(words: list[str]) -> None:
     from polyfed.commands import report
 
     out = take(words, "--out")
+    named = [name.strip() for value in take_all(words, "--subgroup") for name in value.split(",")]
     if not words or any(word.startswith("-") for word in words):
         raise UserError("polyfed report takes run directories, for instance polyfed report runs/a runs/b")
-    report.show([Path(word) for word in words], out=None if out is None else Path(out))
+    subgroups = list(dict.fromkeys(filter(None, named)))
+    report.show([Path(word) for word in words], out=None if out is None else Path(out), subgroups=subgroups)
 
 
 def _data(words: list[str]) -> None:
@@ -368,7 +379,7 @@ def _flower(words: list[str]) -> None:
 def _list(words: list[str]) -> None:
     """usage: polyfed list [algorithms|data|models|recipes]
 
-    What there is to choose from; without an argument, all of it.
+    What there is to choose from: the names, with a line each; with an argument, more of one kind.
     """
     if asked_for_help(words):
         print(help_of(_list))

@@ -1,25 +1,32 @@
 """What a comparison runs: who takes part, which methods and seeds, and the runs themselves, several at once."""
 
+import base64
 import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, final
+
+from torch import Tensor
 
 from polyfed import engines
 from polyfed.algorithm import Algorithm, Client
 from polyfed.data.examples import Examples
 from polyfed.errors import ClientError, RoundError, UserError
 from polyfed.federation import federate, resume
+from polyfed.metrics import Metric, prepare
+from polyfed.runs import predictions
 from polyfed.runs.comparison import DESCRIPTION, RESULTS, finished
 from polyfed.runs.configuration import described
 from polyfed.runs.progress import Progress, Silent, for_terminal
+from polyfed.runs.reading import Reading
+from polyfed.runs.results import Run
 from polyfed.runs.several import side_by_side
-from polyfed.runs.summary import Reading
-from polyfed.settings import Settings
+from polyfed.settings import Keep, Settings
+from polyfed.tree import decode, encode
 
 Method = Algorithm[Any, Any]
 EQUAL = ("local_epochs", "local_steps", "batch_size")
@@ -65,6 +72,9 @@ class Plan:
             None.
         trials: how many runs a method has in the search by Optuna; None tries every combination of values.
         quiet: tells nothing.
+        metrics: that are computed, as `polyfed.metrics.metrics_of` takes them; the first decides.
+        resplit: how many times training and test examples were dealt anew, one seed each; None for never.
+        references: whether scores of simple models and of all data pooled are put beside the methods.
 
     Raises:
         UserError: seeds that are none or repeated, a label that is no folder's name.
@@ -82,6 +92,9 @@ class Plan:
     search: Mapping[str, Sequence[Any] | str] | None = None
     trials: int | None = None
     quiet: bool = False
+    metrics: tuple[Any, ...] = ()
+    resplit: int | None = None
+    references: bool = False
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -101,25 +114,54 @@ class Plan:
 @final
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One run: the method, the seed, the run directory or None, and the fingerprint of the clients. It is itself alone:
-    fields of methods may be mappings, which have no hash."""
+    """One run: the method, the seed, the run directory or None, the fingerprint of the clients, and the round whose models
+    are kept. It is itself alone: fields of methods may be mappings, which have no hash."""
 
     label: str
     method: Method
     seed: int
     folder: Path | None
     data: str
+    keep: Keep = "last"
 
 
 History = list[Mapping[str, Any]]
 Failure = ClientError | RoundError
 
 
-def play(plan: Plan, jobs: Sequence[Job]) -> tuple[dict[Job, History], dict[Job, Failure]]:
-    """The histories of runs, and why the others could not be completed: a method that diverges does not keep the others
-    from being compared. Runs that are finished are read, those that were stopped are resumed."""
+@final
+@dataclass(frozen=True, eq=False)
+class Played:
+    """A run that has run: its `history`, and its predictions, in its `folder` or as `packed` text."""
+
+    history: History
+    folder: Path | None = None
+    packed: str | None = None
+    _known: dict[tuple[str, int], Tensor | None] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def _held(self) -> Mapping[str, Any]:
+        return {} if self.packed is None else decode(base64.b64decode(self.packed))
+
+    def outputs(self, client: str, round_number: int) -> Tensor | None:
+        """Of the client's network after that round on its test examples, shape (n, outputs); None if they were not kept."""
+        if self.folder is None:
+            found: Tensor | None = self._held.get(str(round_number), {}).get(client.encode().hex())
+            return found
+        if (client, round_number) not in self._known:  # a file is read once, however often it is compared
+            try:
+                outputs = predictions.read(self.folder, client, round=round_number).outputs
+            except UserError:
+                outputs = None
+            self._known[client, round_number] = outputs
+        return self._known[client, round_number]
+
+
+def play(plan: Plan, jobs: Sequence[Job]) -> tuple[dict[Job, Played], dict[Job, Failure]]:
+    """Runs, and why the others could not be completed: a method that diverges does not keep the others from being compared.
+    Runs that are finished are read, those that were stopped are resumed."""
     clients = [c.id for c in plan.cast(jobs[0].seed).clients]
-    found: dict[Job, History] = {}
+    found: dict[Job, Played] = {}
     failed: dict[Job, Failure] = {}
     for job in jobs:
         past = None
@@ -127,21 +169,24 @@ def play(plan: Plan, jobs: Sequence[Job]) -> tuple[dict[Job, History], dict[Job,
             method = described(job.method, plan.settings)["algorithm"]
             past = finished(job.folder, plan.settings.rounds, clients, job.seed, method, job.data)
         if past is not None:
-            found[job] = list(past)
+            found[job] = Played(list(past), job.folder)
     missing = [job for job in jobs if job not in found]
     processes = min(_at_once(plan, len(clients)), max(1, len(missing)))
     alone = processes == 1
     settings = plan.settings if alone else dataclasses.replace(plan.settings, engine="inprocess", workers=0)
 
+    prepare(plan.metrics)
+
     def tasks() -> Iterator[tuple[Job, Callable[[], Any]]]:
         for job in missing:
-            yield job, partial(_run, job, plan.cast(job.seed), settings, _progress(plan.quiet) if alone else Silent())
+            progress = _progress(plan.quiet) if alone else Silent()
+            yield job, partial(_run, job, plan.cast(job.seed), settings, plan.metrics, progress)
 
     for job, result in side_by_side(tasks(), processes):
         if isinstance(result, Failure):
             failed[job] = result
         else:
-            found[job] = result
+            found[job] = Played(result["history"], job.folder, result["packed"])
         if not plan.quiet:
             how = "failed" if job in failed else "done"
             progress = f"{len(found) + len(failed)} of {len(jobs)} runs"
@@ -166,11 +211,12 @@ def _at_once(plan: Plan, clients: int) -> int:
     return cores if free and forked and settings.cohort_size(clients) <= _FEW * cores else 1
 
 
-def _run(job: Job, cast: Cast, settings: Settings, progress: Progress) -> History:
-    """Its history. What goes wrong is told with the method and the seed."""
+def _run(job: Job, cast: Cast, settings: Settings, metrics: tuple[Metric, ...], progress: Progress) -> dict[str, Any]:
+    """Its history and, without a folder, its predictions. What goes wrong is told with the method and the seed."""
     whose = f"method {job.label}, seed {job.seed}"
     try:
-        return _history(job, cast, settings, progress)
+        run = _carried_out(job, cast, settings, metrics, progress)
+        return {"history": list(run.history), "packed": _packed(run) if job.folder is None else None}
     except ClientError as error:
         reason = f"{error.reason} ({whose})"
         raise ClientError(error.round, error.client, error.phase, reason, error.trace) from error
@@ -180,15 +226,28 @@ def _run(job: Job, cast: Cast, settings: Settings, progress: Progress) -> Histor
         raise UserError(f"{error} ({whose})") from error
 
 
-def _history(job: Job, cast: Cast, settings: Settings, progress: Progress) -> History:
+def _carried_out(job: Job, cast: Cast, settings: Settings, metrics: tuple[Metric, ...], progress: Progress) -> Run:
     where = {f: getattr(settings, f) for f in ("engine", "workers", "ray_address", "gpus_per_worker", "device")}
     if job.folder is not None and (job.folder / "config.yaml").exists():
-        run = resume(
-            job.folder, clients=cast.clients, algorithm=job.method, public=cast.public, progress=progress, **where
-        )
-    else:
-        run = federate(
-            cast.clients, job.method, public=cast.public, out=job.folder, config=cast.config, facts=cast.facts,
-            progress=progress, **{**dataclasses.asdict(settings), "seed": job.seed},
+        return resume(
+            job.folder, clients=cast.clients, algorithm=job.method, public=cast.public, progress=progress,
+            metrics=metrics, **where,
         )  # fmt: skip
-    return list(run.history)
+    asked = {**dataclasses.asdict(settings), "seed": job.seed, "keep": job.keep, "metrics": metrics}
+    return federate(
+        cast.clients, job.method, public=cast.public, out=job.folder, config=cast.config, facts=cast.facts,
+        progress=progress, **asked,
+    )  # fmt: skip
+
+
+def _packed(run: Run) -> str:
+    """The outputs of each kept round on the test examples, as text that another process can read."""
+    held: dict[str, dict[str, Tensor]] = {}
+    for record in run.history:
+        for client in run.federation.roster.ids if record["summary"] else ():
+            try:
+                outputs = run.predictions(client, round=record["round"]).outputs
+            except UserError:  # not kept
+                continue
+            held.setdefault(str(record["round"]), {})[client.encode().hex()] = outputs
+    return base64.b64encode(encode(held)).decode()

@@ -1,10 +1,12 @@
-"""Hyper-parameters of a comparison, searched on validation examples before it.
+"""Hyper-parameters of a comparison, searched on validation examples before it, with the same budget for every method.
 
 Without `trials` every combination of the values given is tried, the small grid; with `trials`, that many runs a method,
 chosen by Optuna's tree-structured Parzen estimator, also within ranges. Each is a run of full length with the first seed;
-the best mean validation score after the last round wins, of equals the first. Test examples have no say. With `trials` every
-method has the same number of runs, with all combinations those of the fields that it has; the results tell how many. A run
-that diverges counts as tried, and does not win. `DIR/tuning/METHOD/FIELDS` is the directory of each.
+the best mean validation score of any round wins, of equals the lower validation loss. Test examples have no say. Where
+clients have no validation examples, a fifth of their training examples is held out for the search alone: the round of the
+winner's best score is then the round at which the method is compared, and the final runs train on all of it. With
+`trials` every method has the same number of runs, with all combinations those of the fields that it has; the results tell
+how many. A run that diverges counts as tried, and does not win. `DIR/tuning/METHOD/FIELDS` is the directory of each.
 """
 
 import dataclasses
@@ -13,13 +15,19 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, final
 
+from polyfed import checks
+from polyfed.data.held_out import with_validation
 from polyfed.errors import RoundError, UserError, nearest
-from polyfed.evaluation import SCORE
 from polyfed.plans import EQUAL, TUNING, Failure, Job, Method, Plan, play
 from polyfed.runs.checkpoint import file_name
+from polyfed.runs.curves import means
 from polyfed.runs.directory import plain
 
-GRID = "grid"  # instead of a field's values: a third of what a method has, once and three times it
+GRID = "grid"  # instead of a field's values: what a method has, times each of the factors
+FACTORS = (0.1, 0.3, 1, 3, 10)
+AUTO, NONE = "auto", "none"
+BY_DEFAULT = {"lr": GRID}
+"""What is searched unless something else is asked for: every method's learning rate, over `FACTORS` times its own."""
 _START = 4  # trials at random before Optuna's estimator has its say: searches are small
 Fields = dict[str, Any]
 
@@ -66,12 +74,20 @@ def number_or_word(text: str) -> int | float | str:
     return text
 
 
+def no_fields(trials: int) -> str:
+    """A sentence for an error."""
+    return (
+        f"trials={trials} searches nothing without fields and their values or ranges; give them too, as in "
+        "tune={'lr': '0.001..0.3'} (--tune lr=0.001..0.3)"
+    )
+
+
 def check(plan: Plan) -> None:
     """Raises a `UserError` if there are no validation examples, or a field may not or cannot be searched."""
     trials, asked = plan.trials, plan.search
     if asked is None:
         if trials is not None:
-            raise UserError(f"trials={trials} searches nothing; say which fields, as in tune={{'lr': '0.001..0.3'}}")
+            raise UserError(no_fields(trials))
         return
     if not isinstance(asked, Mapping) or not asked:
         raise UserError(f"tune must be fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {asked!r}")
@@ -92,11 +108,10 @@ def check(plan: Plan) -> None:
                     dataclasses.replace(method, **{name: value})  # type: ignore[type-var]  # which checks the value
     if trials is not None:
         _optuna()
-    without = [c.id for c in plan.cast(plan.seeds[0]).clients if c.val is None]
-    if without:
+    if not any(c.val is not None for c in with_validation(plan.cast(plan.seeds[0]).clients, plan.seeds[0])):
         raise UserError(
-            f"hyper-parameters are searched on validation examples, and client {without[0]!r} has none; give val=... "
-            "(Client) or --data.val_fraction 0.2"
+            "hyper-parameters are searched on validation examples, and no client has any, or enough training examples to "
+            "hold some out; give val=... (Client), --data.val_fraction 0.2, or tune='none' (--tune none)"
         )
 
 
@@ -112,11 +127,15 @@ def _ends(name: str, values: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def search(
-    plan: Plan, methods: Mapping[str, Method], data: str
-) -> tuple[dict[str, Method], dict[str, Any], dict[str, Failure]]:
+def search(plan: Plan, methods: Mapping[str, Method]) -> tuple[dict[str, Method], dict[str, Any], dict[str, Failure]]:
     """The methods with what was found best for each, the search as `comparison.json` tells it, and the methods of which
-    each run of the search failed. `data` is the fingerprint of the clients of the first seed."""
+    each run of the search failed."""
+    cast = plan.cast(plan.seeds[0])
+    held_out = any(c.val is None for c in cast.clients)
+    searching = dataclasses.replace(cast, clients=with_validation(cast.clients, plan.seeds[0]), config={})
+    plan = dataclasses.replace(plan, cast=lambda seed: searching)
+    data = checks.fingerprint(searching.clients, searching.public)
+    sign = 1 if plan.metrics[0].higher_is_better else -1
     tried: dict[str, list[_Tried]] = {label: [] for label in methods}
     if plan.trials is None:
         combinations = [(label, fields) for label, method in methods.items() for fields in _grid(plan, method)]
@@ -129,18 +148,24 @@ def search(
             before = [one for runs in tried.values() for one in runs]
             known = max((len(one.scored) for one in (*wave, *before)), default=0)  # none if the methods are left out
             for one in wave:
-                studies[one.label].tell(one.validation if len(one.scored) == known else None)
+                whole = one.validation is not None and len(one.scored) == known
+                studies[one.label].tell(sign * one.validation if whole and one.validation is not None else None)
                 tried[one.label].append(one)
     found, failed, told = dict(methods), dict[str, Failure](), dict[str, Any]()
+    rounds: dict[str, int | None] = {}
+    losses: dict[str, list[list[float]]] = {}
+    edge = []
     everyone = max((one.scored for runs in tried.values() for one in runs), key=len, default=frozenset())
     for label, runs in tried.items():
         scored = [one for one in runs if one.validation is not None and one.scored == everyone]
         if runs and not scored:
             lost = RoundError(f"no run of the search has a validation score of every client (method {label})")
             failed[label] = next((one.failure for one in runs if one.failure is not None), lost)
-        best = max(scored, key=lambda one: one.validation or 0.0, default=None)
+        best = max(scored, key=lambda one: (sign * (one.validation or 0.0), -one.loss), default=None)
         if best is not None:
             found[label] = dataclasses.replace(methods[label], **best.fields)  # type: ignore[type-var]
+            rounds[label], losses[label] = best.round, [list(point) for point in best.losses]
+            edge += [f"{name} of {label}" for name in best.fields if _at_the_edge(name, best, runs)]
         told[label] = {
             "chosen": {} if best is None else best.fields,
             "runs": len(runs),
@@ -150,21 +175,53 @@ def search(
     most = max(entry["runs"] for entry in told.values())
     sentence = (
         f"{', '.join(plan.search or {})}, {how}: up to {most} {'run' if most == 1 else 'runs'} of {plan.settings.rounds} "
-        f"rounds with seed {plan.seeds[0]} for each method that has the fields, chosen by the mean validation score after "
-        "the last"
+        f"rounds with seed {plan.seeds[0]} for each method that has the fields, chosen by the best mean validation score"
     )
-    return found, {"told": sentence, "by": "validation", "methods": told}, failed
+    if held_out:
+        sentence += (
+            "; clients without validation examples held out a fifth of their training examples for the search, which also "
+            "chose the number of rounds, and train on all of them afterwards"
+        )
+    entry = {"told": sentence, "by": "validation", "methods": told, "edge": edge, "losses": losses}
+    return found, entry | ({"rounds": rounds} if held_out else {}), failed
+
+
+def _best(curve: Sequence[tuple[int, float]], sign: int) -> tuple[float | None, int | None]:
+    """The best score of a curve and its round. A score is the mean of an evaluated round and its two neighbours: the best of
+    many single rounds would be that of the method whose scores vary most.
+
+    >>> _best([(1, 0.5), (2, 0.9), (3, 0.4), (4, 0.7), (5, 0.8), (6, 0.75)], 1)
+    (0.75, 5)
+    """
+    smooth = [(sum(v for _, v in near) / len(near), number)
+              for k, (number, _) in enumerate(curve) if (near := curve[max(0, k - 1) : k + 2])]  # fmt: skip
+    inner = smooth[1:-1] or smooth
+    return max(inner, key=lambda one: (sign * one[0], -one[1]), default=(None, None))
+
+
+def _at_the_edge(name: str, best: "_Tried", runs: Sequence["_Tried"]) -> bool:
+    """Whether the best number is the smallest or the largest that was tried, of three or more."""
+    values = sorted({one.fields[name] for one in runs if _is_number(one.fields[name])})
+    return len(values) > 2 and best.fields[name] in (values[0], values[-1])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """A run of the search: its fields, and its mean validation score, over which clients, or why it has none. A client whose
-    training diverged has none, and a mean over the others would be rewarded for that."""
+    """A run of the search: its fields, the best mean validation score, at which round, with which validation loss, over
+    which clients, or why it has none; and the validation loss of each evaluated round. A client whose training diverged has
+    no score, and a mean over the others would be rewarded for that."""
 
     label: str
     fields: Fields
     validation: float | None
+    round: int | None
+    loss: float
     scored: frozenset[str]
+    losses: Sequence[tuple[int, float]]
     failure: Failure | None
 
 
@@ -175,13 +232,18 @@ def _played(plan: Plan, methods: Mapping[str, Method], tries: Sequence[tuple[str
         folder = None if plan.out is None else plan.out / TUNING / label / file_name(name)
         changed = dataclasses.replace(methods[label], **fields)  # type: ignore[type-var]
         jobs.append(Job(f"{label} with {name}", changed, seed, folder, data))
-    histories, failed = play(plan, jobs) if jobs else ({}, {})
-    column, found = f"val_{SCORE[plan.cast(seed).clients[0].task]}", []
+    played, failed = play(plan, jobs) if jobs else ({}, {})
+    name, found = plan.metrics[0].name, []
     for (label, fields), job in zip(tries, jobs, strict=True):
-        last = histories[job][-1] if job in histories else {"summary": {}, "clients": {}}
-        scored = frozenset(client for client, row in last["clients"].items() if row.get(column) is not None)
-        mean = last["summary"].get(column, {}).get("mean")
-        found.append(_Tried(label, fields, mean, scored, failed.get(job)))
+        history = played[job].history if job in played else [{"summary": {}, "clients": {}, "best_round": None}]
+        score, best = _best(means(history, f"val_{name}"), 1 if plan.metrics[0].higher_is_better else -1)
+        at = history[-1] if best is None else history[best - 1]
+        tested = [record["clients"] for record in history if record["summary"]]
+        scored = frozenset(c for c in at["clients"] if all(rows[c].get(f"val_{name}") is not None for rows in tested))
+        loss = at["summary"].get("val_loss", {}).get("mean")
+        losses = means(history, "val_loss") if job in played else []
+        worst = float("inf") if loss is None else loss
+        found.append(_Tried(label, fields, score, best, worst, scored, losses, failed.get(job)))
     return found
 
 
@@ -238,8 +300,8 @@ def _values(method: Method, name: str, values: Any) -> Any:
         return values
     own = getattr(method, name)
     if isinstance(own, bool) or not isinstance(own, int | float) or not own > 0:
-        raise UserError(f"{name} of a method is {own!r}, of which there is no third; give the values to try for {name}")
-    around = [own * factor for factor in (1 / 3, 1, 3)]
+        raise UserError(f"{name} of a method is {own!r}, of which there is no tenth; give the values to try for {name}")
+    around = [own * factor for factor in FACTORS]
     if isinstance(own, int):
         return sorted({max(1, round(value)) for value in around})
     return [float(f"{value:.4g}") for value in around]

@@ -164,8 +164,9 @@ def test_the_table_results_on_stdout_progress_on_stderr(polyfed, here):
     out, err = polyfed("run", "fedavg_digits", "--rounds", "2", "--workers", "0", "--out", "run")
     assert "accuracy on each client's own test examples, after round 2" in out
     assert re.search(r"client\s.*examples\s.*classes\s.*local\s.*fedavg\s.*gain", out)
-    assert len(re.findall(r"^\W*client-00\d\W+40\W+\d+\W+0\.\d{3}\W+0\.\d{3}\W+?[+-]0\.\d{3}", out, re.MULTILINE)) == 6
-    assert re.search(r"^\W*mean\W+40\W+\d\.\d\W+0\.\d{3}\W+0\.\d{3}\W+?[+-]0\.\d{3}", out, re.MULTILINE)
+    numbers = r"\d+\.\d %\W+\d+\.\d %\W+?[+-]\d+\.\d\W"
+    assert len(re.findall(rf"^\W*client-00\d\W+40\W+\d+\W+{numbers}", out, re.MULTILINE)) == 6
+    assert re.search(rf"^\W*mean\W+40\W+\d\.\d\W+{numbers}", out, re.MULTILINE)
     assert "Everything about this run is in run" in out
     assert [line.split(",")[0] for line in err.splitlines()] == [
         "fedavg: round 1/2", "fedavg: round 2/2", "local: round 1/2", "local: round 2/2",
@@ -203,8 +204,8 @@ def test_resume_of_a_finished_run_prints_its_table(polyfed):
 def test_list(polyfed, kind, names):
     out, err = polyfed("list", kind)
     assert err == ""
-    for text in (out, polyfed("list")[0]):
-        assert all(re.search(rf"^{name} +\S.*\S", text, re.MULTILINE) for name in names)
+    assert all(re.search(rf"^{name} +\S.*\S", out, re.MULTILINE) for name in names)
+    assert all(re.search(rf"^(\S+ +)*{name}( |$)", polyfed("list")[0], re.MULTILINE) for name in names)
 
 
 def test_list_says_what_a_method_requires(polyfed):
@@ -235,3 +236,30 @@ def test_fashion_mnist_from_debians_package(here):
     assert "fedprox: round 1/1" in done.stderr
     assert len(re.findall(r"client-00\d\W+50\W", done.stdout)) == 3
     assert yaml.safe_load((here / "run/config.yaml").read_text())["algorithm"]["mu"] == 0.1
+
+
+def test_metrics_and_the_round_to_keep(polyfed, here):
+    """Of a score that is no share, in its own unit; the lower is the better."""
+    words = ["--rounds", "3", "--workers", "0", "--data.val_fraction", "0.2", "--keep", "best"]
+    out, err = polyfed("run", "fedavg_digits", *words, "--metrics", "log_loss,balanced_accuracy", "--out", "run")
+    assert "log loss on each client's own test examples, after the round with the best validation score" in " ".join(
+        out.split()
+    )
+    lines = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
+    values = [line["summary"]["val_log_loss"]["mean"] for line in lines]
+    best = 1 + values.index(min(values))
+    assert lines[-1]["best_round"] == best
+    mean, other = (
+        json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["best_round"]
+        for folder in (here / "run", here / "run" / "baselines" / "local")
+    )
+    own = lines[mean - 1]["summary"]["log_loss"]["mean"]
+    alone = [json.loads(line) for line in (here / "run/baselines/local/metrics.jsonl").read_text().splitlines()]
+    base = alone[other - 1]["summary"]["log_loss"]["mean"]
+    assert re.search(rf"mean .*{base:.3f}\W+{own:.3f}\W+?{re.escape(f'{base - own:+.3f}')}", out)
+    assert f"log_loss {lines[2]['summary']['log_loss']['mean']:.3f}" in err
+    assert "balanced_accuracy" in lines[0]["clients"]["client-000"]
+    config = yaml.safe_load((here / "run/config.yaml").read_text())
+    assert (config["metrics"], config["keep"]) == (["log_loss", "balanced_accuracy"], "best")
+    again = polyfed("run", "run/config.yaml", "--out", "again")[0]
+    assert again[: again.index("fedavg: ")] == out[: out.index("fedavg: ")]

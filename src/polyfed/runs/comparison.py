@@ -3,29 +3,41 @@
 A comparison directory holds one run directory per method and seed, `METHOD/seed-K`, and
 
 - `comparison.yaml`, written before the first run: everything that decides results (methods with all fields, seeds, settings,
-  clients' fingerprints, the experiment), and `reading`, how results are read (budget and target);
+  metrics, clients' fingerprints, the experiment), and `reading`, how results are read (budget and target);
 - `comparison.json`, written when all runs are finished, as below. Paths in it are relative to the directory; scores are
   fractions as in `metrics.jsonl` (0.81, not 81); `null` is "not defined", a `Score` is a number or null.
 
 ```
 {
-  "format": 1,
+  "format": 2,
   "title": "quickstart",                     a name for headings
   "task": "classification",                  or "multilabel", "regression"
-  "score": "accuracy",                       or "auc", "r2"; higher is better
+  "score": "accuracy",                       the metric that decides
+  "score_label": "accuracy", "score_unit": "%" or "", "higher_is_better": true,
+  "level": 0.95,                             of all intervals of gains together
   "rounds": 20,                              of each run
   "seeds": [0, 1, 2],
-  "clients": ["client-000", ...],            sorted; the same ids in each seed
-  "same_clients": false,                     true: an id is the same client with the same data in each seed; only then are
-                                             there verdicts client by client. false: each seed deals the data anew
+  "clients": ["north", ...],                 sorted; the same ids in each seed
+  "same_clients": false,                     true: an id is the same participant in each seed; only then are there answers
+                                             client by client. false: each seed deals the data anew
+  "resplit": null | 5,                       how many times each client's examples were dealt anew, one seed each
   "class_names": ["0", ...] or null,
-  "data": {"0": {"client-000": {"train": 24, "test": 14, "classes": [3, 0, ...] or null}, ...}, "1": ...},   by seed
-  "budget": {"kind": "steps" | "bytes" | "seconds", "limit": null | number, "told": "a sentence"},
+  "data": {"0": {"north": {"train": 24, "test": 14, "classes": [3, 0, ...] or null}, ...}, "1": ...},   by seed
+  "budget": {"kind": "best" | "steps" | "bytes" | "seconds", "limit": null | number, "told": "a sentence"},
   "target": {"score": 0.81 or null, "told": "a sentence"},      mean of those of "to_target" below
   "reference": "local" or null,              label of the method that trains alone, which gains are over
   "best": "fedhenn",                         label of the best mean; null if no method has one
   "best_by": "validation" | "test",          what it was chosen on
-  "tests": {"clients": 8, "smallest_p": 0.0078, "told": "a sentence"},    what a test over so few clients can find
+  "leader": "fedhenn",                       the best beside the reference of those that had converged: answers are about it
+  "answers": [{"client": "north", "answer": "join" | "stay" | "undecided", "method": "fedhenn", "gain": Score,
+               "interval": [low, high] or null, "test_examples": 120, "sentence": "north: join with ..."}, ...],
+  "mean_answer": the same with "client": null; or null without a reference
+  "verdicts": ["mean over clients: ...", "north: join with fedhenn: ...", ...],      the sentences of these answers
+  "covers": [sentences: what is estimated, and what is not covered],
+  "warnings": [sentences for the top],
+  "convergence": {"local": {"converged": true | false | null, "told": "a sentence"}, ...},
+  "references": {"logistic_regression": {"told": "a sentence", "scores": {"north": Score, ...}, "mean": Score}, ...},
+  "predictions": true,                       whether predictions of the compared rounds were kept; without, no intervals
   "methods": {                               in the order of the table; by label, which is also the folder
     "local": {
       "name": "local",                       of the registry, or the class
@@ -33,9 +45,9 @@ A comparison directory holds one run directory per method and seed, `METHOD/seed
       "evaluated": "",                       what is scored, where fields decide; mostly empty
       "runs": {                              by seed, as text
         "0": {
-          "path": "local/seed-0" or null,    run directory (metrics.jsonl, models, analysis); null for a comparison in memory
+          "path": "local/seed-0" or null,    run directory (metrics.jsonl, models, predictions); null: kept in memory
           "round": 20 or null,               the compared round; null: not one evaluated round is within the budget
-          "scores": {"client-000": Score, ...},          per client at that round; empty where round is null
+          "scores": {"north": Score, ...},   per client at that round; empty where round is null
           "mean": Score,                     over clients; null if one lacks a score that another method has
           "validation": Score,               mean validation score at that round; null without validation examples
           "bytes": 123456, "seconds": 4.21,  down + up, and clients + server without evaluation, up to that round
@@ -43,30 +55,29 @@ A comparison directory holds one run directory per method and seed, `METHOD/seed
           "to_target": {"round": 8, "bytes": ..., "seconds": ...} or null      first evaluated round that reaches the target
         }, ...
       },
-      "statistics": {
-        "mean": Score, "interval": [low, high] or null,             over seeds, 95 %; null with one seed
-        "interval_by": "t" | "bootstrap" | null,
-        "worst": Score, "p10": Score, "p90": Score,                 over clients, mean over seeds
-        "gain": Score, "gain_interval": [low, high] or null,        over the reference, paired by seed
+      "statistics": {                        gains are positive where the method is better, whatever the score
+        "mean": Score, "interval": [low, high] or null,             over seeds and test examples, by itself
+        "worst": Score, "p10": Score, "p90": Score,                 over clients, mean over seeds; p10 is near the worst
+        "gain": Score, "gain_interval": [low, high] or null,        over the reference; together with those of other methods
         "gain_per_seed": [0.02, ...] or null,
-        "losers": 2 or null,                 participants whose score is below the reference's
+        "losers": 2 or null,                 participants whose score is worse than the reference's
         "participants": 8 or null,           clients, mean over seeds; if not the same clients, those of each seed
-        "p_reference": {"p": 0.0234, "holm": 0.047} or null,        Wilcoxon over clients against the reference
-        "p_best": {"p": ..., "holm": ...} or null,                  and against the best; null for the best itself
+        "p_reference": 0.047 or null,        of the mean gain over the reference, corrected for the number of methods
+        "p_best": 0.2 or null,               against the best, corrected for all pairs of methods; null for the best itself
         "rounds": [20, 20, 20],              compared round by seed
         "bytes": mean, "seconds": mean,
         "to_target": {"reached": 3, "round": mean, "bytes": mean, "seconds": mean}     means null unless all seeds reach it
-        "clients": {"client-000": {"mean": Score, "gain": Score, "gain_interval": [low, high] or null,
-                                   "verdict": "gains" | "loses" | "open" | null}, ...}       null: the reference itself,
-      }                                      clients that differ from seed to seed or lack a score in one, and one seed
-    }, ...
+        "clients": {"north": {"mean": Score, "gain": Score, "gain_interval": [low, high] or null, "p": 0.03 or null,
+                              "test_examples": 120, "verdict": "gains" | "loses" | "undecided" | null}, ...}
+      }                                      verdict null: the reference itself, clients that differ from seed to seed
+    }, ...                                   or lack a score in one. p and intervals of clients hold for all of them together
   },
   "left_out": {"fedavg": "fedavg needs one architecture, but ..."},       methods that the federation does not suit, and why
   "failed": {"fedprox": "round 3, ...: training diverged ..."},            methods of which a run failed, and why
-  "verdicts": ["client-000 gains 4.1 to 6.0 points with fedhenn", ...],    sentences for people
-  "notes": ["3 seeds: ..."],                                               what to bear in mind, sentences
-  "tuning": null or {"told": "a sentence", "by": "validation", "methods": {"fedavg": {"chosen": {"lr": 0.1}, "runs": 3,
-            "tried": [{"fields": {"lr": 0.1}, "validation": 0.8}, ...]}}}
+  "notes": ["...", ...],                                                   what else to bear in mind, sentences
+  "tuning": null or {"told": "a sentence", "by": "validation", "edge": ["lr of fedavg"], "methods": {"fedavg": {"chosen":
+            {"lr": 0.1}, "runs": 5, "tried": [{"fields": {"lr": 0.1}, "validation": 0.8}, ...]}},
+            "rounds": {"fedavg": 12}, "losses": {"fedavg": [[1, 0.9], ...]}}     rounds: chosen on held-out examples
 }
 ```
 """
@@ -82,7 +93,8 @@ import yaml
 from polyfed.errors import UserError
 from polyfed.runs.checkpoint import file_name
 from polyfed.runs.directory import plain, read_config, read_manifest, read_metrics, replace_file
-from polyfed.runs.summary import FORMAT, Budget, Reading
+from polyfed.runs.reading import Budget, Reading
+from polyfed.runs.summary import FORMAT
 
 DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
 
@@ -136,7 +148,7 @@ class Comparison:
                     "gain_low": gain_low,
                     "gain_high": gain_high,
                     "losers": found["losers"],
-                    **{name: found[name] and found[name]["holm"] for name in ("p_reference", "p_best")},
+                    **{name: found[name] for name in ("p_reference", "p_best")},
                     "megabytes": None if found["bytes"] is None else found["bytes"] / 2**20,
                     "seconds": found["seconds"],
                 }
@@ -187,7 +199,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
 def reading_of(description: Mapping[str, Any]) -> Reading:
     """How the results of a comparison were last read."""
     kept = description.get("reading") or {}
-    return Reading(Budget.parse(kept.get("budget", "steps")), kept.get("target"))
+    return Reading(Budget.parse(kept.get("budget", "best")), kept.get("target"))
 
 
 def keep_description(folder: Path, description: Mapping[str, Any], reading: Reading) -> None:
