@@ -247,7 +247,7 @@ def check_run(polyfed, name, variant, *words):
         assert len(rows) == config["data"]["clients"] - config["data"]["newcomers"]
         assert all(0 <= row["accuracy"] <= 1 for row in rows)
         if read_config(path)["algorithm"]["name"] == "fedhenn_homo":
-            assert all("global_accuracy" in row for row in rows)
+            assert all("server_accuracy" in row for row in rows)
 
 
 def test_a_run_of_one_round(polyfed):

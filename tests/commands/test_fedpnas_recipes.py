@@ -117,7 +117,7 @@ def test_the_papers_protocol(name, variant, experiment):
     _, images, channels = SETTINGS[name, variant]
     assert found.split.examples_per_client is None
     assert round(found.split.test_fraction * images) == 2000
-    assert (found.split.balanced_test, found.split.public_fraction, found.augment) == (0, 0, False)
+    assert (found.split.global_test, found.split.public_fraction, found.augment) == (0, 0, False)
     assert (settings.rounds, settings.sample) == (1000, 1.0)
     assert (method.batch_size, method.optimizer, method.lr, method.local_steps) == (48, "adam", 0.002, 10)
     assert (method.channels, method.base_cells, method.personal_cells, method.stem_stride) == (channels, 3, 1, 1)
@@ -226,7 +226,7 @@ def check_run(polyfed, name, variant, *words):
         assert len(rows) == 5
         assert all(0 <= row["accuracy"] <= 1 for row in rows)
         adapts = read_config(path)["algorithm"]["name"] in ("fedpnas", "ca_fedpnas")
-        assert all(("global_accuracy" in row) == adapts for row in rows)
+        assert all(("server_accuracy" in row) == adapts for row in rows)
         assert len(list((polyfed.here / path / "models").glob("*.safetensors"))) == 5
 
 

@@ -137,7 +137,7 @@ def test_every_choice_is_a_whole_configuration(name, scale, variant, experiment)
     found = experiment(name, scale, variant)
     split, config = found.split, found.config
     assert config["data"]["name"] == ("digits" if scale == "smoke" else config["data"]["name"])
-    assert split.balanced_test == {"paper": -1, "cpu": 1000, "smoke": 100}[scale]
+    assert split.global_test == {"paper": -1, "cpu": 1000, "smoke": 100}[scale]
     assert widths(found) == {{"paper": 64, "cpu": 8, "smoke": 4}[scale]}
     assert split.newcomers == (name in NEWCOMERS)
     assert split.clients % len(found.models) == 0  # "an even distribution of the different architectures"
@@ -278,7 +278,7 @@ def test_table_5_deals_training_and_test_images_alike(experiment):
             np.bincount(part.labels.numpy(), minlength=10) / len(part) for part in (client.train, client.test)
         )
         assert abs(train - test).max() < 0.1
-        assert (client.balanced_test.labels.bincount(minlength=10) > 5).all()
+        assert (client.global_test.labels.bincount(minlength=10) > 5).all()
     assert max(np.bincount(c.train.labels.numpy()).max() / len(c.train) for c in clients) > 0.4
 
 
@@ -348,7 +348,7 @@ def test_client_k_has_architecture_k_mod_4(name, experiment):
     assert {client.model.arguments.get("stem") for client in there.clients} == {
         "xray" if name == "flha_table3" else "cifar"
     }
-    assert {(len(client.train), len(client.balanced_test)) for client in there.clients} == {(20, 100)}
+    assert {(len(client.train), len(client.global_test)) for client in there.clients} == {(20, 100)}
 
 
 @pytest.mark.parametrize("name", GHN)
@@ -356,7 +356,7 @@ def test_without_cifar_fashion_mnist_takes_its_place(name):
     """As the comments say; the split stays."""
     config = read(name).configuration("cpu")
     parsed = options.parse(["--data", "fashion_mnist", "--data.path", "F"], config, "polyfed run")["data"]
-    kept = ("clients", "examples_per_client", "test_fraction", "balanced_test", "newcomers")
+    kept = ("clients", "examples_per_client", "test_fraction", "global_test", "newcomers")
     given = {**options.parse([], config, "polyfed run")["data"]}
     assert {key: parsed[key] for key in kept} == {key: given[key] for key in kept}
     assert (parsed["name"], parsed["path"], parsed["partition"]) == ("fashion_mnist", "F", given["partition"])

@@ -1,48 +1,69 @@
 """What the command `report` does: the last scores of runs, what their methods have to show beside them, and all of it on a
 page."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from polyfed.commands.experiment import Participants, from_config, participants
 from polyfed.errors import UserError
-from polyfed.report.gathering import Setting, gather
+from polyfed.report.gathering import Line, Setting, gather
 from polyfed.report.html import paragraphs
-from polyfed.report.page import Beside, render
+from polyfed.report.page import render
+from polyfed.report.predictions import read_outcomes
 from polyfed.report.records import Told
+from polyfed.report.sections import Beside
+from polyfed.report.words import many
 from polyfed.runs.checkpoint import file_name
 from polyfed.runs.directory import read_manifest, replace_file
 
 FOLDER = "report"  # of the run directory, for the pictures
 PAGE = "report.html"
-MOST = 12  # pictures of one kind; on the page, of all runs together
+MOST = 12  # clients on the terminal, and pictures of one kind; on the page, of all runs together
 _COLUMNS = 8  # clients side by side in a table
 
 
-def show(folders: Sequence[Path], console: Console | None = None, *, out: Path | None = None) -> None:
-    """Prints a table of runs, of their baselines and of comparisons, writes each method's pictures into `report/` of its run
-    directory, and a page with everything.
+def show(
+    folders: Sequence[Path],
+    console: Console | None = None,
+    *,
+    out: Path | None = None,
+    subgroups: Sequence[str] = (),
+) -> None:
+    """Prints the scores of runs, of their baselines and of comparisons: a row for each method, and the first clients; writes
+    each method's pictures into `report/` of its run directory, and a page with everything.
 
     Args:
         folders: run directories, or those of `polyfed compare`.
         console: where to print; standard output by default.
         out: the page; None for `report.html` in the first folder.
+        subgroups: columns of the test examples, such as "sex", by which the page tells scores.
 
     Raises:
-        UserError: a folder is neither, its run has not been evaluated yet, or the page cannot be written.
+        UserError: a folder is neither, its run has not been evaluated yet, its test examples have no column of
+            `subgroups`, or the page cannot be written.
     """
     console = console or Console()
     settings, notes = gather(folders)
-    console.print(_scores(settings))
+    for setting in settings:
+        console.print(_methods(setting))
+        console.print(_clients(setting, console))
     # The page gets fewer clients and layers of each run where many runs have such pictures.
     shown = sum(line.runs[0].method in _VIEWS for setting in settings for line in setting.lines)
     most = max(1, MOST // max(1, shown))
-    beside = [_beside(setting, f"v{k}", most, console) for k, setting in enumerate(settings)]
+    beside = [
+        _with_predictions(_beside(setting, f"v{k}", most, console), setting, subgroups)
+        for k, setting in enumerate(settings)
+    ]
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True, markup=False)
     names = [folder.resolve().name for folder in folders]
@@ -55,21 +76,71 @@ def show(folders: Sequence[Path], console: Console | None = None, *, out: Path |
     console.print(f"Everything on one page: {page}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _scores(settings: Sequence[Setting]) -> Table:
-    table = Table(title="scores on each client's own test examples", title_justify="left")
-    table.add_column("run")
+def _methods(setting: Setting) -> Table:
+    """One row a method: the mean over clients and seeds, who is worst off, and what it took."""
+    title = f"{setting.title}: {setting.scale.label} on each client's own test examples"
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("method")
-    for column in ("round", "score", "mean", "worst client", "best client", "MB"):
+    several = len(setting.seeds) > 1
+    for column in (*(["seeds"] if several else []), "round", "mean", "worst client", "MB a run" if several else "MB"):
         table.add_column(column, justify="right")
-    for setting in settings:
-        for run in (run for line in setting.lines for run in line.runs):
-            values = [value for value in run.final.values() if value is not None]
-            numbers = (
-                [f"{value:.3f}" for value in (sum(values) / len(values), min(values), max(values))] if values else "–––"
-            )
-            cells = [str(run.folder or ""), run.method, str(run.round), run.score, *numbers, f"{run.spent[0]:.1f}"]
-            table.add_row(*cells)
+    for line in setting.lines:
+        known = {name: value for name, value in setting.scores(line).items() if not math.isnan(value)}
+        worst = min(known, key=lambda name: known[name], default=None)
+        rounds = sorted({run.round for run in line.runs})
+        table.add_row(
+            escape(line.label),
+            *([str(len(line.runs))] if several else []),
+            "–".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))),
+            _number(setting.mean(line)),
+            "–" if worst is None else f"{known[worst]:.3f} ({escape(worst)})",
+            f"{fmean(run.spent[0] for run in line.runs):.1f}",
+        )
     return table
+
+
+def _clients(setting: Setting, console: Console) -> Table:
+    """One row a client, of the first ones, with as many methods side by side as the terminal has room for; training alone
+    is always among them. Where a seed deals the data anew, the clients are those of the first."""
+    others = [line for line in setting.lines if line is not setting.local]
+    alone = [] if setting.local is None else [setting.local]
+    for number in range(min(len(others), _COLUMNS), -1, -1):
+        lines = [*others[:number], *alone] or others[:1]
+        table = _side_by_side(setting, lines)
+        if Measurement.get(console, console.options.update(max_width=10**4), table).maximum <= console.width:
+            break
+    return table
+
+
+def _side_by_side(setting: Setting, lines: Sequence[Line]) -> Table:
+    dealt = not setting.same_clients and len(setting.seeds) > 1
+    columns = [
+        next(({**run.final} for run in line.runs if run.seed == setting.seeds[0]), {})
+        if dealt
+        else setting.scores(line)
+        for line in lines
+    ]
+    names = sorted({name for column in columns for name in column})
+    left = len(names) - MOST
+    missing = len(setting.lines) - len(lines)
+    more = [f"{many(left, 'more client')}"] if left > 0 else []
+    more += [many(missing, "more method")] if missing else []
+    table = Table(
+        title=f"each client{f', of seed {setting.seeds[0]}' if dealt else ''}",
+        title_justify="left",
+        caption=f"and {' and '.join(more)} on the page" if more else None,
+        caption_justify="left",
+    )
+    table.add_column("client")
+    for line in lines:
+        table.add_column(escape(line.label), justify="right")
+    for name in names[:MOST]:
+        table.add_row(escape(name), *(_number(column.get(name)) for column in columns))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
 # -- beside the scores ------------------------------------------------------------------------------------------------
@@ -110,6 +181,14 @@ def _beside(setting: Setting, key: str, most: int, console: Console) -> Beside:
     mine = {client.id: found.classes[client.id] for client in found.clients}
     more = "" if len(setting.seeds) == 1 else f"Seed {runs[0].seed}; the others deal the same data in their own draw."
     return Beside({runs[0].seed: mine}, found.pool.class_names, more, views)
+
+
+def _with_predictions(beside: Beside, setting: Setting, subgroups: Sequence[str]) -> Beside:
+    found, why = read_outcomes(setting, beside.class_names or None)
+    if found is None and subgroups:
+        raise UserError(f"--subgroup {subgroups[0]!r}: {why.rstrip('.')}; leave it out")
+    # Runs by themselves need not say what only comparisons are looked at for.
+    return replace(beside, outcomes=found, no_outcomes=why if setting.results else "", subgroups=tuple(subgroups))
 
 
 def _participants(run: Told) -> tuple[Participants | None, str]:

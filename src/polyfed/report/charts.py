@@ -92,10 +92,10 @@ def line_chart(
     xs = [x for c in known for x in c.x if math.isfinite(x)]
     ys = [v for c in known for values in (c.y, c.low, c.high) for v in values if math.isfinite(v)]
     if not ys:
-        return _empty(key, title, "no score is defined: these trainings diverged")
+        return empty(key, title, "no score is defined: these trainings diverged")
     x0, x1 = (0.0, max(xs, default=1.0) or 1.0)
-    ticks_y = _ticks(min(ys), max(ys))
-    left = round(max(_width(_tick(tick, unit)) for tick in ticks_y)) + 26
+    ticks_y = ticks_of(min(ys), max(ys))
+    left = round(max(width_of(tick_text(tick, unit)) for tick in ticks_y)) + 26
     y0, y1 = min(ticks_y[0], min(ys)), max(ticks_y[-1], max(ys))
 
     def px(x: float) -> float:
@@ -107,13 +107,13 @@ def line_chart(
     parts = []
     for tick in ticks_y:
         parts.append(f'<path class="grid" d="M{left} {py(tick):.1f}H{WIDTH - right}"/>')
-        parts.append(_text(left - 6, py(tick) + 4, _tick(tick, unit), "end"))
-    for tick in _ticks(x0, x1, whole=whole):
+        parts.append(text_at(left - 6, py(tick) + 4, tick_text(tick, unit), "end"))
+    for tick in ticks_of(x0, x1, whole=whole):
         if x0 <= tick <= x1:
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
-            parts.append(_text(px(tick), height - bottom + 16, _tick(tick, ""), "middle"))
-    parts.append(_text((left + WIDTH - right) / 2, height - 6, x_label, "middle"))
-    parts.append(_text(-(top + height - bottom) / 2, 11, y_label, "middle", turned=True))
+            parts.append(text_at(px(tick), height - bottom + 16, tick_text(tick, ""), "middle"))
+    parts.append(text_at((left + WIDTH - right) / 2, height - 6, x_label, "middle"))
+    parts.append(text_at(-(top + height - bottom) / 2, 11, y_label, "middle", turned=True))
     for position, curve in enumerate(curves):
         parts.append(f'<g data-line="{position}" class="s{curve.style % COLOURS} d{curve.style // COLOURS % 3}">')
         points = [(px(x), py(y), py(a), py(b)) if math.isfinite(x + y) else None
@@ -135,18 +135,19 @@ def line_chart(
         parts.append("</g>")
     parts.append(f'<path class="cross" d="M0 {top}V{height - bottom}"/>')
     box = f' data-box="{left} {WIDTH - right} {top} {height - bottom} {x0} {x1} {y0} {y1}"'
-    told = f"{len(curves)} lines over {x_label}, from {_tick(x0, '')} to {_tick(x1, '')}; the values are in the table below."
-    return _svg(key, title, told, height, parts, box)
+    ends = f"from {tick_text(x0, '')} to {tick_text(x1, '')}"
+    told = f"{len(curves)} lines over {x_label}, {ends}; the values are in the table below."
+    return image(key, title, told, height, parts, box)
 
 
 def bar_chart(bars: Sequence[Bar], *, key: str, title: str, x_label: str, unit: Unit = "", signed: bool = False) -> str:
     """Bars from 0, one below the other in the order given; thin and without labels where they are many."""
     shown = [bar for bar in bars if math.isfinite(bar.value)]
     if not shown:
-        return _empty(key, title, "nothing is known of any of them")
+        return empty(key, title, "nothing is known of any of them")
     labelled = len(shown) <= _LABELLED
     labels = [shortened(bar.label, 18) for bar in shown] if labelled else []
-    left = round(max(map(_width, labels), default=10)) + 10
+    left = round(max(map(width_of, labels), default=10)) + 10
     step, top, bottom = (20 if labelled else max(2.0, min(6.0, 600 / len(shown)))), 6, 42
     height = round(top + step * len(shown) + bottom)
     low = min(0.0, *(bar.low for bar in shown), *(bar.value for bar in shown))
@@ -160,11 +161,11 @@ def bar_chart(bars: Sequence[Bar], *, key: str, title: str, x_label: str, unit: 
         return left + room_left + (x - low) / (high - low) * (WIDTH - left - room_left - room_right)
 
     parts = []
-    for tick in _ticks(low, high, most=4):
+    for tick in ticks_of(low, high, most=4):
         if low <= tick <= high:
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
-            parts.append(_text(px(tick), height - bottom + 15, _tick(tick, unit, signed), "middle"))
-    parts.append(_text((left + WIDTH) / 2, height - 6, x_label, "middle"))
+            parts.append(text_at(px(tick), height - bottom + 15, tick_text(tick, unit, signed), "middle"))
+    parts.append(text_at((left + WIDTH) / 2, height - 6, x_label, "middle"))
     for k, bar in enumerate(shown):
         y, a, b = top + k * step, *sorted((px(0), px(bar.value)))
         spread = (
@@ -181,17 +182,17 @@ def bar_chart(bars: Sequence[Bar], *, key: str, title: str, x_label: str, unit: 
         if bar.low != bar.high:
             parts.append(f'<path class="whisker" d="M{px(bar.low):.1f} {y + step / 2:.1f}H{px(bar.high):.1f}"/>')
         if labelled:
-            parts.append(_text(left - 6, y + step / 2 + 4, labels[k], "end"))
+            parts.append(text_at(left - 6, y + step / 2 + 4, labels[k], "end"))
             end = max(b, px(bar.high)) + 4 if bar.value >= 0 else min(a, px(bar.low)) - 4
             parts.append(
-                _text(end, y + step / 2 + 4, _value(bar.value, unit, signed), "start" if bar.value >= 0 else "end")
+                text_at(end, y + step / 2 + 4, bare(bar.value, unit, signed), "start" if bar.value >= 0 else "end")
             )
         parts.append("</g>")
     if not labelled:
-        parts.append(_text(-(top + height - bottom) / 2, 11, f"{len(shown)} clients", "middle", turned=True))
+        parts.append(text_at(-(top + height - bottom) / 2, 11, f"{len(shown)} clients", "middle", turned=True))
     parts.append(f'<path class="axis" d="M{px(0):.1f} {top}V{height - bottom}"/>')
     told = f"{len(shown)} bars, from {number(shown[0].value, unit, signed)} to {number(shown[-1].value, unit, signed)}."
-    return _svg(key, title, told, height, parts)
+    return image(key, title, told, height, parts)
 
 
 def heat_map(
@@ -223,31 +224,33 @@ def heat_map(
 
     known = values[np.isfinite(values)]
     if not known.size:
-        return _empty(key, title, "no value is defined")
+        return empty(key, title, "no value is defined")
     high = max(float(known.max()) if high is None else high, low + 1e-9)
     share = np.clip((np.nan_to_num(values, nan=low) - low) / (high - low), 0, 1)
     share = np.sqrt(share) if root else share
     palette = np.rint(colormaps["viridis"](np.linspace(0, 1, 256))[:, :3] * 255).astype(np.uint8)
     pixels = palette[np.rint(share * 255).astype(int)]  # (R, C, 3)
-    left = round(max(_width(shortened(name)) for name in rows)) + 8
+    left = round(max(width_of(shortened(name)) for name in rows)) + 8
     wide = (WIDTH - left - 6) / len(columns)
-    longest = max(_width(shortened(name)) for name in columns)
+    longest = max(width_of(shortened(name)) for name in columns)
     upright = longest + 4 > wide
     tall = min(wide, 22.0) if len(rows) <= 60 else max(1.5, 700 / len(rows)) if len(rows) > 100 else 8.0
     tall = max(tall, 14.0) if len(rows) <= 30 else tall
     below = round(longest) + 10 if upright else 18
     top, inside = 20, tall * len(rows)
     height = round(top + inside + below + 50)
-    parts = [_text(2, 12, f"{y_label} ↓", "start")]
+    parts = [text_at(2, 12, f"{y_label} ↓", "start")]
     every = math.ceil(11 / tall)
     parts += [
-        _text(left - 4, top + (k + 0.5) * tall + 4, shortened(rows[k]), "end") for k in range(0, len(rows), every)
+        text_at(left - 4, top + (k + 0.5) * tall + 4, shortened(rows[k]), "end") for k in range(0, len(rows), every)
     ]
     every = math.ceil((12 if upright else 1) / wide)
     for k in range(0, len(columns), every):
         x, y = left + (k + 0.5) * wide, top + inside + (6 if upright else 14)
         anchor: Literal["end", "middle"] = "end" if upright else "middle"
-        parts.append(_text(x + (4 if upright else 0), y, shortened(columns[k]), anchor, turned=upright, pivot=upright))
+        parts.append(
+            text_at(x + (4 if upright else 0), y, shortened(columns[k]), anchor, turned=upright, pivot=upright)
+        )
     if values.size <= _CELLS:
         write = values.size <= _WRITTEN and wide >= 19
         for (r, c), value in np.ndenumerate(values):
@@ -272,18 +275,18 @@ def heat_map(
             f'<image href="{picture(pixels)}" x="{left}" y="{top}" width="{WIDTH - left - 6}" height="{inside:.1f}" '
             'preserveAspectRatio="none" class="pixels"/>'
         )
-    parts.append(_text((left + WIDTH) / 2, top + inside + below + 14, x_label, "middle"))
+    parts.append(text_at((left + WIDTH) / 2, top + inside + below + 14, x_label, "middle"))
     scale = picture(palette[None, ::4])
     base = height - 14
     parts.append(
         f'<image href="{scale}" x="{left + 60}" y="{base}" width="140" height="9" preserveAspectRatio="none"/>'
     )
     ends = [f"{end:.0f}" if whole else f"{end:.2g}" for end in (low, high)]
-    parts += [_text(left + 55, base + 9, ends[0], "end"), _text(left + 205, base + 9, ends[1], "start")]
+    parts += [text_at(left + 55, base + 9, ends[0], "end"), text_at(left + 205, base + 9, ends[1], "start")]
     told = (
         f"{len(rows)} by {len(columns)}, colours from {ends[0]} to {ends[1]}{', by the square root' if root else ''}."
     )
-    return _svg(key, title, told, height, parts)
+    return image(key, title, told, height, parts)
 
 
 def picture(pixels: NDArray[np.uint8]) -> str:
@@ -295,14 +298,15 @@ def picture(pixels: NDArray[np.uint8]) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _svg(key: str, title: str, told: str, height: float, parts: Sequence[str], more: str = "") -> str:
+def image(key: str, title: str, told: str, height: float, parts: Sequence[str], more: str = "") -> str:
+    """Parts of a drawing as an SVG element with a title and a description, whose ids begin with `key`."""
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="{key}-t {key}-d"{more}>'
         f'<title id="{key}-t">{escape(title)}</title><desc id="{key}-d">{escape(told)}</desc>{"".join(parts)}</svg>'
     )
 
 
-def _width(text: str) -> float:
+def width_of(text: str) -> float:
     """Units that a text takes, rather too many than too few: fonts differ."""
     wide = sum(12.0 for letter in text if unicodedata.east_asian_width(letter) in "WF")
     return wide + sum(
@@ -310,11 +314,12 @@ def _width(text: str) -> float:
     )
 
 
-def _empty(key: str, title: str, why: str) -> str:
-    return _svg(key, title, why, 60, [_text(WIDTH / 2, 34, f"Nothing to draw: {why}.", "middle")])
+def empty(key: str, title: str, why: str) -> str:
+    """A drawing that says why there is none."""
+    return image(key, title, why, 60, [text_at(WIDTH / 2, 34, f"Nothing to draw: {why}.", "middle")])
 
 
-def _text(
+def text_at(
     x: float,
     y: float,
     text: str,
@@ -328,7 +333,8 @@ def _text(
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(text)}</text>'
 
 
-def _ticks(low: float, high: float, *, whole: bool = False, most: int = 5) -> list[float]:
+def ticks_of(low: float, high: float, *, whole: bool = False, most: int = 5) -> list[float]:
+    """Round numbers that span an interval."""
     from matplotlib.ticker import MaxNLocator
 
     if low == high:
@@ -338,13 +344,15 @@ def _ticks(low: float, high: float, *, whole: bool = False, most: int = 5) -> li
     return [float(tick) for tick in found]
 
 
-def _tick(value: float, unit: Unit, signed: bool = False) -> str:
+def tick_text(value: float, unit: Unit, signed: bool = False) -> str:
+    """A round number of an axis."""
     value = 0.0 if abs(value) < 1e-12 else value
     text = f"{100 * value if unit == '%' else value:{'+' if signed and value else ''}.4g}".replace("-", "−")
     return f"{text} %" if unit == "%" and not signed else text
 
 
-def _value(value: float, unit: Unit, signed: bool) -> str:
+def bare(value: float, unit: Unit, signed: bool) -> str:
+    """As `number`, without the sign for per cent."""
     return number(value, unit, signed).removesuffix(" %")
 
 

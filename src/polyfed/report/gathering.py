@@ -12,7 +12,9 @@ from typing import Any, final
 import numpy as np
 
 from polyfed.errors import UserError
+from polyfed.report.answers import read_answers, read_mean
 from polyfed.report.records import DIGITS, Told, mean, read_run
+from polyfed.report.scale import Scale, scale_of
 from polyfed.runs import comparison
 from polyfed.runs.directory import read_config, read_manifest
 
@@ -66,7 +68,8 @@ class Line:
 @final
 @dataclass(frozen=True, eq=False)
 class Gain:
-    """What a participant's score gains over training alone: the mean over seeds, and the lowest and highest of them."""
+    """What a participant's score gains over training alone, positive where it is better, whichever way the score counts: the
+    mean over seeds, and the lowest and highest of them."""
 
     client: str
     mean: float
@@ -81,7 +84,7 @@ class Setting:
 
     Attributes:
         title: what the data are.
-        score: of all lines.
+        scale: the score of all lines.
         same_clients: whether an id is the same client with the same data in each seed. Otherwise each client of each seed
             is a participant of its own.
         lines: at least one.
@@ -90,7 +93,7 @@ class Setting:
     """
 
     title: str
-    score: str
+    scale: Scale
     same_clients: bool
     lines: tuple[Line, ...]
     results: Mapping[str, Any]
@@ -135,6 +138,18 @@ class Setting:
             return math.nan if found is None else round(found, DIGITS)
         return mean([value for run, value in zip(line.runs, line.means, strict=True) if run in self.counted(line)])
 
+    def rank(self, line: Line) -> float:
+        """Higher for a better mean, whichever way the score counts; lowest of all without one."""
+        found = self.mean(line)
+        return -math.inf if math.isnan(found) else self.scale.better(found)
+
+    @cached_property
+    def leader(self) -> Line | None:
+        """The best of the methods beside training alone; None if there is no other with a mean."""
+        others = [line for line in self.lines if line is not self.local and self.rank(line) > -math.inf]
+        named = [line for line in others if line.label == (self.results.get("leader") or self.results.get("best"))]
+        return max(named or others, key=self.rank, default=None)
+
     def scores(self, line: Line) -> dict[str, float]:
         """Of each participant, its score; the mean over the counted seeds where it is in several. NaN without any."""
         found: dict[str, list[float | None]] = {}
@@ -154,7 +169,7 @@ class Setting:
             for client, value in run.final.items():
                 base = alone.get(run.seed, {}).get(client)
                 if value is not None and base is not None:
-                    found.setdefault(self.participant(client, run.seed), []).append(value - base)
+                    found.setdefault(self.participant(client, run.seed), []).append(self.scale.better(value - base))
         gains = [Gain(name, mean(values), min(values), max(values)) for name, values in found.items()]
         return sorted(gains, key=lambda gain: (-gain.mean, gain.client))
 
@@ -210,7 +225,7 @@ def _question(run: Told) -> str:
     kept = {key: value for key, value in run.config.items() if key not in _ASIDE}
     if "data" not in kept and run.folder is not None:  # the clients were made in Python
         kept["fingerprint"] = read_manifest(run.folder).get("data_fingerprint")
-    return json.dumps([run.score, sorted(run.final), kept], sort_keys=True, default=str)
+    return json.dumps([run.scale.name, sorted(run.final), kept], sort_keys=True, default=str)
 
 
 def _setting(runs: Sequence[Told]) -> Setting:
@@ -225,7 +240,7 @@ def _setting(runs: Sequence[Told]) -> Setting:
     lines.sort(key=lambda line: line.runs[0].method == _LOCAL)
     dealt = "data" in runs[0].config  # by a draw from the seed
     alone = next((line.label for line in lines if line.runs[0].method == _LOCAL), None)
-    return Setting(_title(runs[0].config), runs[0].score, not dealt, tuple(lines), {}, alone)
+    return Setting(_title(runs[0].config), runs[0].scale, not dealt, tuple(lines), {}, alone)
 
 
 def _fields(run: Told) -> dict[str, Any]:
@@ -262,7 +277,7 @@ def _comparing(folder: Path, runs: Sequence[Told]) -> Setting:
     lines = [Line(label, tuple(sorted(found, key=lambda run: run.seed)), {}) for label, found in labels.items()]
     lines.sort(key=lambda line: line.label == known.get("reference"))
     return Setting(
-        str(known.get("title", folder.name)), runs[0].score, bool(known.get("same_clients")), tuple(lines), {},
+        str(known.get("title", folder.name)), runs[0].scale, bool(known.get("same_clients")), tuple(lines), {},
         known.get("reference"),
     )  # fmt: skip
 
@@ -271,16 +286,19 @@ def _compared(folder: Path, notes: list[str]) -> Setting:
     """The setting of a finished comparison; of each run that cannot be looked into there is a note."""
     content = comparison.read(folder).content
     try:
+        told = {name: content.get(f"score_{name}") for name in ("label", "unit")}
+        scale = scale_of(content["score"], {**told, "higher_is_better": content.get("higher_is_better")})
         lines = [
             Line(label, runs, method["statistics"])
             for label, method in content["methods"].items()
-            if (runs := tuple(_compared_runs(folder, content, method, notes)))
+            if (runs := tuple(_compared_runs(folder, content, scale, method, notes)))
         ]
         _ = [content[name] for name in ("notes", "verdicts", "left_out", "best", "best_by", "tuning")]
-        _ = [content[name]["told"] for name in ("budget", "target", "tests")]
+        _ = [content[name]["told"] for name in ("budget", "target")]
+        _ = [read_answers(content), read_mean(content)]
         lines.sort(key=lambda line: line.label == content["reference"])
         alike = bool(content["same_clients"])
-        found = Setting(content["title"], content["score"], alike, tuple(lines), content, content["reference"])
+        found = Setting(content["title"], scale, alike, tuple(lines), content, content["reference"])
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(
             f"{folder / comparison.RESULTS} is damaged ({type(error).__name__}: {error}); make it again: polyfed compare "
@@ -293,7 +311,7 @@ def _compared(folder: Path, notes: list[str]) -> Setting:
 
 
 def _compared_runs(
-    folder: Path, content: Mapping[str, Any], method: Mapping[str, Any], notes: list[str]
+    folder: Path, content: Mapping[str, Any], scale: Scale, method: Mapping[str, Any], notes: list[str]
 ) -> Iterator[Told]:
     for seed, run in sorted(method["runs"].items(), key=lambda item: int(item[0])):
         if run["round"] is None:
@@ -312,6 +330,6 @@ def _compared_runs(
             for number, score, moved, seconds in run["curve"]
         )
         yield Told(
-            path if known else None, config, method["name"], int(seed), content["score"], content["rounds"],
+            path if known else None, config, method["name"], int(seed), scale, content["rounds"],
             curve[-1][0], run["round"], run["scores"], curve,
         )  # fmt: skip

@@ -87,6 +87,16 @@ def switch(key: str, label: str, panels: Mapping[str, str]) -> str:
     return f'<fieldset class="control"><legend>{escape(label)}</legend>{buttons}</fieldset>{"".join(parts)}'
 
 
+def fold(heading: str, content_html: str, *, opened: bool = False) -> str:
+    """A section that opens at its heading; what is closed is not printed.
+
+    >>> fold("a<b", "<p>c</p>")
+    '<details class="part"><summary><h3>a&lt;b</h3></summary><p>c</p></details>'
+    """
+    shown = " open" if opened else ""
+    return f'<details class="part"{shown}><summary><h3>{escape(heading)}</h3></summary>{content_html}</details>'
+
+
 def data(identifier: str, content: Any) -> str:
     """JSON inside a script element, which no text in it can end.
 
@@ -107,12 +117,13 @@ def swatch(style: int) -> str:
     )
 
 
-def legend(labels: Sequence[str]) -> str:
-    """Labels of the lines of a chart in which there is nothing to choose."""
+def legend(labels: Sequence[str], styles: Sequence[int] | None = None) -> str:
+    """Labels of the lines of a chart in which there is nothing to choose; without styles they are counted from 0."""
+    numbers = range(len(labels)) if styles is None else styles
     return "".join(
         [
             '<p class="control legend">',
-            *(f"<span>{swatch(k)}{escape(label)}</span>" for k, label in enumerate(labels)),
+            *(f"<span>{swatch(k)}{escape(label)}</span>" for k, label in zip(numbers, labels, strict=True)),
             "</p>",
         ]
     )

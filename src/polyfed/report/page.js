@@ -55,7 +55,7 @@
     return [...new Set(found.filter((x) => x !== null))].sort((a, b) => a - b);
   };
   const point = (chart, x) => {
-    const svg = chart.querySelector("svg"), { unit, lines } = data[chart.dataset.chart], axis = chart.dataset.axis;
+    const svg = chart.querySelector("svg"), { unit, up, lines } = data[chart.dataset.chart], axis = chart.dataset.axis;
     const [left, right, , , x0, x1] = svg.dataset.box.split(" ").map(Number);
     const rows = [];
     lines.forEach((line, at) => {
@@ -72,7 +72,7 @@
       rows.push([line.mean[best], `${line.label}: ${told(line.mean[best], unit)}${spread}${where}`]);
     });
     if (!rows.length) return hide();
-    rows.sort((a, b) => b[0] - a[0]);
+    rows.sort((a, b) => (up === false ? a[0] - b[0] : b[0] - a[0])); // the best first
     const at = left + ((x - x0) / (x1 - x0)) * (right - left), cross = svg.querySelector(".cross");
     cross.setAttribute("transform", `translate(${at} 0)`);
     cross.style.visibility = "visible";
@@ -112,17 +112,5 @@
       else if (!event.target.closest?.("[data-box]")) hide();
     });
   }
-  // Paper opens nothing: all is open while it prints, and then as before.
-  const opened = new Set();
-  addEventListener("beforeprint", () => {
-    for (const one of document.querySelectorAll("details:not([open])")) {
-      one.open = true;
-      opened.add(one);
-    }
-  });
-  addEventListener("afterprint", () => {
-    for (const one of opened) one.open = false;
-    opened.clear();
-  });
   addEventListener("scroll", hide, { passive: true });
 })();

@@ -4,14 +4,16 @@ taken for a run that has not begun."""
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from polyfed.errors import UserError
 from polyfed.evaluation import SCORE
-from polyfed.runs.directory import read_config
+from polyfed.metrics import METRICS
+from polyfed.report.scale import Scale, scale_of
+from polyfed.runs.directory import read_config, read_manifest
 
 DIGITS = 12  # after the point, of means and differences of scores; what is beyond is rounding
 
@@ -28,7 +30,7 @@ class Told:
         folder: its directory; None of a comparison that was never written.
         config: its configuration; what is known of it.
         method: name of the algorithm.
-        score: "accuracy", "auc" or "r2".
+        scale: the score that decides.
         rounds: how many were wanted.
         done: how many there are.
         round: the round whose scores count, the last evaluated one or that within the budget of a comparison.
@@ -42,13 +44,18 @@ class Told:
     config: Mapping[str, Any]
     method: str
     seed: int
-    score: str
+    scale: Scale
     rounds: int
     done: int
     round: int
     final: Mapping[str, float | None]
     curve: tuple[tuple[int, float, float, float], ...]
     failures: int = 0
+
+    @property
+    def score(self) -> str:
+        """The name of the score."""
+        return self.scale.name
 
     @property
     def spent(self) -> tuple[float, float]:
@@ -77,11 +84,16 @@ def read_run(folder: Path) -> Told | None:
     method = config.get("algorithm")
     if not isinstance(method, Mapping) or "name" not in method:
         raise UserError(f"{folder / 'config.yaml'} names no algorithm, so that it is not of a run")
-    records = read_rounds(folder / "metrics.jsonl")
+    first = _deciding(config)
+    known = read_manifest(folder).get("score")
+    told = known if isinstance(known, Mapping) else {}
+    wanted = [name for name in (told.get("name"), first, *SCORE.values()) if isinstance(name, str)]
+    records = read_rounds(folder / "metrics.jsonl", wanted)
     names = {name for record in records for row in record["clients"].values() for name in row}
-    score = next((name for name in SCORE.values() if name in names), None)
+    score = next((name for name in wanted if name in names), None)
     if score is None:
         return None
+    scale = scale_of(score, told if told.get("name") == score else None)
     curve, seconds, final = [], 0.0, {}
     for record in records:
         # Without the evaluation, as comparisons count it.
@@ -97,12 +109,23 @@ def read_run(folder: Path) -> Told | None:
         raise UserError(f"seed and rounds in {folder / 'config.yaml'} must be whole numbers: {error}") from error
     failures = sum(len(record.get("failures", ())) for record in records)
     return Told(
-        folder, config, str(method["name"]), seed, score, rounds, done, curve[-1][0], final, tuple(curve), failures,
+        folder, config, str(method["name"]), seed, scale, rounds, done, curve[-1][0], final, tuple(curve), failures,
     )  # fmt: skip
 
 
-def read_rounds(path: Path) -> list[dict[str, Any]]:
+def _deciding(config: Mapping[str, Any]) -> str | None:
+    """The first of the metrics that a run was asked for; None where it was not asked for any."""
+    asked = config.get("metrics")
+    first = asked[0] if isinstance(asked, list) and asked else asked
+    return first if isinstance(first, str) else None
+
+
+def read_rounds(path: Path, scores: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The rounds; none if there is no file yet. A last line that was cut off while it was written does not count.
+
+    Args:
+        path: `metrics.jsonl` of a run.
+        scores: names of scores that must be numbers, beside those of polyfed.
 
     Raises:
         UserError: the file cannot be read, or a line of it is not a round.
@@ -124,7 +147,7 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
                 break
             wrong = "it is not JSON"
         else:
-            wrong = _wrong(record)
+            wrong = _wrong(record, {*METRICS, *scores})
         if wrong:
             raise UserError(
                 f"{path}, line {number}, is damaged: {wrong}; put back a copy of the file from before, or make the run again"
@@ -133,7 +156,7 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _wrong(record: Any) -> str:
+def _wrong(record: Any, scores: Set[str]) -> str:
     """What is wrong with a round; empty for a sound one."""
     if not isinstance(record, Mapping):
         return "it is no round"
@@ -151,7 +174,7 @@ def _wrong(record: Any) -> str:
     if not isinstance(clients, Mapping) or not all(isinstance(row, Mapping) for row in clients.values()):
         return f"the clients of round {number} are no mapping from ids to values"
     for client, row in clients.items():
-        for score in SCORE.values():
+        for score in sorted(scores & row.keys()):
             if row.get(score) is not None and not _is_number(row[score]):
                 return f"{score} of client {client!r} in round {number} is {_short(row[score])}, which is no number"
     return "" if isinstance(record.get("failures", []), list) else f"the failures of round {number} are no list"

@@ -6,34 +6,29 @@ from collections.abc import Sequence
 from polyfed.report.charts import Unit, number
 from polyfed.report.gathering import Line, Setting
 from polyfed.report.records import mean
+from polyfed.report.scale import scale_of
 
 _NAMED = 3  # clients named in a sentence
 
 
 def unit_of(score: str) -> Unit:
-    """How values of a score are told: accuracy in per cent, AUC and R² as they are."""
-    return "%" if score == "accuracy" else ""
+    """How values of a score are told: shares such as the accuracy in per cent, others as they are.
 
-
-def difference(value: float, unit: Unit) -> str:
-    """A difference of two scores.
-
-    >>> difference(0.0512, "%"), difference(-0.02, "")
-    ('+5.1 points', '−0.020')
+    >>> unit_of("accuracy"), unit_of("brier")
+    ('%', '')
     """
-    text = number(value, unit, signed=True)
-    return text.replace(" %", " points") if unit == "%" else text
+    return scale_of(score).unit
 
 
-def facts(setting: Setting) -> str:
-    """What was compared, in one sentence."""
-    clients = many(len(setting.clients), "client")
+def facts(setting: Setting, noun: str = "client") -> str:
+    """What was compared, in one sentence; `noun` is what takes part."""
+    clients = many(len(setting.clients), noun)
     rounds = sorted({run.round for line in setting.lines for run in line.runs})
     told = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
     seeds = "one seed" if len(setting.seeds) == 1 else f"{len(setting.seeds)} seeds"
-    score = {"accuracy": "accuracy", "auc": "AUC", "r2": "R²"}[setting.score]
+    score = setting.scale.label
     return (
-        f"{clients}, {many(len(setting.lines), 'method')}, {seeds}; {score} on each client's own test examples, {told}."
+        f"{clients}, {many(len(setting.lines), 'method')}, {seeds}; {score} on each {noun}'s own test examples, {told}."
     )
 
 
@@ -52,7 +47,7 @@ def summary(setting: Setting) -> list[str]:
     elif local is None:
         found.append("Training alone was not run, so that nothing can be said of gains: add --baselines [local].")
     else:
-        ranked = sorted((x for x in known if x is not local), key=lambda line: -setting.mean(line))
+        ranked = sorted((x for x in known if x is not local), key=setting.rank, reverse=True)
         found += [text for line in ranked[:_NAMED] if (text := _gain(setting, line))]
     if not setting.results:
         found.append(
@@ -70,23 +65,24 @@ def _failed(setting: Setting) -> list[str]:
 
 def _highest(setting: Setting, known: Sequence[Line]) -> str:
     """Which mean is the highest, over the seeds that all methods have."""
-    unit, local = unit_of(setting.score), setting.local
-    best = max(known, key=setting.mean)
+    unit, local = setting.scale.unit, setting.local
+    best = max(known, key=setting.rank)
     told = number(setting.mean(best), unit)
     if len(setting.lines) == 1:
         return f"{best.label} has a mean of {told} over clients."
     if not setting.common and len(known) > 1 and not setting.results:
-        return "No seed has a score of every method, so that none can be called the highest."
+        return f"No seed has a score of every method, so that none can be called the {setting.scale.extreme}."
     seeds = ""
     if set(setting.common) < set(setting.seeds) and not setting.results:
         which = "seed" if len(setting.common) == 1 else "seeds"
         seeds = f" of the {which} that every method with a score has ({listed(setting.common)})"
     if local is not None and local is not best and setting.mean(local) == setting.mean(best):
-        return f"No method has a higher mean{seeds} than training alone, {told}."
+        better = "higher" if setting.scale.higher_is_better else "lower"
+        return f"No method has a {better} mean{seeds} than training alone, {told}."
     beside = ""
     if local is not None and local in known and local is not best:
         beside = f"; training alone has {number(setting.mean(local), unit)}"
-    return f"The highest mean{seeds} has {best.label}, {told}{beside}."
+    return f"The {setting.scale.extreme} mean{seeds} has {best.label}, {told}{beside}."
 
 
 def listed(values: Sequence[object]) -> str:
@@ -100,12 +96,11 @@ def listed(values: Sequence[object]) -> str:
 
 
 def notes(setting: Setting) -> list[str]:
-    """What to bear in mind of a comparison: what was left out and why, how hyper-parameters and rounds were chosen, how
-    intervals and tests were made."""
+    """What to bear in mind of a comparison: what was left out and why, how hyper-parameters and rounds were chosen."""
     told = setting.results
     if not told:
         return []
-    found = [_upper(_sentence(text)) for text in (*told["notes"], told["tests"]["told"])]
+    found = [_upper(_sentence(text)) for text in told["notes"]]
     if told["best"] is not None:
         found.append(f"The best by {told['best_by']} examples is {told['best']}, with which p (best) compares.")
     found += [f"Left out: {_sentence(text)}" for text in told["left_out"].values()]
@@ -121,16 +116,16 @@ def _value(value: object) -> str:
 
 
 def _gain(setting: Setting, line: Line) -> str:
-    gains, unit = setting.gains(line), unit_of(setting.score)
+    gains, scale = setting.gains(line), setting.scale
     if not gains:
         return ""
     up, down = sum(g.mean > 0 for g in gains), sum(g.mean < 0 for g in gains)
     of = many(len(gains), "client") + ("" if setting.same_clients or len(setting.seeds) == 1 else " of all seeds")
     text = (
-        f"{line.label} against training alone: {difference(mean([g.mean for g in gains]), unit)} on average; {of}: "
+        f"{line.label} against training alone: {scale.signed(mean([g.mean for g in gains]))} on average; {of}: "
         f"{up} gain, {down} lose"
     )
-    losers = [f"{g.client} {difference(g.mean, unit)}" for g in gains[::-1] if g.mean < 0][:_NAMED]
+    losers = [f"{g.client} {scale.signed(g.mean)}" for g in gains[::-1] if g.mean < 0][:_NAMED]
     return f"{text} (most: {', '.join(losers)})." if losers else f"{text}."
 
 

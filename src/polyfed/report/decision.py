@@ -1,0 +1,196 @@
+"""The top of the page of a comparison: what each site should do, what that rests on, and what it does not cover."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from polyfed.report.answers import NAMES, Answer, Kind, read_answers, read_mean
+from polyfed.report.charts import COLOURS, Curve, line_chart, number
+from polyfed.report.curves import area_words, cell, frame, repeated, roc_lines
+from polyfed.report.forest import MOST, Mark, Row, forest
+from polyfed.report.gathering import Setting
+from polyfed.report.html import figure, legend, paragraphs, table
+from polyfed.report.predictions import Outcomes
+from polyfed.report.records import mean
+from polyfed.report.words import many
+
+_COUNTED: Mapping[Kind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
+_LISTED = 30  # sites up to which all are listed; of more the others open
+
+
+def level_of(setting: Setting) -> float:
+    """The level of the intervals of a comparison."""
+    return float(setting.results.get("level", 0.95))
+
+
+def has_answers(setting: Setting) -> bool:
+    """Whether the comparison answers each site or their mean; those of earlier versions do not."""
+    return bool(setting.results) and bool(setting.results.get("answers") or setting.results.get("mean_answer"))
+
+
+def decision(setting: Setting, outcomes: Outcomes | None, key: str) -> str:
+    """What stands above the details: warnings, the answers, the mean, what is not covered, methods and two figures."""
+    answers, over_all = read_answers(setting.results), read_mean(setting.results)
+    told = setting.results
+    level = level_of(setting)
+    failed = [f"{label} failed and is not compared: {why}" for label, why in (told.get("failed") or {}).items()]
+    parts = [_warnings([*(told.get("warnings") or ()), *failed]), _sites(answers)]
+    if over_all is not None:
+        words = f"{NAMES[over_all.kind]}{' ' if over_all.kind == 'join' else ': '}{over_all.words()}"
+        parts.append(f'<p class="mean"><b>Mean over sites:</b> {escape(words)}</p>')
+    if covers := told.get("covers") or ():
+        parts.append(
+            f'<div class="covers"><h3>What these answers cover</h3>{paragraphs([str(one) for one in covers])}</div>'
+        )
+    parts.append(f'<div class="essentials">{_methods(setting, level)}</div><div class="grid2 row">')
+    if answers:
+        parts.append(_gains(answers, setting, level, f"{key}-forest"))
+    parts.append(_second(setting, outcomes, level, f"{key}-top"))
+    return "".join([*parts, "</div>"])
+
+
+def _warnings(sentences: Sequence[str]) -> str:
+    if not sentences:
+        return ""
+    shown = paragraphs([f"{str(one).rstrip('.')}." for one in sentences])
+    return f'<div class="warn" role="note"><b>Before you rely on this</b>{shown}</div>'
+
+
+def _sites(answers: Sequence[Answer]) -> str:
+    if not answers:
+        return (
+            "<h2>Should sites join?</h2><p>Each seed deals other data to the sites, so that there is no answer for a site "
+            "by its name. --same_data deals them once.</p>"
+        )
+    counted = Counter(one.kind for one in answers)
+    told = "; ".join(f"{counted[kind]} {words}" for kind, words in _COUNTED.items() if counted[kind])
+    shown = [_line(one) for one in answers]
+    listed = f'<ul class="answers">{"".join(shown[:_LISTED])}</ul>'
+    if len(shown) > _LISTED:
+        listed += (
+            f"<details><summary>The other {len(shown) - _LISTED} sites</summary>"
+            f'<ul class="answers">{"".join(shown[_LISTED:])}</ul></details>'
+        )
+    total = f'<p class="facts">{many(len(answers), "site")}: {told}.</p>' if len(answers) > 1 else ""
+    return f"<h2>Should each site join?</h2>{total}{listed}"
+
+
+def _line(one: Answer) -> str:
+    words = one.words()
+    return (
+        f'<li class="{one.kind}"><span class="badge">{NAMES[one.kind]}</span> '
+        f"<span><b>{escape(one.client or '')}</b> {escape(words)}</span></li>"
+    )
+
+
+def _methods(setting: Setting, level: float) -> str:
+    """One row a method, with no tests; and what each site reaches without any network."""
+    scale, percent = setting.scale, f"{100 * level:g} % interval"
+    rows = []
+    for line in sorted(setting.lines, key=setting.rank, reverse=True):
+        found = line.statistics
+        alone = line is setting.local
+        gain, ends = found.get("gain"), found.get("gain_interval")
+        if gain is None and (gains := [one.mean for one in setting.gains(line)]):
+            gain = mean(gains)
+        scores = [value for value in setting.scores(line).values() if not math.isnan(value)]
+        rows.append([
+            f"{line.label} (alone)" if alone else line.label,
+            number(setting.mean(line), scale.unit),
+            _ends(found.get("interval"), scale.unit),
+            "–" if alone or gain is None else scale.signed(float(gain)),
+            "–" if alone or ends is None else f"{_plain(scale.signed(ends[0]))} to {_plain(scale.signed(ends[1]))}",
+            number(_worst(scores, setting), scale.unit),
+        ])  # fmt: skip
+    references = setting.results.get("references") or {}
+    for name, one in references.items():
+        known = [float(value) for value in (one.get("scores") or {}).values() if value is not None]
+        whole = one.get("mean")
+        worst = number(_worst(known, setting), scale.unit)
+        rows.append(
+            [
+                f"{name.replace('_', ' ')} ({'all data in one place' if name == 'pooled' else 'alone'}, for reference)",
+                "–" if whole is None else number(float(whole), scale.unit),
+                "–",
+                "–",
+                "–",
+                worst,
+            ]
+        )
+    columns = ["method", f"mean {scale.label}", percent, "gain over alone", percent, "worst site"]
+    better = "" if scale.higher_is_better else f" A lower {scale.label} is better; a positive gain is always better."
+    notes = [f"{name.replace('_', ' ')}: {one['told']}" for name, one in references.items() if one.get("told")]
+    caption = f"Methods, best first: {scale.label} on each site's own test examples, mean over sites.{better}"
+    return table(caption, columns, rows) + "".join(f'<p class="caption">{escape(note)}</p>' for note in notes)
+
+
+def _worst(values: Sequence[float], setting: Setting) -> float:
+    if not values:
+        return math.nan
+    return min(values) if setting.scale.higher_is_better else max(values)
+
+
+def _ends(ends: Sequence[float] | None, unit: str) -> str:
+    if ends is None:
+        return "–"
+    low, high = (number(float(end), "%" if unit == "%" else "") for end in ends)
+    return f"{low.removesuffix(' %')} to {high}"
+
+
+def _plain(text: str) -> str:
+    return text.removesuffix(" points")
+
+
+def _gains(answers: Sequence[Answer], setting: Setting, level: float, key: str) -> str:
+    scale = setting.scale
+    rows = [
+        Row(one.client or "", (Mark(NAMES[one.kind], _or_nan(one.gain), *(one.interval or (math.nan, math.nan)), one.kind),))
+        for one in answers
+    ]  # fmt: skip
+    what = f"points of {scale.label}" if scale.unit == "%" else scale.label
+    chart = forest(rows, key=key, title="Gain of each site by joining", x_label=f"gain, {what} (above 0 joining is better)",
+                   unit=scale.unit, signed=True, zero=True)  # fmt: skip
+    drawn = f" Drawn are {MOST} of {len(rows)} sites, evenly." if len(rows) > MOST else ""
+    caption = (
+        f"What each site gains by joining, with {100 * level:g} % intervals. Full circles: join; squares: stay alone; "
+    )
+    caption += f"hollow circles: not decided.{drawn}"
+    cells = [
+        [one.client or "", NAMES[one.kind], one.method or "–", "–" if one.gain is None else scale.signed(one.gain),
+         "–" if one.interval is None else f"{scale.signed(one.interval[0])} to {scale.signed(one.interval[1])}",
+         "–" if one.test_examples is None else str(one.test_examples)]
+        for one in answers
+    ]  # fmt: skip
+    columns = ["site", "answer", "method", "gain", f"{100 * level:g} % interval", "test examples"]
+    return figure(chart, caption, table("Gain of each site", columns, cells))
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _second(setting: Setting, outcomes: Outcomes | None, level: float, key: str) -> str:
+    """ROC curves of all sites together where the task is one question of yes or no; else the learning curves."""
+    lines = [line for line in (setting.leader, setting.local) if line is not None]
+    if outcomes is not None and len(outcomes.problems) == 1:
+        named = [x.label for x in lines if x.label in outcomes.methods]
+        styles = [2 * COLOURS - 1 if name == outcomes.reference else 0 for name in named]
+        (problem,) = outcomes.problems
+        cells = [cell(outcomes, name, outcomes.clients, problem, level) for name in named]
+        if known := [
+            (one, name, style) for one, name, style in zip(cells, named, styles, strict=True) if one is not None
+        ]:
+            drawn = [roc_lines(one, style, k, None) for k, (one, _, style) in enumerate(known)]
+            chart = frame(f"{key}-roc", "ROC curve of all sites", "Sensitivity against the share of false alarms.",
+                          "false alarms (1 − specificity)", "sensitivity", drawn)  # fmt: skip
+            texts = legend([area_words(name, one, level) for one, name, _ in known], [style for _, _, style in known])
+            caption = f"How well {problem.name} is told from the rest: ROC curve. {repeated(outcomes)}"
+            return figure(chart + texts, caption)
+    drawn_lines = [Curve(x.label, x.course["rounds"], x.course["mean"], x.course["low"], x.course["high"],
+                         2 * COLOURS - 1 if x is setting.local else 0) for x in lines]  # fmt: skip
+    scale = setting.scale
+    chart = line_chart(drawn_lines, key=f"{key}-course", title=f"Mean {scale.label} against rounds", x_label="rounds",
+                       y_label=f"mean {scale.label}", unit=scale.unit, whole=True)  # fmt: skip
+    texts = legend([one.label for one in drawn_lines], [one.style for one in drawn_lines])
+    return figure(chart + texts, f"Mean {scale.label} over sites by round: the best method and training alone.")

@@ -1,0 +1,122 @@
+"""What the page of a comparison tells those who decide: answers in words, what they rest on, no test above the details."""
+
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from polyfed.commands.report import show
+from polyfed.errors import UserError
+from polyfed.report.answers import Answer, read_answers, read_mean
+from polyfed.report.gathering import gather
+from polyfed.report.scale import scale_of
+from polyfed.report.words import summary
+
+SITES = {"north": 60, "south": 50, "St. Mary's <b>": 40}
+
+
+def test_an_answer_has_the_words_of_the_comparison_without_site_and_answer():
+    for kind, sentence, words in (
+        ("join", "x: join with fedavg: 4.1 to 6.0 points better", "with fedavg: 4.1 to 6.0 points better."),
+        ("stay", "x: stay alone: fedavg is 0.010 of AUC worse.", "fedavg is 0.010 of AUC worse."),
+        ("undecided", "x: not decided: 6 test examples are too few", "6 test examples are too few."),
+        ("undecided", "", "there is no interval."),
+    ):
+        assert Answer("x", kind, sentence=sentence).words() == words
+    content = {"answers": [{"client": "x: y", "answer": "undecided", "sentence": "x: y: not decided: one seed"}]}
+    (one,) = read_answers(content)
+    assert one.words() == "one seed."
+    assert read_answers({}) == []
+    assert read_mean({"mean_answer": None}) is None
+
+
+@pytest.mark.parametrize("damaged", ["join", {"client": "x"}, {"client": "x", "answer": "maybe"},
+                                     {"client": "x", "answer": "join", "interval": [1]},
+                                     {"client": "x", "answer": "join", "gain": "much"}])  # fmt: skip
+def test_a_damaged_answer_is_named(damaged):
+    with pytest.raises(UserError, match="make it again: polyfed compare"):
+        read_answers({"answers": [damaged]})
+
+
+@pytest.fixture
+def page(write_comparison, tmp_path):
+    """The page of a comparison as text, up to the details and the whole of it."""
+
+    def page(sites=SITES, **more):
+        folder = write_comparison(tmp_path / "mine", sites, seeds=(0,), **{"keep": False, **more})
+        show([folder], Console(quiet=True), out=tmp_path / "page.html")
+        text = (tmp_path / "page.html").read_text(encoding="utf-8")
+        text = text[text.index("<body>") :]
+        return text.partition(">Details<")[0], text
+
+    return page
+
+
+def test_each_site_has_a_line_and_no_test_stands_above_the_details(page):
+    top, whole = page()
+    lines = re.findall(r'<li class="(\w+)"><span class="badge">([^<]+)</span> <span><b>([^<]+)</b>', top)
+    assert lines == [("join", "Join", "St. Mary&#x27;s &lt;b&gt;"), ("undecided", "Not decided", "north"),
+                     ("stay", "Stay alone", "south")]  # fmt: skip
+    assert "3 sites: 1 should join; 1 should stay alone; 1 not decided." in top
+    assert all(f"words of {site}." in top for site in ("north", "south"))
+    order = [top.index(part) for part in ("Before you rely on this", "tune none", 'class="answers"', "Mean over sites:",
+             "Join with fedavg: 0.010 to 0.050 of AUC better.", "It does not cover a change", "<table>")]  # fmt: skip
+    assert order == sorted(order)
+    assert "fedprox failed and is not compared" in top
+    assert "logistic regression (alone, for reference)" in top
+    for word in ("p (", "p ="):
+        assert word not in top
+        assert word in whole
+    assert "the score no longer rises" in whole
+    assert "The runs kept no predictions" in whole
+
+
+def test_many_sites_are_counted_and_open(page):
+    top, _ = page({f"site-{k:02d}": 8 for k in range(45)})
+    shown, _, more = top.partition("The other 15 sites")
+    assert (shown.count('class="badge"'), more.count('class="badge"')) == (30, 15)
+    assert "45 sites: 15 should join; 15 should stay alone; 15 not decided." in top
+    assert "Drawn are 30 of 45 sites, evenly." in top
+
+
+def test_sites_that_are_others_in_each_seed_have_no_answer(page):
+    top, _ = page(answers=[], same_clients=False)
+    assert "there is no answer for a site by its name. --same_data deals them once" in top
+    assert "Mean over sites:" in top
+
+
+def test_a_comparison_of_an_earlier_version_is_shown_as_before(page):
+    top, whole = page(answers=[], mean_answer=None, warnings=[])
+    assert top == whole
+    assert "Should each site join" not in whole
+
+
+def test_of_a_loss_the_lowest_is_the_best(comparison_of, tmp_path):
+    scores = {"local": {0: {"x": 0.3, "y": 0.2}}, "fedavg": {0: {"x": 0.1, "y": 0.25}}}
+    content = comparison_of(scores, score="cost", score_label="cost", score_unit="", higher_is_better=False)
+    (tmp_path / "comparison.yaml").write_text("title: mine\n")
+    (tmp_path / "comparison.json").write_text(json.dumps(content))
+    ((setting,), _) = gather([tmp_path])
+    assert [(gain.client, gain.mean) for gain in setting.gains(setting.lines[0])] == [("x", 0.2), ("y", -0.05)]
+    assert setting.leader.label == "fedavg"
+    assert "The lowest mean has fedavg, 0.175; training alone has 0.250." in summary(setting)
+    show([tmp_path], Console(quiet=True), out=tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "<td><b>0.100</b></td>" in text  # of x
+    assert "<td><b>0.200</b></td>" in text  # of y, alone
+    assert "the lowest of a row is bold" in text
+    assert "+0.200" in text
+
+
+def test_the_score_of_a_run_is_the_first_it_was_asked_for(write_run, tmp_path):
+    """Of a run that names its metrics and one that has told them, with a metric of its own."""
+    folder = write_run(tmp_path / "a", "fedavg", {"x": [0.5, 0.7]}, score="brier")
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(f"{config}metrics: [brier, accuracy]\n")
+    other = write_run(tmp_path / "b", "fedavg", {"x": [0.5, 0.6]}, score="cost")
+    told = {"name": "cost", "label": "cost in €", "unit": "", "higher_is_better": False}
+    (other / "manifest.json").write_text(json.dumps({"score": told}))
+    ((first, second), _) = gather([folder, other])
+    assert (first.scale, first.lines[0].means) == (scale_of("brier"), (0.7,))
+    assert (second.scale.label, second.scale.higher_is_better) == ("cost in €", False)

@@ -1,0 +1,54 @@
+"""Subgroups on the page of a comparison: names of quarters that fit, intervals that a share or an AUC can have."""
+
+import numpy as np
+import pytest
+import torch
+
+from polyfed.metrics import METRICS
+from polyfed.report.predictions import Outcomes
+from polyfed.report.scale import scale_of
+from polyfed.report.subgroups import groups_of, section, subgroups
+from polyfed.runs.predictions import Predictions
+
+
+def table(logits, targets, columns):
+    outputs = torch.stack([torch.zeros(len(logits)), torch.tensor(logits)], dim=1)
+    return Predictions(1, outputs, torch.tensor(targets), {name: np.array(values) for name, values in columns.items()})
+
+
+@pytest.fixture
+def outcomes():
+    """Two groups of eight: `local` is wrong about one example of each, the only positive but one."""
+    targets = [0, 0, 0, 0, 0, 0, 1, 1] * 2
+    right = [-3.0, -2.5, -2.0, -1.5, -1.2, -1.0, 1.0, 2.0] * 2
+    wrong = [-3.0, -2.5, -2.0, -1.5, -1.2, -1.0, -2.2, 2.0] * 2
+    columns = {"sex": ["f"] * 8 + ["m"] * 8}
+    tables = {
+        ("fedavg", 0, "north"): table(right, targets, columns),
+        ("local", 0, "north"): table(wrong, targets, columns),
+    }
+    return Outcomes("classification", ("fedavg", "local"), "local", (0,), ("north",), ("healthy", "sick"), True, tables)
+
+
+def test_quarters_of_numbers_that_are_not_whole():
+    values = [0.25 + k for k in range(12)]
+    assert list(groups_of(values)) == ["up to 2.25", "2.25 to 5.25", "5.25 to 8.25", "above 8.25"]
+    assert [len(rows) for rows in groups_of(values).values()] == [3, 3, 3, 3]
+
+
+def test_no_interval_goes_beyond_what_there_is(outcomes):
+    told = subgroups(outcomes, "sex", ["north"], METRICS["auc"], 0.95)
+    assert [group.name for group in told] == ["all", "f", "m"]
+    cut = 0
+    for group in told:
+        for value, low, high in (*group.scores.values(), *group.gains.values()):
+            assert low <= value <= high <= 1.0
+            cut += high == 1.0 != value
+        assert min(low for _, low, _ in group.scores.values()) >= 0.0
+    assert cut, "the interval of an AUC of few examples reaches beyond 1 unless it is cut"
+
+
+def test_an_interval_has_its_unit_once(outcomes):
+    text = section(outcomes, "sex", scale_of("accuracy"), 0.95, "k")
+    assert " points to " not in text.split("<table")[1]
+    assert " % to " not in text.split("<table")[1]
