@@ -39,7 +39,9 @@ def main():
     parser.add_argument("--killed", action="store_true")
     parser.add_argument("--out")
     given, options = parser.parse_known_args()
-    words = [str(HERE / "compare_digits.yaml"), "--seeds", given.seeds, *options]
+    # The runs that are compared, all of their rounds, and nothing else: a search would be most of what is timed.
+    plain = ["--tune", "none", "--no_references", "--budget", "steps"]
+    words = [str(HERE / "compare_digits.yaml"), "--seeds", given.seeds, *plain, *options]
     with tempfile.TemporaryDirectory() as folder:
         whole, killed = Path(folder) / "whole", Path(folder) / "killed"
         start, load = time.perf_counter(), os.getloadavg()[0]

@@ -52,18 +52,19 @@ def test_readme_example(tmp_path):
 
 
 def test_readme_commands(tmp_path, monkeypatch, capsys):
-    """Each `polyfed` line is accepted; `run` prints its configuration instead of running."""
+    """Each `polyfed` line is accepted; `run` and `compare` print their configuration instead of running."""
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^polyfed .*", text, flags=re.MULTILINE)]
-    assert {command[0] for command in commands} == {"run", "resume", "report", "data", "list", "graph", "warmstart"}
+    known = {"run", "resume", "report", "compare", "data", "list", "graph", "warmstart"}
+    assert {command[0] for command in commands} == known
     assert main(["run", "fedavg_digits", "--rounds", "1", "--quiet", "--workers", "0", "--out", "runs/prox"]) == 0
     small = ["--algorithm", "flha_ghn", "--model", "flha_small", "--model.width", "8", "--data", "digits"]
     few = ["--data.clients", "2", "--data.examples_per_client", "20", "--rounds", "1", "--quiet", "--workers", "0"]
     assert main(["run", *small, *few, "--out", "runs/ghn"]) == 0
     (tmp_path / "config.yaml").write_text((tmp_path / "runs/prox/config.yaml").read_text())
     for command in commands:
-        assert main([*command, *(["--print_config"] if command[0] == "run" else [])]) == 0, (
+        assert main([*command, *(["--print_config"] if command[0] in ("run", "compare") else [])]) == 0, (
             command,
             capsys.readouterr().err,
         )
@@ -78,14 +79,20 @@ def test_commands_and_example_of_comparisons(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.yaml").write_text((tmp_path / "first/config.yaml").read_text())
     text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
     lines = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^polyfed .*", text, flags=re.MULTILINE)]
-    assert [line[1] for line in lines] == ["fedavg_digits", "config.yaml", "runs/choice", "runs/choice"]
+    assert [line[1] for line in lines] == [
+        "fedavg_digits",
+        "fedavg_digits",
+        "config.yaml",
+        "runs/choice",
+        "runs/choice",
+    ]
     for line in lines:
         given = [] if line[1] == "runs/choice" else small
         assert main([*line, *given, "--quiet"]) == 0, (line, capsys.readouterr().err)
     (block,) = python_blocks("docs/compare.md")
     clients = "from polyfed.testing import small_clients\nclients = small_clients(3)\n"
     block = block.replace("rounds=50", "rounds=2").replace("runs/choice", "runs/python")
-    (tmp_path / "example.py").write_text(clients + block + "assert found.table() and found.content['format'] == 1\n")
+    (tmp_path / "example.py").write_text(clients + block + "assert found.table() and found.content['format'] == 2\n")
     done = run("-W", "error", "example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 

@@ -15,6 +15,7 @@ import yaml
 import polyfed
 from polyfed.algorithms import REGISTRY
 from polyfed.cli import main
+from polyfed.runs.comparison import read
 from polyfed.training import LocalTraining
 
 ROOT = Path(__file__).parent.parent
@@ -220,36 +221,42 @@ def test_the_code_on_the_first_page_runs(tmp_path):
 
 @pytest.mark.slow
 def test_the_tutorial_runs_as_it_stands(tmp_path, capsys, monkeypatch):
-    """Its code without a warning, its verdicts consistent with its intervals, its commands accepted."""
+    """Its code without a warning, its answers consistent with their intervals, its commands accepted."""
     text = (DOCS / "tutorial.md").read_text(encoding="utf-8")
     (tmp_path / "tutorial.py").write_text("\n".join(python_of(DOCS / "tutorial.md")), encoding="utf-8")
     command = [sys.executable, "-W", "error", "tutorial.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    sites = ("east", "north", "south", "west")
     assert "fedavg needs one architecture, but the 4 clients have 4" in done.stdout
-    accuracy = dict(re.findall(r"^(\w+) (0\.\d+)$", done.stdout, flags=re.MULTILINE))
-    assert list(accuracy) == ["east", "north", "south", "west", "mean"]
-    assert float(accuracy["west"]) > 0.8  # 0.1 is chance
-    found = re.findall(r"^(\w+) +(\w+) +(-?[\d.]+) to +(-?[\d.]+) points  (\w+)$", done.stdout, flags=re.MULTILINE)
-    assert [(method, client) for method, client, *_ in found] == [
-        (method, client) for method in ("fedhenn", "distillation") for client in ("east", "north", "south", "west")
-    ]
-    for _, _, low, high, verdict in found:
-        assert verdict == "open" or float(low) * float(high) > 0, "a verdict whose interval includes 0"
+    scores = dict(re.findall(r"^(\w+) +AUC (\d\.\d+)  accuracy \d", done.stdout, flags=re.MULTILINE))
+    assert list(scores) == [*sites, "mean"]
+    assert float(scores["mean"]) > 0.8  # 0.5 is chance
+    told = read(tmp_path / "runs" / "hospitals").content
+    assert told["warnings"] == []
+    assert {answer["client"] for answer in told["answers"]} == set(sites)
+    for answer in (told["mean_answer"], *told["answers"]):
+        low, high = answer["interval"]
+        assert {"join": low > 0, "stay": high < 0, "undecided": low <= 0 <= high}[answer["answer"]]
+        assert answer["sentence"] in done.stdout
+    assert told["references"]["majority"]["mean"] == 0.5
     shown = re.findall(r"```\{ \.text \.output \}\n(.*?)```", text, flags=re.DOTALL)
-    assert len(shown) == 4
-    told = form(done.stdout)
-    for block in shown[:3]:  # the last has verdicts, which need not be the same on another machine
-        assert form(block) in told, block
+    assert len(shown) == 6
+    for block in (*shown[:3], shown[4]):  # the others have answers and counts, which need not be the same elsewhere
+        assert form(block) in form(done.stdout), block
     monkeypatch.chdir(tmp_path)
-    assert main(["report", "runs/sites"]) == 0, capsys.readouterr().err
-    assert (tmp_path / "runs" / "sites" / "report.html").is_file()
+    for line in re.findall(r"^polyfed report runs/hospitals.*", text, flags=re.MULTILINE):
+        assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
+    page = (tmp_path / "runs" / "hospitals" / "report.html").read_text(encoding="utf-8")
+    assert "Should each site join?" in page
+    assert "Subgroups by radius" in page
 
-    data = np.load(tmp_path / "digits.npz")
-    assert set(data.files) == {"x_train", "y_train", "site"}
+    data = np.load(tmp_path / "patients.npz")
+    assert set(data.files) == {"x_train", "y_train", "hospital"}
     (line,) = re.findall(r"^polyfed compare .*", text.replace("\\\n", " "), flags=re.MULTILINE)
     assert main([*shlex.split(line)[1:], "--print_config"]) == 0, capsys.readouterr().err
-    assert main([*shlex.split(line)[1:], "--rounds", "1", "--seeds", "0", "--quiet"]) == 0, capsys.readouterr().err
+    fewer = ["--rounds", "1", "--resplit", "2", "--tune", "none", "--quiet"]
+    assert main([*shlex.split(line)[1:], *fewer]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow
