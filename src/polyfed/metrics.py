@@ -5,7 +5,6 @@ for regression) and the targets of the same examples. A score that is not define
 one class alone, is NaN.
 """
 
-import importlib
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -121,7 +120,7 @@ def metrics_of(asked: Any, task: str) -> tuple[Metric, ...]:
 def prepare(metrics: Sequence[Metric]) -> None:
     """Imports what these metrics need, before processes are forked that would each take seconds to import it."""
     if any(metric.name in ("auc", "average_precision") for metric in metrics):
-        importlib.import_module("sklearn.metrics")
+        import sklearn.metrics  # noqa: F401
 
 
 def named(name: str) -> Metric:

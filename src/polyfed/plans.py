@@ -137,7 +137,6 @@ class Played:
     history: History
     folder: Path | None = None
     packed: str | None = None
-    _known: dict[tuple[str, int], Tensor | None] = field(default_factory=dict, repr=False)
 
     @cached_property
     def _held(self) -> Mapping[str, Any]:
@@ -148,13 +147,10 @@ class Played:
         if self.folder is None:
             found: Tensor | None = self._held.get(str(round_number), {}).get(client.encode().hex())
             return found
-        if (client, round_number) not in self._known:  # a file is read once, however often it is compared
-            try:
-                outputs = predictions.read(self.folder, client, round=round_number).outputs
-            except UserError:
-                outputs = None
-            self._known[client, round_number] = outputs
-        return self._known[client, round_number]
+        try:
+            return predictions.read(self.folder, client, round=round_number).outputs
+        except UserError:
+            return None
 
 
 def play(plan: Plan, jobs: Sequence[Job]) -> tuple[dict[Job, Played], dict[Job, Failure]]:

@@ -2,7 +2,8 @@
 
 Without `trials` every combination of the values given is tried, the small grid; with `trials`, that many runs a method,
 chosen by Optuna's tree-structured Parzen estimator, also within ranges. Each is a run of full length with the first seed;
-the best mean validation score of any round wins, of equals the lower validation loss. Test examples have no say. Where
+the best mean validation score wins, each the mean of an evaluated round and its two neighbours, of equals the lower
+validation loss. Test examples have no say. Where
 clients have no validation examples, a fifth of their training examples is held out for the search alone: the round of the
 winner's best score is then the round at which the method is compared, and the final runs train on all of it. With
 `trials` every method has the same number of runs, with all combinations those of the fields that it has; the results tell

@@ -59,6 +59,11 @@
       if (!svg) return;
       for (const old of svg.querySelectorAll("[data-slot]")) old.remove();
       svg.append(...groups);
+      if (!groups.some((group) => group.children.length)) {
+        const text = draw("text", { "data-slot": 0, x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT / 2, "text-anchor": "middle" });
+        text.textContent = "Nothing to draw";
+        svg.append(text);
+      }
       box.querySelector(`[data-legend=${of}]`).replaceChildren(...texts.map(([number, text]) => make("span", {}, swatch(number), text)));
       const numbers = box.querySelector(`[data-numbers=${of}]`);
       for (const old of numbers.querySelectorAll(".caption, .wide")) old.remove();

@@ -32,7 +32,7 @@ def content(outcomes: Outcomes, level: float) -> dict[str, Any]:
         `sites`, `methods`, `classes` (names), `reference` (a position, or -1), `cells` by site, class and method (null where
         there is nothing to say), and `matrices` by site and method (of more than two classes; else null).
     """
-    problems = _drawable(outcomes, level)[:_CLASSES]
+    problems = outcomes.problems[:_CLASSES]
     sites = [(ALL, outcomes.clients), *((client, (client,)) for client in _offered(outcomes, len(problems)))]
     cells = [
         [[cell(outcomes, m, clients, p, level) for m in outcomes.methods] for p in problems] for _, clients in sites
@@ -85,16 +85,6 @@ def cell(
     return found
 
 
-def _drawable(outcomes: Outcomes, level: float) -> list[Problem]:
-    """The questions with test examples of both answers first, so that the one that is shown first has curves."""
-    found = [
-        any((one := cell(outcomes, m, outcomes.clients, p, level)) is not None and one["roc"] for m in outcomes.methods)
-        for p in outcomes.problems
-    ]
-    order = sorted(range(len(found)), key=lambda k: not found[k])
-    return [outcomes.problems[k] for k in order] if any(found) else []
-
-
 def _matrix(outcomes: Outcomes, method: str, clients: Sequence[str]) -> list[list[float]]:
     found = np.mean([outcomes.confusion(method, seed, clients) for seed in outcomes.seeds], axis=0)
     return [[_short(v, _BETWEEN) for v in row] for row in found]
@@ -114,8 +104,6 @@ def section(outcomes: Outcomes, level: float, key: str) -> str:
     if not outcomes.problems:
         return "<p>ROC curves and counts are of classes; these networks predict numbers.</p>"
     told = content(outcomes, level)
-    if not told["classes"]:
-        return "<p>No class has test examples both of it and of others, so that there are no curves.</p>"
     chosen = [0, *([told["reference"]] if told["reference"] > 0 else [])]
     first = [told["cells"][0][0][m] for m in chosen]
     names, styles = [told["methods"][m] for m in chosen], [told["styles"][m] for m in chosen]
@@ -260,8 +248,6 @@ def _at(one: dict[str, Any], k: int) -> str:
 
 
 def _calibration(slots: Slots, key: str, told: dict[str, Any], outcomes: Outcomes) -> str:
-    if not any(one["groups"] for one, _, _ in slots):
-        return "<p>Fewer than 20 test examples have no calibration curve.</p>"
     groups = []
     for k, (one, name, style) in enumerate(slots):
         inside = [f'<g data-slot="{k}" class="mark s{style % COLOURS} d{style // COLOURS % 3}">']
