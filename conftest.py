@@ -1,5 +1,43 @@
-"""For all tests and doctests: one torch thread a process; two processes with two each slow one another down."""
+"""For all tests and doctests: one torch thread a process, since two processes with two each slow one another down, and no
+garbage collection where it costs seconds and finds nothing."""
 
-import torch
+import gc
+from collections.abc import Iterator
 
-torch.set_num_threads(1)
+import pytest
+
+
+def _only_distributes(config: pytest.Config) -> bool:
+    """Whether this is the process of xdist that runs no test itself and needs no torch."""
+    return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Modules that are imported and tests that are collected stay to the end."""
+    if not _only_distributes(session.config):
+        import torch
+
+        torch.set_num_threads(1)
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """pytest collects five times when it ends; once is enough for what tests left."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _workers_are_asked_for() -> Iterator[None]:
+    """`workers="auto"` is this process: to fork that of pytest takes longer than to train tiny clients. The tests of pools
+    say how many workers they want, and the commands that tests start in processes of their own have the default."""
+    from polyfed.simulation.engines import start
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "usable_cores", lambda: 1)
+        yield

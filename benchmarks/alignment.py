@@ -25,16 +25,16 @@ import torch
 import polyfed as pf
 from polyfed.alignment import representations
 from polyfed.alignment.similarity import mean_similarity
-from polyfed.commands import experiment as experiments
-from polyfed.commands import options
-from polyfed.runs.progress import Silent
+from polyfed.cli.commands import experiment as experiments
+from polyfed.cli.commands import options
+from polyfed.simulation.runs.progress import Silent
 
 IMAGES = {
     "data": {
         "name": "cifar10", "clients": 20, "examples_per_client": 200, "test_fraction": 0.3, "val_fraction": 0.1,
         "public_fraction": 0.02, "global_test": 256, "partition": {"name": "classes_per_client", "k": 2},
     },
-    "rounds": 25, "sample": 0.5, "evaluate_every": 25, "checkpoint_every": 25,
+    "rounds": 25, "clients_per_round": 0.5, "evaluate_every": 25, "checkpoint_every": 25,
 }  # fmt: skip
 LOCAL = {"lr": 0.02, "momentum": 0.5, "batch_size": 32, "local_epochs": 4}
 ALIGN = {"eta0": 1.0, "rad_size": 500, "rad_batch": 64}
@@ -78,7 +78,8 @@ def measure(method, experiment, participants):
     start = time.perf_counter()
     settings = experiment.settings
     run = pf.federate(
-        participants.clients, method, rounds=settings.rounds, seed=settings.seed, sample=settings.sample,
+        participants.clients, method, rounds=settings.rounds, seed=settings.seed,
+        clients_per_round=settings.clients_per_round,
         evaluate_every=settings.evaluate_every, public=participants.public, progress=Silent(),
     )  # fmt: skip
     seconds = time.perf_counter() - start

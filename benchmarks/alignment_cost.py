@@ -22,10 +22,10 @@ import torch
 from polyfed.algorithms import FedHeNN
 from polyfed.alignment import Target, mean_features, mean_rbf_kernel
 from polyfed.alignment.representations import representation_name
-from polyfed.data.examples import Examples, Normalise
+from polyfed.core.examples import Examples, Normalise
+from polyfed.core.seeds import torch_generator
+from polyfed.core.training import fit
 from polyfed.models import ModelSpec
-from polyfed.seeds import torch_generator
-from polyfed.training import fit
 
 RAD, BATCH = 5000, 32
 

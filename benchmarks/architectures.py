@@ -23,10 +23,10 @@ import yaml
 
 import polyfed as pf
 from polyfed.algorithms import name_of
-from polyfed.commands import experiment as experiments
-from polyfed.commands import options
-from polyfed.commands.recipes import load_recipe
-from polyfed.runs.progress import Silent
+from polyfed.cli.commands import experiment as experiments
+from polyfed.cli.commands import options
+from polyfed.cli.commands.recipes import load_recipe
+from polyfed.simulation.runs.progress import Silent
 
 UPPER = "upper bound"
 

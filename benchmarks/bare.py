@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 
-def federate(model, clients, rounds, *, lr, batch_size, channels_last, sample=None, seed=0, shuffle=None):
+def federate(model, clients, rounds, *, lr, batch_size, channels_last, clients_per_round=None, seed=0, shuffle=None):
     """Trains `model` in place.
 
     Args:
         clients: list of (x float (n, 1, 28, 28), y int64 (n,)).
-        sample: clients a round; None takes all.
+        clients_per_round: clients a round; None takes all.
         shuffle: (round from 1, client, number) -> order of its examples; None draws one here.
 
     Returns:
@@ -28,9 +28,13 @@ def federate(model, clients, rounds, *, lr, batch_size, channels_last, sample=No
     for r in range(rounds):
         start = time.perf_counter()
         generator = torch.Generator().manual_seed(seed * 1000 + r)
-        order = range(len(clients)) if sample is None else torch.randperm(len(clients), generator=generator).tolist()
+        order = (
+            range(len(clients))
+            if clients_per_round is None
+            else torch.randperm(len(clients), generator=generator).tolist()
+        )
         mean, weight = None, 0
-        for c in order[:sample]:
+        for c in order[:clients_per_round]:
             x, y = clients[c]
             local = copy.deepcopy(model).train()
             optimizer = torch.optim.SGD(local.parameters(), lr=lr)

@@ -27,7 +27,7 @@ from speed import cpu_name
 
 from polyfed.deploy import trial as trials
 from polyfed.deploy.project import create
-from polyfed.runs.directory import read_manifest, read_metrics
+from polyfed.simulation.runs.directory import read_manifest, read_metrics
 
 METHODS = {
     "fedhenn": {"file": "server/server.py"},

@@ -46,7 +46,7 @@ def seconds_to_first_round(folder):
 def peak_memory(folder, path):
     command = [
         sys.executable, "-m", "polyfed", "run", "--data", "fashion_mnist", "--data.path", path, "--data.clients", "500",
-        "--data.partition", "iid", "--model", "cnn_582k", "--rounds", "3", "--sample", "0.1", "--workers", "2",
+        "--data.partition", "iid", "--model", "cnn_582k", "--rounds", "3", "--clients_per_round", "0.1", "--workers", "2",
         "--out", str(Path(folder) / "memory"), "--quiet",
     ]  # fmt: skip
     peak = 0

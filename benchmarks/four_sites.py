@@ -44,11 +44,11 @@ def sites():
         parts = dict(zip(("train", "val", "test"), np.split(rows, ends[:2]), strict=True))
         sets = {
             part: pf.Examples(
-                torch.tensor(pixels[mine] / 16, dtype=torch.float32),
-                torch.tensor(digits[mine]),
-                columns={"ink": np.where(dark[mine], "dark", "light")},
+                torch.tensor(pixels[own] / 16, dtype=torch.float32),
+                torch.tensor(digits[own]),
+                columns={"ink": np.where(dark[own], "dark", "light")},
             )
-            for part, mine in parts.items()
+            for part, own in parts.items()
         }
         clients.append(pf.Client(name, NETWORKS[name], **sets))
     return clients
@@ -57,7 +57,7 @@ def sites():
 def main():
     found = pf.compare(
         sites(),
-        {"distillation": pf.algorithms.Distillation(lr=0.1, momentum=0.5, batch_size=8, local_epochs=2)},
+        {"fedavg_kd": pf.algorithms.FedAvgKD(lr=0.1, momentum=0.5, batch_size=8, local_epochs=2)},
         rounds=80,
         evaluate_every=4,
         seeds=range(5),
@@ -65,7 +65,7 @@ def main():
         title="four sites",
         out=sys.argv[1],
     )
-    print(*found.content["warnings"], *found.verdicts, sep="\n")
+    print(*found.results["warnings"], *found.verdicts, sep="\n")
 
 
 if __name__ == "__main__":

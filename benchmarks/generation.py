@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from polyfed.core.seeds import torch_generator
+from polyfed.core.tree import num_bytes
 from polyfed.graphs import LayerCatalogue, extract
 from polyfed.hypernetworks.generated import GeneratedNetwork
 from polyfed.hypernetworks.ghn import GHN, Form, create, tensors_of_graph
 from polyfed.models import build
-from polyfed.seeds import torch_generator
-from polyfed.tree import num_bytes
 
 NETWORKS = ("resnet18", "flha_arch1", "flha_arch2", "flha_arch3")
 SHAPE = (3, 32, 32)

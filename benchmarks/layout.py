@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from polyfed.core.scratch import new_module
 from polyfed.models import ModelSpec
-from polyfed.scratch import new_module
 
 CASES = [
     ("cnn_small", {}, (1, 8, 8)),

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import polyfed as pf
 from polyfed.algorithms import name_of
-from polyfed.commands import experiment as experiments
-from polyfed.commands import options
-from polyfed.commands.recipes import load_recipe
-from polyfed.runs.progress import Silent
+from polyfed.cli.commands import experiment as experiments
+from polyfed.cli.commands import options
+from polyfed.cli.commands.recipes import load_recipe
+from polyfed.simulation.runs.progress import Silent
 
 BESIDE = ("val_accuracy", "trained_accuracy", "server_accuracy")
 PAPER = {  # Table 1, 10 clients
@@ -45,7 +45,7 @@ def measure(method, experiment, clients):
     settings = experiment.settings
     start = time.perf_counter()
     run = pf.federate(
-        clients, method, rounds=settings.rounds, seed=settings.seed, sample=settings.sample,
+        clients, method, rounds=settings.rounds, seed=settings.seed, clients_per_round=settings.clients_per_round,
         evaluate_every=settings.evaluate_every, progress=Silent(),
     )  # fmt: skip
     rows = run.table()

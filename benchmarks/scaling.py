@@ -30,15 +30,15 @@ import psutil
 import torch
 
 import polyfed as pf
-from polyfed.data.examples import as_examples
-from polyfed.federation import play
+from polyfed.core.examples import as_examples
+from polyfed.core.threads import one_thread
 from polyfed.models import ModelSpec
-from polyfed.rounds import Federation
-from polyfed.runs import checkpoint
-from polyfed.runs.directory import RunDirectory
-from polyfed.runs.progress import Progress
-from polyfed.runs.results import one_thread
-from polyfed.settings import Settings
+from polyfed.simulation.federation import play
+from polyfed.simulation.rounds import Federation
+from polyfed.simulation.runs import checkpoint
+from polyfed.simulation.runs.directory import RunDirectory
+from polyfed.simulation.runs.progress import Progress
+from polyfed.simulation.settings import Settings
 
 CLIENTS = (10, 100, 1_000, 10_000)
 COHORT, ROUNDS = 10, 4  # clients and rounds of "ten"; the first round is not counted
@@ -217,7 +217,8 @@ def one_run(label, number, sample, folder, start, tell):
     clients, public = federation(number)
     began, baseline = time.perf_counter(), peak_bytes()
     watch = Watch(1 if sample == number and start is None else ROUNDS, tell)
-    options = {"rounds": 10**6, "sample": sample, "evaluate_every": 10**6, "checkpoint_every": 10**6, "engine": "inprocess",
+    options = {"rounds": 10**6, "clients_per_round": sample, "evaluate_every": 10**6,
+               "checkpoint_every": 10**6, "engine": "inprocess",
                "workers": 0}  # fmt: skip
     try:
         if start is None:

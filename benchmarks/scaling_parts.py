@@ -14,14 +14,14 @@ import scaling
 import torch
 
 import polyfed as pf
-from polyfed.algorithm import Message
 from polyfed.alignment.similarity import mean_similarity
-from polyfed.roster import Roster
-from polyfed.rounds import Federation
-from polyfed.runs.checkpoint import Checkpoint
-from polyfed.runs.results import one_thread
-from polyfed.settings import Settings
-from polyfed.tree import decode, encode
+from polyfed.core.algorithm import Message
+from polyfed.core.threads import one_thread
+from polyfed.core.tree import decode, encode
+from polyfed.simulation.roster import Roster
+from polyfed.simulation.rounds import Federation
+from polyfed.simulation.runs.checkpoint import Checkpoint
+from polyfed.simulation.settings import Settings
 
 
 def seconds(do):
@@ -30,12 +30,12 @@ def seconds(do):
     return round(time.process_time() - began, 4)
 
 
-def started(label, number, sample=scaling.COHORT):
+def started(label, number, clients_per_round=scaling.COHORT):
     """A method's federation and its first state."""
     case, (clients, _) = scaling.CASES[label], scaling.federation(number)
     method = pf.algorithms.get(case.name)(**{**scaling.STEP, **case.fields})
-    federation = Federation({c.id: c for c in clients}, method, Settings(sample=sample))
-    return federation, method.init(federation.context())
+    federation = Federation({c.id: c for c in clients}, method, Settings(clients_per_round=clients_per_round))
+    return federation, method.server_init(federation.context())
 
 
 def server_half(label, number):
@@ -47,10 +47,10 @@ def server_half(label, number):
         downs = {info.id: down for info, down in zip(who, method.dispatch_all(state, who), strict=True)}
         spent = time.process_time() - began
         group = "delta" if label.startswith("pfedhn") else "model"
-        moved = {i: {n: t + 0.01 for n, t in down.arrays["model"].items()} for i, down in downs.items()}
+        moved = {i: {n: t + 0.01 for n, t in down.tensors["model"].items()} for i, down in downs.items()}
         replies = {i: Message({group: tree}) for i, tree in moved.items()}
         began = time.process_time()
-        state = method.aggregate(state, replies)
+        state = method.aggregate(state, replies, None)
         spent += time.process_time() - began
     return round(spent, 4)
 
@@ -76,7 +76,7 @@ def asked(number):
 def cohort(number):
     """The draw of ten from so many, of whom the loop has the ids alone."""
     told = Roster(tuple(f"c{k:08d}" for k in range(number)), "classification")
-    everyone = Federation({}, pf.algorithms.FedAvg(), Settings(sample=scaling.COHORT), told=told)
+    everyone = Federation({}, pf.algorithms.FedAvg(), Settings(clients_per_round=scaling.COHORT), told=told)
     return seconds(lambda: everyone.cohort(1))
 
 

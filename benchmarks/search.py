@@ -33,13 +33,13 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedPNAS, name_of
 from polyfed.algorithms.searching import Searching
-from polyfed.commands import experiment as experiments
-from polyfed.commands import options, recipes
+from polyfed.cli.commands import experiment as experiments
+from polyfed.cli.commands import options, recipes
+from polyfed.core.seeds import local_rng
 from polyfed.data import Shift
-from polyfed.runs.progress import Silent
 from polyfed.search import Network, probabilities
-from polyfed.seeds import local_rng
-from polyfed.transfer import transfer
+from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.transfer import transfer
 
 TASKS = {
     "fig3": ["rotate -30", "rotate -15", "vanilla", "rotate 15", "rotate 30"],

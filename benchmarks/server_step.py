@@ -16,16 +16,16 @@ from pathlib import Path
 import torch
 from workloads import MODEL
 
-from polyfed.algorithm import ClientInfo, Message, ServerContext
 from polyfed.algorithms import HeurPFedLA, PFedLA
-from polyfed.runs.results import one_thread
+from polyfed.core.algorithm import ClientInfo, Message, ServerContext
+from polyfed.core.threads import one_thread
 
 CLIENTS, REPETITIONS = 100, 5
 
 
 def measure(method, cohort):
     everyone = tuple(ClientInfo(f"client-{n:03d}") for n in range(CLIENTS))
-    state = method.init(ServerContext(0, 10, everyone, model=MODEL))
+    state = method.server_init(ServerContext(0, 10, everyone, model=MODEL))
     noise = torch.Generator().manual_seed(0)
     seconds = []
     for _ in range(REPETITIONS + 1):  # the first is not counted: all models are one tensor
@@ -35,10 +35,10 @@ def measure(method, cohort):
         replies = {
             who.id: Message({"model": {n: t + 0.01 * torch.randn(t.shape, generator=noise) for n, t in model.items()}})
             for who, down in downs.items()
-            for model in [{**state["models"][who.id], **down.arrays["model"]}]
+            for model in [{**state["models"][who.id], **down.tensors["model"]}]
         }
         replied = time.perf_counter()
-        state = method.aggregate(state, replies)
+        state = method.aggregate(state, replies, None)
         seconds.append((dispatched - start, time.perf_counter() - replied))
     dispatch, aggregate = (round(statistics.median(column), 3) for column in zip(*seconds[1:], strict=True))
     both = round(statistics.median(sum(pair) for pair in seconds[1:]), 3)

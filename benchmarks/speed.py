@@ -4,7 +4,7 @@
 
 Each figure is the median of 3 repetitions (5 for W2), taken in turn (bare, in process, pool, bare, ...) so that a slow
 phase of a shared machine hits all alike; a repetition is the median of its rounds after the first; ratios are taken within
-a repetition. Run it on an idle machine. bf16 is measured where it runs (see polyfed.training.check_precision).
+a repetition. Run it on an idle machine. bf16 is measured where it runs (see polyfed.core.training.check_precision).
 """
 
 import argparse
@@ -21,9 +21,9 @@ import torch
 from workloads import METHOD, MODEL, PATH, W1, W2, arrays_of, clients_of
 
 import polyfed as pf
-from polyfed.errors import UserError
-from polyfed.scratch import initial_state
-from polyfed.training import check_precision
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import initial_state
+from polyfed.core.training import check_precision
 
 
 def fresh_model():
@@ -33,9 +33,9 @@ def fresh_model():
 
 
 def bare_seconds(workload, arrays, rounds, channels_last):
-    sample = None if workload.sample == 1.0 else workload.sample
+    sample = None if workload.clients_per_round == 1.0 else workload.clients_per_round
     seconds = bare.federate(
-        fresh_model(), arrays, rounds, lr=0.01, batch_size=32, channels_last=channels_last, sample=sample
+        fresh_model(), arrays, rounds, lr=0.01, batch_size=32, channels_last=channels_last, clients_per_round=sample
     )
     return statistics.median(seconds[1:] or seconds)
 
@@ -43,7 +43,12 @@ def bare_seconds(workload, arrays, rounds, channels_last):
 def polyfed_seconds(workload, clients, rounds, workers, evaluate, method=METHOD):
     """Median seconds of the rounds after the first, without (or with) evaluation of all clients."""
     run = pf.federate(
-        clients, method, rounds=rounds, sample=workload.sample, workers=workers, evaluate_every=1 if evaluate else 10**6
+        clients,
+        method,
+        rounds=rounds,
+        clients_per_round=workload.clients_per_round,
+        workers=workers,
+        evaluate_every=1 if evaluate else 10**6,
     )
     records = run.history[1:] if evaluate else run.history[1:-1]  # the last round is always evaluated
     return statistics.median(record["seconds"] for record in records)

@@ -15,13 +15,13 @@ import statistics
 from pathlib import Path
 
 import polyfed as pf
-from polyfed.commands import experiment as experiments
-from polyfed.commands import options
-from polyfed.commands.recipes import load_recipe, read
+from polyfed.cli.commands import experiment as experiments
+from polyfed.cli.commands import options
+from polyfed.cli.commands.recipes import load_recipe, read
 from polyfed.data.plot import save_figure
-from polyfed.newcomer import Server, compare_curves, warmstart
 from polyfed.report.generation import draw_curves
-from polyfed.runs.progress import Silent
+from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.unseen import Server, compare_curves, warmstart
 
 RECIPE = "flha_table6_fig3"
 
@@ -36,10 +36,10 @@ def leave_out(variant, given, seed):
         progress=Silent(),
     )  # fmt: skip
     server = Server(experiment.algorithm, run.last.state, settings, run.last.round)
-    start = warmstart(server, found.newcomers[0])
+    start = warmstart(server, found.unseen[0])
     curves = compare_curves(server, start, given.epochs)
     return curves, {
-        "network": found.newcomers[0].model.name,
+        "network": found.unseen[0].model.name,
         "coverage": start.coverage,
         "participants": run.table()[-1]["accuracy"],
         "generated": start.before["accuracy"],
@@ -74,7 +74,7 @@ def main():
         print(f"| {runs[0]['network']} | {' | '.join(cells)} | {reached} |", flush=True)
         if given.out:
             head = {"recipe": RECIPE, "epochs": given.epochs, "options": given.options}
-            Path(given.out).write_text(json.dumps({**head, "left_out": results}, indent=1) + "\n")
+            Path(given.out).write_text(json.dumps({**head, "skipped": results}, indent=1) + "\n")
     if given.plot:
         save_figure(draw_curves(drawn), given.plot)
 

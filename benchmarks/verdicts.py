@@ -23,12 +23,12 @@ import torch
 from scipy import stats
 
 import polyfed as pf
-from polyfed.metrics import METRICS
-from polyfed.runs.crossed import LEVEL, of_mean, of_sites, parts
-from polyfed.runs.progress import Silent
-from polyfed.runs.reading import Budget, Reading
-from polyfed.runs.summary import Material, summarise
-from polyfed.seeds import derive
+from polyfed.comparison.crossed import LEVEL, of_mean, of_sites, parts
+from polyfed.comparison.reading import Budget, Reading
+from polyfed.comparison.summary import Material, summarise
+from polyfed.core.metrics import METRICS
+from polyfed.core.seeds import derive
+from polyfed.simulation.runs.progress import Silent
 
 RESULTS = Path(__file__).parent / "results" / "verdicts.json"
 SCORES = ("accuracy", "auc", "r2")
@@ -172,7 +172,7 @@ def noise(score, rng, **more):
     asked = {"rounds": 5, "evaluate_every": 5, "metrics": [score], "tune": "none", "budget": "steps", "engine": "inprocess",
              "references": False, "parallel": 1, "quiet": True}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        content = pf.compare(clients, ["fedavg"], **asked, **({"seeds": SEEDS} | more), out=folder).content
+        content = pf.compare(clients, ["fedavg"], **asked, **({"seeds": SEEDS} | more), out=folder).results
         truth = dict.fromkeys(SITES, 0.0) if score != "r2" else true_gains(Path(folder), content)
     return content, truth
 
@@ -205,7 +205,7 @@ def twins(score, rng):
     }
     description = {
         "title": "", "task": clients[0].task, "seeds": list(SEEDS), "reference": "local", "same_clients": True,
-        "methods": {label: {"name": "local"} for label in ("local", "twin")}, "evaluated": {}, "left_out": {},
+        "methods": {label: {"name": "local"} for label in ("local", "twin")}, "evaluated": {}, "skipped": {},
         "settings": {"rounds": 5},
     }  # fmt: skip
     data = {str(seed): {c.id: {"train": 60, "test": 40, "classes": None} for c in clients} for seed in SEEDS}

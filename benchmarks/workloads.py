@@ -22,7 +22,7 @@ class Workload:
     name: str
     clients: int
     images: int
-    sample: int | float
+    clients_per_round: int | float
 
 
 W1 = Workload("W1", 20, 1000, 1.0)

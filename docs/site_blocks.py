@@ -1,52 +1,68 @@
-"""What stands on the pages of methods in the documentation site, made from the code and the measurements.
+"""What is made from the code and the measurements on the pages of methods.
 
-A page writes `<!-- facts NAME -->`, `<!-- defaults NAME -->`, `<!-- details NAME -->` or `<!-- results NAME -->` where there
-shall stand what the dataclass says, its defaults, its section of methods.md, its rows in benchmarks/README.md. So none of it
-can be out of date.
+A page holds `<!-- facts NAME -->`, `<!-- defaults NAME -->` or `<!-- results NAME -->`, then what is made, then
+`<!-- end -->`: what the class says, its defaults, its rows in benchmarks/README.md. `fill_methods.py` writes it into the
+pages, so that they can be read in the repository, and a test finds a page that is out of date.
 """
 
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tabulate_defaults import SHARED, own_fields, provenance
+from tabulate_defaults import SHARED, own_fields, source
 
 from polyfed.algorithms import REGISTRY
+from polyfed.core.algorithm import REQUIREMENTS
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 BENCHMARKS = "benchmarks.md"
-BESIDE = ("local", "fedavg")  # rows to compare a method with
+COMPARED = ("local", "fedavg")  # rows to compare a method with
+MACHINE = ("What grows with", "A deployment over")  # sections about a machine, not about what a method reaches
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-_MARK = re.compile(r"^<!-- (facts|defaults|details|results) (\w+) -->$", flags=re.MULTILINE)
+_MARK = re.compile(r"^<!-- (facts|defaults|results) (\w+) -->\n(?:(?!<!-- ).*\n)*<!-- end -->$", flags=re.MULTILINE)
+_ANY_MARK = re.compile(r"^<!-- .* -->\n?", flags=re.MULTILINE)
 _CODE = re.compile(r"(^```.*?^```|^(?: {4}|\t).*?$)", flags=re.MULTILINE | re.DOTALL)
 
 
 def filled(markdown: str) -> str:
-    """A page with its marks filled."""
-    return _MARK.sub(lambda mark: block(mark[1], mark[2]), markdown)
+    """A page with everything between its marks made anew."""
+
+    def made(mark: "re.Match[str]") -> str:
+        return f"<!-- {mark[1]} {mark[2]} -->\n\n{block(mark[1], mark[2])}\n\n<!-- end -->"
+
+    return _MARK.sub(made, markdown)
+
+
+def without_marks(markdown: str) -> str:
+    """A page as the site shows it.
+
+    >>> without_marks("a\\n<!-- facts local -->\\nb\\n<!-- end -->\\n")
+    'a\\nb\\n'
+    """
+    return _ANY_MARK.sub("", markdown)
 
 
 def block(kind: str, name: str) -> str:
-    """What stands in the place of a mark.
+    """What stands between a pair of marks.
 
     Raises:
         KeyError: no such method.
     """
-    return {"facts": facts, "defaults": defaults, "details": details, "results": results}[kind](name)
+    return {"facts": facts, "defaults": defaults, "results": results}[kind](name)
 
 
 def facts(name: str) -> str:
-    """What a method needs and tells, as its class says for its default hyper-parameters."""
+    """What a method needs and discloses, as its class says for its default hyper-parameters."""
     method = REGISTRY[name]()
-    needs = ", ".join(f"`{word}`" for word in sorted(method.requires)) or "nothing"
-    tells = ", ".join(sorted(method.discloses)) or "nothing"
+    needs = "; ".join(REQUIREMENTS[word] for word in sorted(method.requires)) or "nothing"
+    discloses = ", ".join(sorted(method.discloses)) or "nothing"
     kind = type(method).__name__
     rows = [
         ("name", f"`{name}`"),
-        ("class", f"[`polyfed.algorithms.{kind}`][polyfed.algorithms.{kind}]"),
-        ("needs of clients", needs),
-        ("the server learns", tells),
+        ("class", f"[`polyfed.algorithms.{kind}`](../api/algorithms.md#polyfed.algorithms.{kind})"),
+        ("needs", needs),
+        ("discloses to the server", discloses),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)])
 
@@ -54,46 +70,37 @@ def facts(name: str) -> str:
 def defaults(name: str) -> str:
     """A table of the fields in which a method differs from plain local training; the others are named below."""
     own = own_fields(name)
-    lines = ["| field | default | provenance | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{field}` | `{value}` | {provenance(text)} | {text} |" for field, value, text in own]
+    lines = ["| field | default | source | meaning |", "|---|---|---|---|"]
+    lines += [f"| `{field}` | `{value}` | {source(value, text)} | {text} |" for field, value, text in own]
     rest = [f"`{field}`" for field in SHARED if field not in {field for field, _, _ in own}]
-    told = f"As in every method ([local training](../methods.md#local-training)): {', '.join(rest)}."
-    return "\n".join([*(lines if own else []), "", told])
-
-
-def details(name: str) -> str:
-    """The section of methods.md that tells of a method."""
-    text = (DOCS / "methods.md").read_text(encoding="utf-8")
-    for heading, section in re.findall(r"^## (.*)\n((?:(?!^## ).*\n?)*)", text, flags=re.MULTILINE):
-        if f"`{name}`" in heading:
-            # Written for docs/, read from docs/methods/.
-            return outside_code(section.strip(), lambda t: LINK.sub(lambda link: _deeper(link), t))
-    raise KeyError(f"docs/methods.md has no section for {name}")
+    others = f"As in every method ([local training](../methods.md#local-training)): {', '.join(rest)}."
+    return "\n".join([*([*lines, ""] if own else []), others])
 
 
 def results(name: str) -> str:
-    """The tables of benchmarks/README.md in which a method stands: its rows beside those of `BESIDE`, below what introduces
-    the table, and what is said in bold of the method between the tables."""
+    """The tables of benchmarks/README.md in which a method stands: its rows and those of `COMPARED`, below what introduces
+    the table."""
     found = []
     for title, introduced, header, rows in benchmark_tables():
         owners = _owners(rows)
+        if title.startswith(MACHINE):
+            continue
         if any(f"`{name}`" in cell for cell in _cells(header)[1:]):
-            shown = rows
+            kept = rows
         elif name in owners:
-            shown = [row for row, owner in zip(rows, owners, strict=True) if owner in (name, *BESIDE)]
+            kept = [row for row, owner in zip(rows, owners, strict=True) if owner in (name, *COMPARED)]
         else:
             continue
         plain, _, script = title.partition(": `")
         script = f" (`{script.split('`')[0]}`)" if script else ""
         ruled = "|" + "---|" * len(_cells(header))
-        told = [introduced, ""] if introduced else []
-        found.append("\n".join([f"**{plain}**{script}", "", *told, header, ruled, *shown]))
+        before = [introduced, ""] if introduced else []
+        found.append("\n".join([f"**{plain}**{script}", "", *before, header, ruled, *kept]))
     if not found:
-        return "No script of ours has measured it against the others yet."
-    told = (
-        f"Rows of the tables in [Measured](../{BENCHMARKS}), which tells how each was made and what it does not show."
-    )
-    return "\n\n".join([told, *found])
+        return "No script in `benchmarks/` has measured it yet."
+    measured = "[Measured](../../benchmarks/README.md)"
+    about = f"Rows of the tables in {measured}, which says how each was made and what it does not show."
+    return "\n\n".join([about, *found])
 
 
 def benchmark_tables() -> Iterator[tuple[str, str, str, list[str]]]:
@@ -169,8 +176,3 @@ def _owners(rows: list[str]) -> list[str]:
         continued = found and re.match(r"\**[0-9]", first)
         found.append(named[1] if named else found[-1] if continued else "")
     return found
-
-
-def _deeper(link: "re.Match[str]") -> str:
-    image, text, target, anchor = link[1], link[2], link[3], link[4] or ""
-    return link[0] if "://" in target else f"{image}[{text}](../{target}{anchor})"

@@ -1,6 +1,6 @@
 """What the documentation site adds to the documents while it is built (hooks of MkDocs, see mkdocs.yml).
 
-- Marks in the pages of methods are filled, and lists indented as Python-Markdown wants them (`site_blocks.py`).
+- Marks in the pages of methods are taken out, and lists indented as Python-Markdown wants them (`site_blocks.py`).
 - benchmarks/README.md, which lies outside docs/, becomes the page benchmarks.md with its pictures.
 - Links that lead from a document to a file of the repository become links to pages, or plain text where there is no page.
 """
@@ -19,7 +19,7 @@ DOCS = Path(__file__).parent
 if str(DOCS) not in sys.path:
     sys.path.insert(0, str(DOCS))
 
-from site_blocks import BENCHMARKS, LINK, ROOT, filled, four_spaces, outside_code  # noqa: E402
+from site_blocks import BENCHMARKS, LINK, ROOT, four_spaces, outside_code, without_marks  # noqa: E402
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -33,14 +33,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fills the marks of a page, and turns its links."""
+    """Takes out the marks of a page, and turns its links."""
     uri = page.file.src_uri
-    if uri == "methods.md":
-        page.meta["search"] = {"exclude": True}  # each section is on the page of its method
     base = "benchmarks" if uri == BENCHMARKS else posixpath.dirname(posixpath.join("docs", uri))
     known = {file.src_uri for file in files}
     return four_spaces(
-        outside_code(filled(markdown), lambda text: LINK.sub(lambda link: _turned(link, base, uri, known), text))
+        outside_code(without_marks(markdown), lambda text: LINK.sub(lambda link: _turned(link, base, uri, known), text))
     )
 
 
@@ -59,8 +57,6 @@ def _turned(link: "re.Match[str]", base: str, uri: str, known: set[str]) -> str:
     inside = place.removeprefix("docs/")
     if place == "benchmarks/README.md":
         inside = BENCHMARKS
-    elif place == "CONTRIBUTING.md":
-        inside = "add_a_method.md"
     elif image and uri == BENCHMARKS:
         inside = target
     elif not place.startswith("docs/") and (ROOT / place).exists():

@@ -7,20 +7,29 @@ of a method is without provenance.
 """
 
 import dataclasses
+import re
 from pathlib import Path
 
 from polyfed.algorithms import REGISTRY
-from polyfed.commands.options import options_of
-from polyfed.training import LocalTraining
+from polyfed.cli.commands.options import options_of
+from polyfed.core.training import LocalTraining
 
 SHARED = {field.name: field.default for field in dataclasses.fields(LocalTraining)}
-SOURCES = ("paper", "authors' code", "public implementations", "ours")
+SOURCES = ("paper", "authors' code", "public implementations", "polyfed's choice")
 HEAD = """# Defaults and where they come from
 
-Written by `docs/tabulate_defaults.py` from the methods' dataclasses. "Paper" is the method's own, "ours" a choice of
-polyfed; a value of the paper that is not our default is in the text.
+Written by `docs/tabulate_defaults.py` from the methods' dataclasses. The column *source* says where the default comes from:
 
-## Local training: fields of every method, defaults ours
+- **paper**: the method's own paper.
+- **authors' code**: the code that the authors published, where the paper does not say.
+- **public implementations**: other public code, where neither says.
+- **polyfed**: a choice of this library. If the paper has another value, the text names it.
+
+The recipes of a paper's tables (`polyfed list recipes`) set the values of that table.
+
+## Local training: fields of every method
+
+These defaults are polyfed's choice.
 
 | field | default | meaning |
 |---|---|---|
@@ -31,10 +40,24 @@ def _cell(value: object) -> str:
     return str(value).replace("%%", "%").replace("|", "\\|").replace("\n", " ")
 
 
-def provenance(text: str) -> str:
-    """The source that a field's description names first; empty if it names none."""
-    named = [source for source in SOURCES if source in text]
-    return min(named, key=text.index, default="")
+def provenance(default: object, text: str) -> str:
+    """The source that a field's description gives for this default: the first after the default is mentioned, or else the
+    first of all; empty if it names none.
+
+    >>> provenance(False, "weighs by examples, as the authors' code has it; False counts each client the same (paper).")
+    'paper'
+    """
+    mentioned = re.search(rf"(?<![\w.]){re.escape(str(default))}(?![\w.]*\w)", text)
+    for part in (text[mentioned.end() :] if mentioned else "", text):
+        named = [one for one in SOURCES if one in part]
+        if named:
+            return min(named, key=part.index)
+    return ""
+
+
+def source(default: object, text: str) -> str:
+    """The same for readers."""
+    return provenance(default, text).replace("polyfed's choice", "polyfed")
 
 
 def own_fields(name: str) -> list[tuple[str, object, str]]:
@@ -54,8 +77,8 @@ def table() -> str:
     for name in REGISTRY:
         fields = own_fields(name)
         if fields:
-            lines += ["", f"## `{name}`", "", "| field | default | provenance | meaning |", "|---|---|---|---|"]
-            lines += [f"| `{field}` | `{value}` | {provenance(text)} | {text} |" for field, value, text in fields]
+            lines += ["", f"## `{name}`", "", "| field | default | source | meaning |", "|---|---|---|---|"]
+            lines += [f"| `{field}` | `{value}` | {source(value, text)} | {(text)} |" for field, value, text in fields]
     return HEAD + "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Networks that others wrote, of three kinds, in one federation with one of the zoo's; a fourth comes later."""
+"""Networks that others wrote, of three kinds, in one federation with a built-in one; a fourth joins later."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -72,9 +72,9 @@ clients = [
     pf.Client(name, network, train=(x[k:400:4], y[k:400:4]), test=(x[800:], y[800:]))
     for k, (name, network) in enumerate(networks.items())
 ]
-run = pf.federate(clients, pf.algorithms.FLHAGHN(lr=0.05, batch_size=16, local_epochs=2), rounds=10, evaluate_every=10)
+run = pf.federate(clients, pf.algorithms.FLHAGHN(lr=0.05, batch_size=16, local_epochs=2), rounds=25, evaluate_every=25)
 for row in run.table():
     print(f"{row['client']}: accuracy {row['accuracy']:.2f}")
 start = run.warmstart(deeper, (x[3:400:4], y[3:400:4]), test=(x[800:], y[800:]))
-print(f"a newcomer: {start.coverage:.0%} generated, accuracy {start.before['accuracy']:.2f} at once, "
+print(f"an unseen client: {start.coverage:.0%} generated, accuracy {start.before['accuracy']:.2f} at once, "
       f"{start.after['accuracy']:.2f} after an epoch on the head")  # fmt: skip

@@ -49,11 +49,11 @@ def hospitals(seed=0):
     for name, number in PATIENTS.items():
         train, val, test = [], [], []
         for patients, count in ((malignant, MALIGNANT[name]), (others, number - MALIGNANT[name])):
-            mine = [patients.pop() for _ in range(count)]
+            own = [patients.pop() for _ in range(count)]
             for_test, for_val = round(0.3 * count), round(0.15 * count)
-            test += mine[:for_test]
-            val += mine[for_test : for_test + for_val]
-            train += mine[for_test + for_val :]
+            test += own[:for_test]
+            val += own[for_test : for_test + for_val]
+            train += own[for_test + for_val :]
         # A hospital knows mean and spread of its own training patients, and of no others.
         mean, spread = measured[train].mean(axis=0), measured[train].std(axis=0)
         sets = {
@@ -69,7 +69,7 @@ def hospitals(seed=0):
 TRAINING = {"lr": 0.1, "batch_size": 16, "local_epochs": 2}  # the learning rate is where the search begins
 METHODS = {
     "local": pf.algorithms.Local(**TRAINING),
-    "distillation": pf.algorithms.Distillation(alpha=0.5, temperature=4.0, **TRAINING),
+    "fedavg_kd": pf.algorithms.FedAvgKD(alpha=0.5, temperature=4.0, **TRAINING),
     "pfedhn": pf.algorithms.PFedHN(hn_lr=0.03, local_steps=None, **TRAINING),
 }
 
@@ -83,4 +83,4 @@ def compared(number=0):
 
 if __name__ == "__main__":
     found = compared()
-    print(*found.content["warnings"], *found.verdicts, sep="\n")
+    print(*found.results["warnings"], *found.verdicts, sep="\n")

@@ -1,4 +1,5 @@
-"""Your own networks and data in a federation: clients with tensors, a torch Dataset and a Hugging Face dataset."""
+"""Your own networks and data in a federation: clients with tensors, a torch Dataset and a Hugging Face dataset (which needs
+the extra `hub`)."""
 
 import torch
 from datasets import Dataset

@@ -8,9 +8,9 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import polyfed as pf
+from polyfed.comparison.references import simple_references
+from polyfed.core.evaluation import predict
 from polyfed.data.resplit import resplit
-from polyfed.evaluation import predict
-from polyfed.references import simple_references
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "hospitals.py"
 

@@ -17,13 +17,14 @@ HEAVY = (
     "kornia",
     "sklearn",
     "matplotlib",
-    "torch_geometric",
     "pandas",
     "scipy",
     "pyarrow",
     "PIL",
     "flwr",
     "ray",
+    "sympy",
+    "torch._dynamo",
 )
 
 
@@ -44,55 +45,137 @@ def imported(file):
     return found
 
 
-def users_of(package):
-    return {
-        name(file)
-        for file in FILES
-        if any(module == package or module.startswith(f"{package}.") for module in imported(file))
+ROOMS = (
+    "core",
+    "data",
+    "models",
+    "graphs",
+    "hypernetworks",
+    "alignment",
+    "search",
+    "algorithms",
+    "simulation",
+    "comparison",
+    "report",
+    "deploy",
+    "cli",
+    "testing",
+)
+"""From bottom to top, as in ARCHITECTURE.md: a room imports from itself and from those before it."""
+
+
+def module(file):
+    return ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room(name):
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else None
+
+
+def imports_of(files):
+    """The graph of imports of our own modules: module -> modules. `from a import b` is an import of a.b if there is one."""
+    names = {module(file): file for file in files}
+    graph = {}
+    for name, file in names.items():
+        found = {one for one in imported(file) if one in names}
+        members = {one.rpartition(".")[0] for one in found}
+        graph[name] = found - members - {name}  # a package whose member is meant is no import of its own
+    return graph
+
+
+def upward(graph):
+    """Imports of a room above the importer's."""
+    return [
+        f"{importer} imports {target}"
+        for importer, targets in graph.items()
+        for target in sorted(targets)
+        if room(importer) in ROOMS and (room(target) is None or ROOMS.index(room(target)) > ROOMS.index(room(importer)))
+    ]
+
+
+def cycles(graph):
+    """Each module that reaches itself, with the way that it found."""
+    found = []
+    for start in graph:
+        seen, ways = set(), [[start]]
+        while ways:
+            way = ways.pop()
+            for target in sorted(graph.get(way[-1], ())):
+                if target == start:
+                    found.append(" -> ".join([*way, start]))
+                    ways = []
+                    break
+                if target not in seen:
+                    seen.add(target)
+                    ways.append([*way, target])
+    return found
+
+
+def test_the_top_has_these_rooms_and_no_others():
+    there = {path.name.removesuffix(".py") for path in SOURCE.iterdir() if path.name != "__pycache__"}
+    assert there - {"__init__", "__main__", "py.typed"} == set(ROOMS)
+    assert len(ROOMS) <= 14
+
+
+def test_imports_run_one_way():
+    """Imports in functions and for type checkers count, too."""
+    assert upward(imports_of(FILES)) == []
+
+
+def test_no_module_imports_itself_by_a_detour():
+    graph = imports_of(FILES)
+    graph.pop("polyfed")  # the public names; no room imports them
+    assert cycles(graph) == []
+
+
+def test_an_import_upwards_and_a_cycle_are_found(tmp_path, monkeypatch):
+    """The two tests above can fail."""
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path / "polyfed")
+    texts = {
+        "core/tree.py": "def late():\n    from polyfed.core import seeds\n",
+        "core/seeds.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from polyfed.data.pool import Pool\n",
+        "core/__init__.py": "",
+        "data/pool.py": "from polyfed.core.tree import Tree\n",
+        "data/__init__.py": "",
+        "__init__.py": "",
     }
-
-
-def test_methods_do_not_know_where_they_run():
-    """The engines run methods; a method knows neither them nor the loop, the run directory or the command line."""
-    for package in ("engines", "federation", "rounds", "runs", "commands", "cli"):
-        users = users_of(f"polyfed.{package}")
-        assert not {user for user in users if user.startswith("algorithms/")}, package
+    files = []
+    for place, text in texts.items():
+        file = tmp_path / "polyfed" / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        files.append(file)
+    graph = imports_of(files)
+    assert upward(graph) == ["polyfed.core.seeds imports polyfed.data.pool"]
+    assert "polyfed.core.tree -> polyfed.core.seeds -> polyfed.data.pool -> polyfed.core.tree" in cycles(graph)
+    assert len(cycles(graph)) == 3
 
 
 @pytest.mark.parametrize(
     ("package", "allowed"),
-    {
-        "polyfed.cli": {"__main__.py"},
-        "polyfed.commands": {"cli.py", "commands/", "federation.py", "comparison.py"},
-        "polyfed.testing": set(),
-        "polyfed.engines.pool": {"engines/"},
-        "flwr": {"engines/flower.py"},
-        "ray": {"engines/ray.py"},
-    }.items(),
+    {"flwr": {"deploy/flower.py", "deploy/link.py"}, "ray": {"simulation/engines/ray.py"}}.items(),
 )
-def test_only_these_import(package, allowed):
-    users = users_of(package)
-    assert {u for u in users if not any(u.startswith(a) for a in allowed)} == set()
-
-
-def test_lower_layers_do_not_import_higher_ones():
-    for low in ("data/", "models/"):
-        for package in ("algorithms", "engines", "federation", "rounds", "runs", "commands", "training"):
-            assert not {user for user in users_of(f"polyfed.{package}") if user.startswith(low)}, (low, package)
+def test_one_file_knows_each_framework(package, allowed):
+    users = {
+        name(file) for file in FILES if any(one == package or one.startswith(f"{package}.") for one in imported(file))
+    }
+    assert users == allowed
 
 
 def test_fit_is_the_only_training_loop():
-    """`x.step()` occurs once, in `training.fit`."""
+    """`x.step()` occurs once, in `core/training.fit`."""
     steps = []
     for file in FILES:
-        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        text = file.read_text(encoding="utf-8")
+        for function in ast.walk(ast.parse(text)) if "step" in text else ():
             if isinstance(function, ast.FunctionDef):
                 steps += [
                     (name(file), function.name)
                     for node in ast.walk(function)
                     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step"
                 ]
-    assert steps == [("training.py", "fit")]
+    assert steps == [("core/training.py", "fit")]
 
 
 def test_the_library_stands_on_its_own():
@@ -112,13 +195,17 @@ import sys
 import polyfed
 heavy = set({heavy!r})
 assert not heavy & set(sys.modules), ("import polyfed", heavy & set(sys.modules))
-from polyfed.commands import experiment, options, recipes, running
+from polyfed.cli.commands import options, recipes, running
+from polyfed.simulation import experiment
 config = recipes.load_recipe("quickstart")
 config.pop("description")
 found = experiment.participants(experiment.from_config(options.parse([], config, "polyfed run")))
 running._check(experiment.from_config(options.parse([], config, "polyfed run")), found)
 assert len(found.clients) == 8
 assert not heavy & set(sys.modules), ("quickstart", heavy & set(sys.modules))
+from polyfed.testing import small_clients
+polyfed.federate(small_clients(), polyfed.algorithms.FedAvg(), rounds=1, workers=0)
+assert not heavy & set(sys.modules), ("a round", heavy & set(sys.modules))
 """
 
 
@@ -127,3 +214,33 @@ def test_nothing_heavy_is_imported_for_the_quickstart():
     code = QUICKSTART.format(heavy=HEAVY)
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_round_is_read_through_few_files_from_top_to_bottom(monkeypatch):
+    """From `federate` to `optimizer.step()`: the files of the call stack, as a debugger shows it."""
+    from polyfed.algorithms import FedProx
+    from polyfed.core import optimizers
+    from polyfed.testing import small_clients
+
+    stacks = []
+
+    def step(*_, **__):
+        frame, files = sys._getframe(1), []
+        while frame is not None:
+            place = Path(frame.f_code.co_filename)
+            if SOURCE in place.parents and (not files or files[-1] != name(place)):
+                files.append(name(place))
+            frame = frame.f_back
+        stacks.append(files[::-1])
+
+    monkeypatch.setattr(optimizers.SGD, "step", step)
+    polyfed.federate(small_clients(), FedProx(), rounds=1, workers=0)
+    (files,) = {tuple(files) for files in stacks}
+    assert files[0] == "simulation/federation.py"
+    assert files[-1] == "core/training.py"
+    assert len(set(files)) <= 8, files
+    rooms = [
+        ROOMS.index(file.partition("/")[0]) for file in files if file not in ("core/gradients.py", "core/threads.py")
+    ]
+    assert rooms == sorted(rooms, reverse=True), "a jump back up"
+    assert len(files) == len(set(files)), f"a file is entered twice: {files}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import polyfed as pf
-from polyfed.tree import tensors_of
+from polyfed.core.tree import tensors_of
 
 ROOT = Path(__file__).parent.parent
 

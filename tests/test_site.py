@@ -14,9 +14,10 @@ import yaml
 
 import polyfed
 from polyfed.algorithms import REGISTRY
-from polyfed.cli import main
-from polyfed.runs.comparison import read
-from polyfed.training import LocalTraining
+from polyfed.cli.main import main
+from polyfed.comparison.directory import read
+from polyfed.core.training import LocalTraining
+from polyfed.testing import AlgorithmContract
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -86,15 +87,28 @@ def test_a_methods_page_has_every_mark_and_section(name):
     text = page_of(name).read_text(encoding="utf-8")
     for kind in ("facts", "defaults", "results"):
         assert f"\n<!-- {kind} {name} -->\n" in text
-    assert "<!-- details " in text
     headings = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
-    assert headings == ["Equation", "When to take it", "Defaults", "Details", "What proves it", "Results"]
+    assert headings == ["Equation", "When to use it", "Defaults", "Details", "What proves it", "Results"]
+
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
+def test_a_methods_page_in_the_repository_is_filled_and_up_to_date(path, blocks):
+    text = path.read_text(encoding="utf-8")
+    assert text == blocks.filled(text), f"{path.name} is out of date: run python docs/fill_methods.py"
+    assert blocks.filled(text.replace("| field | default |", "| another | default |")) == text  # whatever stood there
+
+
+def test_a_page_that_is_not_filled_is_found(blocks):
+    empty = "a\n<!-- defaults local -->\n<!-- end -->\nb\n"
+    assert blocks.filled(empty) != empty
+    assert blocks.filled(blocks.filled(empty)) == blocks.filled(empty)
+    assert blocks.without_marks(blocks.filled(empty)).endswith("`precision`.\n\nb\n")
 
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_defaults_on_a_methods_page_are_those_of_its_class(name, blocks):
-    """Read back from the page as it is built: each field that differs from local training's, with the class's default."""
-    text = blocks.filled(page_of(name).read_text(encoding="utf-8"))
+    """Read back from the page: each field that differs from local training's, with the class's default."""
+    text = blocks.without_marks(page_of(name).read_text(encoding="utf-8"))
     assert "<!--" not in text
     section = text.split("## Defaults")[1].split("## Details")[0]
     if f"### `{name}`" in section:
@@ -129,10 +143,10 @@ def figures(text):
 
 
 @pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
-def test_figures_in_results_are_those_of_the_benchmarks(path, blocks):
+def test_figures_in_results_are_those_of_the_benchmarks(path):
     measured = set(figures((ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")))
     text = path.read_text(encoding="utf-8").split("## Results")[1]
-    assert [figure for figure in figures(blocks.filled(text)) if figure not in measured] == []
+    assert [figure for figure in figures(text) if figure not in measured] == []
 
 
 def test_rows_of_results_are_the_methods_own_beside_local_and_fedavg(blocks):
@@ -208,15 +222,22 @@ def test_the_method_that_is_added_passes_its_tests(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_median.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    assert "13 passed" in done.stdout
+    contract = [name for name in dir(AlgorithmContract) if name.startswith("test_")]
+    own = re.findall(r"^def test_", "\n".join(python_of(DOCS / "add_a_method.md")), flags=re.MULTILINE)
+    assert len(own) >= 3
+    assert f"{len(contract) + len(own)} passed" in done.stdout
 
 
 @pytest.mark.slow
-def test_the_code_on_the_first_page_runs(tmp_path):
-    (tmp_path / "first.py").write_text("\n".join(python_of(DOCS / "index.md")), encoding="utf-8")
-    done = subprocess.run([sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("page", "printed"), [("index.md", "mean   AUC 0.9"), ("tabular.md", "mean   accuracy 0.9"), ("metrics.md", "")]
+)
+def test_the_code_of_a_page_runs(page, printed, tmp_path):
+    (tmp_path / "page.py").write_text("\n".join(python_of(DOCS / page)), encoding="utf-8")
+    command = [sys.executable, "-W", "error", "page.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "'client': 'mean'" in done.stdout
+    assert printed in done.stdout
 
 
 @pytest.mark.slow
@@ -232,7 +253,7 @@ def test_the_tutorial_runs_as_it_stands(tmp_path, capsys, monkeypatch):
     scores = dict(re.findall(r"^(\w+) +AUC (\d\.\d+)  accuracy \d", done.stdout, flags=re.MULTILINE))
     assert list(scores) == [*sites, "mean"]
     assert float(scores["mean"]) > 0.8  # 0.5 is chance
-    told = read(tmp_path / "runs" / "hospitals").content
+    told = read(tmp_path / "runs" / "hospitals").results
     assert told["warnings"] == []
     assert {answer["client"] for answer in told["answers"]} == set(sites)
     for answer in (told["mean_answer"], *told["answers"]):

@@ -1,15 +1,16 @@
 """The contract suite catches what it is there to catch: each broken method fails the test named beside it."""
 
+import copy
 import os
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from polyfed.algorithm import Message
 from polyfed.algorithms import FedAvg, Local
+from polyfed.core.algorithm import Message
+from polyfed.core.tree import weighted_mean
 from polyfed.testing import AlgorithmContract, SmallNet, small_clients
-from polyfed.tree import weighted_mean
 
 
 class Contract(AlgorithmContract):
@@ -18,29 +19,29 @@ class Contract(AlgorithmContract):
 
 @dataclass(frozen=True, kw_only=True)
 class DependsOnTheProcess(FedAvg):
-    def local(self, down, mine, client, seed):
-        return super().local(down, mine, client, seed + os.getpid())
+    def local_update(self, down, own, client, seed):
+        return super().local_update(down, own, client, seed + os.getpid())
 
 
 @dataclass(frozen=True, kw_only=True)
 class UsesGlobalRandomness(FedAvg):
-    def local(self, down, mine, client, seed):
+    def local_update(self, down, own, client, seed):
         torch.rand(1)
-        return super().local(down, mine, client, seed)
+        return super().local_update(down, own, client, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangesTheMessage(FedAvg):
-    def local(self, down, mine, client, seed):
-        down.arrays["model"]["head.weight"].add_(1.0)
-        return super().local(down, mine, client, seed)
+    def local_update(self, down, own, client, seed):
+        down.tensors["model"]["head.weight"].add_(1.0)
+        return super().local_update(down, own, client, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangesPrivateState(Local):
-    def local(self, down, mine, client, seed):
-        mine["model"]["head.weight"].add_(1.0)
-        return super().local(down, mine, client, seed)
+    def local_update(self, down, own, client, seed):
+        own["model"]["head.weight"].add_(1.0)
+        return super().local_update(down, own, client, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,9 @@ class ChangesPrivateCounter(FedAvg):
     def client_init(self, client, seed):
         return {"n": 0}
 
-    def local(self, down, mine, client, seed):
-        mine["n"] += 1
-        return super().local(down, {}, client, seed)[0], {"n": mine["n"]}
+    def local_update(self, down, own, client, seed):
+        own["n"] += 1
+        return super().local_update(down, {}, client, seed)[0], {"n": own["n"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,30 +59,30 @@ class ChangesPrivateList(FedAvg):
     def client_init(self, client, seed):
         return {"losses": []}
 
-    def local(self, down, mine, client, seed):
-        reply, _ = super().local(down, {}, client, seed)
-        mine["losses"].append(reply.scalars["train_loss"])
-        return reply, {"losses": list(mine["losses"])}
+    def local_update(self, down, own, client, seed):
+        reply, _ = super().local_update(down, {}, client, seed)
+        own["losses"].append(reply.scalars["train_loss"])
+        return reply, {"losses": list(own["losses"])}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangesTheScalars(FedAvg):
-    def local(self, down, mine, client, seed):
+    def local_update(self, down, own, client, seed):
         down.scalars["lr"] *= 0.5
-        return super().local(down, mine, client, seed)
+        return super().local_update(down, own, client, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangesTheState(FedAvg):
-    def aggregate(self, state, replies):
+    def aggregate(self, state, replies, server):
         state["model"]["head.weight"].zero_()
-        return super().aggregate(state, replies)
+        return super().aggregate(state, replies, server)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstReplyWins(FedAvg):
-    def aggregate(self, state, replies):
-        return {"model": next(iter(replies.values())).arrays["model"]}
+    def aggregate(self, state, replies, server):
+        return {"model": next(iter(replies.values())).tensors["model"]}
 
 
 class Memory:
@@ -98,23 +99,23 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True)
 class DependsOnThePreviousClient(FedAvg):
-    def local(self, down, mine, client, seed):
+    def local_update(self, down, own, client, seed):
         before, Neighbour.name = Neighbour.name, client.id
-        return super().local(down, mine, client, seed + (before > client.id))
+        return super().local_update(down, own, client, seed + (before > client.id))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeepsAHiddenCounter(FedAvg):
-    def local(self, down, mine, client, seed):
+    def local_update(self, down, own, client, seed):
         Memory.calls += 1
-        return super().local(down, mine, client, seed + Memory.calls)
+        return super().local_update(down, own, client, seed + Memory.calls)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendsPrivateState(Local):
-    def local(self, down, mine, client, seed):
-        reply, mine = super().local(down, mine, client, seed)
-        return Message({"secret": {"w": mine["model"]["head.weight"].clone()}}, reply.scalars), mine
+    def local_update(self, down, own, client, seed):
+        reply, own = super().local_update(down, own, client, seed)
+        return Message({"secret": {"w": own["model"]["head.weight"].clone()}}, reply.scalars), own
 
     def reply_spec(self, state, down):
         return None
@@ -122,16 +123,16 @@ class SendsPrivateState(Local):
 
 @dataclass(frozen=True, kw_only=True)
 class SendsAPieceOfPrivateState(SendsPrivateState):
-    def local(self, down, mine, client, seed):
-        reply, mine = super().local(down, mine, client, seed)
-        return Message({"secret": {"w": mine["model"]["head.weight"][:2]}}, reply.scalars), mine
+    def local_update(self, down, own, client, seed):
+        reply, own = super().local_update(down, own, client, seed)
+        return Message({"secret": {"w": own["model"]["head.weight"][:2]}}, reply.scalars), own
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendsInputs(FedAvg):
-    def local(self, down, mine, client, seed):
-        reply, mine = super().local(down, mine, client, seed)
-        return Message({**reply.arrays, "some": {"x": client.train.x[3:5].clone()}}, reply.scalars), mine
+    def local_update(self, down, own, client, seed):
+        reply, own = super().local_update(down, own, client, seed)
+        return Message({**reply.tensors, "some": {"x": client.train.x[3:5].clone()}}, reply.scalars), own
 
     def reply_spec(self, state, down):
         return None
@@ -139,44 +140,68 @@ class SendsInputs(FedAvg):
 
 @dataclass(frozen=True, kw_only=True)
 class SendsLabels(SendsInputs):
-    def local(self, down, mine, client, seed):
-        reply, mine = super().local(down, mine, client, seed)
-        return Message({"model": reply.arrays["model"], "some": {"y": client.train.y.float()}}, reply.scalars), mine
+    def local_update(self, down, own, client, seed):
+        reply, own = super().local_update(down, own, client, seed)
+        return Message({"model": reply.tensors["model"], "some": {"y": client.train.y.float()}}, reply.scalars), own
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendsWhatItMustNot(SendsInputs):
-    def local(self, down, mine, client, seed):
-        reply, mine = super().local(down, mine, client, seed)
-        return Message({"model": {"luck": torch.ones(1)}}, reply.scalars), mine
+    def local_update(self, down, own, client, seed):
+        reply, own = super().local_update(down, own, client, seed)
+        return Message({"model": {"luck": torch.ones(1)}}, reply.scalars), own
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeedsEveryone(FedAvg):
-    def aggregate(self, state, replies):
+    def aggregate(self, state, replies, server):
         if len(replies) < 3:
             raise RuntimeError("where is everyone?")
-        return super().aggregate(state, replies)
+        return super().aggregate(state, replies, server)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsksForTheUnknown(FedAvg):
-    requires = frozenset({"one_architecture", "luck"})
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "requires", frozenset({"one_architecture", "luck"}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepsATuple(FedAvg):
+    def client_init(self, client, seed):
+        return {"seen": (1, 2)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendsOneAnotherMessage(FedAvg):
+    def dispatch_all(self, state, everyone):
+        for who in everyone:
+            down = self.dispatch(state, who)
+            yield Message(down.tensors, {"lr": down.scalars["lr"] * len(everyone)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsUsedOtherwise(FedAvg):
+    def personal_model(self, down, own, client, seed):
+        model = copy.deepcopy(super().personal_model(down, own, client, seed))
+        model.register_forward_hook(lambda module, inputs, outputs: outputs.flip(1))  # nothing that is saved says so
+        return model
 
 
 @dataclass(frozen=True, kw_only=True)
 class IgnoresTheSeed(FedAvg):
-    def init(self, server):
+    def server_init(self, server):
         from dataclasses import replace
 
-        return super().init(replace(server, seed=0))
+        return super().server_init(replace(server, seed=0))
 
-    def local(self, down, mine, client, seed):
-        return super().local(down, mine, client, 0)
+    def local_update(self, down, own, client, seed):
+        return super().local_update(down, own, client, 0)
 
 
 CASES = [
-    (DependsOnTheProcess, "test_same_result_for_0_1_and_2_workers"),
+    (DependsOnTheProcess, "test_same_result_for_0_and_2_workers"),
     (UsesGlobalRandomness, "test_seed_decides_the_result"),
     (IgnoresTheSeed, "test_seed_decides_the_result"),
     (ChangesTheMessage, "test_inputs_are_not_changed"),
@@ -195,14 +220,17 @@ CASES = [
     (SendsWhatItMustNot, "test_private_state_is_not_sent"),
     (NeedsEveryone, "test_a_client_missing"),
     (NeedsEveryone, "test_one_client"),
-    (AsksForTheUnknown, "test_requirements_are_known"),
+    (AsksForTheUnknown, "test_words_are_known"),
+    (KeepsATuple, "test_states_can_be_kept"),
+    (SendsOneAnotherMessage, "test_one_message_is_that_of_many"),
+    (IsUsedOtherwise, "test_metrics_are_complete_and_of_the_returned_network"),
 ]
 
 
 @pytest.mark.parametrize(("broken", "test"), CASES, ids=[f"{c.__name__}-{t}" for c, t in CASES])
 def test_the_suite_catches(broken, test, tmp_path):
     arguments = [tmp_path] if "resumed" in test else []
-    with pytest.raises((AssertionError, RuntimeError)):
+    with pytest.raises((AssertionError, RuntimeError, TypeError)):
         getattr(Contract(), test)(broken(lr=0.05, batch_size=8), *arguments)
 
 

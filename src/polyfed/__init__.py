@@ -5,14 +5,20 @@
 True
 """
 
-from polyfed import algorithms
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.comparison import compare
-from polyfed.data.examples import Examples
-from polyfed.errors import ClientError, RoundError, UserError
-from polyfed.federation import federate, resume
-from polyfed.metrics import Metric
-from polyfed.runs.results import Run
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polyfed import algorithms
+    from polyfed.comparison.compare import compare
+    from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+    from polyfed.core.code import trust_code
+    from polyfed.core.errors import ClientError, RoundError, UserError
+    from polyfed.core.examples import Examples
+    from polyfed.core.metrics import Metric
+    from polyfed.simulation.federation import federate, resume
+    from polyfed.simulation.runs.results import Run
 
 __all__ = [
     "Algorithm",
@@ -30,4 +36,43 @@ __all__ = [
     "compare",
     "federate",
     "resume",
+    "trust_code",
 ]
+
+# Importing torch takes a second or more, which a help text should not cost. So a name is imported when it is first used.
+_HOMES = {
+    "Algorithm": "core.algorithm",
+    "Client": "core.algorithm",
+    "ClientError": "core.errors",
+    "ClientInfo": "core.algorithm",
+    "Examples": "core.examples",
+    "Message": "core.algorithm",
+    "Metric": "core.metrics",
+    "RoundError": "core.errors",
+    "Run": "simulation.runs.results",
+    "ServerContext": "core.algorithm",
+    "UserError": "core.errors",
+    "compare": "comparison.compare",
+    "federate": "simulation.federation",
+    "resume": "simulation.federation",
+    "trust_code": "core.code",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        found = getattr(import_module(f"polyfed.{_HOMES[name]}"), name)
+        globals()[name] = found
+        return found
+    if name in _rooms():
+        return import_module(f"polyfed.{name}")
+    raise AttributeError(f"module 'polyfed' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_rooms()})
+
+
+def _rooms() -> list[str]:
+    """The packages below this one, and `testing`."""
+    return [found.name for found in iter_modules(__path__) if not found.name.startswith("_")]

@@ -1,6 +1,6 @@
 """`python -m polyfed` is the command `polyfed`."""
 
-from polyfed.cli import entry
+from polyfed.cli.main import entry
 
 if __name__ == "__main__":
     entry()

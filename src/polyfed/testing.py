@@ -11,33 +11,26 @@ Subclass `AlgorithmContract` in a test file and name the method in a fixture; py
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from shutil import copytree
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
 
-from polyfed.algorithm import Algorithm, Client, Message
-from polyfed.data.examples import as_examples
-from polyfed.engines.inprocess import InProcessEngine
-from polyfed.federation import federate, resume
-from polyfed.rounds import Federation
-from polyfed.runs.checkpoint import Checkpoint
-from polyfed.runs.progress import Progress
-from polyfed.runs.results import Run, one_thread
-from polyfed.seeds import torch_generator
-from polyfed.settings import Settings
-from polyfed.tree import Nested, decode, encode, tensors_of
-
-_KNOWN_REQUIREMENTS = {
-    "model",
-    "one_architecture",
-    "architectures",
-    "layer_catalogue",
-    "public_data",
-    "one_input_form",
-    "one_form",
-    "images",
-}
+from polyfed.core.algorithm import Algorithm, Client, Message, check_words
+from polyfed.core.evaluation import client_scores
+from polyfed.core.examples import as_examples
+from polyfed.core.seeds import torch_generator
+from polyfed.core.threads import one_thread
+from polyfed.core.tree import Nested, check_keepable, decode, encode, tensors_of
+from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.federation import federate, resume
+from polyfed.simulation.rounds import Federation
+from polyfed.simulation.runs.checkpoint import Checkpoint
+from polyfed.simulation.runs.progress import Progress
+from polyfed.simulation.runs.results import Run
+from polyfed.simulation.settings import Settings
+from polyfed.simulation.traffic import allowed, revealed
 
 
 @final
@@ -101,10 +94,10 @@ def assert_same_run(one: Run, other: Run) -> None:
             assert first.round == second.round
             assert torch.equal(first.outputs, second.outputs), f"client {client!r}: the predictions differ"
             assert torch.equal(first.targets, second.targets), f"client {client!r}: the targets differ"
-        mine, theirs = one.model(client).state_dict(), other.model(client).state_dict()
-        assert mine.keys() == theirs.keys()
-        for name in mine:
-            assert torch.equal(mine[name], theirs[name]), f"client {client!r}: {name!r} differs"
+        own, theirs = one.model(client).state_dict(), other.model(client).state_dict()
+        assert own.keys() == theirs.keys()
+        for name in own:
+            assert torch.equal(own[name], theirs[name]), f"client {client!r}: {name!r} differs"
 
 
 def _copy(nested: Nested) -> Nested:
@@ -132,7 +125,7 @@ def _difference(before: Nested, after: Nested, path: str) -> str | None:
 
 
 def _content(message: Message) -> Nested:
-    return {"arrays": message.arrays, "scalars": message.scalars}
+    return {"tensors": message.tensors, "scalars": message.scalars}
 
 
 def _same(kept: torch.Tensor, other: torch.Tensor) -> bool:
@@ -195,6 +188,10 @@ class _StopAfter(Progress):
 class AlgorithmContract(ABC):
     """Tests of a method given by the fixture `algorithm`; override `clients` for a method that needs others."""
 
+    published: ClassVar[frozenset[str]] = frozenset()
+    """Groups (top-level keys) of the private state that the method sends up by its nature, as FedFomo does the client's own
+    model. Nothing else of the private state may be in a reply."""
+
     def clients(self, number: int = 3) -> list[Client]:
         """The federation on which the method is tested."""
         return small_clients(number)
@@ -212,15 +209,41 @@ class AlgorithmContract(ABC):
         public = as_examples(self.public()) if "public_data" in algorithm.requires else None
         return Federation({c.id: c for c in self.clients()}, algorithm, Settings(rounds=2, seed=3), public)
 
-    def test_requirements_are_known(self, algorithm: Algorithm[Any, Any]) -> None:
-        """`requires` names only what can be checked."""
-        assert algorithm.requires <= _KNOWN_REQUIREMENTS
+    def test_words_are_known(self, algorithm: Algorithm[Any, Any]) -> None:
+        """`requires` names only what can be checked, `discloses` only what consent can be asked for."""
+        check_words(algorithm, type(algorithm).__name__)
 
-    def test_same_result_for_0_1_and_2_workers(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Metrics, predictions and models are equal bit for bit in this process and on pools."""
-        alone = self._federate(algorithm)
-        for workers in (1, 2):
-            assert_same_run(alone, self._federate(algorithm, workers=workers))
+    def test_metrics_are_complete_and_of_the_returned_network(self, algorithm: Algorithm[Any, Any]) -> None:
+        """Every client has a score, a loss and bytes in every round, the bytes are those of the messages, and loss, score
+        and predictions of the last round are those of `run.model`, bit for bit."""
+        run = self._federate(algorithm)
+        for record in run.history:
+            assert record["failures"] == []
+            for row in record["clients"].values():
+                assert 0 <= row["accuracy"] <= 1
+                assert row["loss"] >= 0
+                assert row["bytes_down"] >= 0
+            assert record["bytes_up"] == sum(row["bytes_up"] for row in record["clients"].values())
+        for client in run.federation.clients.values():
+            metrics, outputs = client_scores(run.model(client.id), client, run.federation.metrics)
+            recorded = run.history[-1]["clients"][client.id]
+            assert {name: recorded[name] for name in metrics} == metrics, f"client {client.id!r}"
+            assert torch.equal(run.predictions(client.id).outputs, outputs["test"]), (
+                f"client {client.id!r}: predictions"
+            )
+
+    def test_states_can_be_kept(self, algorithm: Algorithm[Any, Any]) -> None:
+        """The server's and the clients' states come back from a checkpoint as they were."""
+        federation = self._federation(algorithm)
+        with one_thread():
+            check_keepable(algorithm.server_init(federation.context()), "the server's state")
+            for client in federation.clients.values():
+                check_keepable(algorithm.client_init(client, 3), "the private state")
+
+    def test_same_result_for_0_and_2_workers(self, algorithm: Algorithm[Any, Any]) -> None:
+        """Metrics, predictions and models are equal bit for bit in this process and on a pool of two; a pool of one is
+        where a stopped run is resumed."""
+        assert_same_run(self._federate(algorithm), self._federate(algorithm, workers=2))
 
     def test_seed_decides_the_result(self, algorithm: Algorithm[Any, Any]) -> None:
         """The same seed gives the same run, another one another; torch's global random state is left alone."""
@@ -228,15 +251,15 @@ class AlgorithmContract(ABC):
         one = self._federate(algorithm)
         assert torch.equal(state, torch.random.get_rng_state()), "the run used torch's global random state"
         assert_same_run(one, self._federate(algorithm))
-        other = self._federate(algorithm, seed=4)
-        assert without_times(one.history) != without_times(other.history)
+        other = self._federate(algorithm, rounds=1, seed=4)
+        assert without_times(one.history[:1]) != without_times(other.history)
         federation = self._federation(algorithm)
         with one_thread():  # the halves by themselves: an engine may give each task a random state of its own
-            start = algorithm.init(federation.context())
+            start = algorithm.server_init(federation.context())
             for client in federation.clients.values():
                 down = algorithm.dispatch(start, federation.info(client.id, 1))
-                _, mine = algorithm.local(down, algorithm.client_init(client, 3), client, 5)
-                algorithm.personal(down, mine, client, 6)
+                _, own = algorithm.local_update(down, algorithm.client_init(client, 3), client, 5)
+                algorithm.personal_model(down, own, client, 6)
         assert torch.equal(state, torch.random.get_rng_state()), "the method used torch's global random state"
 
     def test_inputs_are_not_changed(self, algorithm: Algorithm[Any, Any]) -> None:
@@ -245,32 +268,46 @@ class AlgorithmContract(ABC):
         clients = list(federation.clients.values())
         data = [t.clone() for c in clients for t in (c.train.x, c.train.y, c.test.x)]
         with one_thread():
-            state = algorithm.init(federation.context())
+            state = algorithm.server_init(federation.context())
             kept_state, replies = _copy(state), {}
             for client in clients:
                 down = algorithm.dispatch(state, federation.info(client.id, 1))
-                mine = algorithm.client_init(client, 3)
-                kept_down, kept_mine = _copy(_content(down)), _copy(mine)
-                replies[client.id], after = algorithm.local(down, mine, client, 5)
+                own = algorithm.client_init(client, 3)
+                kept_down, kept_mine = _copy(_content(down)), _copy(own)
+                replies[client.id], after = algorithm.local_update(down, own, client, 5)
                 _assert_unchanged(kept_down, _content(down), "local: `down`")
-                _assert_unchanged(kept_mine, mine, "local: `mine`")
+                _assert_unchanged(kept_mine, own, "local: `own`")
                 kept_after, kept_reply = _copy(after), _copy(_content(replies[client.id]))
-                algorithm.personal(down, after, client, 6)
+                algorithm.personal_model(down, after, client, 6)
                 _assert_unchanged(kept_down, _content(down), "personal: `down`")
-                _assert_unchanged(kept_after, after, "personal: `mine`")
+                _assert_unchanged(kept_after, after, "personal: `own`")
                 _assert_unchanged(kept_reply, _content(replies[client.id]), "personal: an earlier reply")
             kept_replies = _copy({i: _content(reply) for i, reply in replies.items()})
-            algorithm.aggregate(state, replies)
+            algorithm.aggregate(state, replies, federation.context())
             _assert_unchanged(kept_replies, {i: _content(r) for i, r in replies.items()}, "aggregate: `replies`")
             _assert_unchanged(kept_state, state, "aggregate: `state`")
         _assert_unchanged(data, [t for c in clients for t in (c.train.x, c.train.y, c.test.x)], "a client's data")
+
+    def test_one_message_is_that_of_many(self, algorithm: Algorithm[Any, Any]) -> None:
+        """`dispatch` and `dispatch_all` send a client the same, up to rounding, before training and for evaluation."""
+        federation = self._federation(algorithm)
+        with one_thread():
+            state = algorithm.server_init(federation.context())
+            for phase in ("local", "evaluate"):
+                everyone = [federation.info(i, 1, phase) for i in federation.clients]
+                for who, message in zip(everyone, algorithm.dispatch_all(state, everyone), strict=True):
+                    alone = algorithm.dispatch(state, who)
+                    assert alone.scalars == message.scalars
+                    assert alone.tensors.keys() == message.tensors.keys()
+                    for group, tree in alone.tensors.items():
+                        torch.testing.assert_close(dict(tree), dict(message.tensors[group]))
 
     def test_order_of_clients_is_irrelevant(self, algorithm: Algorithm[Any, Any]) -> None:
         """Neither the order in which an engine runs the clients nor that of the replies changes a bit; nor do scalars that
         the method does not call needed."""
         federation = self._federation(algorithm)
         with one_thread():
-            state = algorithm.init(federation.context())
+            state = algorithm.server_init(federation.context())
             start = Checkpoint(0, state, {})
             tasks = [
                 federation.task("local", i, 1, algorithm.dispatch(state, federation.info(i, 1)), start)
@@ -282,30 +319,33 @@ class AlgorithmContract(ABC):
                 assert result.reply is not None, result.failure
                 again = other[client].reply
                 assert again is not None, other[client].failure
-                first, second = [_content(result.reply), result.mine], [_content(again), other[client].mine]
+                first, second = [_content(result.reply), result.own], [_content(again), other[client].own]
                 _assert_unchanged(first, second, f"what {client!r} computes after other clients")
             replies = {client: result.reply for client, result in one.items() if result.reply is not None}
-            forward = algorithm.aggregate(state, replies)
-            backward = algorithm.aggregate(state, dict(reversed(replies.items())))
+            forward = algorithm.aggregate(state, replies, federation.context())
+            backward = algorithm.aggregate(state, dict(reversed(replies.items())), federation.context())
             needed = {
-                i: Message(r.arrays, {n: r.scalars[n] for n in r.scalars if n in algorithm.scalars_needed})
+                i: Message(r.tensors, {n: r.scalars[n] for n in r.scalars if n in algorithm.scalars_needed})
                 for i, r in replies.items()
             }
-            sparing = algorithm.aggregate(state, needed)
+            sparing = algorithm.aggregate(state, needed, federation.context())
         _assert_unchanged(forward, backward, "the aggregate of replies in another order")
         _assert_unchanged(forward, sparing, "the aggregate of replies with no scalars but `scalars_needed`")
 
     def test_resumed_equals_uninterrupted(self, algorithm: Algorithm[Any, Any], tmp_path: Path) -> None:
-        """A run that is stopped and resumed ends as one that is not, bit for bit."""
+        """A run that is stopped and resumed, in this process or in another, ends as one that is not, bit for bit. One of
+        three clients has not taken part when it stops."""
         public = self.public() if "public_data" in algorithm.requires else None
-        for sample, workers in ((2, 0), (1, 2)):
-            whole, out = self._federate(algorithm, rounds=4, sample=sample), tmp_path / f"run-{sample}"
-            interrupted = False
-            try:
-                self._federate(algorithm, rounds=4, sample=sample, out=out, progress=_StopAfter(2))
-            except KeyboardInterrupt:
-                interrupted = True
-            assert interrupted, "the run was not interrupted"
+        whole = self._federate(algorithm, rounds=3, clients_per_round=2)
+        stopped, copied = tmp_path / "run", tmp_path / "copy"
+        interrupted = False
+        try:
+            self._federate(algorithm, rounds=3, clients_per_round=2, out=stopped, progress=_StopAfter(1))
+        except KeyboardInterrupt:
+            interrupted = True
+        assert interrupted, "the run was not interrupted"
+        copytree(stopped, copied)
+        for out, workers in ((stopped, 0), (copied, 1)):
             resumed = resume(out, clients=self.clients(), algorithm=algorithm, public=public, workers=workers)
             assert_same_run(whole, resumed)
 
@@ -313,28 +353,36 @@ class AlgorithmContract(ABC):
         """A reply is valid, and holds no private tensor (nor shares its memory), no input and no labels of the client."""
         federation = self._federation(algorithm)
         with one_thread():
-            state = algorithm.init(federation.context())
+            state = algorithm.server_init(federation.context())
             for client in federation.clients.values():
                 down = algorithm.dispatch(state, federation.info(client.id, 1))
                 before = algorithm.client_init(client, 3)
-                reply, mine = algorithm.local(down, before, client, 5)
+                reply, own = algorithm.local_update(down, before, client, 5)
                 assert (flaw := federation.flaw(reply, state, down)) is None, flaw
-                own = [client.train.x, client.train.y, client.test.x, client.test.y]
-                shared = _memory(reply.arrays) & _memory([before, mine, own])
+                data = [client.train.x, client.train.y, client.test.x, client.test.y]
+                shared = _memory(reply.tensors) & _memory([before, own, data])
                 assert not shared, "a tensor of the reply shares memory with the client's private state or data"
                 private = [
                     tensor
-                    for kept in (before, mine)
+                    for kept in (before, own)
                     for group, value in kept.items()
-                    if group not in algorithm.published
+                    if group not in self.published
                     for tensor in tensors_of(value)
                     if tensor.is_floating_point() and tensor.numel() > 1
-                    if not any(_near(tensor, known) for known in tensors_of(down.arrays))
+                    if not any(_near(tensor, known) for known in tensors_of(down.tensors))
                 ]
-                for sent in tensors_of(reply.arrays):
+                for sent in tensors_of(reply.tensors):
                     assert not _holds_examples(sent, client), "examples of the client are in the reply"
                     for kept in private:
                         assert not _same(kept, sent), f"a private tensor of shape {tuple(kept.shape)} is in the reply"
+
+    def test_traffic_reveals_what_is_declared(self, algorithm: Algorithm[Any, Any]) -> None:
+        """Number and order of examples, the largest label and the network show in forms and scalars of the replies only
+        where `requires`, `discloses` and `scalars_needed` say so. (On tables; left out where `clients` is overridden.)"""
+        if type(self).clients is AlgorithmContract.clients:
+            public = as_examples(self.public()) if "public_data" in algorithm.requires else None
+            more = revealed(algorithm, public) - allowed(algorithm)
+            assert not more, f"the replies reveal {sorted(more)}, which the method does not declare"
 
     def test_one_client(self, algorithm: Algorithm[Any, Any]) -> None:
         """A federation of one runs."""
@@ -342,17 +390,6 @@ class AlgorithmContract(ABC):
 
     def test_a_client_missing(self, algorithm: Algorithm[Any, Any]) -> None:
         """Rounds with a part of the clients run, and those who never took part are evaluated too."""
-        run = self._federate(algorithm, rounds=1, sample=1)
+        run = self._federate(algorithm, rounds=1, clients_per_round=1)
         assert all(row["loss"] is not None for row in run.table())
         assert len(run.history[0]["clients"]) == 3
-
-    def test_metrics_are_complete(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Every client has a score, a loss and bytes in every round, and the bytes are those of the messages."""
-        run = self._federate(algorithm)
-        for record in run.history:
-            assert record["failures"] == []
-            for row in record["clients"].values():
-                assert 0 <= row["accuracy"] <= 1
-                assert row["loss"] >= 0
-                assert row["bytes_down"] >= 0
-            assert record["bytes_up"] == sum(row["bytes_up"] for row in record["clients"].values())

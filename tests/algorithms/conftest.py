@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from polyfed.core.code import scope, trust_code
+
 _IGNORE = "ignore:test examples that are also training examples:UserWarning"
 
 
@@ -11,3 +13,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings(_IGNORE))
+
+
+@pytest.fixture(autouse=True)
+def own_networks():
+    """Some methods are given networks by name: those of this library's own test suite."""
+    with scope():
+        trust_code("polyfed.testing:SmallNet")
+        yield

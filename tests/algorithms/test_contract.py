@@ -4,13 +4,20 @@ import dataclasses
 
 import pytest
 
-from polyfed.algorithm import MODEL_WORDS
 from polyfed.algorithms import REGISTRY
+from polyfed.core.algorithm import MODEL_WORDS
 from polyfed.testing import AlgorithmContract
 
 ALIGNING = {"local_epochs": 2, "rad_size": 20, "rad_batch": 8, "eta0": 1.0}
 """Of FedHeNN, whose defaults want 5,000 public examples."""
 
+
+PUBLISHED = {
+    "fedfomo": frozenset({"model", "before"}),  # the second is a mixture of models that were sent
+    "fedhenn_homo": frozenset({"trained"}),
+    "pfedla": frozenset({"model"}),
+    "heur_pfedla": frozenset({"model"}),
+}
 
 OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MODEL_WORDS]
 """The methods that train clients' own networks; test_fedpnas.py has the others, which need images."""
@@ -20,6 +27,7 @@ OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MO
 class TestRegistered(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, name):
+        self.published = PUBLISHED.get(name, frozenset())
         return REGISTRY[name](lr=0.05, momentum=0.5, batch_size=8, **(ALIGNING if "fedhenn" in name else {}))
 
 

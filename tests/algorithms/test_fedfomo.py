@@ -5,20 +5,23 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithm import ClientInfo, Message, ServerContext
 from polyfed.algorithms import Local
 from polyfed.algorithms.fedfomo import FedFomo
-from polyfed.runs.results import one_thread
-from polyfed.scratch import initial_state
-from polyfed.seeds import torch_generator
+from polyfed.core.algorithm import ClientInfo, Message, ServerContext
+from polyfed.core.scratch import initial_state
+from polyfed.core.seeds import torch_generator
+from polyfed.core.threads import one_thread
+from polyfed.core.tree import num_bytes
 from polyfed.testing import AlgorithmContract, SmallNet, small_clients
-from polyfed.tree import num_bytes
 
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}
 
 
 class TestContract(AlgorithmContract):
-    @pytest.fixture(params=["validation", "holdout"])
+    published = frozenset({"model", "before"})
+
+    # test_contract.py has it with validation examples
+    @pytest.fixture(params=[pytest.param("validation", marks=pytest.mark.slow), "holdout"])
     def algorithm(self, request):
         self.validation = request.param == "validation"
         return FedFomo(num_models=1, **OPTIONS)
@@ -31,6 +34,8 @@ class TestContract(AlgorithmContract):
 
 @pytest.mark.slow  # test_contract.py has it with the default learning rate
 class TestContractWithAllModels(AlgorithmContract):
+    published = frozenset({"model", "before"})
+
     @pytest.fixture
     def algorithm(self):
         return FedFomo(**OPTIONS)
@@ -64,67 +69,67 @@ def offered(models, position=0, epsilon=0.0):
     return Message({f"model/{j}": at(theta) for j, theta in models.items()}, scalars)
 
 
-def mixed(client, own, models, preferences=None, trained=None):
+def mixed(client, start, models, preferences=None, trained=None):
     """`own` is θ_i', with which the last local training began; it came out as `trained`, or unchanged."""
-    mine = {"model": at(own if trained is None else trained), "before": at(own)}
-    mine |= {} if preferences is None else {"preferences": preferences}
+    own = {"model": at(start if trained is None else trained), "before": at(start)}
+    own |= {} if preferences is None else {"preferences": preferences}
     with one_thread():
-        reply, mine = FedFomo(num_models=2).local(offered(models), mine, client, 7)
-    return reply, mine
+        reply, own = FedFomo(num_models=2).local_update(offered(models), own, client, 7)
+    return reply, own
 
 
 def test_weights_and_mixture_by_hand():
     """L(θ) = (θ − 1)²: at θ_i = 4 it is 9. w = (9 − 4)/1 for θ = 3, (9 − 1)/4 for θ = 0, (9 − 16)/1 for θ = 5."""
-    reply, mine = mixed(quadratic_client(2.0, 1.0), 4.0, {1: 3.0, 2: 0.0, 4: 5.0})
+    reply, own = mixed(quadratic_client(2.0, 1.0), 4.0, {1: 3.0, 2: 0.0, 4: 5.0})
     expected = (5 * 3.0 + 2 * 0.0) / 7  # eq. 3 with weights 5/7 and 2/7: 4 + 5/7·(3 − 4) + 2/7·(0 − 4)
     assert expected == pytest.approx(4 + 5 / 7 * (3 - 4) + 2 / 7 * (0 - 4))
-    assert reply.arrays["model"]["theta"].item() == pytest.approx(expected, abs=1e-6)
-    assert mine["model"]["theta"].item() == reply.arrays["model"]["theta"].item()
-    assert mine["preferences"].tolist() == pytest.approx([0, 5, 2, 0, -7], abs=1e-5)
-    assert reply.arrays["request"]["clients"].tolist() == [1, 2]
+    assert reply.tensors["model"]["theta"].item() == pytest.approx(expected, abs=1e-6)
+    assert own["model"]["theta"].item() == reply.tensors["model"]["theta"].item()
+    assert own["preferences"].tolist() == pytest.approx([0, 5, 2, 0, -7], abs=1e-5)
+    assert reply.tensors["request"]["clients"].tolist() == [1, 2]
 
 
 def test_the_clients_own_training_is_weighed_like_the_others():
     """θ_i' = 4 has loss 9; its own training led to 2, w = (9 − 1)/2; another's model is 3, w = (9 − 4)/1."""
-    reply, mine = mixed(quadratic_client(2.0, 1.0), 4.0, {1: 3.0}, trained=2.0)
-    assert reply.arrays["model"]["theta"].item() == pytest.approx((4 * 2.0 + 5 * 3.0) / 9, abs=1e-6)
-    assert mine["before"]["theta"].item() == reply.arrays["model"]["theta"].item()  # the learning rate is 0
-    assert mine["preferences"].tolist() == pytest.approx([4, 5, 0, 0, 0], abs=1e-5)
+    reply, own = mixed(quadratic_client(2.0, 1.0), 4.0, {1: 3.0}, trained=2.0)
+    assert reply.tensors["model"]["theta"].item() == pytest.approx((4 * 2.0 + 5 * 3.0) / 9, abs=1e-6)
+    assert own["before"]["theta"].item() == reply.tensors["model"]["theta"].item()  # the learning rate is 0
+    assert own["preferences"].tolist() == pytest.approx([4, 5, 0, 0, 0], abs=1e-5)
 
 
 def test_training_that_made_things_worse_is_undone():
     """Equation 3 without a positive weight."""
     reply, _ = mixed(quadratic_client(2.0, 1.0), 4.0, {1: 5.0}, trained=6.0)
-    assert reply.arrays["model"]["theta"].item() == 4.0
+    assert reply.tensors["model"]["theta"].item() == 4.0
 
 
 def test_nothing_is_weighed_before_the_client_has_trained():
-    mine = {"model": at(4.0)}
+    own = {"model": at(4.0)}
     with one_thread():
-        reply, after = FedFomo(num_models=2).local(offered({1: 1.0}), mine, quadratic_client(2.0, 1.0), 7)
-    assert reply.arrays["model"]["theta"].item() == 4.0
+        reply, after = FedFomo(num_models=2).local_update(offered({1: 1.0}), own, quadratic_client(2.0, 1.0), 7)
+    assert reply.tensors["model"]["theta"].item() == 4.0
     assert after["preferences"].tolist() == [0.0] * 5
 
 
 def test_preferences_add_up():
     before = torch.tensor([0.0, 1.0, 0.0, 2.5, 0.0], dtype=torch.float64)
-    _, mine = mixed(quadratic_client(2.0, 1.0), 4.0, {1: 3.0}, before)
-    assert mine["preferences"].tolist() == pytest.approx([0, 6, 0, 2.5, 0], abs=1e-5)
+    _, own = mixed(quadratic_client(2.0, 1.0), 4.0, {1: 3.0}, before)
+    assert own["preferences"].tolist() == pytest.approx([0, 6, 0, 2.5, 0], abs=1e-5)
     assert before.tolist() == [0.0, 1.0, 0.0, 2.5, 0.0]
 
 
 @pytest.mark.parametrize("models", [{}, {1: 4.0}, {1: 5.0, 2: -2.5}])
 def test_nothing_changes_without_a_positive_weight(models):
     """No model, the client's own, and worse ones."""
-    reply, mine = mixed(quadratic_client(2.0, 1.0), 4.0, models)
-    assert reply.arrays["model"]["theta"].item() == 4.0
-    assert torch.isfinite(mine["preferences"]).all()
+    reply, own = mixed(quadratic_client(2.0, 1.0), 4.0, models)
+    assert reply.tensors["model"]["theta"].item() == 4.0
+    assert torch.isfinite(own["preferences"]).all()
 
 
 def test_a_model_with_an_infinite_loss_has_no_say():
-    reply, mine = mixed(quadratic_client(2.0, 1.0), 4.0, {1: 1e300, 2: 3.0})
-    assert reply.arrays["model"]["theta"].item() == pytest.approx(3.0)
-    assert mine["preferences"][1] == 0
+    reply, own = mixed(quadratic_client(2.0, 1.0), 4.0, {1: 1e300, 2: 3.0})
+    assert reply.tensors["model"]["theta"].item() == pytest.approx(3.0)
+    assert own["preferences"][1] == 0
 
 
 def test_distance_is_the_euclidean_norm_over_all_parameters():
@@ -134,14 +139,14 @@ def test_distance_is_the_euclidean_norm_over_all_parameters():
     x = torch.eye(2, dtype=torch.float64)
     data = pf.Examples(x, torch.zeros(2, 1, dtype=torch.float64))
     client = pf.Client("one", plane, data, data, data, task="regression")
-    own = {"weight": torch.tensor([[3.0, 0.0]], dtype=torch.float64), "bias": torch.zeros(1, dtype=torch.float64)}
-    other = {name: tensor.clone() for name, tensor in own.items()}
+    start = {"weight": torch.tensor([[3.0, 0.0]], dtype=torch.float64), "bias": torch.zeros(1, dtype=torch.float64)}
+    other = {name: tensor.clone() for name, tensor in start.items()}
     other["weight"][0, 0], other["weight"][0, 1], other["bias"][0] = 1.0, 2.0, -1.0  # differs by (−2, 2, −1): norm 3
     down = Message({"model/1": other}, offered({}).scalars)
     with one_thread():
-        _, mine = FedFomo(num_models=1).local(down, {"model": own, "before": own}, client, 0)
+        _, own = FedFomo(num_models=1).local_update(down, {"model": start, "before": start}, client, 0)
     # outputs (3, 0) and (0, 1): half the mean squares are 9/4 and 1/4
-    assert mine["preferences"][1].item() == pytest.approx((9 / 4 - 1 / 4) / 3, abs=1e-6)
+    assert own["preferences"][1].item() == pytest.approx((9 / 4 - 1 / 4) / 3, abs=1e-6)
 
 
 def test_epsilon_0_takes_the_most_preferred_and_breaks_ties_at_random():
@@ -164,7 +169,7 @@ def test_epsilon_1_asks_everyone_in_time_and_nobody_twice_at_once():
 
 def test_epsilon_falls_with_the_rounds():
     method = FedFomo(epsilon=0.4, epsilon_decay=0.25)
-    state = method.init(ServerContext(0, 3, (ClientInfo("a"), ClientInfo("b")), model=SmallNet))
+    state = method.server_init(ServerContext(0, 3, (ClientInfo("a"), ClientInfo("b")), model=SmallNet))
     told = [method.dispatch(state, ClientInfo("a", t, 3)).scalars["epsilon"] for t in (1, 2, 3)]
     assert told == pytest.approx([0.4, 0.15, 0.0])
 
@@ -181,10 +186,10 @@ def test_downloads_are_those_asked_for_and_are_counted():
     state, method = run.last.state, run.federation.algorithm
     down = method.dispatch(state, ClientInfo("client-2", 4, 4))
     asked = state["requests"]["client-2"].tolist()
-    assert list(down.arrays) == [f"model/{k}" for k in asked]
-    assert all(down.arrays[f"model/{k}"] is state["models"][f"client-{k}"] for k in asked)
+    assert list(down.tensors) == [f"model/{k}" for k in asked]
+    assert all(down.tensors[f"model/{k}"] is state["models"][f"client-{k}"] for k in asked)
     assert down.scalars["position"] == 2
-    assert method.dispatch(state, ClientInfo("client-2", 4, 4, purpose="personal")).arrays == {}
+    assert method.dispatch(state, ClientInfo("client-2", 4, 4, purpose="personal")).tensors == {}
 
 
 def test_more_models_than_there_are_others_are_all_others():
@@ -193,24 +198,26 @@ def test_more_models_than_there_are_others_are_all_others():
 
 
 def test_a_model_that_nobody_trained_is_not_sent():
-    run = pf.federate(small_clients(5), FedFomo(num_models=4, **OPTIONS), rounds=2, sample=2, seed=1, workers=0)
+    run = pf.federate(
+        small_clients(5), FedFomo(num_models=4, **OPTIONS), rounds=2, clients_per_round=2, seed=1, workers=0
+    )
     assert any(not model for model in run.last.state["models"].values())
     trained = {f"model/{k}" for k in range(5) if run.last.state["models"][f"client-{k}"]}
     for k in range(5):
         down = run.federation.algorithm.dispatch(run.last.state, ClientInfo(f"client-{k}", 3, 3))
         expected = trained - {f"model/{k}"} if f"client-{k}" in run.last.state["requests"] else set()
-        assert set(down.arrays) == expected
+        assert set(down.tensors) == expected
 
 
 @pytest.mark.parametrize("request_", [[1, 1], [3, 1], [-1, 1]])
 def test_impossible_requests_are_refused(request_):
     method = FedFomo(num_models=2)
-    state = method.init(ServerContext(0, 3, tuple(ClientInfo(i) for i in "abc"), model=SmallNet))
+    state = method.server_init(ServerContext(0, 3, tuple(ClientInfo(i) for i in "abc"), model=SmallNet))
     reply = Message({"model": state["model"], "request": {"clients": torch.tensor(request_)}})
-    assert method.reply_spec(state, Message())["request"] == {"clients": ((2,), torch.int64)}
-    assert "it asks for the models of clients [" in str(method.reply_flaw(state, reply))
-    good = Message({**reply.arrays, "request": {"clients": torch.tensor([2, 1])}})
-    assert method.reply_flaw(state, good) is None
+    with pytest.raises(ValueError, match=r"it asks for the models of clients \["):
+        method.reply_spec(state, Message(), reply)
+    good = Message({**reply.tensors, "request": {"clients": torch.tensor([2, 1])}})
+    assert method.reply_spec(state, Message(), good)["request"] == {"clients": ((2,), torch.int64)}
 
 
 def test_a_client_with_an_impossible_request_is_left_out(monkeypatch):
@@ -255,8 +262,8 @@ def test_the_holdout_is_drawn_by_the_seed_and_not_trained_on():
 @pytest.mark.parametrize(("number", "held"), [(1, 0), (2, 0), (3, 1), (4, 1), (10, 2)])
 def test_few_examples_are_not_all_held_out(number, held):
     x, y = torch.randn(number, 6, generator=torch_generator(0)), torch.zeros(number, dtype=torch.int64)
-    mine = FedFomo().client_init(pf.Client("few", SmallNet, (x, y), (x, y)), 0)
-    assert len(mine.get("holdout", ())) == held
+    own = FedFomo().client_init(pf.Client("few", SmallNet, (x, y), (x, y)), 0)
+    assert len(own.get("holdout", ())) == held
 
 
 def test_holdout_weighs_the_models():
@@ -267,9 +274,9 @@ def test_holdout_weighs_the_models():
     y = -x.clone()
     y[held] = 1.0
     client = pf.Client("q", Line, pf.Examples(x, y), pf.Examples(x, x), task="regression")
-    mine = {"model": at(0.0), "before": at(0.0), "holdout": held}
+    own = {"model": at(0.0), "before": at(0.0), "holdout": held}
     with one_thread():
-        _, after = FedFomo(num_models=2).local(offered({1: 1.0, 2: -1.0}), mine, client, 0)
+        _, after = FedFomo(num_models=2).local_update(offered({1: 1.0, 2: -1.0}), own, client, 0)
     assert after["preferences"].tolist() == pytest.approx([0, 0.5, -1.5, 0, 0], abs=1e-6)
     assert torch.equal(after["holdout"], held)
 
@@ -292,7 +299,7 @@ def test_clients_find_their_like():
     run = pf.federate(conflicting_clients(), method, rounds=8, workers=0, evaluate_every=8)
     group = {k: range(3) if k < 3 else range(3, 6) for k in range(6)}
     for k in range(6):
-        preferences = run.last.minds[f"client-{k}"]["preferences"]
+        preferences = run.last.client_states[f"client-{k}"]["preferences"]
         inside = [preferences[j].item() for j in group[k] if j != k]
         outside = [preferences[j].item() for j in range(6) if j not in group[k]]
         assert min(inside) > max(outside)
@@ -302,8 +309,8 @@ def test_clients_find_their_like():
 
 
 def test_a_client_that_never_trained_has_the_common_draw():
-    run = pf.federate(small_clients(), FedFomo(**OPTIONS), rounds=1, sample=1, workers=0)
-    never = next(c.id for c in small_clients() if c.id not in run.last.minds)
+    run = pf.federate(small_clients(), FedFomo(**OPTIONS), rounds=1, clients_per_round=1, workers=0)
+    never = next(c.id for c in small_clients() if c.id not in run.last.client_states)
     assert torch.equal(run.model(never).head.weight, initial_state(SmallNet, 0)["head.weight"])
     assert run.model(never).body[1].running_mean.abs().sum() > 0  # estimated on its training data
 
@@ -324,21 +331,23 @@ def three_opinions():
 
 
 def test_validation_examples_weigh_the_models():
-    _, mine = mixed(three_opinions(), 0.0, {1: 1.0, 2: -1.0, 3: 5.0})
-    assert mine["preferences"].tolist() == pytest.approx([0, -1.5, 0.5, -17.5 / 5, 0], abs=1e-5)
+    _, own = mixed(three_opinions(), 0.0, {1: 1.0, 2: -1.0, 3: 5.0})
+    assert own["preferences"].tolist() == pytest.approx([0, -1.5, 0.5, -17.5 / 5, 0], abs=1e-5)
 
 
 def test_a_round_explores_as_the_server_tells_it():
     """Client 1 is preferred by far: without exploring every request names it first, with it only some do."""
     preferences = torch.tensor([0.0, 50.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-    mine = {"model": at(4.0), "before": at(4.0), "preferences": preferences}
+    own = {"model": at(4.0), "before": at(4.0), "preferences": preferences}
     asked = {}
     for epsilon in (0.0, 1.0):
         with one_thread():
             replies = [
-                FedFomo(num_models=1).local(offered({}, epsilon=epsilon), mine, quadratic_client(2.0, 1.0), seed)[0]
+                FedFomo(num_models=1).local_update(offered({}, epsilon=epsilon), own, quadratic_client(2.0, 1.0), seed)[
+                    0
+                ]
                 for seed in range(40)
             ]
-        asked[epsilon] = [reply.arrays["request"]["clients"].item() for reply in replies]
+        asked[epsilon] = [reply.tensors["request"]["clients"].item() for reply in replies]
     assert set(asked[0.0]) == {1}
     assert set(asked[1.0]) == {1, 2, 3, 4}

@@ -12,13 +12,14 @@ from torch.nn import functional as F
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo, Local
 from polyfed.alignment import mean_features, mean_rbf_kernel, rad_rows
-from polyfed.data.examples import as_examples
+from polyfed.core.examples import as_examples
+from polyfed.core.scratch import initial_state
+from polyfed.core.seeds import torch_generator
+from polyfed.core.threads import one_thread
 from polyfed.models import ModelSpec
-from polyfed.rounds import Federation
-from polyfed.runs.results import Run, one_thread
-from polyfed.scratch import initial_state
-from polyfed.seeds import torch_generator
-from polyfed.settings import Settings
+from polyfed.simulation.rounds import Federation
+from polyfed.simulation.runs.results import Run
+from polyfed.simulation.settings import Settings
 from polyfed.testing import SmallNet, small_clients
 
 TRAINING: dict[str, Any] = {"lr": 0.05, "batch_size": 8, "local_epochs": 2, "momentum": 0.5}
@@ -58,16 +59,16 @@ def federation(method: pf.Algorithm, clients: Sequence[pf.Client], public: Any =
     return Federation({c.id: c for c in clients}, method, Settings(rounds=4, seed=SEED), as_examples(public))
 
 
-def one_round(at: Federation, state: Any, number: int, who: Sequence[str], minds: dict[str, Any]) -> Any:
-    """The server's state after a round with these clients, whose private states are changed in `minds`."""
+def one_round(at: Federation, state: Any, number: int, who: Sequence[str], client_states: dict[str, Any]) -> Any:
+    """The server's state after a round with these clients, whose private states are changed in `client_states`."""
     method, replies = at.algorithm, {}
     with one_thread():
         for i in who:
             down, client = method.dispatch(state, at.info(i, number)), at.clients[i]
-            mine = minds[i] if i in minds else method.client_init(client, SEED)
-            replies[i], minds[i] = method.local(down, mine, client, 10 * number)
+            own = client_states[i] if i in client_states else method.client_init(client, SEED)
+            replies[i], client_states[i] = method.local_update(down, own, client, 10 * number)
             assert at.flaw(replies[i], state, down) is None
-        return method.server_step(method.aggregate(state, replies), at.context())
+        return method.aggregate(state, replies, at.context())
 
 
 def measured(run: Run, prefix: str = "") -> list[dict[str, tuple[Any, ...]]]:
@@ -80,9 +81,9 @@ def measured(run: Run, prefix: str = "") -> list[dict[str, tuple[Any, ...]]]:
 
 def assert_equal_models(one: Run, other: Run) -> None:
     for client in one.federation.clients:
-        mine, theirs = one.model(client).state_dict(), other.model(client).state_dict()
-        assert mine.keys() == theirs.keys()
-        assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+        own, theirs = one.model(client).state_dict(), other.model(client).state_dict()
+        assert own.keys() == theirs.keys()
+        assert [name for name in own if not torch.equal(own[name], theirs[name])] == []
 
 
 def differs(one: Run, other: Run) -> bool:
@@ -97,7 +98,7 @@ def differs(one: Run, other: Run) -> bool:
 def test_without_the_term_each_client_trains_alone_bit_for_bit(fields: Mapping[str, Any]) -> None:
     """Identity 2."""
     method = FedHeNN(**OPTIONS | {"eta0": 0.0} | fields)
-    found, alone = federate(method, sample=2), federate(Local(**TRAINING), sample=2)
+    found, alone = federate(method, clients_per_round=2), federate(Local(**TRAINING), clients_per_round=2)
     assert measured(found) == measured(alone)
     assert_equal_models(found, alone)
     clients = [pf.Client(c.id, SmallNet, c.train, c.test) for c in small_clients()]
@@ -111,19 +112,19 @@ def test_without_the_term_the_homogeneous_form_is_fedavg_bit_for_bit(
     """Identity 2."""
     options = TRAINING | {"buffers": policy, "weighted": weighted}
     rad: dict[str, Any] = {"rad_size": 20, "rad_batch": 8}
-    found = federate(FedHeNNHomo(eta0=0.0, **rad, **options), small_clients(), sample=2)
-    fedavg = federate(FedAvg(**options), small_clients(), sample=2)
+    found = federate(FedHeNNHomo(eta0=0.0, **rad, **options), small_clients(), clients_per_round=2)
+    fedavg = federate(FedAvg(**options), small_clients(), clients_per_round=2)
     assert measured(found, "server_") == measured(fedavg)
     assert measured(found) != measured(fedavg)
     ours, theirs = found.last.state["model"], fedavg.last.state["model"]
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    pulled = federate(FedHeNNHomo(eta0=1.0, **rad, **options), small_clients(), sample=2)
+    pulled = federate(FedHeNNHomo(eta0=1.0, **rad, **options), small_clients(), clients_per_round=2)
     assert not torch.allclose(pulled.last.state["model"]["head.weight"], theirs["head.weight"], atol=1e-4)
 
 
 def test_the_homogeneous_form_evaluates_the_trained_model_and_beside_it_the_global_one() -> None:
-    run = federate(FedHeNNHomo(**OPTIONS), small_clients(), rounds=1, sample=2)
+    run = federate(FedHeNNHomo(**OPTIONS), small_clients(), rounds=1, clients_per_round=2)
     trained = {i for i, row in run.history[0]["clients"].items() if "bytes_up" in row}
     assert len(trained) == 2
     common = run.last.state["model"]
@@ -140,7 +141,8 @@ SHARED = [{}, {"rank": 3}, {"normalise": True}, {"weighting": "capacity"}, {"ker
 def test_sharing_weights_is_sharing_representations(fields: Mapping[str, Any]) -> None:
     options = OPTIONS | {"eta0": 3.0} | fields
     one, other = (
-        federate(FedHeNN(share=share, **options), rounds=4, sample=2) for share in ("representations", "weights")
+        federate(FedHeNN(share=share, **options), rounds=4, clients_per_round=2)
+        for share in ("representations", "weights")
     )
     table, again = one.last.state["representations"], other.last.state["representations"]
     assert table.keys() == again.keys() == one.federation.clients.keys()
@@ -152,7 +154,7 @@ def test_sharing_weights_is_sharing_representations(fields: Mapping[str, Any]) -
     assert bool(one.last.state["capacities"]) == ("weighting" in fields)
     for options_of_one in ("rank", "normalise", "weighting", "kernel"):
         if options_of_one in fields:  # else the comparison would be of two runs without the option
-            without = federate(FedHeNN(**OPTIONS | {"eta0": 3.0}), rounds=4, sample=2)
+            without = federate(FedHeNN(**OPTIONS | {"eta0": 3.0}), rounds=4, clients_per_round=2)
             weights = [run.model("client-1").state_dict()["0.weight"] for run in (without, one)]
             assert not torch.allclose(*weights, rtol=1e-3, atol=1e-5)
 
@@ -218,10 +220,10 @@ def test_a_step_descends_the_papers_loss(fields: Mapping[str, Any]) -> None:
     """Eq. 6 in round 2, with a client whose network is of round 1, by autograd from the definition with H."""
     method = FedHeNN(local_epochs=1, **STEP, **fields)
     clients = double_clients()
-    at, minds = federation(method, clients, DOUBLE_PUBLIC), dict[str, Any]()
-    state = one_round(at, method.init(at.context()), 1, list(at.clients), minds)
-    state = one_round(at, state, 2, ["client-0", "client-2"], minds)
-    models = {i: network(mine["model"]) for i, mine in minds.items()}
+    at, client_states = federation(method, clients, DOUBLE_PUBLIC), dict[str, Any]()
+    state = one_round(at, method.server_init(at.context()), 1, list(at.clients), client_states)
+    state = one_round(at, state, 2, ["client-0", "client-2"], client_states)
+    models = {i: network(own["model"]) for i, own in client_states.items()}
     x = DOUBLE_PUBLIC[0][rad_rows(SEED, 3, 40, 20).long()]
     kernels = []
     for i in at.clients:
@@ -233,17 +235,17 @@ def test_a_step_descends_the_papers_loss(fields: Mapping[str, Any]) -> None:
     assert isinstance(mean, Tensor)
     with one_thread():
         down = method.dispatch(state, at.info("client-0", 3))
-        reply, mine = method.local(down, minds["client-0"], clients[0], 7)
+        reply, own = method.local_update(down, client_states["client-0"], clients[0], 7)
     eta = 2.0 * (3 if method.growth == "linear" else 3**0.5)
     alone = network(as_state(models["client-0"]))
     loss = step_by_hand(models["client-0"], clients[0], eta, 0.1, x, mean, method.kernel)
     for name, tensor in models["client-0"].state_dict().items():
-        torch.testing.assert_close(mine["model"][name], tensor, rtol=0, atol=1e-6)
+        torch.testing.assert_close(own["model"][name], tensor, rtol=0, atol=1e-6)
     step_by_hand(alone, clients[0], 0.99 * eta, 0.1, x, mean, method.kernel)
-    assert not torch.allclose(alone[0].weight, mine["model"]["0.weight"], rtol=0, atol=3e-6)
+    assert not torch.allclose(alone[0].weight, own["model"]["0.weight"], rtol=0, atol=3e-6)
     assert reply.scalars["train_loss"] == pytest.approx(loss, rel=1e-6)
     everything = models["client-0"][0](DOUBLE_PUBLIC[0]).detach().float()
-    torch.testing.assert_close(reply.arrays["representations"]["a"], everything, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(reply.tensors["representations"]["a"], everything, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["linear", "rbf"])
@@ -253,8 +255,8 @@ def test_steps_of_the_homogeneous_form_descend_the_papers_loss(kernel: Literal["
     (client, *_), start = double_clients(), initial_state(narrow_net, SEED)
     at = federation(method, [client], DOUBLE_PUBLIC)
     with one_thread():
-        down = method.dispatch(method.init(at.context()), at.info(client.id, 4))
-        reply, _ = method.local(down, method.client_init(client, SEED), client, 7)
+        down = method.dispatch(method.server_init(at.context()), at.info(client.id, 4))
+        reply, _ = method.local_update(down, method.client_init(client, SEED), client, 7)
     x = DOUBLE_PUBLIC[0][rad_rows(SEED, 4, 40, 20).long()]
     model, alone = network(start), network(start)
     m = kernel_by_hand(model[0](x).detach(), kernel)
@@ -262,7 +264,7 @@ def test_steps_of_the_homogeneous_form_descend_the_papers_loss(kernel: Literal["
         step_by_hand(model, client, 40.0, 0.1, x, m, kernel)
         step_by_hand(alone, client, 0.0, 0.1, x, m, kernel)
     for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(reply.arrays["model"][name], tensor, rtol=0, atol=1e-5)
+        torch.testing.assert_close(reply.tensors["model"][name], tensor, rtol=0, atol=1e-5)
     assert not torch.allclose(alone[0].weight, model[0].weight, rtol=0, atol=1e-3)
 
 
@@ -278,7 +280,7 @@ GROWTH: dict[Literal["sqrt", "linear", "constant"], Callable[[int], float]] = {
 def test_eta_grows_with_the_rounds_and_reaches_the_client(kind: Any, growth: Any) -> None:
     method = kind(**OPTIONS | {"eta0": 0.5, "growth": growth})
     at = federation(method, small_clients())
-    state = method.init(at.context())
+    state = method.server_init(at.context())
     for t in (1, 2, 4, 9):
         assert method.dispatch(state, at.info("client-1", t)).scalars["eta"] == pytest.approx(GROWTH[growth](t))
 
@@ -288,19 +290,20 @@ def test_eta_grows_with_the_rounds_and_reaches_the_client(kind: Any, growth: Any
 
 def test_who_was_not_drawn_counts_with_the_last_network_and_the_unreached_do_not_count() -> None:
     method = FedHeNN(**OPTIONS)
-    at, minds = federation(method, mixed_clients()), dict[str, Any]()
-    state = method.init(at.context())
-    assert "target" not in method.dispatch(state, at.info("client-0", 1)).arrays
-    first = one_round(at, state, 1, ["client-0", "client-1"], minds)
+    at, client_states = federation(method, mixed_clients()), dict[str, Any]()
+    state = method.server_init(at.context())
+    assert "target" not in method.dispatch(state, at.info("client-0", 1)).tensors
+    first = one_round(at, state, 1, ["client-0", "client-1"], client_states)
     assert list(first["representations"]) == ["client-0", "client-1"]
-    second = one_round(at, first, 2, ["client-0"], minds)
+    second = one_round(at, first, 2, ["client-0"], client_states)
     old, new = first["representations"], second["representations"]
     assert torch.equal(new["client-1"], old["client-1"])
     assert not torch.equal(new["client-0"], old["client-0"])
     rows = rad_rows(SEED, 3, 40, 20).long()
-    found = method.dispatch(second, at.info("client-2", 3)).arrays["target"]["features"]
+    found = method.dispatch(second, at.info("client-2", 3)).tensors["target"]["features"]
     parts = [new[i][rows] for i in ("client-0", "client-1")]
-    assert torch.equal(found, mean_features(parts, [0.5, 0.5]))
+    expected = mean_features(parts, [0.5, 0.5])
+    torch.testing.assert_close(found @ found.T, expected @ expected.T)
     torch.testing.assert_close(found @ found.T, sum(a @ a.T for a in parts) / 2)
 
 
@@ -308,26 +311,27 @@ def test_capacity_weighs_by_the_number_of_parameters() -> None:
     numbers = {"client-0": 99, "client-1": 6 * 12 + 12 + 3 * 12 + 3, "client-2": 99}
     for kernel in ("linear", "rbf"):
         method = FedHeNN(weighting="capacity", kernel=kernel, **OPTIONS)
-        at, minds = federation(method, mixed_clients()), dict[str, Any]()
-        state = one_round(at, method.init(at.context()), 1, list(at.clients), minds)
+        at, client_states = federation(method, mixed_clients()), dict[str, Any]()
+        state = one_round(at, method.server_init(at.context()), 1, list(at.clients), client_states)
         assert state["capacities"] == numbers
-        target = method.dispatch(state, at.info("client-0", 2)).arrays["target"]
+        target = method.dispatch(state, at.info("client-0", 2)).tensors["target"]
         parts = [state["representations"][i][rad_rows(SEED, 2, 40, 20).long()] for i in sorted(numbers)]
         w = [numbers[i] / sum(numbers.values()) for i in sorted(numbers)]
         if kernel == "linear":
-            torch.testing.assert_close(target["features"], mean_features(parts, w))
+            found, expected = target["features"], mean_features(parts, w)
+            torch.testing.assert_close(found @ found.T, expected @ expected.T)
         else:
             torch.testing.assert_close(target["kernel"], mean_rbf_kernel(parts, w))
 
 
 def test_a_rank_bounds_what_travels_in_both_directions() -> None:
     clients = [pf.Client(c.id, wide_net, c.train, c.test) for c in small_clients()]
-    for rank, up, down in ((None, 12, 36), (5, 5, 5), (20, 12, 20)):
+    for rank, up, down in ((None, 12, 20), (5, 5, 5), (20, 12, 20)):
         method = FedHeNN(rank=rank, **OPTIONS)
-        at, minds = federation(method, clients), dict[str, Any]()
-        state = one_round(at, method.init(at.context()), 1, list(at.clients), minds)
+        at, client_states = federation(method, clients), dict[str, Any]()
+        state = one_round(at, method.server_init(at.context()), 1, list(at.clients), client_states)
         assert {tuple(a.shape) for a in state["representations"].values()} == {(40, up)}
-        features = method.dispatch(state, at.info("client-0", 2)).arrays["target"]["features"]
+        features = method.dispatch(state, at.info("client-0", 2)).tensors["target"]["features"]
         assert features.shape == (20, down)
 
 

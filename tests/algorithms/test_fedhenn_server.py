@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 import polyfed as pf
 from polyfed.algorithms import FedHeNN
-from polyfed.data.examples import as_examples
-from polyfed.rounds import Federation
-from polyfed.runs.results import Run
-from polyfed.seeds import torch_generator
-from polyfed.settings import Settings
+from polyfed.core.examples import as_examples
+from polyfed.core.seeds import torch_generator
+from polyfed.simulation.rounds import Federation
+from polyfed.simulation.runs.results import Run
+from polyfed.simulation.settings import Settings
 from polyfed.testing import SmallNet, small_clients
 
 OPTIONS: dict[str, Any] = {"lr": 0.05, "batch_size": 8, "rad_size": 20, "rad_batch": 8, "local_epochs": 1}
@@ -33,14 +33,14 @@ def federate(method: pf.Algorithm, **settings: Any) -> Run:
 
 def claiming(monkeypatch: pytest.MonkeyPatch, capacity: float) -> None:
     """One client says that it has so many parameters."""
-    honest = FedHeNN.local
+    honest = FedHeNN.local_update
 
-    def local(self: FedHeNN, down: Any, mine: Any, client: pf.Client, seed: int) -> Any:
-        reply, after = honest(self, down, mine, client, seed)
+    def local(self: FedHeNN, down: Any, own: Any, client: pf.Client, seed: int) -> Any:
+        reply, after = honest(self, down, own, client, seed)
         told = {"capacity": capacity} if client.id == "client-1" else {}
-        return pf.Message(reply.arrays, {**reply.scalars, **told}), after
+        return pf.Message(reply.tensors, {**reply.scalars, **told}), after
 
-    monkeypatch.setattr(FedHeNN, "local", local)
+    monkeypatch.setattr(FedHeNN, "local_update", local)
 
 
 @pytest.mark.parametrize("capacity", [1e30, 1e12 + 1, 99.5, 0, -3])
@@ -58,7 +58,7 @@ def test_where_the_server_has_the_networks_it_counts_their_parameters_itself(mon
     claiming(monkeypatch, 1e11)
     told = federate(FedHeNN(weighting="capacity", **OPTIONS), rounds=1)
     assert told.last.state["capacities"]["client-1"] == 1e11
-    counted = federate(FedHeNN(weighting="capacity", share="weights", **OPTIONS), rounds=2, sample=2)
+    counted = federate(FedHeNN(weighting="capacity", share="weights", **OPTIONS), rounds=2, clients_per_round=2)
     assert counted.last.state["capacities"] == {
         i: {"client-1": 123}.get(i, 99) for i in counted.last.state["representations"]
     }
@@ -82,12 +82,18 @@ def test_a_network_that_fails_at_the_server_ends_the_run_with_what_to_do() -> No
     clients, method = {"fussy": pf.Client("fussy", Fussy, data.train, data.test)}, FedHeNN(share="weights", **OPTIONS)
     at = Federation(clients, method, Settings(rounds=4, seed=SEED), as_examples(PUBLIC, labelled=False))
     key = at.info("fussy", 1).architecture
-    state = {**method.init(at.context()), "received": {"fussy": Fussy().state_dict()}}
+    state, replies = method.server_init(at.context()), {"fussy": pf.Message({"model": Fussy().state_dict()})}
     with pytest.raises(pf.UserError) as failed:
-        method.server_step(state, at.context())
+        method.aggregate(state, replies, at.context())
     assert f"client 'fussy', a Fussy (architecture {key})" in str(failed.value)
     assert "IndexError: 40 examples at a time; mend the network, or set share='representations'" in str(failed.value)
     assert isinstance(failed.value.__cause__, IndexError)
     named = FedHeNN(share="weights", module="hat", **OPTIONS)
     with pytest.raises(pf.UserError, match="module='hat': the network of 'fussy' has none"):  # as it is
-        named.server_step(state, at.context())
+        named.aggregate(state, replies, at.context())
+
+
+def test_a_representation_beyond_all_bounds_is_refused() -> None:
+    reply = pf.Message({"representations": {"a": torch.full((40, 3), 3e38)}})
+    with pytest.raises(ValueError, match="diverged"):
+        FedHeNN(rad_size=20).reply_spec({"public": {}}, pf.Message(), reply)

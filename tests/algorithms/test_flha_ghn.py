@@ -7,18 +7,18 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithm import ClientInfo
 from polyfed.algorithms import FLHAGHN, FedAvg
-from polyfed.errors import UserError
+from polyfed.core.algorithm import ClientInfo
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import initial_state
+from polyfed.core.seeds import torch_generator
+from polyfed.core.tree import spec
 from polyfed.graphs import LayerCatalogue
 from polyfed.graphs.cached import graph_of
 from polyfed.hypernetworks import generated as generated_module
 from polyfed.models import ModelSpec
-from polyfed.rounds import Federation
-from polyfed.scratch import initial_state
-from polyfed.seeds import torch_generator
-from polyfed.settings import Settings
-from polyfed.tree import spec
+from polyfed.simulation.rounds import Federation
+from polyfed.simulation.settings import Settings
 
 SHAPE, CLASSES = (1, 8, 8), 3
 ARCHITECTURES = [
@@ -42,9 +42,9 @@ def clients(*models):
 def first_round(method, everyone, seed=0):
     """The server's state, and what goes down to and comes up from each client in round 1."""
     federation = Federation({c.id: c for c in everyone}, method, Settings(rounds=3, seed=seed))
-    state = method.init(federation.context())
+    state = method.server_init(federation.context())
     downs = {c.id: method.dispatch(state, ClientInfo(c.id, 1, 3)) for c in everyone}
-    ups = {c.id: method.local(downs[c.id], method.client_init(c, seed), c, seed=5) for c in everyone}
+    ups = {c.id: method.local_update(downs[c.id], method.client_init(c, seed), c, seed=5) for c in everyone}
     return state, downs, ups
 
 
@@ -120,7 +120,7 @@ def test_factories_that_cannot_be_cached_give_the_same_run():
 def test_equal_clients_get_equal_updates():
     twins = [pf.Client(i, ARCHITECTURES[2], examples(1), examples(2)) for i in ("a", "b")]
     _, _, ups = first_round(FLHAGHN(**OPTIONS), twins)
-    one, other = (ups[i][0].arrays["ghn"] for i in "ab")
+    one, other = (ups[i][0].tensors["ghn"] for i in "ab")
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -130,10 +130,10 @@ def test_replies_have_the_same_names_and_shapes_for_every_architecture():
     everyone = clients(*ARCHITECTURES)
     _, downs, ups = first_round(FLHAGHN(**OPTIONS), everyone)
     replies = [reply for reply, _ in ups.values()]
-    assert all(set(reply.arrays) == {"ghn"} for reply in replies)
+    assert all(set(reply.tensors) == {"ghn"} for reply in replies)
     assert all(set(reply.scalars) == {"num_examples", "train_loss"} for reply in replies)
-    forms = [spec(reply.arrays["ghn"]) for reply in replies]
-    assert all(form == spec(downs["c0"].arrays["ghn"]) for form in forms)
+    forms = [spec(reply.tensors["ghn"]) for reply in replies]
+    assert all(form == spec(downs["c0"].tensors["ghn"]) for form in forms)
     assert all(list(form) == list(forms[0]) for form in forms)  # the order of tensors could tell something, too
     assert len({reply.nbytes for reply in replies}) == 1
 
@@ -168,16 +168,19 @@ def test_what_the_catalogue_lacks_stays_with_the_client_and_learns_there():
     method = FLHAGHN(**OPTIONS)
     (client,) = everyone = clients(Mixed)
     state, _, ups = first_round(method, everyone)
-    reply, mine = ups["c0"]
+    reply, own = ups["c0"]
     private = {"act.weight", "up.weight", "up.bias", "frozen.weight", "frozen.bias", "unused.weight", "unused.bias"}
-    assert mine["private"].keys() == private
+    assert own["private"].keys() == private
     start = initial_state(Mixed, seed=0)
-    changed = {name for name in private if not torch.equal(mine["private"][name], start[name])}
+    changed = {name for name in private if not torch.equal(own["private"][name], start[name])}
     assert changed == {"act.weight", "up.weight", "up.bias"}
-    assert {name.split(".")[1].split("-")[0] for name in reply.arrays["ghn"] if "heads" in name} == {"conv2d", "linear"}
-    down = method.dispatch(method.aggregate(state, {"c0": reply}), ClientInfo("c0", 2, 3))
-    weights = method.personal(down, mine, client, seed=1).state_dict()
-    assert all(torch.equal(weights[name], mine["private"][name]) for name in private)
+    assert {name.split(".")[1].split("-")[0] for name in reply.tensors["ghn"] if "heads" in name} == {
+        "conv2d",
+        "linear",
+    }
+    down = method.dispatch(method.aggregate(state, {"c0": reply}, None), ClientInfo("c0", 2, 3))
+    weights = method.personal_model(down, own, client, seed=1).state_dict()
+    assert all(torch.equal(weights[name], own["private"][name]) for name in private)
 
 
 @pytest.mark.slow
@@ -200,7 +203,7 @@ def test_a_catalogue_file_decides_what_is_generated(tmp_path):
     LayerCatalogue(kept).write(tmp_path / "catalogue.yaml")
     method = FLHAGHN(**OPTIONS, catalogue=str(tmp_path / "catalogue.yaml"))
     _, downs, ups = first_round(method, everyone)
-    keys = {name.split(".")[1] for name in downs["c0"].arrays["ghn"] if name.startswith("heads")}
+    keys = {name.split(".")[1] for name in downs["c0"].tensors["ghn"] if name.startswith("heads")}
     assert keys == {t.key for t in kept}
     assert ups["c0"][1]["private"].keys() == {f"net.{i}.{role}" for i in (1, 5, 8) for role in ("weight", "bias")}
     with pytest.raises(UserError, match="cannot be read"):
@@ -210,7 +213,7 @@ def test_a_catalogue_file_decides_what_is_generated(tmp_path):
 
 def test_norms_can_stay_local():
     _, downs, ups = first_round(FLHAGHN(**OPTIONS, norms="local"), clients(Distinct))
-    assert not any("norm" in name for name in downs["c0"].arrays["ghn"])
+    assert not any("norm" in name for name in downs["c0"].tensors["ghn"])
     assert ups["c0"][1]["private"].keys() == {"net.1.weight", "net.1.bias"}
 
 
@@ -233,16 +236,16 @@ def test_refinement_trains_the_head_alone_and_generated_is_beside(buffers):
     method = FLHAGHN(**OPTIONS, buffers=buffers)
     (client,) = everyone = clients(ARCHITECTURES[0])
     state, _, ups = first_round(method, everyone)
-    reply, mine = ups["c0"]
-    assert ("buffers" in mine) == (buffers == "local")
-    down = method.dispatch(method.aggregate(state, {"c0": reply}), ClientInfo("c0", 2, 3, purpose="personal"))
-    raw = {k: v.clone() for k, v in method.personal(down, mine, client, 1).state_dict().items()}
-    ((name, network),) = method.beside(down, mine, client, 1)
+    reply, own = ups["c0"]
+    assert ("buffers" in own) == (buffers == "local")
+    down = method.dispatch(method.aggregate(state, {"c0": reply}, None), ClientInfo("c0", 2, 3, purpose="personal"))
+    raw = {k: v.clone() for k, v in method.personal_model(down, own, client, 1).state_dict().items()}
+    ((name, network),) = method.other_models(down, own, client, 1)
     assert name == "generated"
     generated = {k: v.clone() for k, v in network.state_dict().items()}
     statistics = {k for k in raw if "running" in k or "num_batches" in k}
     assert {k for k in raw if not torch.equal(raw[k], generated[k])} - statistics == {"fc.weight", "fc.bias"}
-    unrefined = dataclasses.replace(method, refine_epochs=0).personal(down, mine, client, 1)
+    unrefined = dataclasses.replace(method, refine_epochs=0).personal_model(down, own, client, 1)
     assert all(torch.equal(unrefined.state_dict()[k], generated[k]) for k in generated)
 
 
@@ -250,7 +253,7 @@ def test_a_ghn_of_another_form_is_refused():
     (client,) = everyone = clients(ARCHITECTURES[0])
     _, downs, _ = first_round(FLHAGHN(), everyone)
     with pytest.raises(ValueError, match="not of the form"):
-        FLHAGHN(latent=50).local(downs["c0"], FLHAGHN().client_init(client, 0), client, 0)
+        FLHAGHN(latent=50).local_update(downs["c0"], FLHAGHN().client_init(client, 0), client, 0)
 
 
 @pytest.mark.parametrize(
@@ -281,11 +284,10 @@ def test_weighted_replies_count_by_examples():
         method = FLHAGHN(**OPTIONS, weighted=weighted)
         state, _, ups = first_round(method, everyone)
         replies = {i: reply for i, (reply, _) in ups.items()}
-        mean = method.aggregate(state, replies)["ghn"]["gnn.0.lin_rel.weight"]
-        one, other = (replies[i].arrays["ghn"]["gnn.0.lin_rel.weight"] for i in "ab")
+        mean = method.aggregate(state, replies, None)["ghn"]["gnn.0.lin_rel.weight"]
+        one, other = (replies[i].tensors["ghn"]["gnn.0.lin_rel.weight"] for i in "ab")
         torch.testing.assert_close(mean, (1 - share) * one + share * other)
-        without = dataclasses.replace(replies["a"], scalars={})
-        assert (method.reply_flaw(state, without) is not None) == weighted
+        assert method.scalars_needed == ({"num_examples"} if weighted else set())
 
 
 def test_the_fields_of_the_refinement_are_used():
@@ -295,7 +297,7 @@ def test_the_fields_of_the_refinement_are_used():
 
     def head(**fields):
         method = dataclasses.replace(base, **fields)
-        return method.personal(downs["c0"], ups["c0"][1], client, 1).state_dict()["fc.weight"].clone()
+        return method.personal_model(downs["c0"], ups["c0"][1], client, 1).state_dict()["fc.weight"].clone()
 
     assert not torch.equal(head(), head(refine_lr=0.5))
     assert not torch.equal(head(), head(refine_epochs=2))
@@ -319,8 +321,8 @@ def test_the_head_is_the_last_layer_of_the_graph_even_if_it_is_a_raw_parameter()
     assert graph_of(client).head == {"last"}
     method = FLHAGHN(**OPTIONS)
     _, downs, ups = first_round(method, everyone)
-    raw = {k: v.clone() for k, v in method.personal(downs["c0"], ups["c0"][1], client, 1).state_dict().items()}
-    ((_, network),) = method.beside(downs["c0"], ups["c0"][1], client, 1)
+    raw = {k: v.clone() for k, v in method.personal_model(downs["c0"], ups["c0"][1], client, 1).state_dict().items()}
+    ((_, network),) = method.other_models(downs["c0"], ups["c0"][1], client, 1)
     assert {k for k, v in network.state_dict().items() if not torch.equal(v, raw[k])} == {"last"}
 
 

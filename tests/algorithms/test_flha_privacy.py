@@ -4,11 +4,11 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithm import ClientInfo, ServerContext
 from polyfed.algorithms import FLHAGHN
+from polyfed.core.algorithm import ClientInfo, ServerContext
+from polyfed.core.seeds import torch_generator
 from polyfed.graphs import LayerCatalogue
 from polyfed.graphs.cached import graph_of
-from polyfed.seeds import torch_generator
 
 
 def network(*order):
@@ -31,9 +31,9 @@ def test_one_reply_tells_the_edges_of_a_graph_without_repeated_types():
         client = pf.Client("c", network(*order), (x, y), (x, y))
         graph = graph_of(client)
         catalogue = LayerCatalogue.of([graph])
-        down = method.dispatch(method.init(ServerContext(0, 1, (), layer_catalogue=catalogue)), ClientInfo("c"))
-        up, _ = method.local(down, method.client_init(client, 0), client, seed=1)
-        change = {name: up.arrays["ghn"][name] - tensor for name, tensor in down.arrays["ghn"].items()}
+        down = method.dispatch(method.server_init(ServerContext(0, 1, (), layer_catalogue=catalogue)), ClientInfo("c"))
+        up, _ = method.local_update(down, method.client_init(client, 0), client, seed=1)
+        change = {name: up.tensors["ghn"][name] - tensor for name, tensor in down.tensors["ghn"].items()}
         own, following = (change[f"gnn.0.lin_{part}.weight"].double() for part in ("root", "rel"))
         used = [c for c in range(own.shape[1]) if own[:, c].any()]
         found = torch.linalg.lstsq(own[:, used], following).solution.round(decimals=1)

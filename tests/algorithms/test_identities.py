@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedAvgFT, FedProx, Local
-from polyfed.runs.results import one_thread
-from polyfed.scratch import initial_state
-from polyfed.seeds import derive
+from polyfed.core.scratch import initial_state
+from polyfed.core.seeds import derive
+from polyfed.core.threads import one_thread
+from polyfed.core.training import fit
 from polyfed.testing import SmallNet, assert_same_run, small_clients, without_times
-from polyfed.training import fit
 
 
 class Line(nn.Module):
@@ -191,7 +191,7 @@ def test_fine_tuning_is_fit_from_the_global_model(own_lr, lr):
 @pytest.mark.parametrize("policy", ["local", "recompute"])
 def test_fine_tuning_starts_from_and_ends_with_statistics_of_the_clients_data(policy):
     method = FedAvgFT(buffers=policy, batch_size=0, lr=0.5, finetune_lr=0.5)
-    run = pf.federate(small_clients(), method, rounds=1, sample=1, workers=0)
+    run = pf.federate(small_clients(), method, rounds=1, clients_per_round=1, workers=0)
     took_part = {i for i, row in run.history[0]["clients"].items() if "bytes_up" in row}
     for client in small_clients():
         if policy == "local" and client.id in took_part:
@@ -212,8 +212,8 @@ STATES = []
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(FedAvg):
-    def aggregate(self, state, replies):
-        STATES.append(super().aggregate(state, replies))
+    def aggregate(self, state, replies, server):
+        STATES.append(super().aggregate(state, replies, server))
         return STATES[-1]
 
 
@@ -260,7 +260,7 @@ class TestBufferPolicies:
         means = [run.model(c.id).body[1].running_mean for c in small_clients()]
         assert not torch.allclose(means[0], means[2])
         assert "body.1.running_mean" not in run.last.state["model"]
-        assert torch.equal(run.last.minds["client-0"]["buffers"]["body.1.running_mean"], means[0])
+        assert torch.equal(run.last.client_states["client-0"]["buffers"]["body.1.running_mean"], means[0])
 
     def test_recompute_gives_the_statistics_of_the_clients_own_data(self):
         run = self.run("recompute")
@@ -273,7 +273,7 @@ class TestBufferPolicies:
 
     def test_a_client_that_never_took_part_is_not_evaluated_with_untrained_statistics(self):
         method = FedAvg(buffers="local", **OPTIONS)
-        run = pf.federate(small_clients(), method, rounds=1, sample=1, workers=0)
+        run = pf.federate(small_clients(), method, rounds=1, clients_per_round=1, workers=0)
         for client in small_clients():
             mean = run.model(client.id).body[1].running_mean
             assert not torch.equal(mean, torch.zeros_like(mean))

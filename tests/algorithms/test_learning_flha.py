@@ -3,9 +3,9 @@
 import pytest
 
 import polyfed as pf
-from polyfed.commands import experiment as experiments
-from polyfed.commands import options
-from polyfed.commands.recipes import load_recipe
+from polyfed.cli.commands import options
+from polyfed.cli.commands.recipes import load_recipe
+from polyfed.simulation import experiment as experiments
 
 
 @pytest.mark.slow

@@ -5,8 +5,9 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, Local
-from polyfed.commands import experiment, options
+from polyfed.cli.commands import options
 from polyfed.search import probabilities
+from polyfed.simulation import experiment
 
 SPACE = {
     "channels": 8, "base_cells": 1, "base_nodes": 1, "personal_nodes": 1,

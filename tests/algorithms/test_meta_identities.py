@@ -8,12 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import polyfed as pf
-from polyfed.algorithm import Message
 from polyfed.algorithms import FedAvg
 from polyfed.algorithms.per_fedavg import PerFedAvg
 from polyfed.algorithms.pfedme import PFedMe
-from polyfed.runs.results import one_thread
-from polyfed.scratch import initial_state
+from polyfed.core.algorithm import Message
+from polyfed.core.scratch import initial_state
+from polyfed.core.threads import one_thread
 from polyfed.testing import AlgorithmContract, SmallNet, small_clients, without_times
 
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}
@@ -170,11 +170,11 @@ def test_beta_mixes_the_old_and_the_new_global_model(beta):
 
 def test_all_clients_train_and_only_those_drawn_are_averaged():
     method = PFedMe(lam=2.0, k=20, personal_lr=0.25, batch_size=0, lr=0.3)
-    run = pf.federate(quadratics(), method, rounds=1, sample=1, workers=0)
+    run = pf.federate(quadratics(), method, rounds=1, clients_per_round=1, workers=0)
     rows = run.history[0]["clients"]
     (drawn,) = [i for i in (0, 1) if "bytes_up" in rows[f"q{i}"]]
     assert all("train_loss" in row and row["bytes_down"] > 0 for row in rows.values())
-    assert set(run.last.minds) == {"q0", "q1"}
+    assert set(run.last.client_states) == {"q0", "q1"}
     m = 2 * CURVATURE[drawn] / (2 + CURVATURE[drawn])
     expected = OPTIMUM[drawn] + (1 - 0.3 * m) * (1 - OPTIMUM[drawn])
     assert run.last.state["model"]["theta"].item() == pytest.approx(expected, abs=1e-10)
@@ -187,9 +187,9 @@ def test_pfedme_is_what_the_paper_says_step_by_step():
     method = PFedMe(lam=lam, k=3, personal_lr=rate, lr=eta, batch_size=0, local_steps=4)
     down = Message({"model": initial_state(plain_net, 0)}, {"lr": eta})
     with one_thread():
-        reply, mine = method.local(down, {}, client, 5)
-    names = list(down.arrays["model"])
-    w = [down.arrays["model"][name].clone() for name in names]
+        reply, own = method.local_update(down, {}, client, 5)
+    names = list(down.tensors["model"])
+    w = [down.tensors["model"][name].clone() for name in names]
     theta = [t.clone().requires_grad_() for t in w]
     for _ in range(4):
         for _ in range(3):
@@ -200,8 +200,8 @@ def test_pfedme_is_what_the_paper_says_step_by_step():
             ]
         w = [a - eta * lam * (a - t.detach()) for a, t in zip(w, theta, strict=True)]
     for name, ours, personal in zip(names, w, theta, strict=True):
-        torch.testing.assert_close(reply.arrays["model"][name], ours)
-        torch.testing.assert_close(mine["model"][name], personal.detach())
+        torch.testing.assert_close(reply.tensors["model"][name], ours)
+        torch.testing.assert_close(own["model"][name], personal.detach())
 
 
 def test_clipping_bounds_the_inner_gradients():
@@ -229,16 +229,16 @@ class Tied(nn.Module):
 def test_weights_with_two_names_are_personal_under_both():
     clients = [pf.Client(c.id, Tied, c.train, c.test) for c in small_clients()]
     run = pf.federate(clients, PFedMe(lr=0.05), rounds=2, workers=0)
-    model, mine = run.model("client-0"), run.last.minds["client-0"]["model"]
-    assert torch.equal(model.first.weight, mine["first.weight"])
+    model, own = run.model("client-0"), run.last.client_states["client-0"]["model"]
+    assert torch.equal(model.first.weight, own["first.weight"])
     assert not torch.equal(model.first.weight, run.last.state["model"]["first.weight"])
 
 
 def test_a_client_that_never_trained_has_the_global_model():
     client, method = small_clients(1)[0], PFedMe(buffers="average")
     down = Message({"model": initial_state(SmallNet, 4)}, {"lr": 0.1})
-    model = method.personal(down, method.client_init(client, 0), client, 1)
-    assert all(torch.equal(tensor, down.arrays["model"][name]) for name, tensor in model.state_dict().items())
+    model = method.personal_model(down, method.client_init(client, 0), client, 1)
+    assert all(torch.equal(tensor, down.tensors["model"][name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -276,8 +276,8 @@ def direction(client, **fields):
     method = PerFedAvg(batch_size=0, lr=1.0, **fields)
     start = initial_state(client.model, 0)
     with one_thread():
-        reply, _ = method.local(Message({"model": start}, {"lr": 1.0}), {}, client, 0)
-    step = torch.cat([(start[name] - reply.arrays["model"][name]).flatten() for name in start])
+        reply, _ = method.local_update(Message({"model": start}, {"lr": 1.0}), {}, client, 0)
+    step = torch.cat([(start[name] - reply.tensors["model"][name]).flatten() for name in start])
     w = [tensor.clone().requires_grad_() for tensor in start.values()]
     inner = torch.autograd.grad(loss_at(client, start, w), w, create_graph=True)
     adapted = [p - method.alpha * g for p, g in zip(w, inner, strict=True)]
@@ -344,7 +344,7 @@ def test_a_step_takes_different_minibatches(variant, batches):
     client = pf.Client("one", Watching, (x, x), (x, x), task="regression")
     method, start = PerFedAvg(variant=variant, batch_size=4, local_steps=1), initial_state(Watching, 0)
     Watching.seen = ()
-    method.local(Message({"model": start}, {"lr": 0.1}), {}, client, 0)
+    method.local_update(Message({"model": start}, {"lr": 0.1}), {}, client, 0)
     different = list(dict.fromkeys(map(tuple, Watching.seen)))
     assert len(different) == max(batches) + 1
     assert [different.index(tuple(batch)) for batch in Watching.seen] == batches
@@ -378,7 +378,7 @@ def test_the_unadapted_model_is_evaluated_beside_it():
 def test_statistics_move_once_a_step(variant):
     method = PerFedAvg(variant=variant, local_steps=3, batch_size=4, alpha=0.1)
     run = pf.federate(small_clients(), method, rounds=2, workers=0)
-    assert int(run.last.minds["client-0"]["buffers"]["body.1.num_batches_tracked"]) == 2 * 3
+    assert int(run.last.client_states["client-0"]["buffers"]["body.1.num_batches_tracked"]) == 2 * 3
 
 
 @pytest.mark.parametrize(("field", "value"), [("alpha", -0.1), ("delta", 0.0), ("adapt_steps", 0)])

@@ -13,15 +13,15 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, Local, fedrep
 from polyfed.algorithms.fedbn import FedBN
 from polyfed.algorithms.fedrep import FedRep
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import initial_state
+from polyfed.core.seeds import derive
+from polyfed.core.threads import one_thread
+from polyfed.core.training import fit
 from polyfed.models.split import norm_tensor_names
-from polyfed.rounds import Federation
-from polyfed.runs.results import one_thread
-from polyfed.scratch import initial_state
-from polyfed.seeds import derive
-from polyfed.settings import Settings
+from polyfed.simulation.rounds import Federation
+from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, SmallNet, assert_same_run, small_clients
-from polyfed.training import fit
 
 OPTIONS = {"lr": 0.05, "batch_size": 8, "momentum": 0.5}
 
@@ -56,17 +56,17 @@ class Residual(nn.Module):
 def messages(method, clients, rounds=2):
     """Per round: the message down, the replies, the private states, and the state after."""
     federation = Federation({c.id: c for c in clients}, method, Settings(rounds=rounds, seed=3))
-    state, minds, told = method.init(federation.context()), {}, []
+    state, client_states, told = method.server_init(federation.context()), {}, []
     with one_thread():
         for number in range(1, rounds + 1):
             replies, downs = {}, {}
             for c in clients:
                 downs[c.id] = method.dispatch(state, federation.info(c.id, number))
-                mine = minds.get(c.id) or method.client_init(c, 3)
-                replies[c.id], minds[c.id] = method.local(downs[c.id], mine, c, derive(3, number, c.id))
+                own = client_states.get(c.id) or method.client_init(c, 3)
+                replies[c.id], client_states[c.id] = method.local_update(downs[c.id], own, c, derive(3, number, c.id))
                 assert federation.flaw(replies[c.id], state, downs[c.id]) is None
-            state = method.aggregate(state, replies)
-            told.append((downs, replies, dict(minds), state))
+            state = method.aggregate(state, replies, None)
+            told.append((downs, replies, dict(client_states), state))
     return told
 
 
@@ -77,12 +77,6 @@ class TestFedRepContract(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, policy):
         return FedRep(**OPTIONS, local_epochs=2, buffers=policy)
-
-
-class TestFedBNContract(AlgorithmContract):
-    @pytest.fixture
-    def algorithm(self):
-        return FedBN(**OPTIONS)
 
 
 # -- FedRep -------------------------------------------------------------------------------------------------------
@@ -106,13 +100,13 @@ def test_fedrep_trains_the_head_on_the_received_body_and_then_the_body_on_that_h
 
     def watched(module, *args, **kwargs):
         before = {name: p.detach().clone() for name, p in module.named_parameters()}
-        loss = fit(module, *args, **kwargs)
+        found = fit(module, *args, **kwargs)
         phases.append({name for name, p in module.named_parameters() if not torch.equal(p, before[name])})
-        return loss
+        return found
 
     monkeypatch.setattr(fedrep, "fit", watched)
     (client,), method = small_clients(1), FedRep(**OPTIONS, local_epochs=3, local_steps=steps, body_epochs=2)
-    [(_, replies, minds, _)] = messages(method, [client], rounds=1)
+    [(_, replies, client_states, _)] = messages(method, [client], rounds=1)
     body = {"body.0.weight", "body.1.weight", "body.1.bias"}  # a bias before BatchNorm has no gradient but rounding
     assert [moved - {"body.0.bias"} for moved in phases] == [{"head.weight", "head.bias"}, body]
 
@@ -124,9 +118,9 @@ def test_fedrep_trains_the_head_on_the_received_body_and_then_the_body_on_that_h
         fit(by_hand, client.train, head_phase, lr=0.05, seed=derive(seed, "head"))
         by_hand.body.requires_grad_(True)
         by_hand.head.requires_grad_(False)
-        loss = fit(by_hand, client.train, FedAvg(**OPTIONS, local_epochs=2), lr=0.05, seed=seed)
-    state, got = by_hand.state_dict(), minds[client.id]
-    assert all(torch.equal(state[n], t) for n, t in {**replies[client.id].arrays["model"], **got["head"]}.items())
+        loss = fit(by_hand, client.train, FedAvg(**OPTIONS, local_epochs=2), lr=0.05, seed=seed).loss
+    state, got = by_hand.state_dict(), client_states[client.id]
+    assert all(torch.equal(state[n], t) for n, t in {**replies[client.id].tensors["model"], **got["head"]}.items())
     assert all(torch.equal(state[n], t) for n, t in got["buffers"].items())
     assert replies[client.id].scalars["train_loss"] == loss
 
@@ -139,16 +133,16 @@ def test_the_head_is_never_sent_and_clients_keep_different_ones(policy):
     if policy == "average":
         body |= {"body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"}
     for _, replies, _, state in (first, second):
-        assert all(reply.arrays.keys() == {"model"} for reply in replies.values())
-        assert all(reply.arrays["model"].keys() == body for reply in replies.values())
+        assert all(reply.tensors.keys() == {"model"} for reply in replies.values())
+        assert all(reply.tensors["model"].keys() == body for reply in replies.values())
         assert state.keys() == {"model"}
         assert state["model"].keys() == body
-    assert all(down.arrays["draw"].keys() == body | {"head.weight", "head.bias"} for down in first[0].values())
-    assert all(down.arrays["model"].keys() == body for down in second[0].values())
-    heads = [mine["head"]["head.weight"] for mine in second[2].values()]
+    assert all(down.tensors["draw"].keys() == body | {"head.weight", "head.bias"} for down in first[0].values())
+    assert all(down.tensors["model"].keys() == body for down in second[0].values())
+    heads = [own["head"]["head.weight"] for own in second[2].values()]
     assert not torch.allclose(heads[0], heads[1])
     given = messages(FedRep(**OPTIONS, local_epochs=2, buffers=policy, head=("head",)), small_clients())
-    assert all(down.arrays["model"].keys() == body for down in given[0][0].values())
+    assert all(down.tensors["model"].keys() == body for down in given[0][0].values())
     assert all(torch.equal(given[1][3]["model"][name], second[3]["model"][name]) for name in body)
 
 
@@ -157,20 +151,22 @@ def test_the_body_is_the_mean_of_the_clients_bodies(weighted):
     clients = small_clients()
     [(_, replies, _, state)] = messages(FedRep(**OPTIONS, local_epochs=2, weighted=weighted), clients, rounds=1)
     sizes = torch.tensor([float(len(c.train)) if weighted else 1.0 for c in clients])
-    bodies = torch.stack([replies[c.id].arrays["model"]["body.0.weight"] for c in clients])
+    bodies = torch.stack([replies[c.id].tensors["model"]["body.0.weight"] for c in clients])
     expected = torch.einsum("i,ijk->jk", sizes / sizes.sum(), bodies)
     torch.testing.assert_close(state["model"]["body.0.weight"], expected)
 
 
 def test_evaluated_is_the_global_body_with_the_clients_own_head_or_the_initial_one():
-    run = pf.federate(small_clients(), FedRep(**OPTIONS, local_epochs=2), rounds=1, sample=2, workers=0)
+    run = pf.federate(small_clients(), FedRep(**OPTIONS, local_epochs=2), rounds=1, clients_per_round=2, workers=0)
     start = initial_state(SmallNet, 0)
     took_part = [i for i, row in run.history[0]["clients"].items() if "bytes_up" in row]
     for client in small_clients():
         model = run.model(client.id)
         assert torch.equal(model.body[0].weight, run.last.state["model"]["body.0.weight"])
-        own = run.last.minds[client.id]["head"]["head.weight"] if client.id in took_part else start["head.weight"]
-        assert torch.equal(model.head.weight, own)
+        expected = (
+            run.last.client_states[client.id]["head"]["head.weight"] if client.id in took_part else start["head.weight"]
+        )
+        assert torch.equal(model.head.weight, expected)
         if client.id not in took_part:
             torch.testing.assert_close(model.body[1].running_mean, model.body[0](client.train.x).mean(0))
     assert len(took_part) == 2
@@ -180,16 +176,16 @@ def test_evaluated_is_the_global_body_with_the_clients_own_head_or_the_initial_o
 def test_norms_inside_the_head_stay_local_under_every_policy(policy):
     clients = with_model(small_clients(), deep_net)
     method = FedRep(**OPTIONS, local_epochs=2, head_layers=2, buffers=policy)
-    run = pf.federate(clients, method, rounds=1, sample=2, workers=0)
+    run = pf.federate(clients, method, rounds=1, clients_per_round=2, workers=0)
     assert not [name for name in run.last.state["model"] if name[0] in "346"]
-    (newcomer,) = [c for c in clients if c.id not in run.last.minds]
-    model = run.model(newcomer.id)
+    (unseen,) = [c for c in clients if c.id not in run.last.client_states]
+    model = run.model(unseen.id)
     if policy == "average":  # the body's statistics are the average, the head's are estimated
         assert torch.equal(model[1].running_mean, run.last.state["model"]["1.running_mean"])
     else:
-        torch.testing.assert_close(model[1].running_mean, model[0](newcomer.train.x).mean(0))
+        torch.testing.assert_close(model[1].running_mean, model[0](unseen.train.x).mean(0))
     assert not torch.equal(model[4].running_mean, torch.zeros(8))
-    means = [run.model(i).state_dict()["4.running_mean"] for i in run.last.minds]
+    means = [run.model(i).state_dict()["4.running_mean"] for i in run.last.client_states]
     assert not torch.allclose(means[0], means[1])
 
 
@@ -223,16 +219,18 @@ def test_frozen_parameters_stay_frozen_and_evaluated_networks_are_as_built():
 def test_first_replies_that_do_not_agree_are_refused():
     method = FedRep(**OPTIONS, local_epochs=1)
     [(downs, replies, _, _)] = messages(method, small_clients(2), rounds=1)
-    state, (one, other) = {"draw": downs["client-0"].arrays["draw"]}, replies
-    body = dict(replies[other].arrays["model"])
+    state, (one, other) = {"draw": downs["client-0"].tensors["draw"]}, replies
+    body = dict(replies[other].tensors["model"])
     body.pop("body.0.weight")
     changed = {one: replies[one], other: pf.Message({"model": body}, replies[other].scalars)}
-    with pytest.raises(UserError, match=r"find different heads.*'body.0.weight'.*head=\(\.\.\.\)"):
-        method.aggregate(state, changed)
-    assert method.reply_flaw(state, replies[one]) is None
+    with pytest.raises(UserError, match=r"find different heads.*'model/body.0.weight'.*head=\(\.\.\.\)"):
+        method.aggregate(state, changed, None)
+    federation = Federation({c.id: c for c in small_clients(2)}, method, Settings())
+    assert federation.flaw(replies[one], state, downs[one]) is None
     wrong = pf.Message({"model": {"alien": torch.zeros(1)}}, {"num_examples": 1})
-    assert method.reply_flaw(state, wrong) == "tensor 'alien' is unexpected (1 are)"
-    assert method.reply_flaw(state, pf.Message()) == "the reply has no group 'model'"
+    assert federation.flaw(wrong, state, downs[one]) == "group 'model': tensor 'alien' is unexpected (1 are)"
+    empty = pf.Message({}, {"num_examples": 1})
+    assert federation.flaw(empty, state, downs[one]) == "the reply holds the groups [], expected ['model']"
 
 
 @pytest.mark.parametrize(
@@ -272,13 +270,13 @@ def test_a_shortcuts_batch_norm_is_never_in_a_message_and_differs_between_client
     told = messages(FedBN(**OPTIONS), clients)
     for downs, replies, _, state in told:
         for message in (*downs.values(), *replies.values()):
-            assert message.arrays.keys() == {"model"}
-            assert message.arrays["model"].keys() == travels
+            assert message.tensors.keys() == {"model"}
+            assert message.tensors["model"].keys() == travels
         assert state["model"].keys() == travels
-    minds = told[-1][2]
+    client_states = told[-1][2]
     norms = {"b.weight", "b.bias", "shortcut.1.weight", "shortcut.1.bias"}
-    assert all(mine["norms"].keys() == norms for mine in minds.values())
-    one, other = minds["client-0"], minds["client-1"]
+    assert all(own["norms"].keys() == norms for own in client_states.values())
+    one, other = client_states["client-0"], client_states["client-1"]
     assert not torch.allclose(one["norms"]["shortcut.1.weight"], other["norms"]["shortcut.1.weight"])
     assert not torch.allclose(one["buffers"]["shortcut.1.running_mean"], other["buffers"]["shortcut.1.running_mean"])
 
@@ -291,7 +289,7 @@ def test_what_travels_is_averaged_as_in_fedavg_and_norms_carry_on(weighted):
     norms = set(norm_tensor_names(SmallNet()))
     shares = torch.tensor([float(len(c.train)) if weighted else 1.0 for c in clients], dtype=torch.float64)
     states = [initial_state(SmallNet, 3) for _ in clients]
-    for number, (_, _, minds, state) in enumerate(told, start=1):
+    for number, (_, _, client_states, state) in enumerate(told, start=1):
         with one_thread():
             for k, client in enumerate(clients):
                 net = SmallNet()
@@ -304,16 +302,16 @@ def test_what_travels_is_averaged_as_in_fedavg_and_norms_carry_on(weighted):
             torch.testing.assert_close(state["model"][name], mean)
             states = [{**s, name: state["model"][name]} for s in states]
         for s, client in zip(states, clients, strict=True):
-            kept = {**minds[client.id]["norms"], **minds[client.id]["buffers"]}
+            kept = {**client_states[client.id]["norms"], **client_states[client.id]["buffers"]}
             assert kept.keys() == norms
             assert all(torch.equal(kept[name], s[name]) for name in norms)
 
 
 def test_a_newcomer_to_fedbn_has_initial_norm_parameters_and_statistics_of_its_data():
-    run = pf.federate(small_clients(), FedBN(**OPTIONS), rounds=2, sample=1, workers=0)
-    newcomers = [c for c in small_clients() if c.id not in run.last.minds]
-    assert newcomers
-    for client in newcomers:
+    run = pf.federate(small_clients(), FedBN(**OPTIONS), rounds=2, clients_per_round=1, workers=0)
+    unseen = [c for c in small_clients() if c.id not in run.last.client_states]
+    assert unseen
+    for client in unseen:
         model, hidden = run.model(client.id), run.model(client.id).body[0](client.train.x)
         assert torch.equal(model.body[1].weight, torch.ones(8))
         assert torch.equal(model.body[0].weight, run.last.state["model"]["body.0.weight"])

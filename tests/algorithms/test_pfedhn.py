@@ -11,12 +11,12 @@ from torch.nn import functional as F
 import polyfed as pf
 from polyfed.algorithms import pfedhn
 from polyfed.algorithms.pfedhn import PFedHN
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import initial_state
+from polyfed.core.threads import one_thread
 from polyfed.hypernetworks.weights import create, descend, generate, pull_back
-from polyfed.rounds import Federation
-from polyfed.runs.results import one_thread
-from polyfed.scratch import initial_state
-from polyfed.settings import Settings
+from polyfed.simulation.rounds import Federation
+from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, SmallNet, small_clients
 
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}
@@ -194,7 +194,7 @@ def test_three_steps_are_those_of_torchs_sgd(momentum, decay):
 def halves(method, clients, seed=3):
     """The federation and the server's state before round 1."""
     federation = Federation({c.id: c for c in clients}, method, Settings(rounds=2, seed=seed))
-    return federation, method.init(federation.context())
+    return federation, method.server_init(federation.context())
 
 
 def replies_of(method, federation, state, ids=None):
@@ -203,7 +203,7 @@ def replies_of(method, federation, state, ids=None):
         for i in ids or federation.clients:
             client = federation.clients[i]
             down = method.dispatch(state, federation.info(i, 1))
-            replies[i], _ = method.local(down, method.client_init(client, 3), client, 5)
+            replies[i], _ = method.local_update(down, method.client_init(client, 3), client, 5)
     return replies
 
 
@@ -226,14 +226,14 @@ def test_a_hypernetwork_step_lowers_the_clients_loss_to_first_order():
     replies = replies_of(method, federation, state)
 
     def loss(at):
-        model = method.personal(method.dispatch(at, federation.info(client.id, 1)), {}, client, 0)
+        model = method.personal_model(method.dispatch(at, federation.info(client.id, 1)), {}, client, 0)
         return F.cross_entropy(model(client.train.x), client.train.y).item()
 
-    delta = {n: d[None] for n, d in replies[client.id].arrays["delta"].items()}
+    delta = {n: d[None] for n, d in replies[client.id].tensors["delta"].items()}
     gradient = pull_back(state["network"], federation.info(client.id, 1).architecture, torch.tensor([0]), delta)
     square = sum(float(g.square().sum()) for g in gradient.values())
     predicted = -rate * square / eta
-    measured = loss(method.aggregate(state, replies)) - loss(state)
+    measured = loss(method.aggregate(state, replies, None)) - loss(state)
     assert measured < 0
     assert measured / predicted == pytest.approx(1, abs=1e-3)
 
@@ -241,14 +241,14 @@ def test_a_hypernetwork_step_lowers_the_clients_loss_to_first_order():
 def test_the_reply_is_what_local_training_took_off():
     client, method = float64_clients(1)[0], PFedHN(lr=0.1, momentum=0.0, weight_decay=0.0, batch_size=0, local_steps=1)
     federation, state = halves(method, [client])
-    theta = method.dispatch(state, federation.info(client.id, 1)).arrays["model"]
+    theta = method.dispatch(state, federation.info(client.id, 1)).tensors["model"]
     reply = replies_of(method, federation, state)[client.id]
-    assert reply.arrays.keys() == {"delta"}
+    assert reply.tensors.keys() == {"delta"}
     net = client.model()
     net.load_state_dict(theta)
     loss = F.cross_entropy(net(client.train.x), client.train.y)
     for (name, _), g in zip(net.named_parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True):
-        torch.testing.assert_close(reply.arrays["delta"][name], 0.1 * g)
+        torch.testing.assert_close(reply.tensors["delta"][name], 0.1 * g)
 
 
 def test_the_trunk_learns_from_both_architectures_and_heads_from_their_own():
@@ -257,7 +257,7 @@ def test_the_trunk_learns_from_both_architectures_and_heads_from_their_own():
     replies = replies_of(method, federation, state)
 
     def change(ids):
-        after = method.aggregate(state, {i: replies[i] for i in ids})["network"]
+        after = method.aggregate(state, {i: replies[i] for i in ids}, None)["network"]
         return {name: after[name] - tensor for name, tensor in state["network"].items()}
 
     small, wide, both = change(["client-0", "client-2"]), change(["client-1"]), change(list(replies))
@@ -274,8 +274,8 @@ def test_the_trunk_learns_from_both_architectures_and_heads_from_their_own():
 def test_momentum_carries_clients_that_are_not_drawn():
     method = PFedHN(**OPTIONS, local_steps=5)
     federation, state = halves(method, small_clients())
-    after = method.aggregate(state, replies_of(method, federation, state, ["client-0"]))
-    later = method.aggregate(after, replies_of(method, federation, after, ["client-1"]))
+    after = method.aggregate(state, replies_of(method, federation, state, ["client-0"]), None)
+    later = method.aggregate(after, replies_of(method, federation, after, ["client-1"]), None)
     moved = [
         not torch.equal(later["network"]["embeddings"][k], after["network"]["embeddings"][k] * (1 - 0.01 * 0.001))
         for k in range(3)
@@ -288,15 +288,15 @@ def test_blocks_do_not_change_messages_or_the_step(monkeypatch):
     federation, state = halves(method, mixed_clients(5))
     infos = [federation.info(i, 1) for i in federation.clients]
     replies = replies_of(method, federation, state)
-    whole = list(method.dispatch_all(state, infos)), method.aggregate(state, replies)["network"]
+    whole = list(method.dispatch_all(state, infos)), method.aggregate(state, replies, None)["network"]
     monkeypatch.setattr(pfedhn, "_BLOCK", 200)  # two small networks
-    parts = list(method.dispatch_all(state, infos)), method.aggregate(state, replies)["network"]
+    parts = list(method.dispatch_all(state, infos)), method.aggregate(state, replies, None)["network"]
     for who, one, other in zip(infos, whole[0], parts[0], strict=True):
         alone = method.dispatch(state, who)
         assert one.scalars == other.scalars == alone.scalars
-        for name, tensor in one.arrays["model"].items():
-            torch.testing.assert_close(other.arrays["model"][name], tensor)
-            torch.testing.assert_close(alone.arrays["model"][name], tensor)
+        for name, tensor in one.tensors["model"].items():
+            torch.testing.assert_close(other.tensors["model"][name], tensor)
+            torch.testing.assert_close(alone.tensors["model"][name], tensor)
     for name, tensor in whole[1].items():
         torch.testing.assert_close(parts[1][name], tensor)
 
@@ -304,7 +304,7 @@ def test_blocks_do_not_change_messages_or_the_step(monkeypatch):
 def test_initial_networks_differ_between_clients_and_their_norms_let_signals_through():
     method = PFedHN()
     federation, state = halves(method, small_clients())
-    one, other = (method.dispatch(state, federation.info(i, 1)).arrays["model"] for i in ("client-0", "client-1"))
+    one, other = (method.dispatch(state, federation.info(i, 1)).tensors["model"] for i in ("client-0", "client-1"))
     assert not torch.allclose(one["head.weight"], other["head.weight"])
     assert one.keys() == {n for n, _ in SmallNet().named_parameters()}
     torch.testing.assert_close(one["body.1.weight"], torch.ones(8), rtol=0, atol=0.3)
@@ -325,9 +325,9 @@ def test_shared_parameters_are_generated_once_and_frozen_ones_stay():
             return self.out(torch.tanh(self.two(torch.tanh(self.one(x)))))
 
     clients = [pf.Client(c.id, Tied, c.train, c.test) for c in small_clients()]
-    run = pf.federate(clients, PFedHN(**OPTIONS, local_steps=5), rounds=2, sample=2, workers=0)
+    run = pf.federate(clients, PFedHN(**OPTIONS, local_steps=5), rounds=2, clients_per_round=2, workers=0)
     down = run.federation.algorithm.dispatch(run.last.state, run.federation.info("client-0", 2))
-    assert down.arrays["model"].keys() == {"one.weight", "one.bias", "two.bias", "out.weight"}
+    assert down.tensors["model"].keys() == {"one.weight", "one.bias", "two.bias", "out.weight"}
     for client in clients:
         model = run.model(client.id)
         assert torch.equal(model.two.weight, model.one.weight)
@@ -337,14 +337,16 @@ def test_shared_parameters_are_generated_once_and_frozen_ones_stay():
 @pytest.mark.parametrize("policy", ["local", "recompute"])
 def test_evaluated_is_what_is_generated_with_statistics_of_the_clients_own(policy):
     method = PFedHN(**OPTIONS, local_steps=5, buffers=policy)
-    run = pf.federate(small_clients(), method, rounds=1, sample=1, workers=0)
+    run = pf.federate(small_clients(), method, rounds=1, clients_per_round=1, workers=0)
     for client in small_clients():
         model = run.model(client.id)
         down = method.dispatch(run.last.state, run.federation.info(client.id, 1, "evaluate"))
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.detach(), down.arrays["model"][name])
-        if policy == "local" and client.id in run.last.minds:
-            assert torch.equal(model.body[1].running_mean, run.last.minds[client.id]["buffers"]["body.1.running_mean"])
+            torch.testing.assert_close(parameter.detach(), down.tensors["model"][name])
+        if policy == "local" and client.id in run.last.client_states:
+            assert torch.equal(
+                model.body[1].running_mean, run.last.client_states[client.id]["buffers"]["body.1.running_mean"]
+            )
         else:
             torch.testing.assert_close(model.body[1].running_mean, model.body[0](client.train.x).mean(0))
 

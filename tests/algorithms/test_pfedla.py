@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithm import ClientInfo
 from polyfed.algorithms import FedAvg, HeurPFedLA, Local, PFedLA, pfedla
+from polyfed.core.algorithm import ClientInfo
+from polyfed.core.tree import num_bytes
 from polyfed.hypernetworks import aggregation
 from polyfed.testing import SmallNet, assert_same_run, small_clients
-from polyfed.tree import num_bytes
 
 OPTIONS = {"lr": 0.05, "local_epochs": 2, "batch_size": 8, "momentum": 0.5}
 
@@ -128,7 +128,7 @@ def explicit_mixture(state, networks, row, normalise="relu"):
 
 
 def test_the_default_rate_grows_with_the_number_of_clients():
-    by_default, by_hand = (federate(PFedLA(hn_lr=rate, **OPTIONS), sample=2) for rate in (None, 0.3))
+    by_default, by_hand = (federate(PFedLA(hn_lr=rate, **OPTIONS), clients_per_round=2) for rate in (None, 0.3))
     assert_same_run(by_default, by_hand)  # of all clients, not of those in the round
 
 
@@ -191,8 +191,8 @@ def test_a_step_lowers_the_clients_loss_to_first_order():
     method = PFedLA(lr=eta, batch_size=0, hn_lr=rho)
     for row, client in enumerate(clients):
         down = method.dispatch(state, ClientInfo(client.id))
-        reply, _ = method.local(down, {}, client, 0)
-        after = pfedla.learned(state, {client.id: reply.arrays["model"]}, method)
+        reply, _ = method.local_update(down, {}, client, 0)
+        after = pfedla.learned(state, {client.id: reply.tensors["model"]}, method)
         step = {n: t - state["hypernetworks"][n] for n, t in after["hypernetworks"].items()}
         squared = sum(float(s.square().sum()) for s in step.values()) / rho**2  # ‖JᵀΔθ‖²
 
@@ -233,8 +233,8 @@ def test_messages_made_together_are_those_made_one_by_one():
     for who, message in zip(everyone, method.dispatch_all(state, everyone), strict=True):
         single = method.dispatch(state, who)
         assert single.scalars == message.scalars
-        for name, tensor in single.arrays["model"].items():
-            torch.testing.assert_close(tensor, message.arrays["model"][name])
+        for name, tensor in single.tensors["model"].items():
+            torch.testing.assert_close(tensor, message.tensors["model"][name])
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_row_without_positive_weights_keeps_the_own_layer_and_is_recorded(monk
 
 
 def test_weights_of_every_round_are_kept_for_plots(tmp_path):
-    run = federate(PFedLA(**OPTIONS), sample=2, out=tmp_path / "run")
+    run = federate(PFedLA(**OPTIONS), clients_per_round=2, out=tmp_path / "run")
     files = sorted((tmp_path / "run" / "analysis").iterdir())
     assert [file.name for file in files] == [f"round-{n:06d}.npz" for n in range(4)]
     for number, file in enumerate(files):
@@ -300,7 +300,9 @@ def test_analysis_of_rounds_that_are_played_again_is_removed(tmp_path):
 def test_500_clients_of_which_a_tenth_takes_part():
     source = small_clients(1)[0]
     clients = [pf.Client(f"{n:03d}", SmallNet, source.train.select(torch.arange(6)), source.test) for n in range(500)]
-    run = federate(PFedLA(lr=0.1, hidden=8, embedding_dim=8), clients, rounds=2, sample=0.1, evaluate_every=2)
+    run = federate(
+        PFedLA(lr=0.1, hidden=8, embedding_dim=8), clients, rounds=2, clients_per_round=0.1, evaluate_every=2
+    )
     took_part = [{i for i, row in r["clients"].items() if "bytes_up" in row} for r in run.history]
     assert [len(ids) for ids in took_part] == [50, 50]
     initial = run.last.state["models"][next(iter(run.federation.clients.keys() - took_part[0] - took_part[1]))]
@@ -356,9 +358,9 @@ def test_both_networks_are_evaluated(method):
 
 
 def test_resumed_from_a_checkpoint_of_a_sampled_cohort_goes_on_bit_for_bit(tmp_path):
-    whole = federate(HeurPFedLA(**OPTIONS), rounds=4, sample=2)
+    whole = federate(HeurPFedLA(**OPTIONS), rounds=4, clients_per_round=2)
     out = tmp_path / "run"
-    federate(HeurPFedLA(**OPTIONS), rounds=4, sample=2, out=out)
+    federate(HeurPFedLA(**OPTIONS), rounds=4, clients_per_round=2, out=out)
     for stale in (out / "checkpoint" / "round-000004").iterdir():
         stale.write_bytes(b"")
     with pytest.warns(RuntimeWarning, match="damaged"):

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithm import ClientInfo
 from polyfed.algorithms import HeurPFedLA, PFedLA, pfedla
+from polyfed.core.algorithm import ClientInfo
+from polyfed.core.tree import decode, encode
 from polyfed.hypernetworks import aggregation
 from polyfed.testing import SmallNet, small_clients
-from polyfed.tree import decode, encode
 
 OPTIONS = {"lr": 0.05, "local_epochs": 2, "batch_size": 8, "momentum": 0.5}
 
@@ -50,9 +50,9 @@ def test_messages_of_several_blocks_are_those_of_one(monkeypatch):
     whole = list(method.dispatch_all(state, everyone))
     monkeypatch.setattr(pfedla, "_BLOCK", 1)
     for one, other in zip(whole, method.dispatch_all(state, everyone), strict=True):
-        assert one.arrays["model"].keys() == other.arrays["model"].keys()
-        for name, tensor in one.arrays["model"].items():
-            torch.testing.assert_close(tensor, other.arrays["model"][name])
+        assert one.tensors["model"].keys() == other.tensors["model"].keys()
+        for name, tensor in one.tensors["model"].items():
+            torch.testing.assert_close(tensor, other.tensors["model"][name])
 
 
 def test_heurpfedla_learns_from_what_the_client_began_with():
@@ -64,7 +64,7 @@ def test_heurpfedla_learns_from_what_the_client_began_with():
     state = {**state, "models": double, "hypernetworks": networks}
     generator = torch.Generator().manual_seed(0)
     for row, client in enumerate(state["clients"]):
-        down = method.dispatch(state, ClientInfo(client)).arrays["model"]
+        down = method.dispatch(state, ClientInfo(client)).tensors["model"]
         assert 0 < len(down) < len(double[client])
         begun = {**double[client], **down}
         after = {n: t + 0.1 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in begun.items()}
@@ -102,7 +102,7 @@ def test_all_names_of_a_shared_tensor_are_in_one_layer(layer):
     (home,) = [name for name, names in state["layers"].items() if "first.weight" in names]
     assert "second.weight" in state["layers"][home]
     for message in PFedLA(layer=layer).dispatch_all(state, [ClientInfo(c) for c in state["clients"]]):
-        assert torch.equal(message.arrays["model"]["first.weight"], message.arrays["model"]["second.weight"])
+        assert torch.equal(message.tensors["model"]["first.weight"], message.tensors["model"]["second.weight"])
     replies = {c: {n: t + 0.1 for n, t in model.items()} for c, model in state["models"].items()}
     served = torch.zeros(3, len(state["layers"]), 3)
     models = [state["models"][c] for c in state["clients"]]
@@ -114,7 +114,7 @@ def test_all_names_of_a_shared_tensor_are_in_one_layer(layer):
 
 
 def test_a_checkpoint_holds_the_initial_model_once():
-    initial = federate(PFedLA(**OPTIONS), rounds=1, sample=1).last.state
+    initial = federate(PFedLA(**OPTIONS), rounds=1, clients_per_round=1).last.state
     data = encode(initial)
     model = sum(t.nbytes for t in initial["models"]["client-0"].values())
     heads = sum(t.nbytes for t in initial["hypernetworks"].values())

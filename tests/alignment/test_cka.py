@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import polyfed as pf
 from polyfed.alignment import cka, hsic, linear_cka, linear_kernel, rbf_cka, rbf_kernel
 from polyfed.alignment.cka import CentredFeatures, CentredKernel
-from polyfed.seeds import torch_generator
+from polyfed.core.seeds import torch_generator
 
 ROWS = 15
 """105 pairs, an odd number: their median is one of them."""

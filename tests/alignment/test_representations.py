@@ -8,11 +8,11 @@ import polyfed as pf
 from polyfed.alignment import linear_cka, noise_like, rad_rows, representations
 from polyfed.alignment.representations import differentiable, representation_name
 from polyfed.alignment.similarity import mean_similarity, pairwise_cka
-from polyfed.data.examples import Examples, Normalise
+from polyfed.core.examples import Examples, Normalise
+from polyfed.core.scratch import new_module
+from polyfed.core.seeds import torch_generator
 from polyfed.models import build
 from polyfed.models.split import representation
-from polyfed.scratch import new_module
-from polyfed.seeds import torch_generator
 from polyfed.testing import SmallNet
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyfed.alignment import Target, cka, linear_cka, mean_features, mean_rbf_kernel, rbf_kernel, reduced
-from polyfed.seeds import torch_generator
+from polyfed.core.seeds import torch_generator
 
 WEIGHTS = [0.5, 0.3, 0.2]
 

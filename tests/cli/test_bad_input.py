@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import polyfed as pf
-from polyfed.cli import main
-from polyfed.runs import checkpoint as checkpoints
+from polyfed.cli.main import main
+from polyfed.simulation.runs import checkpoint as checkpoints
 from polyfed.testing import small_clients
 
 NETS = """
@@ -65,8 +65,8 @@ UNKNOWN = {
     "run --model.hiddn [3]": "unknown option --model.hiddn; mlp has no 'hiddn': did you mean hidden?",
     "run --algorithm.mu 1": "unknown option --algorithm.mu; fedavg has no 'mu', but fedprox has: give --algorithm fedprox",
     "run --data.path x": "digits has no 'path', but fashion_mnist, mnist,",
-    "run --rund 3": "unknown option --rund; did you mean rounds?",
-    "run --nothing.like 3": "unknown option --nothing.like; Choices: algorithm,",
+    "run --rund 3": "unknown option --rund; did you mean --rounds?",
+    "run --nothing.like 3": "unknown option --nothing.like; Choices: --algorithm,",
     "run --model mlp,cnn_small --model.hidden [3]": "a mixture of networks takes its fields from a YAML file",
     "run --data.shifts [{rotatoin:\t3}]": "a shift has no 'rotatoin'; did you mean rotation?",
     "list modles": "cannot list 'modles'; did you mean models?",
@@ -77,22 +77,22 @@ WRONG_TYPE = {
     "run --rounds abc": "--rounds must be a whole number, got 'abc'",
     "run --rounds 1.5": "--rounds must be a whole number, got '1.5'",
     "run --seed x": "--seed must be a whole number, got 'x'",
-    "run --sample x": "--sample must be a number, got 'x'",
+    "run --clients_per_round x": "--clients-per-round must be a number, got 'x'",
     "run --workers two": "--workers must be a whole number or auto, got 'two'",
     "run --engine rayy": "--engine must be auto, inprocess, pool or ray, got 'rayy'",
     "run --algorithm.lr x": "--algorithm.lr must be a number, got 'x'",
     "run --algorithm.lr nan": "--algorithm.lr must be a number, got 'nan'",
-    "run --algorithm.clip_norm x": "--algorithm.clip_norm must be a number or null, got 'x'",
+    "run --algorithm.clip_norm x": "--algorithm.clip-norm must be a number or null, got 'x'",
     "run --algorithm.optimizer sgdd": "--algorithm.optimizer must be sgd or adam, got 'sgdd'",
     "run --algorithm.nesterov perhaps": "--algorithm.nesterov must be true or false, got 'perhaps'",
     "run --model.hidden x": "--model.hidden must be a list such as [1, 2], got 'x'",
-    "run --data.partition.min_examples x": "--data.partition.min_examples must be a whole number, got 'x'",
+    "run --data.partition.min_examples x": "--data.partition.min-examples must be a whole number, got 'x'",
     "run --baselines local": "--baselines must be a list such as [local, {name: fedprox, mu: 0.1}], got 'local'",
     "run --rounds": "--rounds needs a value",
     "run --algorithm": "--algorithm.name needs a value",
     "run --out": "--out needs a value",
     "run --quiet=yes": "--quiet takes no value, got '--quiet=yes'",
-    "run --print_config=x": "--print_config takes no value",
+    "run --print_config=x": "--print-config takes no value",
     "run quickstart stray": "unexpected argument 'stray'; options begin with --",
     "run -x": "unexpected argument '-x'",
     "data --plot": "--plot needs a value",
@@ -103,9 +103,9 @@ WRONG_TYPE = {
 OUT_OF_RANGE = {
     "run --rounds 0": "rounds must be a whole number of at least 1, got 0",
     "run --rounds -3": "rounds must be a whole number of at least 1, got -3",
-    "run --sample 0": "sample must be a fraction above 0 and at most 1.0, or a number of clients from 1, got 0",
-    "run --sample 1.5": "sample must be a fraction above 0",
-    "run --sample 50": "sample=50 asks for more clients than the 10 there are",
+    "run --clients_per_round 0": "must be a fraction above 0 and at most 1.0, or a number of clients from 1, got 0",
+    "run --clients_per_round 1.5": "clients_per_round must be a fraction above 0",
+    "run --clients_per_round 50": "clients_per_round=50 asks for more clients than the 10 there are",
     "run --min_replies 11": "min_replies=11 is more than the 10 clients of a round",
     "run --workers -1": "workers must be 'auto' or a number of processes from 0, got -1",
     "run --engine pool --workers 0": "engine='pool' needs at least one worker",
@@ -117,7 +117,7 @@ OUT_OF_RANGE = {
     "run --algorithm.local_epochs 0": "FedAvg: local_epochs must be at least 1, got 0",
     "run --algorithm.batch_size -1": "FedAvg: batch_size must be at least 1, or 0 for the full batch, got -1",
     "run --algorithm fedprox --algorithm.mu -1": "FedProx: mu must be at least 0, got -1.0",
-    "run --algorithm fedavg_ft --algorithm.finetune_epochs 0": "FedAvgFT: finetune_epochs must be at least 1, got 0",
+    "run --algorithm fedavg_ft --algorithm.finetune_epochs 0": "must be at least 1 (0 would be FedAvg), got 0",
     "run --algorithm local --algorithm.buffers average": "Local: buffers must be 'local'",
     "run --data.clients 0": "clients must be at least 1, got 0",
     "run --data.clients 5000": "5000 clients cannot share 1797 examples; use at most 1797",
@@ -127,7 +127,7 @@ OUT_OF_RANGE = {
     "run --data.test_fraction 1": "test_fraction must be at least 0 and below 1, got 1.0",
     "run --data.partition.alpha -1": "Dirichlet: alpha must be a positive number, got -1.0",
     "run --data.partition classes_per_client --data.partition.k 11": "k=11 classes per client is too many",
-    "run --data.partition by_column": "use another partition",
+    "run --data.partition natural": "use another partition",
     "run --data.shifts [{hue:\t0.3}]": "hue=0.3 needs RGB images",
     "run --metrics auc,acuracy": "unknown metric 'acuracy'; did you mean accuracy",
     "run --metrics r2": "r2 is no metric of a task of classification",
@@ -211,7 +211,7 @@ def test_a_mixed_federation_and_a_method_for_one_architecture(refused):
     assert (
         "fedavg needs one architecture, but the 10 clients have 2: 'client-001' differs from 'client-000'" in sentence
     )
-    assert "Methods for different architectures: distillation, " in sentence
+    assert "Methods for different architectures: fedavg_kd, " in sentence
 
 
 def test_a_baseline_that_does_not_suit_is_found_before_the_first_round(refused):
@@ -330,7 +330,7 @@ def test_a_run_directory_that_was_changed(finished, refused):
     (finished / "metrics.jsonl").write_text(lines)
     config = (finished / "config.yaml").read_text()
     (finished / "config.yaml").write_text(config.replace("clients: 2", "clients: 3"))
-    assert "the clients are not those of the run in run" in refused("resume", "run")
+    assert "run/config.yaml was changed since the run began; put it back" in refused("resume", "run")
     (finished / "config.yaml").write_text(config.replace("lr: 0.01", "lr: -1"))
     assert "lr must be positive" in refused("resume", "run")
     (finished / "config.yaml").write_text(config)

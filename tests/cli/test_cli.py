@@ -8,8 +8,8 @@ import sys
 import pytest
 import yaml
 
-from polyfed.cli import main
-from polyfed.runs.directory import read_metrics
+from polyfed.cli.main import main
+from polyfed.simulation.runs.directory import read_metrics
 from polyfed.testing import without_times
 
 SMALL = ["--data.clients", "2", "--rounds", "2", "--workers", "0"]
@@ -61,12 +61,12 @@ def words_of(out):
 
 def test_help_of_run_shows_its_own_options_and_those_of_the_method(polyfed, here):
     text = words_of(polyfed("run", "--algorithm", "fedprox", "--help")[0])
-    for option in ("--out DIR", "--quiet", "--print_config", "--rounds ROUNDS", "--data.clients", "--baselines"):
+    for option in ("--out DIR", "--quiet", "--print-config", "--rounds ROUNDS", "--data.clients", "--baselines"):
         assert option in text
-    assert "--algorithm.mu MU μ ≥ 0 (0.01, ours; the paper chooses among 0.001, 0.01, 0.1 and 1)." in text
-    assert "--algorithm.finetune_epochs" not in text
+    assert "--algorithm.mu MU μ ≥ 0 (0.01, polyfed's choice; the paper chooses among 0.001, 0.01, 0.1 and 1)." in text
+    assert "--algorithm.finetune-epochs" not in text
     assert "--algorithm.mu MU" not in polyfed("run", "--help")[0]
-    assert "--algorithm.finetune_epochs" in polyfed("run", "--algorithm=fedavg_ft", "--help")[0]
+    assert "--algorithm.finetune-epochs" in polyfed("run", "--algorithm=fedavg_ft", "--help")[0]
     assert list(here.iterdir()) == []
 
 
@@ -107,14 +107,14 @@ def test_a_printed_configuration_and_that_of_the_run_repeat_the_run(polyfed, her
 def test_options_win_over_the_file_and_the_file_over_defaults(polyfed, here):
     (here / "mine.yaml").write_text("rounds: 7\nseed: 5\nalgorithm: {name: fedprox, mu: 0.25, lr: 0.5}\n")
     config = printed_config(polyfed, "mine.yaml", "--seed", "6", "--algorithm.lr=0.125")
-    assert (config["rounds"], config["seed"], config["sample"]) == (7, 6, 1.0)
+    assert (config["rounds"], config["seed"], config["clients_per_round"]) == (7, 6, 1.0)
     assert (config["algorithm"]["mu"], config["algorithm"]["lr"], config["algorithm"]["batch_size"]) == (
         0.25,
         0.125,
         32,
     )
-    assert printed_config(polyfed, "--sample", "1")["sample"] == 1
-    assert isinstance(printed_config(polyfed, "--sample", "1")["sample"], int)
+    assert printed_config(polyfed, "--clients_per_round", "1")["clients_per_round"] == 1
+    assert isinstance(printed_config(polyfed, "--clients_per_round", "1")["clients_per_round"], int)
 
 
 def test_another_method_keeps_the_local_training_of_the_file_and_not_what_was_the_other_methods(polyfed, here):
@@ -133,8 +133,8 @@ def test_other_data_keep_the_split_and_another_partition_starts_afresh(polyfed, 
     data = printed_config(polyfed, "mine.yaml", "--data", "mnist", "--data.path", "x")["data"]
     assert (data["name"], data["path"], data["clients"], data["partition"]["alpha"]) == ("mnist", "x", 4, 0.1)
     assert "common_test" not in data
-    config = printed_config(polyfed, "mine.yaml", "--data.partition", "quantity", "--model", "cnn_small")
-    assert config["data"]["partition"] == {"name": "quantity", "alpha": 0.5, "min_examples": 10}
+    config = printed_config(polyfed, "mine.yaml", "--data.partition", "quantity_skew", "--model", "cnn_small")
+    assert config["data"]["partition"] == {"name": "quantity_skew", "alpha": 0.5, "min_examples": 10}
     assert config["data"]["common_test"] == 0.5
     assert config["model"]["hidden"] == 64
 
@@ -196,7 +196,7 @@ def test_resume_of_a_finished_run_prints_its_table(polyfed):
     ("kind", "names"),
     {
         "algorithms": ["local", "fedavg", "fedavg_ft", "fedprox"],
-        "data": ["digits", "fashion_mnist", "npz", "iid", "dirichlet", "by_column"],
+        "data": ["digits", "fashion_mnist", "npz", "iid", "dirichlet", "natural"],
         "models": ["mlp", "cnn_582k", "resnet18", "vit"],
         "recipes": ["quickstart"],
     }.items(),

@@ -5,14 +5,14 @@ import re
 import numpy as np
 import pytest
 
-from polyfed.cli import main
+from polyfed.cli.main import main
+from polyfed.core.errors import UserError
 from polyfed.data import ListedClasses, Split, make_clients
 from polyfed.data.dealing import values_of
-from polyfed.data.partitions import IID, ByColumn
+from polyfed.data.partitions import IID, Natural
 from polyfed.data.split import split
 from polyfed.data.vision import Digits
-from polyfed.errors import UserError
-from polyfed.runs.directory import read_config, read_metrics
+from polyfed.simulation.runs.directory import read_config, read_metrics
 
 SITES = ["south", "north", "west", "east"]
 SIZES = [40, 30, 20, 10]
@@ -25,7 +25,7 @@ def column(values=SITES):
 def sites_of(config, partition=None, values=SITES, seed=0):
     """Id -> the sites among its rows."""
     found = column(values)
-    rows, _ = split(np.zeros(100, int), config, partition or ByColumn("site"), seed, found)
+    rows, _ = split(np.zeros(100, int), config, partition or Natural("site"), seed, found)
     return {client.id: set(found["site"][np.concatenate([client.train, client.test])].tolist()) for client in rows}
 
 
@@ -40,7 +40,7 @@ def test_every_value_is_a_client_of_its_name_in_order():
     ("order", "expected"), [("largest", ["south", "north"]), ("first", ["south", "north"]), ("all", sorted(SITES))]
 )
 def test_an_order_says_which_and_without_a_number_all_come(order, expected):
-    partition = ByColumn("site", order)
+    partition = Natural("site", order)
     number = None if order == "all" else 2
     assert list(sites_of(Split(clients=number), partition)) == expected
     assert sorted(sites_of(Split(), partition)) == sorted(SITES)
@@ -55,7 +55,7 @@ def test_too_few_clients_are_refused_by_the_names_of_those_left_out():
     with pytest.raises(
         UserError, match=r"leave out '4', '5', '6', '7', '8' and 3 more; .*order largest, first or random"
     ):
-        split(np.zeros(12, int), Split(clients=4), ByColumn("site"), 0, many)
+        split(np.zeros(12, int), Split(clients=4), Natural("site"), 0, many)
 
 
 def test_too_many_clients_are_refused():
@@ -76,7 +76,7 @@ def test_too_many_clients_are_refused():
     ],
 )  # fmt: skip
 def test_other_values_become_texts(values, ids):
-    found = [client.id for client in split(np.zeros(100, int), Split(), ByColumn("site"), 0, column(values))[0]]
+    found = [client.id for client in split(np.zeros(100, int), Split(), Natural("site"), 0, column(values))[0]]
     assert found == ids
     assert all(type(name) is str for name in found)
 
@@ -107,11 +107,9 @@ def test_other_partitions_number_their_clients():
     assert [client.id for client in clients] == ["client-000", "client-001", "client-002"]
 
 
-def test_not_all_sites_can_be_newcomers():
-    with pytest.raises(
-        UserError, match="newcomers must be fewer than the 4 clients, of which they are the last, got 4"
-    ):
-        sites_of(Split(newcomers=4))
+def test_not_all_sites_can_be_unseen():
+    with pytest.raises(UserError, match="unseen must be fewer than the 4 clients, of which they are the last, got 4"):
+        sites_of(Split(unseen=4))
 
 
 @pytest.fixture
@@ -123,7 +121,7 @@ def table(tmp_path, monkeypatch):
     np.savez(tmp_path / "a.npz", x_train=x, y_train=y, site=site)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
-    return ["--data", "npz", "--data.path", "a.npz", "--data.partition", "by_column", "--data.partition.column", "site"]
+    return ["--data", "npz", "--data.path", "a.npz", "--data.partition", "natural", "--data.partition.column", "site"]
 
 
 def test_a_run_its_models_and_tables_show_the_names(table, tmp_path, capsys):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed import checks
-from polyfed.algorithm import Client
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
 from polyfed.data import Examples, PadCropFlip, Pool, Shift, Split, class_counts, draw_class_table, make_clients
 from polyfed.data.partitions import IID, ClassesPerClient
 from polyfed.data.vision import Digits
-from polyfed.errors import UserError
+from polyfed.simulation import checks
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyfed.commands import options
-from polyfed.commands.experiment import from_config
+from polyfed.cli.commands import options
+from polyfed.core.errors import UserError
 from polyfed.data import PARTITIONS, ListedClasses
-from polyfed.errors import UserError
+from polyfed.simulation.experiment import from_config
 
 
 @st.composite
@@ -30,7 +30,7 @@ def test_each_client_has_its_classes_in_equal_numbers_as_many_as_there_are(case)
     assert len(np.unique(everything)) == len(everything)
     assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
     table = np.stack([np.bincount(labels[part], minlength=8) for part in parts])
-    assert [tuple(np.flatnonzero(row)) for row in table] == [tuple(sorted(mine)) for mine in lists]
+    assert [tuple(np.flatnonzero(row)) for row in table] == [tuple(sorted(own)) for own in lists]
     (count,) = np.unique(table[table > 0])
     users = (table > 0).sum(axis=0)
     sizes = np.bincount(labels, minlength=8)

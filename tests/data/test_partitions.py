@@ -8,18 +8,18 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from polyfed.core.errors import UserError
+from polyfed.data import PARTITIONS
 from polyfed.data.partitions import (
     IID,
-    PARTITIONS,
-    ByColumn,
     ClassesPerClient,
     Dirichlet,
     DominantClasses,
+    Natural,
     Partition,
-    Quantity,
+    QuantitySkew,
     Shards,
 )
-from polyfed.errors import UserError
 
 quick = settings(deadline=None, max_examples=60)
 
@@ -38,8 +38,8 @@ partitions = st.one_of(
     st.builds(ClassesPerClient, k=st.integers(1, 5), equal=st.booleans()),
     st.builds(DominantClasses, k=st.integers(1, 4), share=st.floats(0.3, 0.95)),
     st.builds(Shards, k=st.integers(1, 5)),
-    st.builds(Quantity, alpha=st.floats(1e-3, 1e3), min_examples=st.integers(1, 5)),
-    st.builds(ByColumn, column=st.just("user"), order=st.sampled_from(["all", "largest", "first", "random"])),
+    st.builds(QuantitySkew, alpha=st.floats(1e-3, 1e3), min_examples=st.integers(1, 5)),
+    st.builds(Natural, column=st.just("user"), order=st.sampled_from(["all", "largest", "first", "random"])),
 )
 
 
@@ -80,7 +80,7 @@ def test_iid_uses_all_examples_in_equal_sizes(case):
 def test_dirichlet_and_quantity_use_all_examples_and_keep_the_minimum(case, alpha, least):
     labels, num_clients, seed = case
     num_clients = max(1, min(num_clients, len(labels) // least))
-    for partition in (Dirichlet(alpha, least), Quantity(alpha, least)):
+    for partition in (Dirichlet(alpha, least), QuantitySkew(alpha, least)):
         if len(labels) < num_clients * least:
             with pytest.raises(UserError, match="need"):
                 partition(labels, num_clients, seed)
@@ -172,18 +172,18 @@ def test_dirichlet_minimum_comes_from_a_client_s_own_favourite_classes():
 
 def test_quantity_is_skewed_in_size_but_not_in_labels():
     labels = np.repeat(np.arange(4), 5000)
-    sizes = {alpha: [len(part) for part in Quantity(alpha)(labels, 10, seed=1)] for alpha in (100.0, 0.2)}
+    sizes = {alpha: [len(part) for part in QuantitySkew(alpha)(labels, 10, seed=1)] for alpha in (100.0, 0.2)}
     assert max(sizes[100.0]) / min(sizes[100.0]) < 2 < max(sizes[0.2]) / min(sizes[0.2])
-    biggest = max(Quantity(0.2)(labels, 10, seed=1), key=len)
+    biggest = max(QuantitySkew(0.2)(labels, 10, seed=1), key=len)
     shares = np.bincount(labels[biggest]) / len(biggest)
     assert abs(shares - 0.25).max() < 0.05
 
 
-def test_by_column_takes_the_largest_the_first_or_random_users():
+def test_natural_takes_the_largest_the_first_or_random_users():
     users = np.array(["c", "a", "a", "b", "b", "b", "c"])
     labels = np.zeros(7, int)
     pick = {
-        order: [part.tolist() for part in ByColumn("user", order)(labels, 2, 0, {"user": users})]
+        order: [part.tolist() for part in Natural("user", order)(labels, 2, 0, {"user": users})]
         for order in ("largest", "first", "random")
     }
     assert pick["largest"] == [[3, 4, 5], [0, 6]]
@@ -193,7 +193,7 @@ def test_by_column_takes_the_largest_the_first_or_random_users():
 
 def test_seed_changes_the_draw():
     labels = np.repeat(np.arange(5), 100)
-    for partition in (IID(), Dirichlet(), ClassesPerClient(), DominantClasses(), Shards(), Quantity()):
+    for partition in (IID(), Dirichlet(), ClassesPerClient(), DominantClasses(), Shards(), QuantitySkew()):
         first, second = partition(labels, 4, 0), partition(labels, 4, 1)
         assert any(not np.array_equal(a, b) for a, b in zip(first, second, strict=True)), partition
 
@@ -209,8 +209,8 @@ def test_seed_changes_the_draw():
         ClassesPerClient(4, equal=False),
         DominantClasses(),
         Shards(),
-        Quantity(0.05),
-        ByColumn("user", "largest"),
+        QuantitySkew(0.05),
+        Natural("user", "largest"),
     ],
     ids=repr,
 )
@@ -230,14 +230,14 @@ def test_sixty_thousand_labels_and_five_hundred_clients_take_under_two_seconds(p
         (IID(), np.zeros(3, int), 4, "4 clients cannot share 3 examples; use at most 3"),
         (IID(), np.zeros(3, int), 0, "at least 1, got 0"),
         (Dirichlet(min_examples=10), np.zeros(30, int), 4, "need 40, but there are 30; use at most 3 clients"),
-        (Quantity(min_examples=10), np.zeros(30, int), 4, "need 40, but there are 30"),
+        (QuantitySkew(min_examples=10), np.zeros(30, int), 4, "need 40, but there are 30"),
         (ClassesPerClient(k=3), np.arange(2).repeat(9), 2, "k=3 classes per client is too many: choose at most 2"),
         (ClassesPerClient(k=2), np.array([0] * 9 + [1]), 5, "a class with 1 examples would serve 5 of the 5 clients"),
         (DominantClasses(k=2), np.arange(2).repeat(9), 2, "choose at most 1"),
         (DominantClasses(k=2, share=0.4), np.arange(4).repeat(9), 2, "no dominance; choose more than 0.5"),
         (DominantClasses(k=1, share=0.9), np.arange(5).repeat(5), 5, "too few for one of every class"),
         (Shards(k=4), np.arange(2).repeat(5), 3, "one example per shard"),
-        (ByColumn("user"), np.zeros(3, int), 1, "the data has no columns"),
+        (Natural("user"), np.zeros(3, int), 1, "the data has no columns"),
     ],
 )
 def test_impossible_partitions_say_what_to_do(partition, labels, clients, message):
@@ -245,22 +245,22 @@ def test_impossible_partitions_say_what_to_do(partition, labels, clients, messag
         partition(labels, clients, 0)
 
 
-def test_by_column_names_the_columns_and_the_number_of_users():
+def test_natural_names_the_columns_and_the_number_of_users():
     columns = {"user": np.array([1, 1, 2]), "date": np.array([1, 2, 3])}
     with pytest.raises(UserError, match=r"no column 'users'; did you mean user\? Choices: date, user"):
-        ByColumn("users")(np.zeros(3, int), 1, 0, columns)
+        Natural("users")(np.zeros(3, int), 1, 0, columns)
     with pytest.raises(UserError, match="2 values, fewer than 3 clients; leave the number of clients out"):
-        ByColumn("user")(np.zeros(3, int), 3, 0, columns)
+        Natural("user")(np.zeros(3, int), 3, 0, columns)
 
 
 def test_several_labels_per_example_work_where_classes_do_not_matter():
     labels = np.zeros((40, 14), np.float32)
     columns = {"user": np.arange(40) % 4}
     for name, kind in PARTITIONS.items():
-        if name in ("iid", "quantity", "by_column"):
+        if name in ("iid", "quantity_skew", "natural"):
             assert len(kind()(labels, 4, 0, columns)) == 4
         else:
-            with pytest.raises(UserError, match=rf"{name} .*shape \(40, 14\).*use iid, quantity or by_column"):
+            with pytest.raises(UserError, match=rf"{name} .*shape \(40, 14\).*use iid, quantity_skew or natural"):
                 kind()(labels, 3, 0, columns)
 
 
@@ -274,8 +274,8 @@ def test_several_labels_per_example_work_where_classes_do_not_matter():
         (lambda: ClassesPerClient(k=1.5), "whole number"),
         (lambda: DominantClasses(share=1.0), r"between 0 and 1 \(exclusive\), got 1.0"),
         (lambda: Shards(k=-1), "got -1"),
-        (lambda: Quantity(alpha=float("nan")), "alpha"),
-        (lambda: ByColumn(order="smallest"), "order 'smallest' is unknown"),
+        (lambda: QuantitySkew(alpha=float("nan")), "alpha"),
+        (lambda: Natural(order="smallest"), "order 'smallest' is unknown"),
     ],
 )
 def test_fields_are_checked(make, message):

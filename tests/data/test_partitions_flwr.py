@@ -15,7 +15,7 @@ from flwr_datasets.partitioner import (
     ShardPartitioner,
 )
 
-from polyfed.data.partitions import IID, ByColumn, ClassesPerClient, Dirichlet, Shards
+from polyfed.data.partitions import IID, ClassesPerClient, Dirichlet, Natural, Shards
 
 CLASSES = 10
 
@@ -104,5 +104,5 @@ def test_dirichlet_has_their_concentration(labels, alpha):
 def test_natural_users_are_theirs(labels):
     users = np.random.default_rng(1).integers(0, 6, len(labels))
     flwr = theirs(NaturalIdPartitioner(partition_by="user"), labels, users)
-    ours = ByColumn("user")(labels, 6, 0, {"user": users})
+    ours = Natural("user")(labels, 6, 0, {"user": users})
     assert {tuple(sorted(part)) for part in flwr} == {tuple(part) for part in ours}

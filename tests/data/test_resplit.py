@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import polyfed as pf
+from polyfed.core.errors import UserError
 from polyfed.data import Examples, Normalise
 from polyfed.data.resplit import resplit
-from polyfed.errors import UserError
 
 STORE = torch.arange(300.0).view(100, 3), torch.arange(100) % 4
 

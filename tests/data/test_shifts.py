@@ -6,8 +6,8 @@ import torch
 from kornia.enhance import adjust_hue
 from kornia.geometry.transform import rotate
 
+from polyfed.core.errors import UserError
 from polyfed.data import Examples, Normalise, PadCropFlip, Shift
-from polyfed.errors import UserError
 
 
 def images(num=6, channels=3, height=12, width=12) -> Examples:

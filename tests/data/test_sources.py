@@ -11,11 +11,11 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from polyfed.core.errors import UserError
 from polyfed.data import SOURCES, Normalise
 from polyfed.data.tweets import Sentiment140
 from polyfed.data.vision import CIFAR10, CIFAR100, EMNIST, MNIST, Digits, FashionMNIST
 from polyfed.data.xray import FINDINGS, ChestXray14
-from polyfed.errors import UserError
 
 RNG = np.random.default_rng(0)
 GREY = RNG.integers(0, 256, (6, 28, 28), dtype=np.uint8)

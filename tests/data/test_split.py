@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyfed.data.partitions import IID, ByColumn, ClassesPerClient, Dirichlet
+from polyfed.core.errors import UserError
+from polyfed.data.partitions import IID, ClassesPerClient, Dirichlet, Natural
 from polyfed.data.split import ClientRows, Split, class_counts, fingerprint, split, stratified
-from polyfed.errors import UserError
 
 quick = settings(deadline=None, max_examples=60)
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 300))
@@ -98,7 +98,7 @@ def test_shrinking_halves_the_training_data_of_a_share_of_the_clients():
 
 def test_newcomers_own_what_they_would_own_as_clients():
     plain, _ = split(LABELS, Split(4), Dirichlet(0.3), 0)
-    with_newcomers, _ = split(LABELS, Split(4, newcomers=3), Dirichlet(0.3), 0)
+    with_newcomers, _ = split(LABELS, Split(4, unseen=3), Dirichlet(0.3), 0)
     assert fingerprint(plain) == fingerprint(with_newcomers)
 
 
@@ -110,7 +110,7 @@ def test_tiny_clients_keep_training_then_test_then_validation():
 
 def test_public_rows_are_stratified_and_columns_follow_the_private_rows():
     users = np.arange(len(LABELS)) % 5
-    rows, public = split(LABELS, Split(5, public_fraction=0.1), ByColumn("user"), 0, {"user": users})
+    rows, public = split(LABELS, Split(5, public_fraction=0.1), Natural("user"), 0, {"user": users})
     assert np.bincount(LABELS[public]).tolist() == [30] * 10
     assert all(len(set(users[np.concatenate(parts_of(client))])) == 1 for client in rows)
 
@@ -140,10 +140,10 @@ def test_fingerprint_tells_seeds_apart_and_is_stable():
         ({"shrink_fraction": 1.5}, "between 0 and 1, got 1.5"),
         ({"global_test": -2}, "got -2"),
         ({"public_fraction": -0.1}, "public_fraction"),
-        ({"newcomers": -1}, "newcomers must be at least 0, got -1"),
+        ({"unseen": -1}, "unseen must be at least 0, got -1"),
         (
-            {"clients": 3, "newcomers": 3},
-            r"fewer than the 3 clients, of which they are the last, got 3; add the newcomers",
+            {"clients": 3, "unseen": 3},
+            r"fewer than the 3 clients, of which they are the last, got 3; add the unseen clients",
         ),
     ],
 )

@@ -15,11 +15,11 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from polyfed.algorithms import FedAvg
-from polyfed.engines import flower
-from polyfed.engines.flower import client_app, serve
-from polyfed.runs.configuration import described
-from polyfed.runs.progress import Silent
-from polyfed.settings import Settings
+from polyfed.deploy import flower
+from polyfed.deploy.flower import client_app, serve
+from polyfed.simulation.runs.configuration import described
+from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 
 ALL = ",".join(

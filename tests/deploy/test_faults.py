@@ -8,13 +8,13 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 import polyfed as pf
-from polyfed.algorithm import Message as Body
 from polyfed.algorithms import FedAvg, Local, PFedLA
+from polyfed.core.algorithm import Message as Body
+from polyfed.core.errors import ClientError, RoundError, UserError
+from polyfed.deploy.flower import client_app, from_record, to_record
 from polyfed.deploy.wire import Letter
-from polyfed.engines.flower import client_app, from_record, to_record
-from polyfed.engines.work import Engine
-from polyfed.errors import ClientError, RoundError, UserError
-from polyfed.runs.progress import Silent
+from polyfed.simulation.engines.work import Engine
+from polyfed.simulation.runs.progress import Silent
 from polyfed.testing import _StopAfter, small_clients, without_times
 
 from .conftest import NAMES, MemoryGrid
@@ -44,7 +44,7 @@ def instead(change, kind="train"):
 def tensors(letter, change):
     """The letter with other tensors."""
     arrays = {
-        group: {name: change(tensor) for name, tensor in tree.items()} for group, tree in letter.body.arrays.items()
+        group: {name: change(tensor) for name, tensor in tree.items()} for group, tree in letter.body.tensors.items()
     }
     return dataclasses.replace(letter, body=Body(arrays, letter.body.scalars))
 
@@ -54,7 +54,7 @@ def head(**words):
 
 
 def scalars(**words):
-    return lambda letter: dataclasses.replace(letter, body=Body(letter.body.arrays, {**letter.body.scalars, **words}))
+    return lambda letter: dataclasses.replace(letter, body=Body(letter.body.tensors, {**letter.body.scalars, **words}))
 
 
 def hostile(data, text="{}"):
@@ -76,9 +76,9 @@ BROKEN = {
     "shape": (lambda le: tensors(le, lambda t: t[..., None]), "has shape"),
     "type": (lambda le: tensors(le, lambda t: t.double()), "has dtype torch.float64"),
     "missing": (lambda le: dataclasses.replace(le, body=Body({"model": {}}, le.body.scalars)), "is missing"),
-    "scalar": (lambda le: dataclasses.replace(le, body=Body(le.body.arrays, {"num_examples": -1.0})), "num_examples"),
+    "scalar": (lambda le: dataclasses.replace(le, body=Body(le.body.tensors, {"num_examples": -1.0})), "num_examples"),
     "list": (
-        lambda le: dataclasses.replace(le, body=Body(le.body.arrays, {"num_examples": [1.0, 2.0]})),
+        lambda le: dataclasses.replace(le, body=Body(le.body.tensors, {"num_examples": [1.0, 2.0]})),
         "num_examples",
     ),
     "oversized": (lambda le: tensors(le, lambda t: torch.zeros(400_000)), "above max-megabytes = 1"),
@@ -110,8 +110,14 @@ BROKEN = {
 }
 
 
+@pytest.fixture(scope="module")
+def without_the_first():
+    """The history of the same run of the other two sites."""
+    return pf.federate(small_clients()[1:], FedAvg(lr=0.05), rounds=2, seed=3, workers=0).history
+
+
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_reply_that_cannot_be_used_costs_the_round_of_that_site_only(run, fault):
+def test_a_reply_that_cannot_be_used_costs_the_round_of_that_site_only(run, fault, without_the_first):
     change, sentence = BROKEN[fault]
     words = {"round-seconds": 0.3 if fault == "hangs" else 60.0, "max-megabytes": 1.0}
     found = run(instead(change), rounds=2, **words)
@@ -120,8 +126,7 @@ def test_a_reply_that_cannot_be_used_costs_the_round_of_that_site_only(run, faul
         assert failure["client"] == "client-0"
         assert sentence in failure["reason"]
         assert set(record["clients"]) == {"client-0", "client-1", "client-2"}
-    others = pf.federate(small_clients()[1:], FedAvg(lr=0.05), rounds=2, seed=3, workers=0)
-    assert [r["train_loss"] for r in found.history] == [r["train_loss"] for r in others.history], "it was averaged"
+    assert [r["train_loss"] for r in found.history] == [r["train_loss"] for r in without_the_first], "it was averaged"
 
 
 def test_a_reply_that_flower_cannot_read_takes_no_other_with_it(run, nodes, caplog):
@@ -147,9 +152,9 @@ def test_sites_that_hang_share_one_limit_of_time(run, nodes, monkeypatch):
     for node in list(grid.nodes.values())[:2]:
         instead(lambda letter: None)(node)
     began = time.monotonic()
-    found = run(grid=grid, method=PFedLA(lr=0.05), rounds=1, **{"round-seconds": 1.0})
+    found = run(grid=grid, method=PFedLA(lr=0.05), rounds=1, **{"round-seconds": 3.0})
     assert len(found.history[0]["failures"]) == 2
-    assert time.monotonic() - began < 1.9
+    assert time.monotonic() - began < 5.9
 
 
 def test_a_late_reply_is_discarded(run, nodes):

@@ -18,10 +18,10 @@ from sklearn.datasets import load_digits
 
 import polyfed as pf
 from polyfed.algorithms import FedHeNN, PFedLA
+from polyfed.core.errors import RoundError
 from polyfed.deploy import trial as trials
 from polyfed.deploy.project import Project, create, write_certificates, write_key
-from polyfed.errors import RoundError
-from polyfed.runs.directory import read_manifest, read_metrics
+from polyfed.simulation.runs.directory import read_manifest, read_metrics
 from polyfed.testing import small_clients, without_times
 
 pytestmark = pytest.mark.slow
@@ -118,11 +118,11 @@ def test_a_project_as_it_is_written_learns_and_gives_the_bits_of_a_simulation(tm
     folder = tmp_path / "federation"
     assert command("init", str(folder), "--sites", "north,south").returncode == 0
     program = [str(Path(sys.executable).parent / "polyfed"), "flower", "up", str(folder), "--port", str(port)]
-    words = [*program, "--node-config", DISCLOSE.strip()]
+    words = [*program, "--node-config", DISCLOSE + "allow-disclosure=true"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as up:
         try:
             assert "SuperNodes of north, south run" in up.stderr.readline()
-            done = command("run", str(folder), "--set", "rounds=3")
+            done = command("run", str(folder), "--allow-disclosure", "--set", "rounds=3")
             assert done.returncode == 0, done.stderr[-3000:]
             assert "north" in done.stdout
             told = command("status", str(folder))

@@ -8,11 +8,11 @@ from flwr.app import Message
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg
+from polyfed.core.errors import UserError
+from polyfed.deploy.flower import from_record, to_record
 from polyfed.deploy.wire import PROTOCOL, Letter
-from polyfed.engines.flower import from_record, to_record
-from polyfed.errors import UserError
-from polyfed.runs import parquet
-from polyfed.runs.directory import read_config, read_manifest
+from polyfed.simulation.runs import parquet
+from polyfed.simulation.runs.directory import read_config, read_manifest
 from polyfed.testing import small_clients, without_times
 
 from .conftest import ALL, MemoryGrid
@@ -61,7 +61,7 @@ def test_predictions_stay_at_the_site(tmp_path, run, nodes):
             assert torch.equal(targets, getattr(client, split).labels)
             assert outputs.numpy().tobytes()[:32] not in everything
         assert all(
-            not letter.body.arrays
+            not letter.body.tensors
             for _, kind, record in grid.seen
             if kind == "reply" and (letter := from_record(record)).head.get("phase") == "evaluate"
         )

@@ -9,12 +9,12 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, CAFedPNAS, FedAvg, FedHeNN, PFedLA
-from polyfed.engines.flower import serve
+from polyfed.core.seeds import torch_generator
+from polyfed.deploy.flower import serve
 from polyfed.graphs.cached import graph_of
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.models import ModelSpec
-from polyfed.runs.progress import Silent
-from polyfed.seeds import torch_generator
+from polyfed.simulation.runs.progress import Silent
 from polyfed.testing import small_clients, without_times
 
 from .conftest import ONE, MemoryGrid, configuration
@@ -101,8 +101,14 @@ def test_so_do_the_pool_and_ray(tmp_path, nodes, name, engine):
 
 def test_so_it_does_when_not_all_sites_take_part_in_each_round(tmp_path, nodes):
     clients, method = small_clients(4), PFedLA(lr=0.05)
-    run, _ = deployed(tmp_path, nodes, clients, method, ONE, rounds=4, sample=0.5, **{"evaluate-every": 2})
-    assert_same(tmp_path, run, pf.federate(clients, method, rounds=4, seed=3, sample=0.5, evaluate_every=2, workers=0))
+    run, _ = deployed(
+        tmp_path, nodes, clients, method, ONE, rounds=4, **{"clients-per-round": 0.5, "evaluate-every": 2}
+    )
+    assert_same(
+        tmp_path,
+        run,
+        pf.federate(clients, method, rounds=4, seed=3, clients_per_round=0.5, evaluate_every=2, workers=0),
+    )
 
 
 def test_bfloat16_travels(tmp_path, nodes):

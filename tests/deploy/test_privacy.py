@@ -2,25 +2,28 @@
 
 import json
 import math
+import secrets
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import norm
 
 import polyfed as pf
-from polyfed.algorithm import Message
 from polyfed.algorithms import FLHAGHN, REGISTRY, FedAvg
+from polyfed.core.algorithm import Message
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import scratch
+from polyfed.core.tree import tensors_of
 from polyfed.deploy import privacy
-from polyfed.deploy.privacy import Protection, epsilon, protect, spend
+from polyfed.deploy.budget import epsilon
+from polyfed.deploy.flower import from_record
+from polyfed.deploy.privacy import Noise, Protection, protect
 from polyfed.deploy.site import read_site
-from polyfed.deploy.wire import Letter
-from polyfed.engines.flower import from_record
-from polyfed.errors import UserError
+from polyfed.deploy.wire import PROTOCOL, Letter
 from polyfed.graphs.cached import graph_of
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.scratch import scratch
 from polyfed.testing import SmallNet, small_clients
-from polyfed.tree import tensors_of
 
 from .conftest import ONE
 from .test_parity import deployed, image_clients
@@ -38,7 +41,7 @@ def test_traffic_of_flha_ghn_has_the_same_form_for_sites_with_different_networks
     seen = {}
     for node, kind, record in grid.seen:
         letter = from_record(record)
-        form = {g: {n: (t.shape, t.dtype) for n, t in tree.items()} for g, tree in letter.body.arrays.items()}
+        form = {g: {n: (t.shape, t.dtype) for n, t in tree.items()} for g, tree in letter.body.tensors.items()}
         head = {name: type(value) for name, value in letter.head.items()}
         seen.setdefault(node, []).append((kind, head, form, sorted(letter.body.scalars)))
     first, *others = seen.values()
@@ -70,9 +73,9 @@ def test_nothing_is_told_but_what_the_method_needs(tmp_path, nodes, weighted, sc
     assert any("num_examples" in letter.head for letter in replies) == weighted
     assert run.table()[0]["accuracy"] is None
     (kept,) = (tmp_path / "sites" / "client-0" / "state").glob("*/metrics.jsonl")
-    own = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert any("accuracy" in record for record in own), "the site does not have its own metrics either"
-    local = [record for record in own if record["phase"] == "local"]
+    records = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert any("accuracy" in record for record in records), "the site does not have its own metrics either"
+    local = [record for record in records if record["phase"] == "local"]
     for way in ("bytes_down", "bytes_up"):
         assert [record[way] for record in local] == [record["clients"]["client-0"][way] for record in run.history]
 
@@ -87,12 +90,12 @@ def test_methods_that_need_no_consent_send_no_weights(name):
     federation = run.federation
     for client in clients:
         down = federation.algorithm.dispatch(run.last.state, federation.info(client.id, 2))
-        mine = run.last.minds[client.id]
-        reply, after = federation.algorithm.local(down, mine, client, 5)
-        weights = [t for state in (mine, after) for t in tensors_of(state) if t.is_floating_point() and t.numel() > 1]
-        sent = list(tensors_of(reply.arrays))
+        own = run.last.client_states[client.id]
+        reply, after = federation.algorithm.local_update(down, own, client, 5)
+        weights = [t for state in (own, after) for t in tensors_of(state) if t.is_floating_point() and t.numel() > 1]
+        sent = list(tensors_of(reply.tensors))
         assert not [w for w in weights for t in sent if t.shape == w.shape and torch.allclose(t, w)], "a weight is sent"
-        assert not {n for tree in reply.arrays.values() for n in tree} & set(scratch(client.model).module.state_dict())
+        assert not {n for tree in reply.tensors.values() for n in tree} & set(scratch(client.model).module.state_dict())
     assert name in ("local", "fedhenn"), "another method says that it needs no consent: is that so?"
 
 
@@ -104,7 +107,7 @@ def test_clipping_bounds_the_change_and_keeps_its_direction():
     down, up = message(1.0), message(3.0)
     length = 2 * math.sqrt(1200)
     for bound in (0.5, 10.0, 2 * length):
-        sent = protect(up, down, Protection(clip_norm=bound)).arrays["model"]["w"]
+        sent = protect(up, down, Protection(clip_norm=bound)).tensors["model"]["w"]
         change = (sent - 1.0).double()
         assert float(change.norm()) == pytest.approx(min(bound, length), rel=1e-4)
         assert torch.allclose(change, change.mean() * torch.ones_like(change), atol=1e-6)
@@ -116,8 +119,8 @@ def test_noise_is_gaussian_with_the_deviation_that_is_promised():
     critical value at 1e-6; another seed each time."""
     down = up = message(0.0, (1000, 1000))
     protection = Protection(clip_norm=0.5, noise_multiplier=3.0)
-    sent = protect(up, down, protection).arrays["model"]["w"].double()
-    other = protect(up, down, protection).arrays["model"]["w"].double()
+    sent = protect(up, down, protection).tensors["model"]["w"].double()
+    other = protect(up, down, protection).tensors["model"]["w"].double()
     assert abs(float(sent.mean())) < 5 * 1.5 / 1000
     assert float(sent.std()) == pytest.approx(1.5, rel=0.01)
     ordered, n = sent.flatten().sort().values.numpy(), sent.numel()
@@ -131,7 +134,7 @@ def test_noise_is_gaussian_with_the_deviation_that_is_promised():
 def test_whole_numbers_are_not_covered_and_refused():
     protection = Protection(clip_norm=1.0, noise_multiplier=1.0)
     kept = protect(Message({"model": {"steps": torch.tensor(9)}}), message(0.0), protection)
-    assert kept.arrays["model"]["steps"] == 3, "a counter goes up, which tells how many batches there are"
+    assert kept.tensors["model"]["steps"] == 3, "a counter goes up, which tells how many batches there are"
     up = Message({"request": {"clients": torch.tensor([1, 2])}})
     with pytest.raises(UserError, match="whole numbers, which noise cannot cover"):
         protect(up, Message(), protection)
@@ -149,51 +152,68 @@ def test_a_server_that_sends_nan_gets_nothing_from_a_site_that_clips(tmp_path, n
     state = {name: tensor.clone() for name, tensor in SmallNet().state_dict().items()}
     state["body.1.running_mean"][0] = float("nan")
     site, algorithm = read_site(node.config), {"name": "fedavg", "weighted": False}
-    head = {"kind": "task", "protocol": 2, "run": "a", "algorithm": algorithm, "phase": "local", "round": 1,
+    head = {"kind": "task", "protocol": PROTOCOL, "run": "a", "algorithm": algorithm, "phase": "local", "round": 1,
             "client": "client-0", "seed": 1, "run_seed": 1, "state": None, "keep": 0}  # fmt: skip
     answer = site.answer(Letter(head, Message({"model": state}, {"lr": 0.1})))
     assert "NaN or infinite values, with which clipping protects nothing" in answer.head["refused"]
-    assert not answer.body.arrays
+    assert not answer.body.tensors
 
 
-def test_noise_comes_from_more_than_torchs_32_bits(monkeypatch):
-    """Two keys that are alike in their low 64 bits give other noise."""
-    keys = iter([7, 7 + 2**64])
-    monkeypatch.setattr(privacy.secrets, "randbits", lambda bits: next(keys))
+def test_the_stream_is_that_of_rfc_8439():
+    """Appendix A.1, test vector 1: ChaCha20 with a key and a nonce of zeros. The last byte of the key counts."""
+    words = Noise(bytes(32)).words(8)
+    assert words.astype("<u8").tobytes().hex() == (
+        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
+    )
+    assert not set(words) & set(Noise(bytes(31) + b"\x01").words(8))
+
+
+def test_each_message_has_a_key_of_its_own_from_the_system(monkeypatch):
+    keys = []
+    draw = secrets.token_bytes
+    monkeypatch.setattr(privacy.secrets, "token_bytes", lambda size: keys.append(draw(size)) or keys[-1])
     protection = Protection(clip_norm=1.0, noise_multiplier=1.0)
-    one, other = (protect(message(0.0), message(0.0), protection).arrays["model"]["w"] for _ in range(2))
+    one, other = (protect(message(0.0), message(0.0), protection).tensors["model"]["w"] for _ in range(2))
+    assert [len(key) for key in keys] == [32, 32]
+    assert keys[0] != keys[1]
     assert not torch.equal(one, other)
 
 
-def test_the_book_is_the_same_for_all_runs_and_can_be_closed(tmp_path):
-    """The server names the runs: another one is no other data set."""
-    book, protection = tmp_path / "privacy.json", Protection(clip_norm=1.0, noise_multiplier=4.0, max_epsilon=5.0)
-    spent = [spend(book, "data", protection) for _ in range(2)]
-    assert spent == [epsilon({4.0: 1}, 1e-5), epsilon({4.0: 2}, 1e-5)]
-    assert spend(book, "other data", protection) == spent[0]
-    while epsilon({4.0: len(spent) + 1}, 1e-5) <= 5.0:
-        spent.append(spend(book, "data", protection))
-    before = book.read_text()
-    with pytest.raises(UserError, match="above max-epsilon = 5; nothing more is sent"):
-        spend(book, "data", protection)
-    assert book.read_text() == before
+def test_moments_tails_and_pairs_of_the_noise():
+    """4·10^6 draws with a fixed key: moments within 5 standard errors, the numbers beyond 3, 4 and 4.5 standard deviations
+    within 5 of theirs, no correlation of values or squares at lags 1, 2 and 3 (pairs of the transform are neighbours)."""
+    n = 2**22
+    z = Noise(bytes(32)).normal(n)
+    for power, (expected, variance) in {1: (0, 1), 2: (1, 2), 3: (0, 15), 4: (3, 96), 6: (15, 10395 - 225)}.items():
+        assert abs((z**power).mean() - expected) < 5 * math.sqrt(variance / n), power
+    for far in (3.0, 4.0, 4.5):
+        for side in (z > far, z < -far):
+            expected = n * norm.sf(far)
+            assert abs(side.sum() - expected) < 5 * math.sqrt(expected), far
+    for lag in (1, 2, 3):
+        assert abs((z[lag:] * z[:-lag]).mean()) < 5 / math.sqrt(n)
+        squares = z**2 - 1
+        assert abs((squares[lag:] * squares[:-lag]).mean()) < 5 * 2 / math.sqrt(n)
+    assert len(np.unique(z)) == n
 
 
-@pytest.mark.parametrize(("multiplier", "messages"), [(1.0, 1), (2.0, 10), (8.0, 100), (40.0, 1000)])
-def test_epsilon_lies_between_the_exact_one_and_a_bound_that_is_known(multiplier, messages):
-    """Gaussian mechanisms compose to one with mu = 2*sqrt(T)/z, whose (epsilon, delta) is known exactly (Balle and Wang
-    2018); Bun and Steinke's (2016) rho + 2*sqrt(rho*ln(1/delta)), rho = mu^2/2, is an upper bound."""
-    delta, mu = 1e-5, 2 * math.sqrt(messages) / multiplier
+def test_the_least_and_the_largest_words_give_finite_numbers(monkeypatch):
+    for word in (0, 2**64 - 1):
+        monkeypatch.setattr(Noise, "words", lambda self, number, word=word: np.full(number, word, dtype=np.uint64))
+        z = Noise().normal(4)
+        assert np.isfinite(z).all()
+        assert np.abs(z).max() < 9.6
 
-    def exact(e):
-        return norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu)
 
-    low, high = 0.0, 500.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if exact(middle) > delta else (low, middle)
-    rho = mu**2 / 2
-    assert low <= epsilon({multiplier: messages}, delta) <= rho + 2 * math.sqrt(rho * math.log(1 / delta))
+def test_what_is_sent_lies_on_a_grid_that_does_not_depend_on_the_data():
+    """Or the last bits of a sum of doubles would tell which change was added."""
+    down = Message({"model": {"w": torch.zeros(1000, dtype=torch.float64)}})
+    for value in (0.1, 1e-9, 1 / 3):
+        up = Message({"model": {"w": torch.full((1000,), value, dtype=torch.float64)}})
+        sent = protect(up, down, Protection(clip_norm=3.0, noise_multiplier=1.0)).tensors["model"]["w"]
+        steps = sent * 2.0 ** (24 - 1)  # the deviation is 3, of which the power of two is 2
+        assert torch.equal(steps, steps.round()), value
 
 
 @pytest.mark.parametrize(

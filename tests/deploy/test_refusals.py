@@ -1,20 +1,26 @@
 """What is refused before anything is trained: configurations, and by sites what their owners do not want."""
 
-import json
-
 import pytest
 import torch
 from flwr.app import Message
 
 import polyfed as pf
-from polyfed.algorithms import Local
-from polyfed.deploy.wire import Letter
-from polyfed.engines.flower import from_record, to_record
-from polyfed.errors import UserError
+from polyfed.algorithms import REGISTRY, Local
+from polyfed.cli.commands.flower import _flat
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import scratch
+from polyfed.deploy.flower import from_record, to_record
+from polyfed.deploy.project import create
+from polyfed.deploy.server import prepare
+from polyfed.deploy.wire import PROTOCOL, Letter
+from polyfed.graphs.cached import graph_of
+from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 
 from .conftest import MemoryGrid
 
+INTRODUCE = {"kind": "introduce", "protocol": PROTOCOL, "run": "a", "architecture": None}
 BAD = {
     "no algorithm.name": ({"algorithm.name": ""}, "lacks algorithm.name"),
     "unknown word": ({"round-second": 3.0}, "did you mean round-seconds"),
@@ -27,6 +33,15 @@ BAD = {
     "consent": ({"allow-disclosure": False}, "fedavg discloses weights of the sites to the server"),
     "resume": ({"resume": True}, "cannot read"),
 }
+
+
+def test_a_new_project_has_a_configuration_that_the_server_takes(tmp_path):
+    """Every word of `app/pyproject.toml`, as Flower gives it to the server."""
+    config = _flat(create(tmp_path / "federation", ["north", "south"]).configuration())
+    server = prepare({**config, "out": str(tmp_path / "run"), "allow-disclosure": True})
+    assert server.settings == Settings(rounds=10, on_error="skip")
+    assert server.deployment.sites == ("north", "south")
+    assert isinstance(server.algorithm, REGISTRY["fedhenn"])
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -60,11 +75,37 @@ def test_a_site_has_its_own_say(tmp_path, run, nodes, words, sentence):
 def test_a_site_loads_no_code_that_the_server_names(nodes):
     """A teacher of one's own is module:factory, which in a simulation is one's own code."""
     node = nodes(small_clients())[101]
-    algorithm = {"name": "distillation", "teacher": {"name": "os:getcwd"}}
+    algorithm = {"name": "fedavg_kd", "teacher": {"name": "os:getcwd"}}
     letter = Letter(
-        {"kind": "introduce", "protocol": 2, "run": "a", "algorithm": algorithm, "architecture": None, "told": []}
+        {"kind": "introduce", "protocol": PROTOCOL, "run": "a", "algorithm": algorithm, "architecture": None}
     )
     assert "would load 'os:getcwd' at this site" in from_record(_asked(node, letter)).head["refused"]
+
+
+@pytest.mark.parametrize("method", ["local", "fedhenn", "flha_ghn", "fedrep", "pfedhn"])
+def test_a_site_says_of_itself_what_its_method_needs_whatever_it_is_asked(tmp_path, nodes, method):
+    """A server asks every site for everything, and whether its architecture is this one."""
+    client = small_clients()[0]
+    LayerCatalogue.of([graph_of(client)]).write(tmp_path / "catalogue.yaml")
+    fields = {"catalogue": str(tmp_path / "catalogue.yaml")} if method == "flha_ghn" else {}
+    algorithm = REGISTRY[method](**fields)
+    own = scratch(client.model).architecture
+    nosy = {"told": ["architecture", "form", "num_examples"], "algorithm": {"name": method, **fields}}
+    heads = [
+        from_record(
+            _asked(nodes([client], disclose="")[101], Letter({**INTRODUCE, **nosy, "architecture": guess}))
+        ).head
+        for guess in (own, "another")
+    ]
+    needs = algorithm.requires
+    wanted = {"client", "task"} | ({"architecture"} if "architectures" in needs else set())
+    wanted |= {"form"} if needs & {"one_data_spec", "one_input_spec"} else set()
+    wanted |= {"num_examples"} & algorithm.scalars_needed
+    assert set(heads[0]) == wanted
+    if "one_architecture" in needs:  # which the server knows, since it brings it
+        assert "its network is not that of the federation" in heads[1]["refused"]
+    else:
+        assert heads[1] == heads[0], "the site tells whether its architecture is the one that the server names"
 
 
 def test_another_architecture_or_task_does_not_take_part(run, nodes):
@@ -90,15 +131,15 @@ def test_a_run_cannot_be_named_so_that_it_leaves_the_folder(nodes, tmp_path, run
     letter = Letter(
         {
             "kind": "introduce",
-            "protocol": 2,
+            "protocol": PROTOCOL,
             "run": run_id,
             "algorithm": {"name": "local"},
             "architecture": None,
-            "told": [],
         }
     )
     assert "is no identifier of a run" in from_record(_asked(node, letter)).head["refused"]
-    assert json.dumps(sorted(p.name for p in (tmp_path / "sites" / "client-0").iterdir())) == '["site.py"]'
+    found = {p.name for p in (tmp_path / "sites" / "client-0").iterdir()}
+    assert found - {"__pycache__"} == {"site.py"}  # Python's own, of site.py, unless bytecode is not written
 
 
 def _asked(node, letter):

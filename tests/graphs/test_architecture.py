@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node
 
 CONV = LayerType("conv2d", 4, 8, (3, 3), (2, 2), 2, False)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from polyfed.core.seeds import local_rng
 from polyfed.graphs import LayerType
 from polyfed.models import build
-from polyfed.seeds import local_rng
 
 
 class Net(nn.Module):

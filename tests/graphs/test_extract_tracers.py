@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
+from polyfed.core.seeds import local_rng
 from polyfed.graphs import export, extract, fx
 from polyfed.graphs.flow import Root, follow
 from polyfed.models import MODELS, build
-from polyfed.seeds import local_rng
 
 
 class Net(nn.Module):
@@ -76,7 +76,13 @@ def zoo(name, **sizes):
     return model, torch.ones(2, *shape, dtype=torch.int64 if name == "lstm" else torch.float32)
 
 
-@pytest.mark.parametrize(("name", "sizes"), [*((name, {}) for name in MODELS), ("vit", {"pool": "cls"})])
+ALIKE = {"flha_arch0", "flha_arch1", "flha_arch2", "flha_small"}  # have no layer that the others have not
+SLOW = [pytest.param(name, {}, marks=pytest.mark.slow) for name in MODELS if name in ALIKE]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [*((name, {}) for name in MODELS if name not in ALIKE), *SLOW, ("vit", {"pool": "cls"})]
+)
 def test_the_zoo(extracted, name, sizes):
     model, x = zoo(name, **sizes)
     graph = extracted(model, x)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.cli import main
+from polyfed.cli.main import main
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node, extract
 from polyfed.graphs.draw import draw_graph, label, layout
 from polyfed.models import build

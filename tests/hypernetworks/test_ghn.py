@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node, extract
 from polyfed.hypernetworks.generated import GeneratedNetwork
-from polyfed.hypernetworks.ghn import GHN, Factored, Form, create, tensors_of_graph
+from polyfed.hypernetworks.ghn import GHN, Factored, Form, GraphConv, create, tensors_of_graph
 from polyfed.models import build
-from polyfed.seeds import torch_generator
 
 CPU = torch.device("cpu")
 RESNETS = ("resnet18", "flha_arch1", "flha_arch2", "flha_arch3")
@@ -53,6 +53,42 @@ def test_layers_of_the_gnn_are_equation_2():
             for v in range(len(h))
         ]
     torch.testing.assert_close(ghn.latent(tensors.features, tensors.edges), torch.stack(h))
+
+
+EDGES = {
+    "chain": [(0, 1), (1, 2), (2, 3)],
+    "joins and branches, out of order": [(3, 0), (0, 1), (2, 1), (0, 2), (3, 1)],
+    "loops, and an edge twice": [(1, 1), (0, 2), (0, 2), (2, 0)],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("edges", EDGES.values(), ids=EDGES)
+def test_a_graph_convolution_and_its_gradients_are_those_of_loops(edges):
+    """A h_v + B Σ_{u→v} h_u + b, number by number in float64, and the gradients of Σ_v g_v · out_v, derived by hand."""
+    nodes, inputs, outputs = 4, 3, 2
+    layer, generator = GraphConv(inputs, outputs).double(), torch_generator(5)
+    h, g = (torch.randn(nodes, n, generator=generator, dtype=torch.float64) for n in (inputs, outputs))
+    h.requires_grad_()
+    out = layer(h, torch.tensor(edges, dtype=torch.int64).reshape(-1, 2).T)
+    out.backward(g)
+
+    root, rel, bias = (p.tolist() for p in (layer.lin_root.weight, layer.lin_rel.weight, layer.lin_rel.bias))
+    given, slope = h.tolist(), g.tolist()
+    values = [list(bias) for _ in range(nodes)]
+    d_h = [[0.0] * inputs for _ in range(nodes)]
+    d_root, d_rel = ([[0.0] * inputs for _ in range(outputs)] for _ in range(2))
+    d_bias = [sum(row[o] for row in slope) for o in range(outputs)]
+    terms = [(root, d_root, v, v) for v in range(nodes)] + [(rel, d_rel, u, v) for u, v in edges]
+    for weight, d_weight, u, v in terms:
+        for o in range(outputs):
+            for i in range(inputs):
+                values[v][o] += weight[o][i] * given[u][i]
+                d_h[u][i] += weight[o][i] * slope[v][o]
+                d_weight[o][i] += slope[v][o] * given[u][i]
+    wanted = [(out, values), (h.grad, d_h), (layer.lin_root.weight.grad, d_root), (layer.lin_rel.weight.grad, d_rel)]
+    for found, by_loops in [*wanted, (layer.lin_rel.bias.grad, d_bias)]:
+        torch.testing.assert_close(found, torch.tensor(by_loops, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("normalise", [True, False])

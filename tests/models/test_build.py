@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.errors import UserError
+from polyfed.core.code import scope, trust_code
+from polyfed.core.errors import UserError
+from polyfed.core.seeds import local_rng
 from polyfed.models import FrozenArguments, ModelSpec, build
-from polyfed.seeds import local_rng
 
 SOURCE = """
 import torch
@@ -58,7 +59,9 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "is_no_python.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    yield "my_own_nets"
+    with scope():
+        trust_code()
+        yield "my_own_nets"
     sys.modules.pop("my_own_nets", None)
 
 

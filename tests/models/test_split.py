@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
+from polyfed.core.seeds import local_rng
 from polyfed.models import build
 from polyfed.models.split import (
     buffer_names,
@@ -20,7 +21,6 @@ from polyfed.models.split import (
     representation_module,
     split_names,
 )
-from polyfed.seeds import local_rng
 
 
 class Net(nn.Module):

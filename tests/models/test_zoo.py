@@ -9,10 +9,10 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
+from polyfed.core.seeds import local_rng
 from polyfed.models import MODELS, build
 from polyfed.models.plain import Conv, norm_layer, plain_cnn
-from polyfed.seeds import local_rng
 
 TOKENS = (25,)
 # (name, input shape, arguments): small widths, so that all of them train in seconds; every name of the registry occurs.
@@ -109,6 +109,8 @@ def test_learns_random_labels(name: str, shape: tuple[int, ...], arguments: dict
         loss.backward()
         optimiser.step()
         losses.append(float(loss.detach()))
+        if losses[-1] < losses[0] / 2:
+            break
     assert losses[-1] < 0.75 * losses[0], losses
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 

@@ -73,9 +73,9 @@ def learning():
 
 @pytest.fixture(scope="session")
 def comparison_of():
-    """The content of `comparison.json`, as `polyfed.runs.comparison` tells it, of given scores: method -> seed -> client."""
+    """The content of `comparison.json`, of given scores: method -> seed -> client."""
 
-    from polyfed.runs.summary import FORMAT
+    from polyfed.comparison.directory import FORMAT
 
     def comparison_of(scores, reference="local", **more):
         def mean(values):
@@ -105,7 +105,7 @@ def comparison_of():
             "data": {str(seed): dict.fromkeys(found, told) for seed, found in first.items()},
             "budget": {"kind": "steps", "limit": None, "told": "equal local steps"}, "reference": reference,
             "best": "fedavg", "best_by": "test", "target": {"score": 0.55, "told": "asked for"},
-            "methods": methods, "left_out": {"fedbn": "fedbn needs one architecture"},
+            "methods": methods, "skipped": {"fedbn": "fedbn needs one architecture"},
             "failed": {"fedprox": "round 1, client 'north', phase 'reply': it diverged"},
             "verdicts": ["north gains 4.1 to 6.0 points with fedavg"], "notes": ["3 seeds: intervals are wide"],
             "tuning": None, "level": 0.95, **more,
@@ -123,8 +123,8 @@ def write_predictions():
 
     def write_predictions(folder, client, outputs, targets, **columns):
         from polyfed import Client, Examples
-        from polyfed.runs import parquet
-        from polyfed.runs.checkpoint import file_name
+        from polyfed.simulation.runs import parquet
+        from polyfed.simulation.runs.paths import file_name
 
         known = torch.as_tensor(np.asarray(targets))
         examples = Examples(torch.zeros(len(known), 1), known, columns=columns)
@@ -148,7 +148,7 @@ def write_comparison(write_run, write_predictions, comparison_of):
     """
 
     def write_comparison(folder, sites, *, seeds=(0, 1, 2), methods=None, classes=2, keep=True, **more):
-        from polyfed.metrics import METRICS
+        from polyfed.core.metrics import METRICS
 
         methods = methods or {"local": 1.0, "fedavg": 1.6, "fedrep": 1.3}
         metric = METRICS["auc"]

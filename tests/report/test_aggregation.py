@@ -6,7 +6,7 @@ from matplotlib.image import AxesImage
 
 import polyfed as pf
 from polyfed.algorithms import HeurPFedLA, PFedLA
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 from polyfed.report.aggregation import Aggregation, heat_map, layer_weights, read, save, weight_evolution
 from polyfed.testing import small_clients
 
@@ -64,7 +64,7 @@ def test_read_carries_on_the_weights_of_clients_that_were_not_in_a_round(folder)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [PFedLA(lr=0.05, hn_lr=1.0), HeurPFedLA(k=1, lr=0.05)])
 def test_a_run_is_read_and_drawn(tmp_path, method):
-    pf.federate(small_clients(), method, rounds=3, sample=2, workers=0, out=tmp_path / "run")
+    pf.federate(small_clients(), method, rounds=3, clients_per_round=2, workers=0, out=tmp_path / "run")
     found = read(tmp_path / "run")
     assert found.rounds.tolist() == [0, 1, 2, 3]
     assert found.clients == ("client-0", "client-1", "client-2")

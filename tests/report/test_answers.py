@@ -6,8 +6,8 @@ import re
 import pytest
 from rich.console import Console
 
-from polyfed.commands.report import show
-from polyfed.errors import UserError
+from polyfed.cli.commands.report import show
+from polyfed.core.errors import UserError
 from polyfed.report.answers import Answer, read_answers, read_mean
 from polyfed.report.gathering import gather
 from polyfed.report.scale import scale_of
@@ -82,7 +82,7 @@ def test_many_sites_are_counted_and_open(page):
 
 def test_sites_that_are_others_in_each_seed_have_no_answer(page):
     top, _ = page(answers=[], same_clients=False)
-    assert "there is no answer for a site by its name. --same_data deals them once" in top
+    assert "there is no answer for a site by its name. --same-data deals them once" in top
     assert "Mean over sites:" in top
 
 

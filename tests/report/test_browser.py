@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from polyfed.cli import main
-from polyfed.commands.report import show
+from polyfed.cli.commands.report import show
+from polyfed.cli.main import main
 
 pytestmark = pytest.mark.slow
 PHONE, DESKTOP, PAPER = 390, 1280, 718

@@ -10,7 +10,7 @@ import re
 import pytest
 from rich.console import Console
 
-from polyfed.commands.report import show
+from polyfed.cli.commands.report import show
 
 pytestmark = pytest.mark.slow
 SITES = {f"site-{k:02d}": 40 + 5 * k for k in range(20)}

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from polyfed.cli import main
-from polyfed.commands.report import show
-from polyfed.errors import UserError
+from polyfed.cli.commands.report import show
+from polyfed.cli.main import main
+from polyfed.core.errors import UserError
 from polyfed.report.gathering import gather
 from polyfed.report.records import read_rounds
 

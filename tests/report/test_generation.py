@@ -11,11 +11,10 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import Local
+from polyfed.core.errors import UserError
 from polyfed.data.plot import save_figure
-from polyfed.errors import UserError
 from polyfed.graphs import LayerCatalogue, extract
 from polyfed.hypernetworks.ghn import Form
-from polyfed.newcomer import Curves
 from polyfed.report.generation import (
     draw_communications,
     draw_curves,
@@ -23,6 +22,7 @@ from polyfed.report.generation import (
     fresh_weights,
     read_communications,
 )
+from polyfed.simulation.unseen import Curves
 from polyfed.testing import small_clients
 
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import polyfed as pf
-from polyfed.commands.report import show
+from polyfed.cli.commands.report import show
 from polyfed.testing import small_clients
 
 QUICK = {"rounds": 2, "budget": "steps", "parallel": 1, "quiet": True}
@@ -28,7 +28,7 @@ def test_a_comparison_has_a_page(tmp_path, words, metrics):
     bare = [pf.Client(c.id, c.model, c.train, c.test) for c in small_clients(2)]
     found = pf.compare(bare, ["fedprox"], **QUICK, **words, metrics=metrics, out=tmp_path / "a")
     text = page(tmp_path / "a")
-    content = found.content
+    content = found.results
     for sentence in (content["mean_answer"]["sentence"].partition(": ")[2], *content["covers"], *content["warnings"]):
         assert sentence.rstrip(".") in text.replace("&#x27;", "'")
     for label, method in content["methods"].items():

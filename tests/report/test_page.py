@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from polyfed.cli import main
-from polyfed.commands.report import show
-from polyfed.errors import UserError
+from polyfed.cli.commands.report import show
+from polyfed.cli.main import main
+from polyfed.core.errors import UserError
 from polyfed.report import views
 from polyfed.report.charts import Bar, Curve, bar_chart, heat_map, line_chart
 from polyfed.report.gathering import gather
@@ -239,8 +239,8 @@ def test_a_comparison_that_was_stopped(write_run, page, tmp_path):
 
 
 def test_classes_of_clients_are_those_of_the_run(page, tmp_path, monkeypatch, capsys):
-    from polyfed.commands.experiment import from_config, participants
-    from polyfed.runs.directory import read_config
+    from polyfed.simulation.experiment import from_config, participants
+    from polyfed.simulation.runs.directory import read_config
 
     monkeypatch.chdir(tmp_path)
     words = (
@@ -274,7 +274,7 @@ def test_weights_and_warm_starts_from_files(tmp_path):
     assert 'data-t="a, b: 0.000"' in html
     assert "<td>0.500</td><td>1.000</td>" in html  # its course, in the table
     assert views.warm_starts(tmp_path, "n") == ""
-    (tmp_path / "newcomers").mkdir()
+    (tmp_path / "unseen").mkdir()
     curves = {"<new>": {"score": "accuracy", "warm": [0.5, 0.8], "scratch": [0.1, None]}}
     (tmp_path / views.WARM_STARTS).write_text(json.dumps(curves))
     html = views.warm_starts(tmp_path, "n")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from polyfed.cli import main
-from polyfed.commands.report import show
-from polyfed.errors import UserError
-from polyfed.metrics import METRICS
+from polyfed.cli.commands.report import show
+from polyfed.cli.main import main
+from polyfed.core.errors import UserError
+from polyfed.core.metrics import METRICS
 from polyfed.report.curves import content, section
 from polyfed.report.gathering import gather
 from polyfed.report.predictions import read_outcomes

@@ -12,10 +12,10 @@ from matplotlib.patches import Circle, FancyArrowPatch
 
 import polyfed as pf
 from polyfed.algorithms import CAFedPNAS, FedPNAS, Local
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 from polyfed.report.search import draw_cell, draw_probabilities, read_search
-from polyfed.runs.checkpoint import file_name
 from polyfed.search.found import load
+from polyfed.simulation.runs.paths import file_name
 from polyfed.testing import small_clients
 
 NORTH = "St. Mary's/north"  # its files are called otherwise
@@ -148,7 +148,7 @@ def _set(**fields):
         (_set(to=0), r"the edges \(\(0, 0\),\)"),
         (_set(probabilities=[0.5, 0.25]), "whose sum is not 1"),
         (_set(probabilities=[1.5, -0.5]), "whose sum is not 1"),
-        (_set(probabilities=[float("nan"), 1]), "whose sum is not 1"),
+        (_set(probabilities=[float("nan"), 1]), "NaN, which is no number"),
         (_set(probabilities=[0.5, 0.25, 0.25]), "3 probabilities of the operations"),
         (_set(candidates=["skip", "skip"]), "2 probabilities of the operations"),
         (_set(operations=["dil_conv_3"]), "the operation 'dil_conv_3' is none of the candidates"),
@@ -158,7 +158,7 @@ def test_files_that_describe_no_cells(folder, change, says):
     told = description()
     change(told)
     (folder / "models" / "south.json").write_text(json.dumps(told))
-    with pytest.raises(UserError, match=rf"south.json does not describe cells \(.*{says}"):
+    with pytest.raises(UserError, match=rf"south.json (does not describe cells|is damaged) \(.*{says}"):
         read_search(folder)
 
 
@@ -289,8 +289,8 @@ def test_a_run(method, tmp_path):
             assert taken == best.tolist()
             if method is FedPNAS:
                 assert [(name,) for name in cell.chosen] == list(wanted.plan.candidates)
-    for mine, other in zip(found.cells, read_search(run).cells, strict=True):
-        for cell, same in zip(mine, other, strict=True):
+    for own, other in zip(found.cells, read_search(run).cells, strict=True):
+        for cell, same in zip(own, other, strict=True):
             assert (cell.edges, cell.candidates, cell.chosen) == (same.edges, same.candidates, same.chosen)
             assert np.array_equal(cell.probabilities, same.probabilities)
     draw_probabilities(found, tmp_path / "heat.png")

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed.metrics import METRICS
+from polyfed.core.metrics import METRICS
 from polyfed.report.predictions import Outcomes
 from polyfed.report.scale import scale_of
 from polyfed.report.subgroups import groups_of, section, subgroups
-from polyfed.runs.predictions import Predictions
+from polyfed.simulation.runs.predictions import Predictions
 
 
 def table(logits, targets, columns):

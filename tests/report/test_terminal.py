@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from polyfed.commands.report import show
+from polyfed.cli.commands.report import show
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import random
 import pytest
 from rich.console import Console
 
-from polyfed.commands.report import show
-from polyfed.errors import UserError
+from polyfed.cli.commands.report import show
+from polyfed.core.errors import UserError
 from polyfed.report.gathering import gather
 from polyfed.report.words import notes, summary
 

@@ -7,9 +7,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from polyfed.buffers import recompute
-from polyfed.data.examples import Examples
-from polyfed.errors import UserError
+from polyfed.core.buffers import recompute
+from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples
+from polyfed.core.seeds import local_rng
 from polyfed.search import (
     NAMES,
     SMALL,
@@ -31,7 +32,6 @@ from polyfed.search import (
 )  # fmt: skip
 from polyfed.search.cells import grouped
 from polyfed.search.operations import GroupedNorm
-from polyfed.seeds import local_rng
 
 
 def supernet(context="free", seed=0, **fields):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 from polyfed.search import NAMES, SMALL, operation, operations
 from polyfed.search.operations import GroupedNorm
 

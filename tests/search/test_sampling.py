@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 
+from polyfed.core.seeds import local_rng
 from polyfed.search import ContextAware, ContextFree, draw, gumbel, most_probable
-from polyfed.seeds import local_rng
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])

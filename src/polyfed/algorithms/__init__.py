@@ -1,11 +1,14 @@
-"""The federated methods, one file each, both halves together. `REGISTRY` is the list of what there is."""
+"""The federated methods, one file each, both halves together. `REGISTRY` is the list of what there is.
+
+It is a literal dict, since the command line reads it, and each method's fields and docstring, from the source files: an
+import would take seconds (`polyfed.cli.outlines`).
+"""
 
 from typing import Any
 
-from polyfed.algorithm import Algorithm
-from polyfed.algorithms.distillation import Distillation
 from polyfed.algorithms.fedavg import FedAvg
 from polyfed.algorithms.fedavg_ft import FedAvgFT
+from polyfed.algorithms.fedavg_kd import FedAvgKD
 from polyfed.algorithms.fedbn import FedBN
 from polyfed.algorithms.feddsnas import CAFedDSNAS, FedDSNAS
 from polyfed.algorithms.fedfomo import FedFomo
@@ -21,7 +24,8 @@ from polyfed.algorithms.per_fedavg import PerFedAvg
 from polyfed.algorithms.pfedhn import PFedHN
 from polyfed.algorithms.pfedla import PFedLA
 from polyfed.algorithms.pfedme import PFedMe
-from polyfed.errors import UserError, nearest
+from polyfed.core.algorithm import Algorithm
+from polyfed.core.errors import UserError, nearest
 
 REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "local": Local,
@@ -34,7 +38,7 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "pfedme": PFedMe,
     "pfedhn": PFedHN,
     "fedfomo": FedFomo,
-    "distillation": Distillation,
+    "fedavg_kd": FedAvgKD,
     "flha_ghn": FLHAGHN,
     "fedhenn": FedHeNN,
     "fedhenn_homo": FedHeNNHomo,
@@ -76,9 +80,9 @@ __all__ = [
     "REGISTRY",
     "CAFedDSNAS",
     "CAFedPNAS",
-    "Distillation",
     "FedAvg",
     "FedAvgFT",
+    "FedAvgKD",
     "FedBN",
     "FedDSNAS",
     "FedFomo",

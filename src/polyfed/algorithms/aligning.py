@@ -1,6 +1,7 @@
 """What the two forms of FedHeNN share: the schedule of η, the public examples on which networks are aligned, and the term
 η·(1 − CKA) of the local loss."""
 
+import hashlib
 import math
 import warnings
 from abc import ABC
@@ -11,16 +12,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.alignment.rad import noise_like, rad_rows
 from polyfed.alignment.representations import differentiable, representation_name
 from polyfed.alignment.target import Target
-from polyfed.data.examples import Examples
-from polyfed.errors import UserError, nearest
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.errors import UserError, nearest
+from polyfed.core.examples import Examples
+from polyfed.core.seeds import derive, torch_generator
+from polyfed.core.training import LocalTraining
+from polyfed.core.tree import Tree
 from polyfed.models import FrozenArguments
-from polyfed.seeds import derive, torch_generator
-from polyfed.training import LocalTraining
-from polyfed.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,23 +30,23 @@ class Aligning(LocalTraining, ABC):
 
     Args:
         eta0: η_0 (0.001, paper, tuned for CIFAR; 0.01 for Sentiment140). It is small: with few rounds, tune it upwards.
-        growth: f(t): "sqrt" √t (ours; the paper leaves f open, and says that η is low in the first rounds), "linear" t,
-            "constant" 1.
-        rad: where the RAD comes from ("public", unlabelled examples that are no client's; ours, the
+        growth: f(t): "sqrt" √t (polyfed's choice; the paper leaves f open, and says that η is low in the first
+            rounds), "linear" t, "constant" 1.
+        rad: where the RAD comes from ("public", unlabelled examples that are no client's; polyfed's choice, the
             paper's server "generates" it "by random sampling"). "noise" needs no public
             data: 2·rad_size random inputs that each client makes from a common seed.
         rad_size: L, examples in the RAD of a round (5000, paper); not more than there are public examples.
-        rad_batch: examples of the RAD, drawn afresh, at each minibatch (256, ours: all 5,000 at every step are out of
-            reach); 0 takes the whole RAD (paper).
+        rad_batch: examples of the RAD, drawn afresh, at each minibatch (256, polyfed's choice: all 5,000 at every
+            step are out of reach); 0 takes the whole RAD (paper).
         kernel: "linear" or "rbf" (both in the paper, which finds them alike).
-        sigma: width of the RBF kernel, as a fraction of the median distance between two examples (0.5, ours; the paper
-            tried several).
+        sigma: width of the RBF kernel, as a fraction of the median distance between two examples (0.5, polyfed's
+            choice; the paper tried several).
         module: name of the module whose input is the representation, for all clients or by client's id; None finds the
-            last linear layer of each network (ours, after the paper's "all but the last layer").
-        pool_once: send the public examples to a client once, and afterwards their numbers (False, ours). Clients keep them,
-            in memory and in checkpoints.
+            last linear layer of each network (polyfed's choice, after the paper's "all but the last layer").
+        pool_once: send the public examples to a client once, and afterwards their numbers (False, polyfed's choice).
+            Clients keep them, in memory and in checkpoints.
         local_epochs: passes over the client's training examples in a round (20, paper).
-        momentum: of SGD (0.5, ours: the paper has momentum, and does not tell its size).
+        momentum: of SGD (0.5, polyfed's choice: the paper has momentum, and does not tell its size).
     """
 
     local_epochs: int = 20
@@ -70,7 +71,7 @@ class Aligning(LocalTraining, ABC):
         if isinstance(self.module, Mapping):
             object.__setattr__(self, "module", FrozenArguments(self.module))
         if self.rad == "noise":  # instead of public data, inputs of one form
-            object.__setattr__(self, "requires", self.requires - {"public_data"} | {"one_input_form"})
+            object.__setattr__(self, "requires", self.requires - {"public_data"} | {"one_input_spec"})
 
     requires: ClassVar[frozenset[str]] = frozenset()
 
@@ -105,7 +106,7 @@ class Aligning(LocalTraining, ABC):
         return rad_rows(state["seed"], who.round, pool, self.rad_size)
 
     def _rad(self, state: Mapping[str, Any], who: ClientInfo, whole: bool) -> dict[str, Tensor]:
-        """What tells X to the clients: X itself, or its rows in the pool, where a client has all of that: because it needs
+        """What says X to the clients: X itself, or its rows in the pool, where a client has all of that: because it needs
         it (`whole`), was sent it once, or makes it from noise."""
         rows = self._rows(state, who)
         if whole or self.pool_once or self.rad == "noise":
@@ -125,9 +126,9 @@ class Aligning(LocalTraining, ABC):
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def _received(self, down: Message, mine: Mapping[str, Any], client: Client) -> tuple[Examples, Tensor]:
+    def _received(self, down: Message, own: Mapping[str, Any], client: Client) -> tuple[Examples, Tensor]:
         """The public examples that the client has, prepared as its own are; and which of them are X."""
-        device, rad = client.train.x.device, down.arrays["rad"]
+        device, rad = client.train.x.device, down.tensors["rad"]
         if "x" in rad:
             x = rad["x"].to(device)
             rows = torch.arange(len(x), device=device)
@@ -135,13 +136,14 @@ class Aligning(LocalTraining, ABC):
             rows = rad["rows"].to(device, torch.int64)
             if self.rad == "noise":
                 return noise_like(client.train, 2 * self.rad_size, int(down.scalars["noise"])), rows
-            pool = down.arrays.get("public", mine.get("public"))
+            pool = down.tensors.get("public", own.get("public"))
             if pool is None:
                 raise UserError(
                     f"client {client.id!r} was sent the public examples in an earlier round, and lost them with its private "
                     "state; start the run again, or set pool_once to false"
                 )
             x = pool["x"].to(device)
+        self._check_range(x, client)
         if x.shape[1:] != client.train.x.shape[1:] or x.dtype != client.train.x.dtype:
             raise UserError(
                 f"client {client.id!r}: the public examples are {x.dtype} of shape {tuple(x.shape[1:])}, its inputs are "
@@ -150,10 +152,36 @@ class Aligning(LocalTraining, ABC):
             )
         return Examples(x, torch.zeros(len(x), device=device), transform=client.train.transform), rows
 
-    def _keep_pool(self, down: Message, mine: Mapping[str, Any]) -> dict[str, Any]:
-        """What the client keeps of the public examples."""
-        kept = down.arrays.get("public", mine.get("public")) if self.pool_once else None
-        return {} if kept is None else {"public": dict(kept)}
+    def _check_range(self, x: Tensor, client: Client) -> None:
+        """Public examples far outside of what the client's own are would probe its network, not align it."""
+        if not x.is_floating_point() or not client.train.x.is_floating_point():
+            return
+        low, high = (float(end) for end in torch.aminmax(client.train.x))
+        room = _ROOM * max(high - low, 1.0)
+        least, most = (float(end) for end in torch.aminmax(x))
+        if not low - room <= least <= most <= high + room:
+            raise UserError(
+                f"client {client.id!r}: the public examples go from {least:.4g} to {most:.4g}, its own inputs from "
+                f"{low:.4g} to {high:.4g}; give public examples of the same scale"
+            )
+
+    def _keep_pool(self, down: Message, own: Mapping[str, Any]) -> dict[str, Any]:
+        """What the client keeps of the public examples: all of them with `pool_once`; otherwise their hash, where it gets
+        all of them.
+
+        Raises:
+            UserError: they are not those of the first time. A server that chose others for each round could read a network's
+                weights off its representations.
+        """
+        sent = down.tensors.get("public")
+        kept = dict(sent or own.get("public", {})) if self.pool_once else {}
+        pin = own.get("pool_hash") if sent is None else hashlib.blake2b(_bytes(sent["x"]), digest_size=16).hexdigest()
+        if pin != own.get("pool_hash", pin):
+            raise UserError(
+                f"{type(self).__name__}: the public examples are not those of the first round, and a client does not show "
+                "what its network makes of others; start the run again if they are meant to be"
+            )
+        return {**({"public": kept} if kept else {}), **({} if pin is None else {"pool_hash": pin})}
 
     def _representation(self, model: nn.Module, client: str, examples: Examples) -> str:
         """Name of the module whose input is Φ, in the network of this client, which takes such examples."""
@@ -193,3 +221,11 @@ class Aligning(LocalTraining, ABC):
             return eta * (1 - target.alignment(a, drawn))
 
         return term
+
+
+_ROOM = 3.0
+"""By how many times the range of a client's inputs public examples may go beyond it."""
+
+
+def _bytes(x: Tensor) -> memoryview:
+    return x.contiguous().cpu().flatten().view(torch.uint8).numpy().data

@@ -1,25 +1,23 @@
 """FedBN: FedAvg in which norm layers stay with the client (Li et al., ICLR 2021, algorithm 1)."""
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from torch import nn
 
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.algorithms.averaging import Mine, State, average, same_as_down
-from polyfed.buffers import Policy, give_back, ready, receive, travelling
-from polyfed.errors import UserError
+from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
+from polyfed.core.algorithm import Client, Message, ServerContext
+from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import Scratch, initial_state, scratch
+from polyfed.core.training import fit
 from polyfed.models.split import norm_tensor_names, split_names
-from polyfed.scratch import Scratch, initial_state, scratch
-from polyfed.training import LocalTraining, fit
-from polyfed.tree import Spec
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedBN(LocalTraining, Algorithm[State, Mine]):
+class FedBN(Averaging):
     """FedAvg of everything but norm layers: their parameters and statistics never leave the client. Norm layers are found
     by type (batch, instance, layer, group and RMS norms), wherever they are. One architecture. Evaluated model: the average
     with the client's own norm layers; a client that never took part has the initial norm parameters, and statistics
@@ -28,9 +26,10 @@ class FedBN(LocalTraining, Algorithm[State, Mine]):
     A network without norm layers gets a warning: then this is FedAvg with `buffers="local"`.
 
     Args:
-        weighted: by the number of training examples (ours, as in FedAvg; the paper's algorithm 1 has the plain mean).
-        norms: names of the modules that are norm layers, instead of a search by type (ours); those of a user's own class,
-            say.
+        weighted: by the number of training examples (polyfed's choice, as in FedAvg; the paper's algorithm 1 has the
+            plain mean).
+        norms: names of the modules that are norm layers, instead of a search by type (polyfed's choice); those of a
+            user's own class, say.
         buffers: "local" only (paper), since statistics of norm layers stay with the client.
 
     The other fields are those of `LocalTraining`.
@@ -39,7 +38,6 @@ class FedBN(LocalTraining, Algorithm[State, Mine]):
     'local'
     """
 
-    requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
     weighted: bool = True
     norms: tuple[str, ...] | None = None
     buffers: Policy = "local"
@@ -56,56 +54,42 @@ class FedBN(LocalTraining, Algorithm[State, Mine]):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def init(self, server: ServerContext) -> State:
+    def server_init(self, server: ServerContext) -> ServerState:
         """The initial θ without norm layers."""
         assert server.model is not None  # `requires` names "one_architecture"
-        own = scratch(server.model)
-        norms = frozenset(self._norm_names(own.module))
+        net = scratch(server.model)
+        norms = frozenset(self._norm_names(net.module))
         if not norms:
             warnings.warn("FedBN: the network has no norm layer, so only buffers stay local: this is FedAvg with "
                           "buffers='local'", RuntimeWarning, stacklevel=2)  # fmt: skip
-        theta = travelling(initial_state(server.model, server.seed), own.buffers, self.buffers)
+        theta = travelling(initial_state(server.model, server.seed), net.buffers, self.buffers)
         return {"model": {name: tensor for name, tensor in theta.items() if name not in norms}}
-
-    def dispatch(self, state: State, who: ClientInfo) -> Message:
-        """θ without norm layers, and the learning rate of the round."""
-        return Message({"model": state["model"]}, {"lr": self.lr_at(who.round, who.rounds)})
-
-    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
-        """w_l ← Σ_i (n_i/n) w_{i,l} for every layer l that is no norm (algorithm 1)."""
-        return {"model": average(replies, self.weighted)}
-
-    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec]:
-        """A reply holds the model in the form in which it went down."""
-        return same_as_down(down)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def client_init(self, client: Client, seed: int) -> Mine:
+    def client_init(self, client: Client, seed: int) -> ClientState:
         """The norm layers' parameters of the common draw."""
         assert client.model is not None
-        start, own = initial_state(client.model, seed), scratch(client.model)
-        norms = {name: start[name] for name in self._norm_names(own.module)}
-        return {"norms": travelling(norms, own.buffers, self.buffers)}
+        start, net = initial_state(client.model, seed), scratch(client.model)
+        norms = {name: start[name] for name in self._norm_names(net.module)}
+        return {"norms": travelling(norms, net.buffers, self.buffers)}
 
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ_i: θ with the client's own norm layers after `local_epochs`; all of it is trained."""
-        own = self._assembled(down, mine, client)
-        loss = fit(own.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
-        theta, kept = give_back(own, self.buffers)
-        model = {name: tensor for name, tensor in theta.items() if name not in mine["norms"]}
-        norms = {name: theta[name] for name in mine["norms"]}
-        return Message({"model": model}, {"num_examples": len(client.train), "train_loss": loss}), {
-            "norms": norms,
-            **kept,
-        }
+        net = self._assembled(down, own, client)
+        found = fit(net.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
+        theta, kept = give_back(net, self.buffers)
+        model = {name: tensor for name, tensor in theta.items() if name not in own["norms"]}
+        norms = {name: theta[name] for name in own["norms"]}
+        scalars = {"num_examples": len(client.train), "train_loss": found.loss}
+        return Message({"model": model}, scalars), {"norms": norms, **kept}
 
-    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """θ with the client's own norm layers."""
-        return ready(self._assembled(down, mine, client), client, mine, self.buffers)
+        return ready(self._assembled(down, own, client), client, own, self.buffers)
 
     def _norm_names(self, module: nn.Module) -> tuple[str, ...]:
         return norm_tensor_names(module) if self.norms is None else split_names(module, self.norms)[1]
 
-    def _assembled(self, down: Message, mine: Mine, client: Client) -> Scratch:
-        return receive(client, {**down.arrays["model"], **mine["norms"]}, mine, self.buffers)
+    def _assembled(self, down: Message, own: ClientState, client: Client) -> Scratch:
+        return receive(client, {**down.tensors["model"], **own["norms"]}, own, self.buffers)

@@ -4,10 +4,11 @@ for adaptation."""
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from polyfed.algorithm import Client, Message
-from polyfed.algorithms.searching import Mine, Searching
+from polyfed.algorithms.averaging import ClientState
+from polyfed.algorithms.searching import Searching
+from polyfed.core.algorithm import Client, Message
+from polyfed.core.training import fit
 from polyfed.search.network import Context, Per
-from polyfed.training import fit
 
 
 @final
@@ -17,7 +18,8 @@ class FedDSNAS(Searching):
     architecture is drawn per minibatch. Evaluated model: the most probable architecture, as it comes from the server.
 
     Args:
-        sampler_lr: 0.2 (ours): probabilities that hardly move leave weights that must suit all operations at once.
+        sampler_lr: 0.2 (polyfed's choice): probabilities that hardly move leave weights that must suit all operations
+            at once.
         finetune_epochs: 0, no adaptation (paper).
 
     The other fields are those of `Searching` and `LocalTraining`; clients' own networks are not used.
@@ -29,11 +31,11 @@ class FedDSNAS(Searching):
     sampler_lr: float | None = 0.2
     finetune_epochs: int = 0
 
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ^k: the supernet after the client's steps on L_k(W, Π), each on an architecture drawn by eq. 2."""
-        own = self.receive(down, mine, client)
-        loss = fit(own.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task, rate=self.rate)
-        return self.reply(own, client, loss)
+        net = self.receive(down, own, client)
+        found = fit(net.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task, rate=self.rate)
+        return self.reply(net, client, found.loss)
 
 
 @final
@@ -45,7 +47,7 @@ class CAFedDSNAS(Searching):
     Args:
         per: in training an architecture for each "example" (paper), or one for the whole "batch", drawn from the mean of
             its probabilities, which is faster (authors' code).
-        sampler_lr: 0.05 (ours), as for context-free samplers.
+        sampler_lr: 0.05 (polyfed's choice), as for context-free samplers.
         finetune_epochs: 0, no adaptation (paper).
 
     The other fields are those of `Searching` and `LocalTraining`; clients' own networks are not used.
@@ -59,8 +61,8 @@ class CAFedDSNAS(Searching):
     def _per(self) -> Per:
         return self.per
 
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ^k: the supernet after the client's steps, each example on an architecture drawn by eq. 2."""
-        own = self.receive(down, mine, client)
-        loss = fit(own.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task, rate=self.rate)
-        return self.reply(own, client, loss)
+        net = self.receive(down, own, client)
+        found = fit(net.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task, rate=self.rate)
+        return self.reply(net, client, found.loss)

@@ -9,24 +9,23 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.algorithms.averaging import start
-from polyfed.buffers import Policy, give_back, ready, receive
-from polyfed.data.examples import Examples
-from polyfed.evaluation import evaluate
-from polyfed.scratch import initial_state, scratch
-from polyfed.seeds import derive, torch_generator
-from polyfed.training import LocalTraining, fit
-from polyfed.tree import Spec, Tree, spec, weighted_mean
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
+from polyfed.core.evaluation import evaluate
+from polyfed.core.examples import Examples
+from polyfed.core.scratch import initial_state, scratch
+from polyfed.core.seeds import derive, torch_generator
+from polyfed.core.training import LocalTraining, fit
+from polyfed.core.tree import Spec, Tree, spec, weighted_mean
 
-State = dict[str, dict[str, Any]]
-Mine = dict[str, Any]
+ServerState = dict[str, dict[str, Any]]
+ClientState = dict[str, Any]
 _MODEL = "model/"  # group of a model that goes down, followed by its owner's position
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedFomo(LocalTraining, Algorithm[State, Mine]):
+class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     """θ_i ← θ_i' + Σ_j w_ij(θ_j − θ_i'), then local training. θ_i' is the model with which client i began its last local
     training (the paper's θ_i^(t−1)), and among the θ_j is the one that came out of it, so that the client's own work has a
     weight like the others'; w_ij grows with how much better than θ_i' client i finds θ_j on its validation examples. One
@@ -45,7 +44,7 @@ class FedFomo(LocalTraining, Algorithm[State, Mine]):
         holdout: the share of the training examples by which a client without validation examples weighs models, and on
             which it does not train (0.2, authors' code). At least two examples are left to train on; with
             fewer than three, a client weighs by all of them.
-        buffers: "local" only (ours): models are weighed by parameters alone, each with the client's own buffers.
+        buffers: "local" only (polyfed's choice): models are weighed by parameters alone, each with the client's own buffers.
 
     The other fields are those of `LocalTraining`. A client with validation examples weighs models by them, so that
     validation scores, and a best round chosen by them, flatter this method a little.
@@ -55,9 +54,6 @@ class FedFomo(LocalTraining, Algorithm[State, Mine]):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
-    published: ClassVar[frozenset[str]] = frozenset(
-        {"model", "before"}
-    )  # "before" is a mixture of models that were sent
     num_models: int = 5
     epsilon: float = 0.3
     epsilon_decay: float = 0.05
@@ -78,14 +74,15 @@ class FedFomo(LocalTraining, Algorithm[State, Mine]):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def init(self, server: ServerContext) -> State:
+    def server_init(self, server: ServerContext) -> ServerState:
         """Nobody has sent a model or a request. `models` has a place for everyone: a client's position is its place in the
         order of ids. The common draw is kept for its form."""
         everyone = sorted(info.id for info in server.clients)
-        common = dict(start(server, self.buffers)["model"])
+        assert server.model is not None  # `requires` names "one_architecture"
+        common = travelling(initial_state(server.model, server.seed), scratch(server.model).buffers, self.buffers)
         return {"model": common, "models": {client: {} for client in everyone}, "requests": {}}
 
-    def dispatch(self, state: State, who: ClientInfo) -> Message:
+    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
         """The models that the client asked for; nothing for evaluation, since a client has its own model."""
         if who.purpose == "personal":
             return Message()
@@ -102,73 +99,69 @@ class FedFomo(LocalTraining, Algorithm[State, Mine]):
             },
         )
 
-    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
+    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
         """The last model and request of each client that replied; nothing is averaged."""
         models, requests = dict(state["models"]), dict(state["requests"])
         for client, reply in sorted(replies.items()):
-            models[client] = reply.arrays["model"]
-            if "request" in reply.arrays:
-                requests[client] = reply.arrays["request"]["clients"]
+            models[client] = reply.tensors["model"]
+            if "request" in reply.tensors:
+                requests[client] = reply.tensors["request"]["clients"]
         return {"model": state["model"], "models": models, "requests": {i: requests[i] for i in sorted(requests)}}
 
-    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec]:
-        """The client's parameters, and min(M, N−1) positions of other clients."""
+    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+        """The client's parameters, and min(M, N−1) different positions of other clients."""
+        wanted = reply.tensors.get("request", {}).get("clients", torch.zeros(0)).flatten().tolist()
+        if len(set(wanted)) < len(wanted) or not all(0 <= k < len(state["models"]) for k in wanted):
+            raise ValueError(
+                f"it asks for the models of clients {wanted}; a request names different positions from 0 to "
+                f"{len(state['models']) - 1}: mend the client's software"
+            )
         number = min(self.num_models, len(state["models"]) - 1)
         request: dict[str, Spec] = {"request": {"clients": ((number,), torch.int64)}} if number else {}
         return {"model": spec(state["model"]), **request}
 
-    def reply_flaw(self, state: State, reply: Message) -> str | None:
-        """A request names different clients that there are."""
-        wanted = reply.arrays["request"]["clients"].tolist() if "request" in reply.arrays else []
-        if len(set(wanted)) == len(wanted) and all(0 <= k < len(state["models"]) for k in wanted):
-            return None
-        return (
-            f"it asks for the models of clients {wanted}; a request names different positions from 0 to "
-            f"{len(state['models']) - 1}: mend the client's software"
-        )
-
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def client_init(self, client: Client, seed: int) -> Mine:
+    def client_init(self, client: Client, seed: int) -> ClientState:
         """θ_i: the common draw; without validation examples also the rows that are held out."""
         assert client.model is not None  # `requires` names "one_architecture"
         names = scratch(client.model).buffers
         drawn = initial_state(client.model, seed)
-        mine: Mine = {"model": {name: tensor for name, tensor in drawn.items() if name not in names}}
+        own: ClientState = {"model": {name: tensor for name, tensor in drawn.items() if name not in names}}
         number = len(client.train)
         held = min(max(1, round(self.holdout * number)), number - 2)  # BatchNorm needs two examples to train on
         if client.val is None and held > 0:
             order = torch.randperm(number, generator=torch_generator(derive(seed, client.id, "holdout")))
-            mine["holdout"] = order[:held].sort().values
-        return mine
+            own["holdout"] = order[:held].sort().values
+        return own
 
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ_i: the mixture of eq. (3) after `local_epochs` on the client's data; and the next request."""
         number, position = int(down.scalars["clients"]), int(down.scalars["position"])
-        training, judging = _split(client, mine)
-        offered = {int(g.removeprefix(_MODEL)): tree for g, tree in down.arrays.items() if g.startswith(_MODEL)}
-        theta: Tree = mine["model"]
+        training, judging = _split(client, own)
+        offered = {int(g.removeprefix(_MODEL)): tree for g, tree in down.tensors.items() if g.startswith(_MODEL)}
+        theta: Tree = own["model"]
         weights: dict[int, float] = {}
-        if "before" in mine:  # it has trained, so that there is a θ_i' to compare with
-            offered[position], theta = mine["model"], mine["before"]
-            weights = _weights(offered, theta, mine, client, judging)
+        if "before" in own:  # it has trained, so that there is a θ_i' to compare with
+            offered[position], theta = own["model"], own["before"]
+            weights = _weights(offered, theta, own, client, judging)
         positive = {str(j): weight for j, weight in weights.items() if weight > 0}
         if positive:
             # eq. (5): max(w, 0), scaled to sum 1; then θ_i' + Σ_j w_ij(θ_j − θ_i') of eq. (3) is the mean Σ_j w_ij θ_j.
             theta = weighted_mean({j: offered[int(j)] for j in positive}, positive)
-        own = receive(client, theta, mine, self.buffers)
-        loss = fit(own.module, training, self, lr=down.scalars["lr"], seed=seed, task=client.task)
-        model, kept = give_back(own, self.buffers)
+        net = receive(client, theta, own, self.buffers)
+        found = fit(net.module, training, self, lr=down.scalars["lr"], seed=seed, task=client.task)
+        model, kept = give_back(net, self.buffers)
 
-        preferences = mine["preferences"].clone() if "preferences" in mine else torch.zeros(number, dtype=torch.float64)
+        preferences = own["preferences"].clone() if "preferences" in own else torch.zeros(number, dtype=torch.float64)
         for j, weight in weights.items():
             preferences[j] += weight  # p_i ← p_i + w_i (section 3.3), the weights as they are
         arrays: dict[str, Tree] = {"model": model}
         if number > 1:
             generator = torch_generator(derive(seed, "request"))
             arrays["request"] = {"clients": self._choose(preferences, position, down.scalars["epsilon"], generator)}
-        held = {"holdout": mine["holdout"]} if "holdout" in mine else {}
-        scalars = {"num_examples": len(training), "train_loss": loss}
+        held = {"holdout": own["holdout"]} if "holdout" in own else {}
+        scalars = {"num_examples": len(training), "train_loss": found.loss}
         models = {"model": {name: tensor.clone() for name, tensor in model.items()}, "before": dict(theta)}
         return Message(arrays, scalars), {**models, "preferences": preferences, **kept, **held}
 
@@ -183,39 +176,39 @@ class FedFomo(LocalTraining, Algorithm[State, Mine]):
             chosen.append(left.pop(explored))
         return torch.tensor(chosen, dtype=torch.int64)
 
-    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_i."""
-        return ready(receive(client, mine["model"], mine, self.buffers), client, mine, self.buffers)
+        return ready(receive(client, own["model"], own, self.buffers), client, own, self.buffers)
 
 
-def _split(client: Client, mine: Mine) -> tuple[Examples, Examples]:
+def _split(client: Client, own: ClientState) -> tuple[Examples, Examples]:
     """The examples that train, and those that weigh models."""
     if client.val is not None:
         return client.train, client.val
-    if "holdout" not in mine:
+    if "holdout" not in own:
         return client.train, client.train
     kept = torch.ones(len(client.train), dtype=torch.bool)
-    kept[mine["holdout"]] = False
+    kept[own["holdout"]] = False
     device = client.train.x.device
-    return client.train.select(kept.nonzero()[:, 0].to(device)), client.train.select(mine["holdout"].to(device))
+    return client.train.select(kept.nonzero()[:, 0].to(device)), client.train.select(own["holdout"].to(device))
 
 
 def _weights(
-    offered: Mapping[int, Tree], before: Tree, mine: Mine, client: Client, judging: Examples
+    offered: Mapping[int, Tree], before: Tree, own: ClientState, client: Client, judging: Examples
 ) -> dict[int, float]:
     """w_ij = (L_i(θ_i') − L_i(θ_j))/‖θ_j − θ_i'‖ (eq. 4) by position j, `before` being θ_i'; 0 for a model that is θ_i'
     itself, and where a loss is not finite and says nothing."""
 
     def loss(model: Tree) -> float:
-        module = receive(client, model, mine, "local").module
+        module = receive(client, model, own, "local").module
         value = evaluate(module, judging, client.task)["loss"]
         return math.nan if value is None else value
 
-    own = loss(before)
+    at_first = loss(before)
     weights = {}
     for j, theta_j in sorted(offered.items()):
         distance = math.sqrt(sum(_squares(before, theta_j)))
-        weight = (own - loss(theta_j)) / distance if distance else 0.0
+        weight = (at_first - loss(theta_j)) / distance if distance else 0.0
         weights[j] = weight if math.isfinite(weight) else 0.0
     return weights
 

@@ -9,48 +9,50 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.algorithms.aligning import Aligning
+from polyfed.algorithms.own_network import KeepsNetwork, whole_state
 from polyfed.alignment.representations import representations
 from polyfed.alignment.similarity import mean_similarity
-from polyfed.alignment.target import Target, mean_features, mean_rbf_kernel, reduced
-from polyfed.buffers import Policy
-from polyfed.errors import UserError
-from polyfed.scratch import fill, initial_state, scratch
-from polyfed.training import fit
-from polyfed.tree import Spec
+from polyfed.alignment.target import Target, joint, mean_features, mean_rbf_kernel, reduced
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.buffers import Policy
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import fill, initial_state, scratch, settled
+from polyfed.core.training import fit
+from polyfed.core.tree import Spec, Tree
 
-State = dict[
+ServerState = dict[
     str, Any
 ]  # "representations" A_j and "capacities" by client; "received" weights; "forms" of architectures;
 # "public", "seed", "holders": see `Aligning`
-Mine = dict[str, Any]  # "model": W_i with buffers; "public", where it is sent once
+ClientState = dict[str, Any]  # "model": W_i with buffers; "public", where it is sent once
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedHeNN(Aligning, Algorithm[State, Mine]):
+class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
     """Each client minimises F(W_i) + η_t·(1 − CKA(K_i, K̄(t−1))) (eq. 6) with a network of its own; K̄ = Σ_j w_j K_j is the
     mean kernel of all clients' latest networks on X, the RAD of the round. η_0 = 0 is Local, bit for bit. Evaluated model:
     W_i.
 
     A network's representation A_j is computed when it has been trained, on the whole public pool, of which every later X is
     a part: so a client that is not drawn counts in K̄ with its last network exactly, on the same X as the others. Clients
-    that nobody has reached yet do not count (ours; the paper's K̄(0) is of untrained networks), so that round 1 has no term.
+    that nobody has reached yet do not count (polyfed's choice; the paper's K̄(0) is of untrained networks), so that
+    round 1 has no term.
 
-    A capacity is counted by the server where it has the architectures (`share="weights"`); else it is what the client tells,
+    A capacity is counted by the server where it has the architectures (`share="weights"`); else it is what the client says,
     and is believed if it is a whole number up to 10^12.
 
     Args:
-        share: what a client sends: its "representations" (ours: the server learns neither weights nor architecture), or its
-            "weights" (paper), of which the server computes the same.
+        share: what a client sends: its "representations" (polyfed's choice: the server learns neither weights nor
+            architecture), or its "weights" (paper), of which the server computes the same.
         weighting: w_j "uniform" (1/N, paper), or in proportion to "capacity", the number of trained parameters (the paper
             leaves that open).
         normalise: scale each A_j to unit centred norm on X before it enters K̄, so that no network dominates by the scale of
             its features (False, paper). Without effect with an RBF kernel, whose width follows the scale.
         rank: columns to which each A_j, and with a linear kernel K̄, are reduced before they travel, by principal components
             (None, paper: not at all).
-        buffers: "local" only (ours), since networks stay with their clients.
+        buffers: "local" only (polyfed's choice), since networks stay with their clients.
 
     The other fields are those of `Aligning` and `LocalTraining`.
 
@@ -59,7 +61,8 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "public_data"})
-    discloses: ClassVar[frozenset[str]] = frozenset({"representations"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"representations", "weights"})
+    """Weights too: those of a network with one hidden layer follow from what it makes of known examples."""
     share: Literal["representations", "weights"] = "representations"
     weighting: Literal["uniform", "capacity"] = "uniform"
     normalise: bool = False
@@ -77,7 +80,6 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
                     "know the form of the clients' inputs"
                 )
             object.__setattr__(self, "requires", frozenset({"architectures", "public_data"}))
-            object.__setattr__(self, "published", frozenset({"model"}))
             object.__setattr__(self, "discloses", frozenset({"architecture", "weights"}))
 
     @property
@@ -88,19 +90,15 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def init(self, server: ServerContext) -> State:
+    def server_init(self, server: ServerContext) -> ServerState:
         """No representations yet."""
-        state = {**self._start_pool(server), "representations": {}, "capacities": {}, "received": {}}
+        state = {**self._start_pool(server), "representations": {}, "capacities": {}}
         networks = (server.architectures or {}) if self.share == "weights" else {}
         drawn = {key: initial_state(factory, server.seed) for key, factory in networks.items()}
         forms = {k: {n: [list(t.shape), str(t.dtype)] for n, t in tree.items()} for k, tree in sorted(drawn.items())}
         return {**state, "forms": forms}
 
-    def dispatch(self, state: State, who: ClientInfo) -> Message:
-        """See `dispatch_all`."""
-        return next(self.dispatch_all(state, [who]))
-
-    def dispatch_all(self, state: State, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
         """X, η and K̄, computed once for all; nothing for evaluation, since a client has its own network."""
         rad: dict[str, Tensor] = {}
         target: dict[str, Tensor] = {}
@@ -116,7 +114,7 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
                 scalars["form"] = sorted(state["forms"]).index(who.architecture or "")
             yield Message({**arrays, "target": target} if target else arrays, scalars)
 
-    def _target(self, state: State, rows: Tensor) -> dict[str, Tensor]:
+    def _target(self, state: ServerState, rows: Tensor) -> dict[str, Tensor]:
         """K̄(t−1) = Σ_j w_j K_j on X, over all clients with a representation."""
         who = sorted(state["representations"])
         if not who:
@@ -127,31 +125,39 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
         if self.kernel == "rbf":
             return {"kernel": mean_rbf_kernel(parts, w, self.sigma)}
         features = mean_features(parts, w, self.normalise)
-        return {"features": features if self.rank is None else reduced(features, self.rank)}
+        return {"features": joint(features if self.rank is None else reduced(features, self.rank))}
 
-    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
-        """A_j of those who replied, or W_j, of which `server_step` makes A_j."""
-        after = {**state, "received": {}}
+    def _shared(self, a: Tensor) -> Tensor:
+        return a if self.rank is None else reduced(a, self.rank)
+
+    def analysis(self, state: ServerState, who: Sequence[str]) -> Mapping[str, float]:
+        """The mean CKA between two clients' representations of the public examples (256 of them)."""
+        similarity = mean_similarity(list(state["representations"].values()))
+        return {} if similarity is None else {"mean_cka": similarity}
+
+    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+        """A_j of those who replied, or W_j, of which the server makes A_j; the others' are the last ones."""
+        ids = sorted(replies)
         if self.share == "weights":
-            after["received"] = {j: reply.arrays["model"] for j, reply in sorted(replies.items())}
+            found, capacities = self._of_weights({j: replies[j].tensors["model"] for j in ids}, server)
         else:
-            new = {j: reply.arrays["representations"]["a"] for j, reply in replies.items()}
-            after["representations"] = _sorted({**state["representations"], **new})
-            if self.weighting == "capacity":
-                told = {j: reply.scalars["capacity"] for j, reply in replies.items()}
-                after["capacities"] = _sorted({**state["capacities"], **told})
-        if self.pool_once:
-            after["holders"] = sorted({*state["holders"], *replies})
-        return after
+            found = {j: replies[j].tensors["representations"]["a"] for j in ids}
+            capacities = {j: int(replies[j].scalars["capacity"]) for j in ids} if self.weighting == "capacity" else {}
+        return {
+            **state,
+            "representations": _sorted({**state["representations"], **found}),
+            "capacities": _sorted({**state["capacities"], **capacities}),
+            "holders": sorted({*state["holders"], *replies}) if self.pool_once else state["holders"],
+        }
 
-    def server_step(self, state: State, server: ServerContext) -> State:
+    def _of_weights(
+        self, received: Mapping[str, Tree], server: ServerContext
+    ) -> tuple[dict[str, Tensor], dict[str, int]]:
         """A_j = Φ_j(X; W_j) of the weights that came ("the server uses each client's weights", section 3.3); capacities."""
-        if not state["received"]:
-            return state
         assert server.architectures is not None
         assert server.public is not None
         kinds, found, counted = {info.id: info.architecture or "" for info in server.clients}, {}, {}
-        for j, weights in state["received"].items():
+        for j, weights in received.items():
             model = fill(scratch(server.architectures[kinds[j]]).module, weights)
             try:
                 module = self._representation(model, j, server.public)
@@ -175,18 +181,10 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
             found[j] = self._shared(a)
             if self.weighting == "capacity":
                 counted[j] = _capacity(model)
-        return {
-            **state,
-            "received": {},
-            "representations": _sorted({**state["representations"], **found}),
-            "capacities": _sorted({**state["capacities"], **counted}),
-        }
+        return found, counted
 
-    def _shared(self, a: Tensor) -> Tensor:
-        return a if self.rank is None else reduced(a, self.rank)
-
-    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec]:
-        """A_j of the whole pool, of any width; or W_j in the form of the client's architecture."""
+    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+        """A_j of the whole pool, of no more columns than agreed; or W_j in the form of the client's architecture."""
         if self.share == "weights":
             form = state["forms"][sorted(state["forms"])[int(down.scalars["form"])]]
             return {
@@ -195,62 +193,44 @@ class FedHeNN(Aligning, Algorithm[State, Mine]):
                     for n, (shape, dtype) in form.items()
                 }
             }
+        capacity = reply.scalars.get("capacity", 0)
+        if self.weighting == "capacity" and not (1 <= capacity <= _MOST and float(capacity).is_integer()):
+            raise ValueError(
+                f"capacity, its number of parameters, is {capacity!r}; it must be a whole number from 1 to {_MOST:,}"
+            )
         number = len(state["public"]["x"]) if state["public"] else 2 * self.rad_size
+        a = reply.tensors.get("representations", {}).get("a")
+        if a is not None and a.dim() == 2 and not 1 <= a.shape[1] <= (self.rank or a.shape[1]):
+            raise ValueError(
+                f"its representation has {a.shape[1]} columns; it must have from 1 to {self.rank or 'any number'}"
+            )
+        if a is not None and a.is_floating_point() and a.numel() and bool(torch.isfinite(a).all()) and _broken(a):
+            raise ValueError(
+                f"its representation has values beyond {_LARGEST:g}; its training diverged: lower lr or set clip_norm"
+            )
         return {"representations": {"a": ((number, None), torch.float32)}}
-
-    def reply_flaw(self, state: State, reply: Message) -> str | None:
-        """A representation has columns, no more than agreed; a capacity could be that of a network."""
-        if self.share == "representations":
-            capacity = reply.scalars.get("capacity", 0)
-            if self.weighting == "capacity" and not (1 <= capacity <= _MOST and float(capacity).is_integer()):
-                return (
-                    f"capacity, its number of parameters, is {reply.scalars.get('capacity')!r}; it must be a whole number "
-                    f"from 1 to {_MOST:,}"
-                )
-            a = reply.arrays["representations"]["a"]
-            width = a.shape[1]
-            if not 1 <= width <= (self.rank or width):
-                return f"its representation has {width} columns; it must have from 1 to {self.rank or 'any number'}"
-            if _broken(a):
-                return f"its representation has values beyond {_LARGEST:g}; its training diverged: lower lr or set clip_norm"
-        return None
-
-    def analysis(self, state: State, who: Sequence[str]) -> Mapping[str, float]:
-        """The mean CKA between two clients' representations of the public examples (256 of them)."""
-        similarity = mean_similarity(list(state["representations"].values()))
-        return {} if similarity is None else {"mean_cka": similarity}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def client_init(self, client: Client, seed: int) -> Mine:
-        """W_i(0): the common draw of the client's architecture."""
-        assert client.model is not None
-        return {"model": initial_state(client.model, seed)}
-
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """W_i(t) after `local_epochs` on the loss of eq. 6; and its representation of the public examples, or itself."""
-        model = self.personal(down, mine, client, seed)
-        pool, rows = self._received(down, mine, client)
+        model = self.personal_model(down, own, client, seed)
+        pool, rows = self._received(down, own, client)
         module, term = self._representation(model, client.id, client.train), None
-        if "target" in down.arrays:
-            (matrix,) = down.arrays["target"].values()
+        if "target" in down.tensors:
+            (matrix,) = down.tensors["target"].values()
             target = Target(matrix, self.sigma if self.kernel == "rbf" else None)
             term = self._term(model, module, target, pool, rows, down.scalars["eta"], seed)
-        loss = fit(model, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task, penalty=term)
-        scalars = {"train_loss": loss, "num_examples": len(client.train)}
+        found = fit(model, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task, penalty=term)
+        scalars = {"train_loss": found.loss, "num_examples": len(client.train)}
         if self.weighting == "capacity" and self.share == "representations":
             scalars["capacity"] = _capacity(model)
-        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-        after: Mine = {"model": state, **self._keep_pool(down, mine)}
+        state = whole_state(model)
+        after: ClientState = {"model": state, **self._keep_pool(down, own)}
         if self.share == "weights":
             return Message({"model": {name: tensor.clone() for name, tensor in state.items()}}, scalars), after
-        a = self._shared(representations(model, pool, module=module, batch_statistics=True))
+        a = self._shared(representations(settled(model), pool, module=module, batch_statistics=True))
         return Message({"representations": {"a": a}}, scalars), after
-
-    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
-        """W_i."""
-        assert client.model is not None
-        return fill(scratch(client.model, client.train.x.device).module, mine["model"])
 
 
 _LARGEST = 1e9

@@ -8,10 +8,11 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithm import Client, Message
-from polyfed.algorithms.searching import Mine, Searching, network, statistics_kept
+from polyfed.algorithms.averaging import ClientState
+from polyfed.algorithms.searching import Searching, network, statistics_kept
+from polyfed.core.algorithm import Client, Message
+from polyfed.core.training import fit
 from polyfed.search.network import Context, Per
-from polyfed.training import fit
 
 SecondOrder = Literal["outer_product", "none"]
 
@@ -23,10 +24,10 @@ class Anticipating(Searching, ABC):
     L̃_i(θ_b, θ_p) = L_i(θ_b, θ̃_p) with θ̃_p = θ_p − η∇_{θ_p}L_i(θ_b, θ_p), and two passes for its gradient.
 
     Args:
-        eta: η ≥ 0 of the inner step (0.01, ours; the paper tells none, the authors' code takes a step of Adam). With 0 it
-            is FedDSNAS, at twice the cost.
+        eta: η ≥ 0 of the inner step (0.01, polyfed's choice; the paper says none, the authors' code takes a step of
+            Adam). With 0 it is FedDSNAS, at twice the cost.
         second_order: "outer_product" takes g·gᵀ for the Hessian (paper, section 3.2); "none" leaves it out, which is
-            first-order MAML (ours).
+            first-order MAML (polyfed's choice).
     """
 
     eta: float = 0.01
@@ -36,15 +37,15 @@ class Anticipating(Searching, ABC):
         super().__post_init__()
         self._require(0 <= self.eta < float("inf"), "eta", "at least 0")
 
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ^k after the client's steps (algorithm 1, CLIENTUPDATE). The personal stack is the server's at the start of the
         round; from then on it moves with each minibatch."""
-        own = self.receive(down, mine, client)
-        loss = fit(
-            own.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task,
-            gradient=self.meta_gradient(network(own)), rate=self.rate,
+        net = self.receive(down, own, client)
+        found = fit(
+            net.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task,
+            gradient=self.meta_gradient(network(net)), rate=self.rate,
         )  # fmt: skip
-        return self.reply(own, client, loss)
+        return self.reply(net, client, found.loss)
 
     def meta_gradient(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
         """The direction of a step, as `fit` asks for it; the loss is that at θ̃_p. Parameters named `personal...` are θ_p."""
@@ -59,7 +60,7 @@ class Anticipating(Searching, ABC):
                 for parameter, slope in zip(personal, g, strict=True):  # line 11: θ̃_p = θ_p − η∇L
                     if slope is not None:
                         parameter.sub_(slope, alpha=self.eta)
-            loss = loss_of(0)  # line 12: L̃ and ∇L̃ at (θ_b, θ̃_p), on operations drawn anew
+            loss = loss_of(0)  # line 12: L̃ and ∇L̃ at (θ_b, θ̃_p), on operations drawn again
             with torch.no_grad():
                 for parameter, start in zip(personal, theta, strict=True):
                     parameter.copy_(start)
@@ -71,7 +72,8 @@ class Anticipating(Searching, ABC):
 
     def _corrected(self, personal: list[nn.Parameter], g: list[Tensor | None]) -> None:
         """Line 13: ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃), one product over all of θ_p (appendix E: α). Weights of
-        operations that only the first pass drew stay without a gradient (ours): −η·α·g is a tiny one, but Adam would make
+        operations that only the first pass drew stay without a gradient (polyfed's choice): −η·α·g is a tiny one, but
+        Adam would make
         a whole step of it, as often away from the minimum as not, and momentum and decay would move them too."""
         alpha = sum(
             (s * p.grad).sum() for p, s in zip(personal, g, strict=True) if s is not None and p.grad is not None
@@ -85,11 +87,12 @@ class Anticipating(Searching, ABC):
 @dataclass(frozen=True, kw_only=True)
 class FedPNAS(Anticipating):
     """FedPNAS with context-free samplers: one architecture a minibatch, drawn from learnable probabilities. Evaluated
-    model: the most probable architecture after `finetune_epochs` of the personal stack on the client's data; beside it
+    model: the most probable architecture after `finetune_epochs` of the personal stack on the client's data; next to it
     the one that came from the server, as `server_...`. Neither θ nor the replies depend on that adaptation.
 
     Args:
-        sampler_lr: 0.2 (ours): probabilities that hardly move leave weights that must suit all operations at once.
+        sampler_lr: 0.2 (polyfed's choice): probabilities that hardly move leave weights that must suit all operations
+            at once.
 
     The other fields are those of `Anticipating`, `Searching` and `LocalTraining`; clients' own networks are not used.
 
@@ -105,12 +108,12 @@ class FedPNAS(Anticipating):
 class CAFedPNAS(Anticipating):
     """The paper's method: FedPNAS with context-aware samplers, so that each example has an architecture of its own (section
     3.3). Evaluated model: the supernet after `finetune_epochs` of the personal stack, which takes the most probable
-    operations for each example; beside it the one that came from the server, as `server_...`.
+    operations for each example; next to it the one that came from the server, as `server_...`.
 
     Args:
         per: in training an architecture for each "example" (paper), or one for the whole "batch", drawn from the mean of
             its probabilities, which is faster (authors' code).
-        sampler_lr: 0.05 (ours), as for context-free samplers.
+        sampler_lr: 0.05 (polyfed's choice), as for context-free samplers.
 
     The other fields are those of `Anticipating`, `Searching` and `LocalTraining`; clients' own networks are not used.
     """

@@ -1,31 +1,31 @@
 """FedRep: a shared body and a head of one's own, trained in turn (Collins et al., ICML 2021, algorithm 1)."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.algorithms.averaging import average, same_as_down
-from polyfed.buffers import Policy, give_back, ready, receive, recompute, travelling
-from polyfed.errors import UserError
+from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.buffers import Policy, give_back, ready, receive, recompute, travelling
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import Scratch, fill, initial_state, scratch
+from polyfed.core.seeds import derive
+from polyfed.core.training import fit
+from polyfed.core.tree import Spec, Tree, UnlikeTreesError, spec
 from polyfed.models.split import head_modules, split_names
-from polyfed.scratch import Scratch, fill, initial_state, scratch
-from polyfed.seeds import derive
-from polyfed.training import LocalTraining, fit
-from polyfed.tree import Spec, Tree, mismatch, spec
 
-State = dict[str, Tree]  # "model", the body φ; or "draw", the whole initial network, while the head is not known
-Mine = dict[str, Any]  # "head": h_i; "buffers": as the policy has it; "trained": whether the client ever took part
+# The server keeps "model", the body φ; or "draw", the whole initial network, while the head is not known
+# A client keeps "head": h_i; "buffers": as the policy has it; "trained": whether the client ever took part
 _NOTHING_TRAVELS = "FedRep: the head is the whole network, so nothing travels: each client trains alone"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedRep(LocalTraining, Algorithm[State, Mine]):
+class FedRep(Averaging):
     """A body φ that is averaged and heads h_i that never leave their clients. In a round each client trains its head with
     the body frozen, then the body with the head frozen. One architecture. Evaluated model: φ with the client's own head; a
     client that never took part has the head of the initial draw.
@@ -40,12 +40,12 @@ class FedRep(LocalTraining, Algorithm[State, Mine]):
         body_epochs: epochs on the body, head frozen, after that (1; the paper takes 1 or 5, depending on the data).
         head_layers: how many of the last parametric layers are the head (1, the classifier: paper). 0 leaves nothing local:
             FedAvg with `body_epochs`, bit for bit.
-        head: names of the head's modules, instead of a search (ours).
+        head: names of the head's modules, instead of a search (polyfed's choice).
         weighted: mean by the number of training examples (True, authors' code); algorithm 1 has the plain mean.
         batch_size: examples in a minibatch (10, authors' code); 0 takes all of the client's examples.
         lr: learning rate of round 1, on head and body (0.01, authors' code).
         momentum: of SGD (0.5, authors' code).
-        buffers: of the body; those of the head never travel ("local", ours).
+        buffers: of the body; those of the head never travel ("local", polyfed's choice).
 
     The other fields are those of `LocalTraining`.
 
@@ -53,7 +53,6 @@ class FedRep(LocalTraining, Algorithm[State, Mine]):
     10
     """
 
-    requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
     local_epochs: int = 10
     body_epochs: int = 1
     head_layers: int = 1
@@ -75,14 +74,14 @@ class FedRep(LocalTraining, Algorithm[State, Mine]):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def init(self, server: ServerContext) -> State:
+    def server_init(self, server: ServerContext) -> ServerState:
         """φ of the initial draw, or the whole draw where only clients can find the head."""
         assert server.model is not None  # `requires` names "one_architecture"
-        own = scratch(server.model)
-        draw = travelling(initial_state(server.model, server.seed), own.buffers, self.buffers)
+        net = scratch(server.model)
+        draw = travelling(initial_state(server.model, server.seed), net.buffers, self.buffers)
         if self.head is None and self.head_layers > 0:
             return {"draw": draw}
-        body, head = split_names(own.module, self._head_modules(own.module, torch.empty(0)))
+        body, head = split_names(net.module, self._head_modules(net.module, torch.empty(0)))
         model = {name: draw[name] for name in body if name in draw}
         if not head:
             _warn("FedRep: the head is empty, so nothing stays local: this is FedAvg with local_epochs=body_epochs")
@@ -90,94 +89,84 @@ class FedRep(LocalTraining, Algorithm[State, Mine]):
             _warn(_NOTHING_TRAVELS)
         return {"model": model}
 
-    def dispatch(self, state: State, who: ClientInfo) -> Message:
+    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
         """φ and the learning rate of the round, the same for everyone."""
         return Message(dict(state), {"lr": self.lr_at(who.round, who.rounds)})
 
-    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
-        """φ ← Σ_i (n_i/n) φ_i; the first replies settle which tensors φ has."""
-        if "draw" in state:
-            self._check_first(replies)
-        model = average(replies, self.weighted)
-        if "draw" in state and not model:
-            _warn(_NOTHING_TRAVELS)
-        return {"model": model}
-
-    def _check_first(self, replies: Mapping[str, Message]) -> None:
-        """Bodies that differ have no mean. Heads differ only if the network takes another path on another client's data."""
-        bodies = {i: replies[i].arrays["model"] for i in sorted(replies)}
-        first, body = next(iter(bodies.items()))
-        for i, other in bodies.items():
-            if other.keys() != body.keys():
-                differ = sorted(other.keys() ^ body.keys())[:3]
-                raise UserError(f"FedRep: clients {first!r} and {i!r} find different heads, which differ in {differ}; "
-                                "name the head's modules, head=(...)")  # fmt: skip
-
-    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec] | None:
-        """A reply holds φ in the form in which it went down."""
-        return same_as_down(down) if "model" in state else None
-
-    def reply_flaw(self, state: State, reply: Message) -> str | None:
-        """In round 1, when the server does not know which tensors are φ: it is a part of the network."""
-        if "model" not in reply.arrays:
-            return "the reply has no group 'model'"
+    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+        """φ in the form in which it went down; in round 1, when the server does not know it, a part of the network."""
         if "draw" not in state:
-            return None
-        body, known = reply.arrays["model"], spec(state["draw"])
-        return mismatch(body, {name: known[name] for name in body if name in known})
+            return super().reply_spec(state, down, reply)
+        known = spec(state["draw"])
+        return {"model": {name: known[name] for name in reply.tensors.get("model", ()) if name in known}}
+
+    def form_is_known(self, state: ServerState) -> bool:
+        """Not in round 1, unless `head` names it."""
+        return "draw" not in state
+
+    def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+        """φ ← Σ_i (n_i/n) φ_i; the first replies settle which tensors φ has."""
+        if "draw" in state and not mean["model"]:
+            _warn(_NOTHING_TRAVELS)
+        return {"model": mean["model"]}
+
+    def unlike(self, error: UnlikeTreesError) -> UserError:
+        """Heads differ only if the network takes another path on another client's data."""
+        return UserError(f"FedRep: clients {error.first!r} and {error.other!r} find different heads ({error.differs}); name "
+                         "the head's modules, head=(...)")  # fmt: skip
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def client_init(self, client: Client, seed: int) -> Mine:
+    def client_init(self, client: Client, seed: int) -> ClientState:
         """h_i of the common draw."""
         assert client.model is not None
-        start, own = initial_state(client.model, seed), scratch(client.model, client.train.x.device)
-        fill(own.module, start)
+        start, net = initial_state(client.model, seed), scratch(client.model, client.train.x.device)
+        fill(net.module, start)
         row = torch.zeros(1, dtype=torch.int64, device=client.train.x.device)
-        _, head = split_names(own.module, self._head_modules(own.module, client.train.batch(row)[0]))
-        return {"head": travelling({name: start[name] for name in head}, own.buffers, self.buffers), "trained": False}
+        _, head = split_names(net.module, self._head_modules(net.module, client.train.batch(row)[0]))
+        return {"head": travelling({name: start[name] for name in head}, net.buffers, self.buffers), "trained": False}
 
     def _head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
         return head_modules(module, example, num_layers=self.head_layers, names=self.head)
 
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """h_i by `local_epochs` on φ, then φ_i by `body_epochs` on h_i (algorithm 1)."""
-        own = self._assembled(down, mine, client)
+        net = self._assembled(down, own, client)
         # The body's seed is the round's own, which makes FedRep without a head FedAvg.
         body = replace(self, local_epochs=self.body_epochs, local_steps=None)
         phases = {"head": (self, derive(seed, "head")), "body": (body, seed)}
-        trainable = {name: p for name, p in own.module.named_parameters() if p.requires_grad}
+        trainable = {name: p for name, p in net.module.named_parameters() if p.requires_grad}
         lr, loss = down.scalars["lr"], 0.0
         for phase, (options, its_seed) in phases.items():
             for name, parameter in trainable.items():
-                parameter.requires_grad_((name in mine["head"]) == (phase == "head"))
+                parameter.requires_grad_((name in own["head"]) == (phase == "head"))
             if any(parameter.requires_grad for parameter in trainable.values()):
-                loss = fit(own.module, client.train, options, lr=lr, seed=its_seed, task=client.task)
+                loss = fit(net.module, client.train, options, lr=lr, seed=its_seed, task=client.task).loss
         for parameter in trainable.values():
             parameter.requires_grad_(True)
-        state, kept = give_back(own, self.buffers)
-        model = {name: tensor for name, tensor in state.items() if name not in mine["head"]}
-        head = {name: state[name] for name in mine["head"]}
+        state, kept = give_back(net, self.buffers)
+        model = {name: tensor for name, tensor in state.items() if name not in own["head"]}
+        head = {name: state[name] for name in own["head"]}
         scalars = {"num_examples": len(client.train), "train_loss": loss}
         return Message({"model": model}, scalars), {"head": head, "trained": True, **kept}
 
-    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """φ with h_i."""
-        own = self._assembled(down, mine, client)
-        if self.buffers == "average" and not mine["trained"] and own.buffers.keys() & mine["head"].keys():
+        net = self._assembled(down, own, client)
+        if self.buffers == "average" and not own["trained"] and net.buffers.keys() & own["head"].keys():
             # Norms in this head have never seen data, and no average of others' makes up for it.
-            recompute(own.module, client.train)
-            body = {name: tensor for name, tensor in _received(down).items() if name not in mine["head"]}
-            fill(own.module, own.module.state_dict(), body)
-            return own.module
-        return ready(own, client, mine, self.buffers)
+            recompute(net.module, client.train)
+            body = {name: tensor for name, tensor in _received(down).items() if name not in own["head"]}
+            fill(net.module, net.module.state_dict(), body)
+            return net.module
+        return ready(net, client, own, self.buffers)
 
-    def _assembled(self, down: Message, mine: Mine, client: Client) -> Scratch:
-        return receive(client, {**_received(down), **mine["head"]}, mine, self.buffers)
+    def _assembled(self, down: Message, own: ClientState, client: Client) -> Scratch:
+        return receive(client, {**_received(down), **own["head"]}, own, self.buffers)
 
 
 def _received(down: Message) -> Tree:
-    return down.arrays["model"] if "model" in down.arrays else down.arrays["draw"]
+    return down.tensors["model"] if "model" in down.tensors else down.tensors["draw"]
 
 
 def _warn(sentence: str) -> None:

@@ -2,35 +2,32 @@
 Architectures using Graph HyperNetworks", section 4)."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
 import torch
 from torch import nn
 
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.buffers import Policy, filled, ready, recompute
-from polyfed.errors import UserError
+from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
+from polyfed.core.algorithm import Client, Message, ServerContext
+from polyfed.core.buffers import Policy, filled, ready, recompute
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import Scratch, initial_state, scratch
+from polyfed.core.training import Schedule, fit
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.graphs.cached import graph_of
 from polyfed.hypernetworks.generated import GeneratedNetwork, aliases, assembled
 from polyfed.hypernetworks.ghn import Form, Head, Init, catalogue_of, create
-from polyfed.scratch import Scratch, initial_state, scratch
-from polyfed.training import LocalTraining, Schedule, fit
-from polyfed.tree import Spec, Tree, spec, weighted_mean
-
-State = dict[str, Tree]  # "ghn": (W_G, W_H)
-Mine = dict[str, Tree]  # "private": parameters that are not generated; "buffers"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
+class FLHAGHN(Averaging):
     """A graph hypernetwork (GHN) generates the weights θ_c(𝒜_c; W_G, W_H) of each client's network from the graph 𝒜_c of its
     layers. Clients train the GHN through their networks on their data, the server averages it (algorithm 1). Neither the
-    graph nor the network is sent, though a single reply tells much of them (docs/methods.md); layers outside the public
-    catalogue stay with the client and are trained beside the GHN.
+    graph nor the network is sent, though a single reply reveals much of them (docs/methods/flha_ghn.md); layers
+    outside the public catalogue stay with the client and are trained next to the GHN.
     Evaluated model: generated weights with the linear head refined for one epoch, the client's own buffers. Beside it,
     "generated" is the same without the refinement.
 
@@ -38,22 +35,26 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
         depth: T of eq. 2 (6, paper); 0 is Table 2's ablation without GNN, one set of weights a layer type.
         latent: entries of h_v (51, paper).
         hidden: hidden entries of a head H_l (16, paper).
-        head: "mlp" (paper), or "factored" (ours): low rank over output and input channels, a fraction of the bytes.
-        rank: of the factored heads (16, ours).
-        normalise: whether GNN and heads keep activations of one size (true, ours); false is the published form.
-        initialisation: "kaiming" (ours): generated weights have Kaiming's variance; "paper": section 4.2's formula (paper).
-        norms: "generate" (ours; the paper does not say), or "local": scales and shifts of norm layers stay with the client.
+        head: "mlp" (paper), or "factored" (polyfed's choice): low rank over output and input channels, a fraction of
+            the bytes.
+        rank: of the factored heads (16, polyfed's choice).
+        normalise: whether GNN and heads keep activations of one size (true, polyfed's choice); false is the published form.
+        initialisation: "kaiming" (polyfed's choice): generated weights have Kaiming's variance; "paper": section
+            4.2's formula (paper).
+        norms: "generate" (polyfed's choice; the paper does not say), or "local": scales and shifts of norm layers
+            stay with the client.
         catalogue: file of the public layer types (`polyfed graph --catalogue` writes one); None takes the union over the
-            clients, as a simulation can (ours).
+            clients, as a simulation can (polyfed's choice).
         refine_epochs: of the linear head before evaluation (1, paper); 0 evaluates what is generated.
-        refine_lr: rate of the refinement; None takes `lr` (ours).
+        refine_lr: rate of the refinement; None takes `lr` (polyfed's choice).
         weighted: whether replies count by examples; false counts each client the same (paper, algorithm 1).
         lr: learning rate of round 1 (0.009, paper).
         schedule: of the rate over rounds ("cosine", paper).
-        batch_size: examples in a minibatch (64, ours).
-        momentum: of local SGD (0.9, ours).
-        clip_norm: largest norm of a gradient (5, ours): a step moves all layers of a type at once; None leaves it.
-        buffers: "local" (ours) or "recompute".
+        batch_size: examples in a minibatch (64, polyfed's choice).
+        momentum: of local SGD (0.9, polyfed's choice).
+        clip_norm: largest norm of a gradient (5, polyfed's choice): a step moves all layers of a type at once; None
+            leaves it.
+        buffers: "local" (polyfed's choice) or "recompute".
 
     The other fields are those of `LocalTraining`.
 
@@ -62,9 +63,10 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"layer_catalogue"})
+    groups: ClassVar[tuple[str, ...]] = ("ghn",)
     discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "hypernetwork", "weights"})
     """The paper has the server see neither graph nor weights; but heads of layer types that a client lacks come back as they
-    went, which tells its layers, and whoever has W_c and the graph can generate its weights (docs/methods.md)."""
+    went, which reveals its layers, and whoever has W_c and the graph can generate its weights (docs/methods/flha_ghn.md)."""
     depth: int = 6
     latent: int = 51
     hidden: int = 16
@@ -95,7 +97,7 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def init(self, server: ServerContext) -> State:
+    def server_init(self, server: ServerContext) -> ServerState:
         """(W_G, W_H), initialised for the layer types of the catalogue."""
         catalogue = server.layer_catalogue if self.catalogue is None else LayerCatalogue.read(self.catalogue)
         types = tuple(t for t in catalogue.types if self.norms == "generate" or not t.is_norm)
@@ -103,37 +105,19 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
             raise UserError("flha_ghn has nothing to generate: no layer of any client is of a type that it knows")
         return {"ghn": create(self._form(LayerCatalogue(types)), self.initialisation, server.seed)}
 
-    def dispatch(self, state: State, who: ClientInfo) -> Message:
-        """The GHN, and the learning rate of the round; the same to all."""
-        return Message({"ghn": state["ghn"]}, {"lr": self.lr_at(who.round, who.rounds)})
-
-    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
-        """W ← 1/C Σ_c W_c (algorithm 1)."""
-        weights = {i: reply.scalars["num_examples"] for i, reply in replies.items()} if self.weighted else None
-        return {"ghn": weighted_mean({i: reply.arrays["ghn"] for i, reply in replies.items()}, weights)}
-
-    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec]:
-        """A reply holds the GHN, and nothing else."""
-        return {"ghn": spec(down.arrays["ghn"])}
-
-    def reply_flaw(self, state: State, reply: Message) -> str | None:
-        """Weighting by examples needs their number."""
-        missing = self.weighted and "num_examples" not in reply.scalars
-        return "the reply does not tell num_examples, by which weighted=true weighs it" if missing else None
-
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def client_init(self, client: Client, seed: int) -> Mine:
+    def client_init(self, client: Client, seed: int) -> ClientState:
         """All parameters from the common draw; those that turn out to be generated do not count."""
         assert client.model is not None
         start = initial_state(client.model, seed)
         names = [name for name, _ in scratch(client.model).module.named_parameters()]
         return {"private": {name: start[name] for name in names}}
 
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """W_c by eq. 5: SGD on the task's loss, through the generated weights, into the GHN, and into the parameters that
         are private."""
-        network, own, graph = self._assembled(down, mine, client)
+        network, net, graph = self._assembled(down, own, client)
         if not graph.generated:
             warnings.warn(
                 f"FLHAGHN: nothing of the network of client {client.id!r} is generated, so that it trains alone: none of "
@@ -141,37 +125,39 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        for name, parameter in own.module.named_parameters():
+        for name, parameter in net.module.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name in graph.local)
-        loss = fit(network, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
+        found = fit(network, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
         trained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in network.ghn.state_dict().items()}
-        scalars = {"num_examples": len(client.train), "train_loss": loss}
-        return Message({"ghn": trained}, scalars), self._kept(own, graph)
+        scalars = {"num_examples": len(client.train), "train_loss": found.loss}
+        return Message({"ghn": trained}, scalars), self._kept(net, graph)
 
-    def _kept(self, own: Scratch, graph: ArchitectureGraph) -> Mine:
-        state = own.module.state_dict()
-        parts = {"private": graph.local, "buffers": own.buffers if self.buffers == "local" else ()}
+    def _kept(self, net: Scratch, graph: ArchitectureGraph) -> ClientState:
+        state = net.module.state_dict()
+        parts = {"private": graph.local, "buffers": net.buffers if self.buffers == "local" else ()}
         kept = {part: {name: state[name].to("cpu", copy=True) for name in names} for part, names in parts.items()}
         return {part: tensors for part, tensors in kept.items() if tensors}
 
-    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_c with the linear head refined on the client's data ("Inference and local refinement")."""
-        _, own, graph = self._assembled(down, mine, client)
-        ready(own, client, mine, self.buffers)
+        _, net, graph = self._assembled(down, own, client)
+        ready(net, client, own, self.buffers)
         if self.refine_epochs:
-            self._refine(own.module, graph.head, client, seed)
+            self._refine(net.module, graph.head, client, seed)
             if self.buffers == "recompute":
-                recompute(own.module, client.train)
-        return own.module
+                recompute(net.module, client.train)
+        return net.module
 
-    def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
+    def other_models(
+        self, down: Message, own: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
         """θ_c as it is generated."""
-        _, own, _ = self._assembled(down, mine, client)
-        yield "generated", ready(own, client, mine, self.buffers)
+        _, net, _ = self._assembled(down, own, client)
+        yield "generated", ready(net, client, own, self.buffers)
 
     def graph(self, down: Message, client: Client) -> ArchitectureGraph:
         """The client's graph under the GHN that came down: layers outside its catalogue are private, each with a reason."""
-        return graph_of(client, catalogue_of(down.arrays["ghn"]))
+        return graph_of(client, catalogue_of(down.tensors["ghn"]))
 
     def _refine(self, network: nn.Module, head: frozenset[str], client: Client, seed: int) -> None:
         """One epoch on the last layer; BatchNorm's statistics move along, as in training."""
@@ -182,17 +168,17 @@ class FLHAGHN(LocalTraining, Algorithm[State, Mine]):
             fit(network, client.train, options, lr=self.refine_lr or self.lr, seed=seed, task=client.task)
 
     def _assembled(
-        self, down: Message, mine: Mine, client: Client
+        self, down: Message, own: ClientState, client: Client
     ) -> tuple[GeneratedNetwork, Scratch, ArchitectureGraph]:
         """The client's network under the GHN that came down; filled with what that generates, the private parameters and
         the buffers; and its graph, in which layers outside the catalogue stay private."""
         assert client.model is not None
-        form = self._form(catalogue_of(down.arrays["ghn"]))
+        form = self._form(catalogue_of(down.tensors["ghn"]))
         graph = graph_of(client, form.catalogue)
-        network, own = assembled(client.model, graph, form, down.arrays["ghn"], client.train.x.device)
+        network, net = assembled(client.model, graph, form, down.tensors["ghn"], client.train.x.device)
         with torch.no_grad():
-            weights = {**mine.get("private", {}), **network.weights()}
-        return network, filled(own, aliases(own.module, weights), mine, self.buffers), graph
+            weights = {**own.get("private", {}), **network.weights()}
+        return network, filled(net, aliases(net.module, weights), own, self.buffers), graph
 
     def _form(self, catalogue: LayerCatalogue) -> Form:
         return Form(catalogue, self.depth, self.latent, self.hidden, self.head, self.rank, self.normalise)

@@ -6,20 +6,28 @@ from typing import ClassVar, final
 
 from torch import Tensor, nn
 
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.algorithms.pfedla import LayerAggregation, Mine, State, begin, learned, personalised, weights_for_plots
-from polyfed.buffers import give_back, ready, receive, travelling
-from polyfed.scratch import Scratch, initial_state, scratch
-from polyfed.training import fit
-from polyfed.tree import Spec, spec
+from polyfed.algorithms.pfedla import (
+    ClientState,
+    LayerAggregation,
+    ServerState,
+    begin,
+    learned,
+    personalised,
+    weights_for_plots,
+)
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.buffers import give_back, ready, receive, travelling
+from polyfed.core.scratch import Scratch, initial_state, scratch
+from polyfed.core.training import fit
+from polyfed.core.tree import Spec, spec
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class HeurPFedLA(LayerAggregation, Algorithm[State, Mine]):
+class HeurPFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
     """pFedLA with fewer bytes: the k layers in which a client's own weight is largest are neither aggregated nor sent
     down. All layers go up (paper, section 3.3). Evaluated model: what the client would begin its next round with, its own
-    retained layers and the others of θ̄_i; beside it, as `trained_...`, θ_i after its last local training.
+    retained layers and the others of θ̄_i; next to it, as `trained_...`, θ_i after its last local training.
 
     k = 0 is pFedLA, k = all layers is training alone with a download of no bytes.
 
@@ -32,7 +40,6 @@ class HeurPFedLA(LayerAggregation, Algorithm[State, Mine]):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
-    published: ClassVar[frozenset[str]] = frozenset({"model"})
     k: int = 1
 
     def __post_init__(self) -> None:
@@ -41,57 +48,55 @@ class HeurPFedLA(LayerAggregation, Algorithm[State, Mine]):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def init(self, server: ServerContext) -> State:
+    def server_init(self, server: ServerContext) -> ServerState:
         """Models, hypernetworks and embeddings of all clients (line 1)."""
         return begin(server, self, self.k)
 
-    def dispatch(self, state: State, who: ClientInfo) -> Message:
-        """Heurθ̄_i: θ̄_i without the retained layers (lines 5 to 7)."""
-        return next(self.dispatch_all(state, [who]))
-
-    def dispatch_all(self, state: State, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
         """The same for many clients by one product of matrices a layer."""
         for who, model in personalised(state, everyone, self, self.k):
             yield Message({"model": model}, {"lr": self.lr_at(who.round, who.rounds)})
 
-    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
+    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
         """θ_i of the round's clients are replaced (line 9), v_i and ψ_i updated (line 10)."""
-        return learned(state, {i: reply.arrays["model"] for i, reply in replies.items()}, self, self.k)
+        return learned(state, {i: reply.tensors["model"] for i, reply in replies.items()}, self, self.k)
 
-    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
         """A reply holds all layers."""
         return {"model": spec(state["models"][state["clients"][0]])}
 
-    def analysis(self, state: State, who: Sequence[str]) -> Mapping[str, Tensor | Sequence[str] | float]:
+    def analysis(self, state: ServerState, who: Sequence[str]) -> Mapping[str, Tensor | Sequence[str] | float]:
         """α_i of the round's clients after the round."""
         return weights_for_plots(state, who, self)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def client_init(self, client: Client, seed: int) -> Mine:
+    def client_init(self, client: Client, seed: int) -> ClientState:
         """θ_i: the common draw, as the server has it."""
         assert client.model is not None
         buffers = scratch(client.model).buffers
         return {"model": travelling(initial_state(client.model, seed), buffers, "local")}
 
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ_i ← {Heurθ̄_i, θ_i^retain} (line 13) after `local_epochs`."""
-        own = self._begin(down, mine, client)
-        loss = fit(own.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
-        model, after = give_back(own, self.buffers)
+        net = self._begin(down, own, client)
+        found = fit(net.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
+        model, after = give_back(net, self.buffers)
         after["model"] = {name: tensor.clone() for name, tensor in model.items()}
-        return Message({"model": model}, {"num_examples": len(client.train), "train_loss": loss}), after
+        return Message({"model": model}, {"num_examples": len(client.train), "train_loss": found.loss}), after
 
-    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """{Heurθ̄_i, θ_i^retain}."""
-        return ready(self._begin(down, mine, client), client, mine, self.buffers)
+        return ready(self._begin(down, own, client), client, own, self.buffers)
 
-    def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
+    def other_models(
+        self, down: Message, own: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
         """θ_i."""
         if self.evaluate_trained:
-            own = receive(client, mine["model"], mine, self.buffers)
-            yield "trained", ready(own, client, mine, self.buffers)
+            net = receive(client, own["model"], own, self.buffers)
+            yield "trained", ready(net, client, own, self.buffers)
 
-    def _begin(self, down: Message, mine: Mine, client: Client) -> Scratch:
+    def _begin(self, down: Message, own: ClientState, client: Client) -> Scratch:
         """The client's own layers, over which those that came down are laid."""
-        return receive(client, {**mine["model"], **down.arrays["model"]}, mine, self.buffers)
+        return receive(client, {**own["model"], **down.tensors["model"]}, own, self.buffers)

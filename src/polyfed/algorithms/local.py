@@ -4,27 +4,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from torch import nn
+from polyfed.algorithms.own_network import KeepsNetwork, whole_state
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.buffers import Policy
+from polyfed.core.errors import UserError
+from polyfed.core.training import LocalTraining, fit
+from polyfed.core.tree import Tree
 
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.buffers import Policy
-from polyfed.errors import UserError
-from polyfed.scratch import fill, initial_state, scratch
-from polyfed.training import LocalTraining, fit
-from polyfed.tree import Spec, Tree
-
-State = dict[str, Tree]
-Mine = dict[str, Tree]
+ServerState = dict[str, Tree]
+ClientState = dict[str, Tree]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Local(LocalTraining, Algorithm[State, Mine]):
+class Local(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
     """Each client alone, with any architecture. A client trains in the rounds for which it is drawn, so that it takes as
     many local steps as in the method it is compared with; the optimiser starts afresh each round, as it does there.
 
     Args:
-        buffers: "local" only (ours), since nothing travels. The other fields are those of `LocalTraining`.
+        buffers: "local" only (polyfed's choice), since nothing travels. The other fields are those of `LocalTraining`.
 
     >>> Local(lr=0.05).requires
     frozenset({'model'})
@@ -41,37 +39,22 @@ class Local(LocalTraining, Algorithm[State, Mine]):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def init(self, server: ServerContext) -> State:
+    def server_init(self, server: ServerContext) -> ServerState:
         """The server keeps nothing."""
         return {}
 
-    def dispatch(self, state: State, who: ClientInfo) -> Message:
+    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
         """Nothing but the learning rate of the round."""
         return Message({}, {"lr": self.lr_at(who.round, who.rounds)})
 
-    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
+    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
         """Nothing to aggregate."""
         return state
 
-    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec]:
-        """No tensor may go up."""
-        return {}
-
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def client_init(self, client: Client, seed: int) -> Mine:
-        """θ_i: the common draw of the client's architecture."""
-        assert client.model is not None
-        return {"model": initial_state(client.model, seed)}
-
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ_i ← θ_i after `local_epochs` on the client's own data."""
-        model = self.personal(down, mine, client, seed)
-        loss = fit(model, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
-        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-        return Message({}, {"train_loss": loss, "num_examples": len(client.train)}), {"model": state}
-
-    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
-        """The client's own network."""
-        assert client.model is not None
-        return fill(scratch(client.model, client.train.x.device).module, mine["model"])
+        model = self.personal_model(down, own, client, seed)
+        found = fit(model, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
+        return Message({}, {"train_loss": found.loss, "num_examples": len(client.train)}), {"model": whole_state(model)}

@@ -3,25 +3,24 @@ Ozdaglar, NeurIPS 2020, algorithm 1)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.algorithms.averaging import Mine, State, average, reply, same_as_down, start
-from polyfed.buffers import Policy, ready, receive, recompute
-from polyfed.training import LocalTraining, fit
-from polyfed.tree import Spec
+from polyfed.algorithms.averaging import Averaging, ClientState, reply
+from polyfed.core.algorithm import Client, Message
+from polyfed.core.buffers import Policy, ready, receive, recompute
+from polyfed.core.training import fit
 
 Variant = Literal["fo", "hf"]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PerFedAvg(LocalTraining, Algorithm[State, Mine]):
+class PerFedAvg(Averaging):
     """min_w mean_i f_i(w − α∇f_i(w)), f_i being client i's loss (eq. 3). One architecture. Evaluated model: w after
-    `adapt_steps` steps of rate α on the client's training data, never on its test data; beside it w itself, as
+    `adapt_steps` steps of rate α on the client's training data, never on its test data; next to it w itself, as
     `server_...`. Neither w nor the replies depend on that adaptation.
 
     With α = 0 a step descends ∇f(w; D') alone: with `batch_size: 0`, where D = D', w is that of FedAvg bit for bit.
@@ -31,11 +30,11 @@ class PerFedAvg(LocalTraining, Algorithm[State, Mine]):
             minibatches and 4 gradients) has its product with a vector as a difference of two gradients (both paper).
         alpha: α ≥ 0 of the inner step and of the adaptation (0.01, paper, for MNIST), the same in all rounds; the
             schedule is that of `lr`, which is β.
-        delta: δ > 0 of the finite difference of "hf" (0.001, ours).
+        delta: δ > 0 of the finite difference of "hf" (0.001, polyfed's choice).
         adapt_steps: steps before evaluation (1, paper), plain SGD, each on one minibatch of `batch_size` as in training;
             0 examples, the full batch, is the step of eq. (3).
         weighted: by the number of training examples; False counts every client the same (paper).
-        buffers: "local" (ours), as for every personalised method. In training BatchNorm's statistics move once a
+        buffers: "local" (polyfed's choice), as for every personalised method. In training BatchNorm's statistics move once a
             step, at w̃ on D'; the adaptation moves them as `fedavg_ft` does.
 
     The other fields are those of `LocalTraining`. `local_steps` counts steps, not their minibatches.
@@ -44,7 +43,6 @@ class PerFedAvg(LocalTraining, Algorithm[State, Mine]):
     0.01
     """
 
-    requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
     variant: Variant = "fo"
     alpha: float = 0.01
     delta: float = 1e-3
@@ -58,38 +56,14 @@ class PerFedAvg(LocalTraining, Algorithm[State, Mine]):
         self._require(0 < self.delta < float("inf"), "delta", "positive")
         self._require(self.adapt_steps >= 1, "adapt_steps", "at least 1")
 
-    # -- server ---------------------------------------------------------------------------------------------------
-
-    def init(self, server: ServerContext) -> State:
-        """The initial global model w."""
-        return start(server, self.buffers)
-
-    def dispatch(self, state: State, who: ClientInfo) -> Message:
-        """w and the learning rate β of the round, the same for everyone."""
-        return Message({"model": state["model"]}, {"lr": self.lr_at(who.round, who.rounds)})
-
-    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
-        """w ← the mean of the clients' w_i (algorithm 1, last line)."""
-        return {"model": average(replies, self.weighted)}
-
-    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec]:
-        """A reply holds the model in the form in which it went down."""
-        return same_as_down(down)
-
-    # -- client ---------------------------------------------------------------------------------------------------
-
-    def client_init(self, client: Client, seed: int) -> Mine:
-        """Nothing private before the first round."""
-        return {}
-
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """w_i: w after the round's steps w ← w − β(I − α∇²f(w; D''))∇f(w̃; D'), with w̃ = w − α∇f(w; D)."""
-        own = receive(client, down.arrays["model"], mine, self.buffers)
-        loss = fit(
-            own.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task,
-            gradient=self._meta_gradient(own.module), batches_per_step=2 if self.variant == "fo" else 3,
+        net = receive(client, down.tensors["model"], own, self.buffers)
+        found = fit(
+            net.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task,
+            gradient=self._meta_gradient(net.module), batches_per_step=2 if self.variant == "fo" else 3,
         )  # fmt: skip
-        return reply(own, client, loss, self.buffers)
+        return reply(net, client, found.loss, self.buffers)
 
     def _meta_gradient(self, module: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
         """The direction of a step, as `fit` asks for it; the loss is that of w̃ on D'."""
@@ -128,21 +102,23 @@ class PerFedAvg(LocalTraining, Algorithm[State, Mine]):
 
         return direction
 
-    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """w − α∇f_i(w), on a minibatch of the client's training data."""
-        own = receive(client, down.arrays["model"], mine, self.buffers)
-        ready(own, client, mine, self.buffers)
+        net = receive(client, down.tensors["model"], own, self.buffers)
+        ready(net, client, own, self.buffers)
         adapting = replace(
             self, local_steps=self.adapt_steps, optimizer="sgd", momentum=0.0, nesterov=False, weight_decay=0.0
         )
-        fit(own.module, client.train, adapting, lr=self.alpha, seed=seed, task=client.task)
+        fit(net.module, client.train, adapting, lr=self.alpha, seed=seed, task=client.task)
         if self.buffers == "recompute":
-            recompute(own.module, client.train)
-        return own.module
+            recompute(net.module, client.train)
+        return net.module
 
-    def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
+    def other_models(
+        self, down: Message, own: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
         """w, not adapted."""
-        yield "server", ready(receive(client, down.arrays["model"], mine, self.buffers), client, mine, self.buffers)
+        yield "server", ready(receive(client, down.tensors["model"], own, self.buffers), client, own, self.buffers)
 
 
 def _shifted(points: list[Tensor], along: list[Tensor], by: float) -> list[Tensor]:

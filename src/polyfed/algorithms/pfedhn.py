@@ -7,22 +7,24 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.buffers import Policy, give_back, ready, receive
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.buffers import Policy, give_back, ready, receive
+from polyfed.core.scratch import Scratch, initial_state, scratch
+from polyfed.core.training import LocalTraining, fit
+from polyfed.core.tree import Spec, Tree, spec
 from polyfed.hypernetworks.weights import create, descend, generate, head_names, pull_back
 from polyfed.models.split import norm_tensor_names
-from polyfed.scratch import Scratch, initial_state, scratch
-from polyfed.training import LocalTraining, fit
-from polyfed.tree import Spec, Tree, spec
 
-State = dict[str, Any]  # "network": φ and all v_i; "velocity": their momentum; "rows", "architectures": by client id
-Mine = dict[str, Tree]  # "buffers"; "frozen", the parameters that nobody trains
+ServerState = dict[
+    str, Any
+]  # "network": φ and all v_i; "velocity": their momentum; "rows", "architectures": by client id
+ClientState = dict[str, Tree]  # "buffers"; "frozen", the parameters that nobody trains
 _BLOCK = 2**24  # numbers of clients' networks that are made, or pulled back, at one time: 64 MB
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PFedHN(LocalTraining, Algorithm[State, Mine]):
+class PFedHN(LocalTraining, Algorithm[ServerState, ClientState]):
     """The server maps an embedding v_i of each client by a hypernetwork φ to all trained parameters θ̄_i = h(v_i; φ) of its
     network; the client trains them and sends back θ̄_i − θ_i, which the chain rule takes to φ and v_i. Clients may differ in
     architecture: each has heads of its own on the shared trunk. Evaluated model: θ̄_i with the client's own buffers, for a
@@ -46,7 +48,7 @@ class PFedHN(LocalTraining, Algorithm[State, Mine]):
         momentum: of local SGD (0.9, authors' code).
         weight_decay: of local training (5e-5, authors' code).
         clip_norm: largest norm of a gradient in local training (50, authors' code); None leaves it.
-        buffers: "local" (ours) or "recompute"; the hypernetwork generates parameters only.
+        buffers: "local" (polyfed's choice) or "recompute"; the hypernetwork generates parameters only.
 
     The other fields are those of `LocalTraining`.
 
@@ -86,9 +88,9 @@ class PFedHN(LocalTraining, Algorithm[State, Mine]):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def init(self, server: ServerContext) -> State:
+    def server_init(self, server: ServerContext) -> ServerState:
         """φ and v_1..v_N. Biases of the heads that make norm layers' parameters start at these layers' initial values
-        (ours): scales near 0 would let nothing through."""
+        (polyfed's choice): scales near 0 would let nothing through."""
         assert server.architectures is not None  # `requires` names "architectures"
         wanted, offsets = {}, {}
         for key, factory in server.architectures.items():
@@ -105,11 +107,7 @@ class PFedHN(LocalTraining, Algorithm[State, Mine]):
             "architectures": kinds,
         }
 
-    def dispatch(self, state: State, who: ClientInfo) -> Message:
-        """θ̄_i = h(v_i; φ) and the learning rate of the round."""
-        return next(self.dispatch_all(state, [who]))
-
-    def dispatch_all(self, state: State, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
         """The same for several clients: those of one architecture by one matrix product per tensor, a block at a time."""
         known = {who.id: who for who in everyone}
         for block in _blocks(state, list(known)):
@@ -121,14 +119,14 @@ class PFedHN(LocalTraining, Algorithm[State, Mine]):
                 lr = self.lr_at(known[client].round, known[client].rounds)
                 yield Message({"model": models[client]}, {"lr": lr})
 
-    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
+    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
         """φ ← φ − α Σ_i ∇_φ θ̄_iᵀ(θ̄_i − θ_i), and v_i likewise (algorithm 1, as a sum), by SGD with momentum and weight
         decay on all of φ and all embeddings."""
         total: dict[str, Tensor] = {}
         for block in _blocks(state, sorted(replies)):
             for architecture, (ids, rows) in sorted(_by_architecture(state, block).items()):
                 deltas = {
-                    name: torch.stack([replies[i].arrays["delta"][name] for i in ids])
+                    name: torch.stack([replies[i].tensors["delta"][name] for i in ids])
                     for name in head_names(state["network"], architecture)
                 }
                 for name, gradient in pull_back(state["network"], architecture, rows, deltas, self.hn_clip).items():
@@ -139,13 +137,13 @@ class PFedHN(LocalTraining, Algorithm[State, Mine]):
         )  # fmt: skip
         return {**state, "network": network, "velocity": velocity}
 
-    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
         """A reply holds a difference for each tensor that went down."""
-        return {"delta": spec(down.arrays["model"])}
+        return {"delta": spec(down.tensors["model"])}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def client_init(self, client: Client, seed: int) -> Mine:
+    def client_init(self, client: Client, seed: int) -> ClientState:
         """Parameters that are not trained, which are not generated: as in the common draw. Most networks have none."""
         assert client.model is not None
         frozen = [name for name, p in scratch(client.model).module.named_parameters() if not p.requires_grad]
@@ -154,32 +152,32 @@ class PFedHN(LocalTraining, Algorithm[State, Mine]):
         start = initial_state(client.model, seed)
         return {"frozen": {name: start[name] for name in frozen}}
 
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ_i from θ̄_i by `local_steps`; the reply is θ̄_i − θ_i (the authors' code's sign: descent along
         it leads to θ_i)."""
-        own = self._assembled(down, mine, client)
-        loss = fit(own.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
-        trained, kept = give_back(own, self.buffers)
-        delta = {name: theta_bar - trained[name] for name, theta_bar in down.arrays["model"].items()}
-        after = {**kept, "frozen": mine["frozen"]} if "frozen" in mine else kept
-        return Message({"delta": delta}, {"num_examples": len(client.train), "train_loss": loss}), after
+        net = self._assembled(down, own, client)
+        found = fit(net.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
+        trained, kept = give_back(net, self.buffers)
+        delta = {name: theta_bar - trained[name] for name, theta_bar in down.tensors["model"].items()}
+        after = {**kept, "frozen": own["frozen"]} if "frozen" in own else kept
+        return Message({"delta": delta}, {"num_examples": len(client.train), "train_loss": found.loss}), after
 
-    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """θ̄_i with the client's own buffers."""
-        return ready(self._assembled(down, mine, client), client, mine, self.buffers)
+        return ready(self._assembled(down, own, client), client, own, self.buffers)
 
-    def _assembled(self, down: Message, mine: Mine, client: Client) -> Scratch:
+    def _assembled(self, down: Message, own: ClientState, client: Client) -> Scratch:
         """The client's network filled with θ̄_i; a tensor with several names (shared weights) was generated once."""
         assert client.model is not None
         module = scratch(client.model).module
         first = {id(parameter): name for name, parameter in module.named_parameters()}
-        given = {**down.arrays["model"], **mine.get("frozen", {})}
+        given = {**down.tensors["model"], **own.get("frozen", {})}
         everything = module.state_dict(keep_vars=True).items()
         model = {name: given[first[id(tensor)]] for name, tensor in everything if id(tensor) in first}
-        return receive(client, model, mine, self.buffers)
+        return receive(client, model, own, self.buffers)
 
 
-def _by_architecture(state: State, clients: Sequence[str]) -> dict[str, tuple[list[str], Tensor]]:
+def _by_architecture(state: ServerState, clients: Sequence[str]) -> dict[str, tuple[list[str], Tensor]]:
     """Architecture -> its clients among these, and their rows among the embeddings."""
     groups: dict[str, list[str]] = {}
     for client in clients:
@@ -187,7 +185,7 @@ def _by_architecture(state: State, clients: Sequence[str]) -> dict[str, tuple[li
     return {key: (ids, torch.tensor([state["rows"][i] for i in ids])) for key, ids in groups.items()}
 
 
-def _blocks(state: State, clients: Sequence[str]) -> Iterator[list[str]]:
+def _blocks(state: ServerState, clients: Sequence[str]) -> Iterator[list[str]]:
     """Clients in their order, in blocks whose networks fit into memory together."""
     network = state["network"]
     sizes = {

@@ -8,10 +8,12 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.algorithms.averaging import start
-from polyfed.buffers import Policy, give_back, ready, receive
-from polyfed.errors import UserError
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import initial_state, scratch
+from polyfed.core.training import LocalTraining, fit
+from polyfed.core.tree import Tree
 from polyfed.hypernetworks.aggregation import (
     Normalise,
     alphas,
@@ -24,12 +26,11 @@ from polyfed.hypernetworks.aggregation import (
     zero_rows,
 )
 from polyfed.models.split import layer_owners
-from polyfed.scratch import scratch
-from polyfed.training import LocalTraining, fit
-from polyfed.tree import Spec, Tree, spec
 
-State = dict[str, Any]  # "models": θ_j of every client; "hypernetworks": v, ψ; "clients" and "layers": their names
-Mine = dict[str, Tree]
+ServerState = dict[
+    str, Any
+]  # "models": θ_j of every client; "hypernetworks": v, ψ; "clients" and "layers": their names
+ClientState = dict[str, Tree]
 Granularity = Literal["module", "block", "tensor", "model"]
 _BLOCK = 2**26  # numbers in the personalised models that are made at one time: 256 MB
 
@@ -39,15 +40,15 @@ class LayerAggregation(LocalTraining, ABC):
     """Hyper-parameters of pFedLA and HeurpFedLA.
 
     Args:
-        hn_lr: rate of the hypernetworks' update; None takes N/10 for N clients (ours: chosen on validation examples, see
-            docs/methods.md; the paper leaves it open). It matters as much as `lr`.
+        hn_lr: rate of the hypernetworks' update; None takes N/10 for N clients (polyfed's choice: chosen on
+            validation examples, see docs/methods/pfedla.md; the paper leaves it open). It matters as much as `lr`.
         normalise: "relu", α = ReLU(z)/ΣReLU(z) (public implementations; the paper says that rows sum to 1), or "softmax".
         layer: what gets a weight of its own: each "module" that owns parameters (paper), each top-level "block", each
             "tensor", or the whole "model" (what the paper's Fig. 1 compares with).
         embedding_dim: entries of v_i (100, public implementations; the paper refers to a supplement).
         hidden: width of the hypernetwork's trunk (100, as embedding_dim: public implementations).
-        evaluate_trained: evaluate the network after local training too (ours); each client then keeps it.
-        buffers: "local" (ours) or "recompute"; the weights are of parameters.
+        evaluate_trained: evaluate the network after local training too (polyfed's choice); each client then keeps it.
+        buffers: "local" (polyfed's choice) or "recompute"; the weights are of parameters.
     """
 
     hn_lr: float | None = None
@@ -70,9 +71,9 @@ class LayerAggregation(LocalTraining, ABC):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PFedLA(LayerAggregation, Algorithm[State, Mine]):
+class PFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
     """Layer-wise personalised aggregation. Evaluated model: θ̄_i, what the client would download next (the paper's output);
-    beside it, as `trained_...`, θ_i, the client's network after its last local training.
+    next to it, as `trained_...`, θ_i, the client's network after its last local training.
 
     Every client's weights go over all N clients; one that has not taken part yet counts with the initial weights. The fields
     are those of `LayerAggregation` and `LocalTraining`.
@@ -82,73 +83,67 @@ class PFedLA(LayerAggregation, Algorithm[State, Mine]):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
-    published: ClassVar[frozenset[str]] = frozenset({"model"})
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def init(self, server: ServerContext) -> State:
+    def server_init(self, server: ServerContext) -> ServerState:
         """Models, hypernetworks and embeddings of all clients (line 1)."""
         return begin(server, self)
 
-    def dispatch(self, state: State, who: ClientInfo) -> Message:
-        """θ̄_i = {θ^l1, ..., θ^ln} * HN_i(v_i; ψ_i) (line 5)."""
-        return next(self.dispatch_all(state, [who]))
-
-    def dispatch_all(self, state: State, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
         """The same for many clients by one product of matrices a layer."""
         for who, model in personalised(state, everyone, self):
             yield Message({"model": model}, {"lr": self.lr_at(who.round, who.rounds)})
 
-    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
+    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
         """θ_i of the round's clients are replaced (line 7), v_i and ψ_i updated (line 8)."""
-        return learned(state, {i: reply.arrays["model"] for i, reply in replies.items()}, self)
+        return learned(state, {i: reply.tensors["model"] for i, reply in replies.items()}, self)
 
-    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec]:
-        """A reply holds the model in the form in which it went down."""
-        return {"model": spec(down.arrays["model"])}
-
-    def analysis(self, state: State, who: Sequence[str]) -> Mapping[str, Tensor | Sequence[str] | float]:
+    def analysis(self, state: ServerState, who: Sequence[str]) -> Mapping[str, Tensor | Sequence[str] | float]:
         """α_i of the round's clients after the round."""
         return weights_for_plots(state, who, self)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def client_init(self, client: Client, seed: int) -> Mine:
+    def client_init(self, client: Client, seed: int) -> ClientState:
         """Nothing private before the first round."""
         return {}
 
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ_i: θ̄_i after `local_epochs` (lines 10 to 14). θ_i goes up, from which the server takes Δθ_i = θ_i − θ̄_i: the
         paper sends Δθ_i, which says the same, but adding it to θ̄_i again would round."""
-        own = receive(client, down.arrays["model"], mine, self.buffers)
-        loss = fit(own.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
-        model, after = give_back(own, self.buffers)
+        net = receive(client, down.tensors["model"], own, self.buffers)
+        found = fit(net.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
+        model, after = give_back(net, self.buffers)
         if self.evaluate_trained:
             after["model"] = {name: tensor.clone() for name, tensor in model.items()}
-        return Message({"model": model}, {"num_examples": len(client.train), "train_loss": loss}), after
+        return Message({"model": model}, {"num_examples": len(client.train), "train_loss": found.loss}), after
 
-    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """θ̄_i."""
-        return ready(receive(client, down.arrays["model"], mine, self.buffers), client, mine, self.buffers)
+        return ready(receive(client, down.tensors["model"], own, self.buffers), client, own, self.buffers)
 
-    def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
+    def other_models(
+        self, down: Message, own: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
         """θ_i, for a client that has taken part."""
-        if self.evaluate_trained and "model" in mine:
-            own = receive(client, mine["model"], mine, self.buffers)
-            yield "trained", ready(own, client, mine, self.buffers)
+        if self.evaluate_trained and "model" in own:
+            net = receive(client, own["model"], own, self.buffers)
+            yield "trained", ready(net, client, own, self.buffers)
 
 
 # -- the server half, which HeurpFedLA shares: k layers of each client are retained, none in pFedLA ---------------------
 
 
-def begin(server: ServerContext, options: LayerAggregation, k: int = 0) -> State:
+def begin(server: ServerContext, options: LayerAggregation, k: int = 0) -> ServerState:
     """The state before round 1.
 
     Raises:
         UserError: there are fewer than `k` layers.
     """
     assert server.model is not None  # `requires` names "one_architecture"
-    model = start(server, "local")["model"]
+    assert server.model is not None  # `requires` names "one_architecture"
+    model = travelling(initial_state(server.model, server.seed), scratch(server.model).buffers, "local")
     module = scratch(server.model).module
     same = _shared_names(module)
     layers = layers_of(list(model), layer_owners(module), options.layer, same)
@@ -175,7 +170,7 @@ def _shared_names(module: nn.Module) -> dict[str, str]:
     return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
 
 
-def weights(state: State, clients: Sequence[str], options: LayerAggregation) -> tuple[list[int], Tensor]:
+def weights(state: ServerState, clients: Sequence[str], options: LayerAggregation) -> tuple[list[int], Tensor]:
     """The clients' positions among all, and α_i = HN_i(v_i; ψ_i) of each, (clients, layers, N).
 
     Raises:
@@ -195,9 +190,9 @@ def weights(state: State, clients: Sequence[str], options: LayerAggregation) -> 
 def retained(alpha: Tensor, rows: Sequence[int], k: int) -> Tensor:
     """Which layers each client keeps: the k with the largest weight of its own, AT_k (eq. 12), the earlier of equals;
     (clients, layers) of bool."""
-    own = alpha[torch.arange(len(rows)), :, torch.tensor(list(rows))]
-    largest = own.argsort(dim=1, descending=True, stable=True)[:, :k]
-    return torch.zeros(own.shape, dtype=torch.bool).scatter_(1, largest, True)
+    net = alpha[torch.arange(len(rows)), :, torch.tensor(list(rows))]
+    largest = net.argsort(dim=1, descending=True, stable=True)[:, :k]
+    return torch.zeros(net.shape, dtype=torch.bool).scatter_(1, largest, True)
 
 
 def with_retained(alpha: Tensor, rows: Sequence[int], kept: Tensor) -> Tensor:
@@ -207,7 +202,7 @@ def with_retained(alpha: Tensor, rows: Sequence[int], kept: Tensor) -> Tensor:
 
 
 def personalised(
-    state: State, everyone: Sequence[ClientInfo], options: LayerAggregation, k: int = 0
+    state: ServerState, everyone: Sequence[ClientInfo], options: LayerAggregation, k: int = 0
 ) -> Iterator[tuple[ClientInfo, dict[str, Tensor]]]:
     """Each client with θ̄_i (eq. 5 and 6), without its k retained layers."""
     models = [state["models"][client] for client in state["clients"]]
@@ -224,7 +219,7 @@ def personalised(
             yield who, {name: model[name] for name in sent}
 
 
-def learned(state: State, replies: Mapping[str, Tree], options: LayerAggregation, k: int = 0) -> State:
+def learned(state: ServerState, replies: Mapping[str, Tree], options: LayerAggregation, k: int = 0) -> ServerState:
     """The state after a round: the clients' new θ_i, and v_i, ψ_i after eq. 10 and 11.
 
     The state says what was sent, so that Δθ_i = θ_i − θ̄_i needs no other memory of it. All clients' θ_j are those of the
@@ -241,7 +236,7 @@ def learned(state: State, replies: Mapping[str, Tree], options: LayerAggregation
 
 
 def weights_for_plots(
-    state: State, who: Sequence[str], options: LayerAggregation
+    state: ServerState, who: Sequence[str], options: LayerAggregation
 ) -> Mapping[str, Tensor | Sequence[str] | float]:
     """α of these clients with the names of its dimensions, and how many rows had no weight to give."""
     rows, alpha = weights(state, who, options)

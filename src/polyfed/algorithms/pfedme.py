@@ -1,27 +1,27 @@
 """pFedMe: personal models near a global one, by Moreau envelopes (T Dinh, Tran and Nguyen, NeurIPS 2020, algorithm 1)."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.algorithms.averaging import Mine, State, average, reply, same_as_down, start
-from polyfed.buffers import Policy, ready, receive
-from polyfed.errors import UserError
-from polyfed.scratch import scratch
-from polyfed.training import LocalTraining, fit
-from polyfed.tree import Spec, Tree
+from polyfed.algorithms.averaging import Averaging, ClientState, ServerState, reply
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.buffers import Policy, ready, receive
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import scratch
+from polyfed.core.training import fit
+from polyfed.core.tree import Tree
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PFedMe(LocalTraining, Algorithm[State, Mine]):
+class PFedMe(Averaging):
     """min_w mean_i F_i(w), where F_i(w) = min_θ L_i(θ) + λ/2·‖θ − w‖² is the Moreau envelope of client i's loss. One
     architecture. All clients train in each round; those drawn for it are averaged. Evaluated model: θ_i, the client's last
-    θ̃ (w for a client that never trained); beside it w, as `server_...`.
+    θ̃ (w for a client that never trained); next to it w, as `server_...`.
 
     Args:
         k: K, gradient steps towards each θ̃ (5, paper).
@@ -32,7 +32,7 @@ class PFedMe(LocalTraining, Algorithm[State, Mine]):
             below 2/λ, or the steps lead away from w whatever the data.
         weighted: the mean by the number of training examples, as the authors' code has it; False counts every client the
             same (paper).
-        buffers: "local" (ours), as for every personalised method. All passes are made at θ̃, so BatchNorm's
+        buffers: "local" (polyfed's choice), as for every personalised method. All passes are made at θ̃, so BatchNorm's
             statistics are those of θ̃.
 
     The other fields are those of `LocalTraining`. `lr` is η; momentum, weight decay and the optimiser belong to the step of
@@ -42,7 +42,6 @@ class PFedMe(LocalTraining, Algorithm[State, Mine]):
     5
     """
 
-    requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
     everyone_trains: ClassVar[bool] = True
     k: int = 5
     lam: float = 15.0
@@ -65,41 +64,33 @@ class PFedMe(LocalTraining, Algorithm[State, Mine]):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def init(self, server: ServerContext) -> State:
+    def server_init(self, server: ServerContext) -> ServerState:
         """The initial w; its buffers, where they travel, apart: the server mixes parameters only."""
         assert server.model is not None  # `requires` names "one_architecture"
-        model, names = start(server, self.buffers)["model"], scratch(server.model).buffers
+        model, names = super().server_init(server)["model"], scratch(server.model).buffers
         return {
             "model": {name: tensor for name, tensor in model.items() if name not in names},
             "buffers": {name: tensor for name, tensor in model.items() if name in names},
         }
 
-    def dispatch(self, state: State, who: ClientInfo) -> Message:
-        """w and the learning rate of the round, the same for everyone."""
+    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+        """w, with its buffers where they travel, and the learning rate of the round."""
         return Message({"model": {**state["model"], **state["buffers"]}}, {"lr": self.lr_at(who.round, who.rounds)})
 
-    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
+    def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
         """w ← (1−β)w + β Σ_i w_i/S over the S clients drawn (algorithm 1, last line)."""
-        mean = average(replies, self.weighted)
+        model = mean["model"]
         return {
-            "model": {name: _mixed(w, mean[name], self.beta) for name, w in state["model"].items()},
-            "buffers": {name: mean[name] for name in state["buffers"]},
+            "model": {name: _mixed(w, model[name], self.beta) for name, w in state["model"].items()},
+            "buffers": {name: model[name] for name in state["buffers"]},
         }
-
-    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec]:
-        """A reply holds the model in the form in which it went down."""
-        return same_as_down(down)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def client_init(self, client: Client, seed: int) -> Mine:
-        """Nothing private before the first round: θ_i is w."""
-        return {}
-
-    def local(self, down: Message, mine: Mine, client: Client, seed: int) -> tuple[Message, Mine]:
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """w_i: w after the round's steps w ← w − ηλ(w − θ̃), one a minibatch; θ_i stays private."""
-        own = receive(client, down.arrays["model"], mine, self.buffers)
-        moved = [parameter for parameter in own.module.parameters() if parameter.requires_grad]
+        net = receive(client, down.tensors["model"], own, self.buffers)
+        moved = [parameter for parameter in net.module.parameters() if parameter.requires_grad]
         # The authors' code starts the K steps at w in a round's first minibatch, and then goes on from the last θ̃: no
         # state from earlier rounds enters, so that θ̃ depends on the w received and the client's data alone.
         theta = [parameter.detach().clone() for parameter in moved]
@@ -122,19 +113,21 @@ class PFedMe(LocalTraining, Algorithm[State, Mine]):
             return loss
 
         lr = down.scalars["lr"]
-        loss = fit(own.module, client.train, self, lr=lr, seed=seed, task=client.task, gradient=envelope)
-        message, kept = reply(own, client, loss, self.buffers)
+        found = fit(net.module, client.train, self, lr=lr, seed=seed, task=client.task, gradient=envelope)
+        message, kept = reply(net, client, found.loss, self.buffers)
         _put(moved, theta)
-        return message, {**kept, "model": _trained(own.module)}
+        return message, {**kept, "model": _trained(net.module)}
 
-    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_i; what is not trained, and buffers that travel, are those of w."""
-        model = {**down.arrays["model"], **mine.get("model", {})}
-        return ready(receive(client, model, mine, self.buffers), client, mine, self.buffers)
+        model = {**down.tensors["model"], **own.get("model", {})}
+        return ready(receive(client, model, own, self.buffers), client, own, self.buffers)
 
-    def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
+    def other_models(
+        self, down: Message, own: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
         """w, on the client's data."""
-        yield "server", ready(receive(client, down.arrays["model"], mine, self.buffers), client, mine, self.buffers)
+        yield "server", ready(receive(client, down.tensors["model"], own, self.buffers), client, own, self.buffers)
 
 
 def _mixed(w: Tensor, mean: Tensor, beta: float) -> Tensor:

@@ -14,20 +14,27 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from polyfed.algorithm import Algorithm, Architecture, Client, ClientInfo, Form, Message, ServerContext
-from polyfed.buffers import Policy, filled, give_back, recompute, travelling
-from polyfed.scratch import Scratch, initial_state, scratch
+from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
+from polyfed.core.algorithm import (
+    Architecture,
+    BringsNetwork,
+    Client,
+    ClientInfo,
+    DataSpec,
+    Message,
+    ServerContext,
+)
+from polyfed.core.buffers import Policy, filled, give_back, recompute, travelling
+from polyfed.core.scratch import Scratch, initial_state, scratch
+from polyfed.core.seeds import derive, local_rng
+from polyfed.core.training import Optimizer, fit
+from polyfed.core.tree import Tree
 from polyfed.search.cells import Join
 from polyfed.search.found import describe, most_probable_network, probabilities, rebuild
 from polyfed.search.network import Context, Network, Per, Plan, Sampled, stacks
 from polyfed.search.operations import NAMES, SMALL, check_names
 from polyfed.search.sampling import gumbel
-from polyfed.seeds import derive, local_rng
-from polyfed.training import LocalTraining, Optimizer, fit
-from polyfed.tree import Spec, Tree, spec, weighted_mean
 
-State = dict[str, Tree]
-Mine = dict[str, Tree]
 Evaluation = Literal["argmax", "sampled"]
 Annealing = Literal["exponential", "linear", "constant"]
 GROUPS = ("base", "personal")
@@ -35,34 +42,36 @@ GROUPS = ("base", "personal")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Searching(LocalTraining, Algorithm[State, Mine], ABC):
+class Searching(Averaging, BringsNetwork, ABC):
     """Hyper-parameters and both halves, but for the local update.
 
     Args:
         channels: C of all feature maps (paper: 16 for MNIST, 32 for CIFAR-10).
         base_cells, personal_cells: cells of the two stacks (3 and 1, authors' code).
-        base_nodes, personal_nodes: nodes of a cell (2, ours; the paper's 32 edges follow from no number that it tells, the
-            authors' code has 4, and 12 edges a cell).
+        base_nodes, personal_nodes: nodes of a cell (2, polyfed's choice; the paper's 32 edges follow from no number
+            that it says, the authors' code has 4, and 12 edges a cell).
         operations: from which an edge of a base cell chooses (all nine, paper).
         personal_operations: from which one of a personal cell does (those without a kernel of 5 or 7, paper).
         join: "sum" of a node's edges (paper) or their "mean" (authors' code).
         stem_stride: 2 halves the images before the first cell, 1 does not (1, authors' code).
-        temperature: τ of eq. 2 in round 1 (1.0, ours; 0.1 throughout in the authors' code).
+        temperature: τ of eq. 2 in round 1 (1.0, polyfed's choice; 0.1 throughout in the authors' code).
         temperature_end: in the last round (0.1, authors' code).
-        annealing: how τ falls over the rounds in between ("exponential", ours): also "linear", or "constant" for
+        annealing: how τ falls over the rounds in between ("exponential", polyfed's choice): also "linear", or "constant" for
             `temperature` throughout.
         finetune_epochs: epochs on the client's training data in which its personal stack and sampler are adapted before
-            evaluation and export; 0 none (1, ours, for FedPNAS, and 0 for FedDSNAS, which has no such phase, paper).
-        finetune_lr: its learning rate; None takes the round's (ours).
-        evaluation: "argmax" evaluates the most probable architecture, "sampled" the mean of `samples` networks (ours; 5
-            samples in the authors' code).
+            evaluation and export; 0 none (1, polyfed's choice, for FedPNAS, and 0 for FedDSNAS, which has no such
+            phase, paper).
+        finetune_lr: its learning rate; None takes the round's (polyfed's choice).
+        evaluation: "argmax" evaluates the most probable architecture, "sampled" the mean of `samples` networks
+            (polyfed's choice; 5 samples in the authors' code).
         samples: networks of "sampled" (5, authors' code).
         weighted: by the number of training examples; False counts every client the same (paper, algorithm 1, line 6).
         batch_size: 48 (authors' code).
         optimizer: "adam" (authors' code).
-        lr: 0.01 (ours; 0.002 in the authors' code, over 10,000 steps).
-        sampler_lr: learning rate of the samplers where that of the weights is `lr` (ours; None takes `lr`).
-        buffers: "recompute" (ours): which operations a client's minibatches visit is random, so that running means of
+        lr: 0.01 (polyfed's choice; 0.002 in the authors' code, over 10,000 steps).
+        sampler_lr: learning rate of the samplers where that of the weights is `lr` (polyfed's choice; None takes `lr`).
+        buffers: "recompute" (polyfed's choice): which operations a client's minibatches visit is random, so that
+            running means of
             BatchNorm are of weights long gone or were never touched; estimated on the client's training data, they
             are those of the network that is evaluated.
 
@@ -70,7 +79,8 @@ class Searching(LocalTraining, Algorithm[State, Mine], ABC):
         UserError: a value outside its range.
     """
 
-    requires: ClassVar[frozenset[str]] = frozenset({"images", "one_form"})
+    requires: ClassVar[frozenset[str]] = frozenset({"images", "one_data_spec"})
+    groups: ClassVar[tuple[str, ...]] = GROUPS
     context: ClassVar[Context] = "free"
     """Whether samplers are context-free or context-aware."""
 
@@ -161,71 +171,54 @@ class Searching(LocalTraining, Algorithm[State, Mine], ABC):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def init(self, server: ServerContext) -> State:
+    def server_init(self, server: ServerContext) -> ServerState:
         """The initial θ = {θ_b, θ_p}, each of weights W and of what the samplers learn, Π."""
-        assert server.form is not None  # `requires` names "one_form"
-        plan = self.plan(server.form.inputs[0], server.form.outputs)
+        assert server.data_spec is not None  # `requires` names "one_data_spec"
+        plan = self.plan(server.data_spec.inputs[0], server.data_spec.outputs)
         return _groups(travelling(initial_state(plan, server.seed), scratch(plan).buffers, self.buffers))
 
-    def dispatch(self, state: State, who: ClientInfo) -> Message:
+    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
         """θ_b, θ_p, and learning rate and temperature of the round, the same for everyone."""
         now = {"lr": self.lr_at(who.round, who.rounds), "temperature": self.temperature_at(who.round, who.rounds)}
         return Message({group: state[group] for group in GROUPS}, now)
 
-    def aggregate(self, state: State, replies: Mapping[str, Message]) -> State:
-        """θ ← (1/M) Σ_k θ^k (algorithm 1, line 6)."""
-        weights = {i: reply.scalars["num_examples"] for i, reply in replies.items()} if self.weighted else None
-        return {
-            group: weighted_mean({i: reply.arrays[group] for i, reply in replies.items()}, weights) for group in GROUPS
-        }
-
-    def reply_spec(self, state: State, down: Message) -> Mapping[str, Spec]:
-        """A reply holds both stacks in the form in which they went down."""
-        return {group: spec(down.arrays[group]) for group in GROUPS}
-
-    def reply_flaw(self, state: State, reply: Message) -> str | None:
-        """A mean by examples needs their number."""
-        return "num_examples is missing" if self.weighted and "num_examples" not in reply.scalars else None
-
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def client_init(self, client: Client, seed: int) -> Mine:
-        """Nothing private before the first round."""
-        return {}
-
-    def receive(self, down: Message, mine: Mine, client: Client) -> Scratch:
+    def receive(self, down: Message, own: ClientState, client: Client) -> Scratch:
         """The scratch supernet with what came down; its form is that of the message's tensors."""
-        base, personal = (down.arrays[group] for group in GROUPS)
+        base, personal = (down.tensors[group] for group in GROUPS)
         plan = self.plan(base["base.stem.weight"].shape[1], len(personal["personal.classifier.bias"]))
-        own = filled(scratch(plan, client.train.x.device), {**base, **personal}, mine, self.buffers)
-        network(own).temperature = down.scalars["temperature"]
-        return own
+        net = filled(scratch(plan, client.train.x.device), {**base, **personal}, own, self.buffers)
+        network(net).temperature = down.scalars["temperature"]
+        return net
 
-    def reply(self, own: Scratch, client: Client, loss: float) -> tuple[Message, Mine]:
+    def reply(self, net: Scratch, client: Client, loss: float) -> tuple[Message, ClientState]:
         """Both stacks after training, and the private state of the policy for buffers."""
-        model, mine = give_back(own, self.buffers)
-        return Message(_groups(model), {"num_examples": len(client.train), "train_loss": loss}), mine
+        model, own = give_back(net, self.buffers)
+        return Message(_groups(model), {"num_examples": len(client.train), "train_loss": loss}), own
 
-    def personal(self, down: Message, mine: Mine, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """The architecture that the client takes from the supernet after adapting its personal stack: the most probable
         one as a plain network, or the mean of sampled ones. With context-aware samplers it is the supernet itself, which
         chooses for each example."""
-        own = self.receive(down, mine, client)
+        net = self.receive(down, own, client)
         if self.finetune_epochs:
             tuning = replace(self, local_epochs=self.finetune_epochs, local_steps=None)
             lr = down.scalars["lr"] if self.finetune_lr is None else self.finetune_lr
-            adapt(network(own), client, tuning, lr=lr, seed=seed)
-        return self.taken(own, mine, client, seed)
+            adapt(network(net), client, tuning, lr=lr, seed=seed)
+        return self.taken(net, own, client, seed)
 
-    def beside(self, down: Message, mine: Mine, client: Client, seed: int) -> Iterator[tuple[str, nn.Module]]:
+    def other_models(
+        self, down: Message, own: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
         """What came down, not adapted."""
         if self.finetune_epochs:
-            yield "server", self.taken(self.receive(down, mine, client), mine, client, seed)
+            yield "server", self.taken(self.receive(down, own, client), own, client, seed)
 
-    def taken(self, own: Scratch, mine: Mine, client: Client, seed: int) -> nn.Module:
+    def taken(self, net: Scratch, own: ClientState, client: Client, seed: int) -> nn.Module:
         """The network that a client takes from its supernet. BatchNorm's statistics are of its training data, unless the
         policy for buffers has others for it."""
-        supernet = network(own).eval()
+        supernet = network(net).eval()
         taken: nn.Module = supernet
         if self.evaluation == "sampled":
             with local_rng(derive(seed, "sampled networks")):
@@ -237,13 +230,13 @@ class Searching(LocalTraining, Algorithm[State, Mine], ABC):
             taken = Sampled(supernet, noise, client.task == "classification").to(client.train.x.device)
         elif self.context == "free":
             taken = most_probable_network(supernet)
-        if self.buffers == "recompute" or (self.buffers == "local" and not mine.get("buffers")):
+        if self.buffers == "recompute" or (self.buffers == "local" and not own.get("buffers")):
             recompute(taken, client.train)
         return taken.eval()
 
-    def brings(self, form: Form) -> Architecture:
+    def network_for(self, data: DataSpec) -> Architecture:
         """The supernet."""
-        return self.plan(form.inputs[0], form.outputs)
+        return self.plan(data.inputs[0], data.outputs)
 
     def build(self, description: Mapping[str, Any]) -> nn.Module:
         """The network of a description, its weights not yet those that were found."""
@@ -256,13 +249,13 @@ class Searching(LocalTraining, Algorithm[State, Mine], ABC):
         return describe(network, supernet.known or probabilities(supernet, client.train))
 
 
-def network(own: Scratch) -> Network:
+def network(net: Scratch) -> Network:
     """The supernet of a scratch module."""
-    assert isinstance(own.module, Network)
-    return own.module
+    assert isinstance(net.module, Network)
+    return net.module
 
 
-def _groups(tree: Tree) -> State:
+def _groups(tree: Tree) -> ServerState:
     return {group: {n: t for n, t in tree.items() if n.startswith(f"{group}.")} for group in GROUPS}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 
 _BLOCK = 256
 """Rows of an RBF kernel that are in memory at one time: of the paper's 5,000 examples, 5 MB for each step of its computation
@@ -111,7 +111,7 @@ class CentredFeatures:
 @final
 @dataclass(frozen=True)
 class CentredKernel:
-    """HMH/‖HMH‖_F of a kernel matrix M, made a few rows at a time: beside M only L numbers are kept.
+    """HMH/‖HMH‖_F of a kernel matrix M, made a few rows at a time: next to M only L numbers are kept.
 
     Attributes:
         kernel: M, shape (L, L), symmetric.
@@ -178,7 +178,7 @@ def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
 
 def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block: int = _BLOCK) -> Tensor:
     """CKA of a representation's RBF kernel with a given kernel matrix, a block of rows at a time, in the backward pass too:
-    what `cka(rbf_kernel(a), target)` is, in the memory of `block` × L numbers beside the target. A scalar from 0 to 1.
+    what `cka(rbf_kernel(a), target)` is, in the memory of `block` × L numbers next to the target. A scalar from 0 to 1.
 
     Args:
         a: representation, shape (L, d), L ≥ 2.

@@ -4,9 +4,9 @@ clients (FedHeNN, section 3.3)."""
 import torch
 from torch import Tensor
 
-from polyfed.data.examples import Examples
-from polyfed.errors import UserError
-from polyfed.seeds import derive, torch_generator
+from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples
+from polyfed.core.seeds import derive, torch_generator
 
 
 def rad_rows(seed: int, round_number: int, pool: int, size: int) -> Tensor:

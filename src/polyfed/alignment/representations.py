@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from polyfed.data.examples import Examples, split_rows
-from polyfed.layout import arrange
+from polyfed.core.examples import Examples, split_rows
+from polyfed.core.layout import arrange
+from polyfed.core.seeds import torch_generator
 from polyfed.models.split import representation, representation_module
-from polyfed.seeds import torch_generator
 
 _BATCH = 256
 

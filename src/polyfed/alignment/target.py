@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyfed.alignment.cka import CentredFeatures, CentredKernel, linear_cka, rbf_blocks, rbf_cka, spread
-from polyfed.seeds import torch_generator
+from polyfed.core.seeds import torch_generator
 
 _EXACT_WIDTH = 1024
 """Up to this width a representation is reduced by the eigenvectors of ÃᵀÃ, beyond it by a randomised search."""
@@ -71,6 +71,22 @@ def mean_features(parts: Sequence[Tensor], weights: Sequence[float], normalise: 
         size = spread(a - a.mean(0), a) if normalise else torch.ones(())
         scaled.append(a * (weight**0.5 / float(size) if float(size) > 0 else 0.0))
     return torch.cat(scaled, dim=1)
+
+
+def joint(features: Tensor) -> Tensor:
+    """The triangular factor of FFᵀ: G of shape (L, min(L, D)) with GGᵀ = FFᵀ, for F of shape (L, D).
+
+    G is F after a rotation of all its columns together. It follows from FFᵀ alone, up to signs, so that it says no more than
+    that: whose column was whose, which F shows, is gone. By a QR decomposition of Fᵀ in float64, in O(L·D·min(L, D)).
+
+    >>> f = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]])
+    >>> g = joint(f)
+    >>> g.shape, torch.allclose(g @ g.T, f @ f.T)
+    (torch.Size([2, 2]), True)
+    """
+    factor: Tensor = torch.linalg.qr(features.T.double(), mode="r").R
+    signs = torch.where(factor.diagonal() < 0, -1.0, 1.0).to(factor)
+    return (factor * signs[:, None]).T.to(features.dtype).contiguous()
 
 
 def mean_rbf_kernel(parts: Sequence[Tensor], weights: Sequence[float], sigma: float = 0.5) -> Tensor:

@@ -1,18 +1,17 @@
 """Data: sources, partitions, splits and shifts, from a published data set or the user's files to clients."""
 
+from polyfed.core.examples import Examples, Normalise, as_examples
 from polyfed.data.augment import PadCropFlip
 from polyfed.data.clients import ClientData, make_clients
-from polyfed.data.examples import Examples, Normalise, as_examples
 from polyfed.data.listed import ListedClasses
 from polyfed.data.partitions import (
     IID,
-    PARTITIONS,
-    ByColumn,
     ClassesPerClient,
     Dirichlet,
     DominantClasses,
+    Natural,
     Partition,
-    Quantity,
+    QuantitySkew,
     Shards,
 )
 from polyfed.data.plot import draw_class_table
@@ -21,14 +20,21 @@ from polyfed.data.shifts import Shift
 from polyfed.data.sources import SOURCES
 from polyfed.data.split import ClientRows, Split, class_counts, fingerprint
 
-# Here and not beside the others, since listed.py builds on partitions.py.
-PARTITIONS["listed_classes"] = ListedClasses
+PARTITIONS: dict[str, type[Partition]] = {
+    "iid": IID,
+    "dirichlet": Dirichlet,
+    "classes_per_client": ClassesPerClient,
+    "dominant_classes": DominantClasses,
+    "shards": Shards,
+    "quantity_skew": QuantitySkew,
+    "natural": Natural,
+    "listed_classes": ListedClasses,
+}
 
 __all__ = [
     "IID",
     "PARTITIONS",
     "SOURCES",
-    "ByColumn",
     "ClassesPerClient",
     "ClientData",
     "ClientRows",
@@ -36,11 +42,12 @@ __all__ = [
     "DominantClasses",
     "Examples",
     "ListedClasses",
+    "Natural",
     "Normalise",
     "PadCropFlip",
     "Partition",
     "Pool",
-    "Quantity",
+    "QuantitySkew",
     "Shards",
     "Shift",
     "Source",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 
 
 @final

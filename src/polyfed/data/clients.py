@@ -8,13 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.data.examples import Examples
+from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples
+from polyfed.core.seeds import derive
 from polyfed.data.partitions import Partition
 from polyfed.data.pool import Pool
 from polyfed.data.shifts import Shift
 from polyfed.data.split import ClientRows, Split, split, stratified
-from polyfed.errors import UserError
-from polyfed.seeds import derive
 
 
 @final
@@ -79,16 +79,16 @@ def make_clients(
         train = replace(train, columns=pool.columns)
     common = _global_test(pool, config.global_test, seed)
     clients = []
-    for i, mine in enumerate(rows):
+    for i, own in enumerate(rows):
         shift = shifts[i % len(shifts)] if shifts else Shift()
         clients.append(
             ClientData(
-                id=mine.id,
-                train=replace(shift.apply(_select(train, mine.train)), augment=augment),
-                test=shift.apply(_select(train, mine.test)),
-                val=shift.apply(_select(train, mine.val)) if len(mine.val) else None,
+                id=own.id,
+                train=replace(shift.apply(_select(train, own.train)), augment=augment),
+                test=shift.apply(_select(train, own.test)),
+                val=shift.apply(_select(train, own.val)) if len(own.val) else None,
                 global_test=None if common is None else shift.apply(common),
-                rows=mine,
+                rows=own,
             )
         )
     return clients, _select(pool.train, public) if len(public) else None

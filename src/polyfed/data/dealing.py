@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 
 Rows = NDArray[np.int64]
 Labels = NDArray[Any]
@@ -58,7 +58,7 @@ def classes_of(labels: Labels, name: str) -> tuple[NDArray[np.int64], NDArray[np
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(
             f"{name} divides examples by their class, but these labels have shape {labels.shape} and type "
-            f"{labels.dtype}, not one whole number per example; use iid, quantity or by_column"
+            f"{labels.dtype}, not one whole number per example; use iid, quantity_skew or natural"
         )
     _, class_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     return sizes, class_of
@@ -83,7 +83,7 @@ def values_of(
     ([[1, 0], [1, 0, 1], [1, 2]], ('9', '10'))
     """
     if column.ndim != 1:
-        raise UserError(f"by_column: column {name!r} has shape {column.shape}, not one value per example")
+        raise UserError(f"natural: column {name!r} has shape {column.shape}, not one value per example")
     if column.dtype.kind == "O":
         column = np.array([_text(value) for value in column.tolist()])
     elif column.dtype.kind == "S":
@@ -93,7 +93,7 @@ def values_of(
     empty = [size for text, value, size in zip(texts, found, sizes, strict=True) if not text.strip() or value != value]
     if empty:
         raise UserError(
-            f"by_column: column {name!r} has no value in {sum(empty)} of {len(column)} rows; fill it in, or drop these rows"
+            f"natural: column {name!r} has no value in {sum(empty)} of {len(column)} rows; fill it in, or drop these rows"
         )
     return texts, first, which, sizes
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 
 Table = Any
 """A `pyarrow.Table`; pyarrow is imported only where it is used."""
@@ -32,7 +32,7 @@ def existing(path: str, advice: str) -> Path:
 
     >>> existing("/no/such/folder", "give --data.path DIR")
     Traceback (most recent call last):
-    polyfed.errors.UserError: '/no/such/folder' does not exist; give --data.path DIR
+    polyfed.core.errors.UserError: '/no/such/folder' does not exist; give --data.path DIR
     """
     found = Path(path).expanduser()
     if not found.exists():
@@ -141,7 +141,7 @@ def array(table: Table, name: str) -> NDArray[Any]:
 
 
 def scalar_columns(table: Table, without: Iterable[str]) -> dict[str, NDArray[Any]]:
-    """The columns of whole numbers and strings but `without`: by these users can be told apart."""
+    """The columns of whole numbers and strings but `without`: by these users can be distinguished."""
     import pyarrow.types as kinds
 
     usable = (kinds.is_integer, kinds.is_string, kinds.is_large_string, kinds.is_boolean)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from polyfed.algorithm import Client
+from polyfed.core.algorithm import Client
+from polyfed.core.seeds import derive
 from polyfed.data.split import stratified
-from polyfed.seeds import derive
 
 SHARE = 0.2
 """Of the training examples that are held out."""

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from polyfed.core.errors import UserError, check_extra
 from polyfed.data.files import SPLITS, Table
-from polyfed.errors import UserError
 
 
 def hub_tables(repo: str, advice: str, revision: str | None = None) -> dict[str, Table]:
@@ -20,8 +20,9 @@ def hub_tables(repo: str, advice: str, revision: str | None = None) -> dict[str,
         revision: branch or pull request; None for the main branch.
 
     Raises:
-        UserError: it is neither in the cache nor within reach.
+        UserError: it is neither in the cache nor within reach, or the extra `hub` is not installed.
     """
+    check_extra("datasets", "hub", f"{repo!r} from the Hugging Face hub", advice)
     import datasets
 
     try:

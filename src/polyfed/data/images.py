@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.data.examples import Normalise
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
+from polyfed.core.examples import Normalise
 
 Mode = Literal["L", "RGB"]
 
@@ -109,8 +109,8 @@ def _stack(pictures: Iterable[NDArray[np.uint8]], num: int) -> Tensor:
 
 
 def _turbo_jpeg() -> Callable[[bytes, str], Any] | None:
-    """The JPEG decoder that kornia brings: same pixels as PIL's, six times as fast on small images."""
+    """The JPEG decoder that kornia (the extra `augment`) brings: same pixels as PIL's, six times as fast on small images."""
     try:
         return getattr(importlib.import_module("kornia_rs.io"), "decode_image_jpegturbo", None)
-    except ImportError:  # older versions of kornia_rs have no such module
+    except ImportError:  # no kornia, or an older one that has no such module
         return None

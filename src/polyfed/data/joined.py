@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.data.examples import Examples
+from polyfed.core.examples import Examples
 
 
 def joined(parts: Sequence[Examples]) -> Examples:

@@ -7,10 +7,10 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from polyfed.core.errors import UserError
+from polyfed.core.seeds import derive, numpy_generator
 from polyfed.data.dealing import Labels, Rows, check_clients, classes_of, deal
 from polyfed.data.partitions import Partition
-from polyfed.errors import UserError
-from polyfed.seeds import derive, numpy_generator
 
 
 @final
@@ -39,18 +39,16 @@ class ListedClasses(Partition):
     def __post_init__(self) -> None:
         if not isinstance(self.classes, list | tuple):
             raise UserError(f"ListedClasses: classes must be one list of classes a client, got {self.classes!r}")
-        for client, mine in enumerate(self.classes):
-            if not isinstance(mine, list | tuple) or not mine or not all(map(_is_class, mine)):
+        for client, own in enumerate(self.classes):
+            if not isinstance(own, list | tuple) or not own or not all(map(_is_class, own)):
                 raise UserError(
                     f"ListedClasses: classes of client {client} must be a list of at least one whole number from 0, got "
-                    f"{mine!r}"
+                    f"{own!r}"
                 )
-            if len(set(mine)) < len(mine):
-                raise UserError(
-                    f"ListedClasses: classes of client {client} names one twice, {list(mine)}; name it once"
-                )
+            if len(set(own)) < len(own):
+                raise UserError(f"ListedClasses: classes of client {client} names one twice, {list(own)}; name it once")
         # Lists, where they come from a file.
-        object.__setattr__(self, "classes", tuple(tuple(mine) for mine in self.classes))
+        object.__setattr__(self, "classes", tuple(tuple(own) for own in self.classes))
 
     def ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
@@ -71,13 +69,13 @@ class ListedClasses(Partition):
             )
         position = {int(label): i for i, label in enumerate(np.unique(labels))}
         has = np.zeros((num_clients, len(sizes)), np.int64)
-        for client, mine in enumerate(self.classes):
-            if missing := [label for label in mine if label not in position]:
+        for client, own in enumerate(self.classes):
+            if missing := [label for label in own if label not in position]:
                 raise UserError(
                     f"listed_classes gives client {client} class {missing[0]}, of which there are no examples; the classes "
                     f"run from {min(position)} to {max(position)}"
                 )
-            has[client, [position[label] for label in mine]] = 1
+            has[client, [position[label] for label in own]] = 1
         users = has.sum(axis=0)
         tight = int(np.argmin(np.where(users > 0, sizes / np.maximum(users, 1), np.inf)))
         if sizes[tight] < users[tight]:

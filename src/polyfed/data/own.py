@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyfed.core.errors import UserError
+from polyfed.core.finite import refuse
 from polyfed.data.files import Table, array, blobs, class_names, column, existing, parquet_tables, scalar_columns
-from polyfed.data.finite import refuse
 from polyfed.data.images import decode_images, image_statistics, read_images
 from polyfed.data.pool import Pool, Source, make_pool, numbered
-from polyfed.errors import UserError
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 

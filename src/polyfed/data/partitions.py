@@ -13,9 +13,9 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
+from polyfed.core.errors import UserError, nearest
+from polyfed.core.seeds import derive, numpy_generator
 from polyfed.data.dealing import Labels, Rows, assign, check_clients, classes_of, deal, group, top_up, values_of
-from polyfed.errors import UserError, nearest
-from polyfed.seeds import derive, numpy_generator
 
 _CLIENTS = 10  # where nothing says how many
 
@@ -32,7 +32,7 @@ class Partition(ABC):
 
         Args:
             labels: classes, shape (num_examples,), integers; or several labels per example, shape (num_examples,
-                num_labels), which only `IID`, `Quantity` and `ByColumn` can divide.
+                num_labels), which only `IID`, `QuantitySkew` and `Natural` can divide.
             num_clients: how many clients; at least 1.
             seed: of every random choice.
             columns: further columns of the data (users, hospitals), each of shape (num_examples,).
@@ -173,7 +173,7 @@ class DominantClasses(Partition):
     Every class dominates for as many clients as any other, give or take one. Rounding to whole examples is downwards
     per class, so that `share` is met up to one example per class.
 
-    Source: pFedLA's non-IID.2 (k = 2; 6 for CIFAR-100). The paper does not state the share; 0.8 is ours.
+    Source: pFedLA's non-IID.2 (k = 2; 6 for CIFAR-100). The paper does not state the share; 0.8 is polyfed's choice.
 
     Args:
         k: classes that dominate at each client.
@@ -257,7 +257,7 @@ class Shards(Partition):
 
 @final
 @dataclass(frozen=True)
-class Quantity(Partition):
+class QuantitySkew(Partition):
     """Size skew: client sizes follow Dir(alpha), each client's examples are a random draw. Works for any labels.
 
     Source: Li et al. 2022 (NIID-Bench), quantity skew.
@@ -266,7 +266,7 @@ class Quantity(Partition):
         alpha: concentration; the smaller, the more unequal.
         min_examples: every client gets at least as many; the draw divides the rest.
 
-    >>> sum(len(rows) for rows in Quantity(alpha=0.5, min_examples=2)(np.zeros(100, int), 4, seed=0))
+    >>> sum(len(rows) for rows in QuantitySkew(alpha=0.5, min_examples=2)(np.zeros(100, int), 4, seed=0))
     100
     """
 
@@ -274,8 +274,8 @@ class Quantity(Partition):
     min_examples: int = 10
 
     def __post_init__(self) -> None:
-        _check_positive("Quantity", "alpha", self.alpha)
-        _check_count("Quantity", "min_examples", self.min_examples)
+        _check_positive("QuantitySkew", "alpha", self.alpha)
+        _check_count("QuantitySkew", "min_examples", self.min_examples)
 
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
@@ -295,7 +295,7 @@ class Quantity(Partition):
 
 @final
 @dataclass(frozen=True)
-class ByColumn(Partition):
+class Natural(Partition):
     """Natural users: every client is one value of `column` (a Twitter user, a patient, a hospital), which is also its id.
 
     Works for any labels. All values become clients, in ascending order; so networks and shifts given as a list are dealt
@@ -308,9 +308,9 @@ class ByColumn(Partition):
             those that come first in the data ("first"), or a draw ("random").
 
     >>> sites = {"site": np.array(["south", "north", "north", "west", "north"])}
-    >>> ByColumn("site").ids(None, 0, sites), ByColumn("site")(np.zeros(5, int), 3, 0, sites)
+    >>> Natural("site").ids(None, 0, sites), Natural("site")(np.zeros(5, int), 3, 0, sites)
     (('north', 'south', 'west'), [array([1, 2, 4]), array([0]), array([3])])
-    >>> ByColumn("site", order="first").ids(2, 0, sites)
+    >>> Natural("site", order="first").ids(2, 0, sites)
     ('south', 'north')
     """
 
@@ -319,7 +319,7 @@ class ByColumn(Partition):
 
     def __post_init__(self) -> None:
         if self.order not in _ORDERS:
-            raise UserError(f"ByColumn: order {self.order!r} is unknown; {nearest(str(self.order), _ORDERS)}")
+            raise UserError(f"Natural: order {self.order!r} is unknown; {nearest(str(self.order), _ORDERS)}")
 
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
@@ -343,23 +343,23 @@ class ByColumn(Partition):
     ) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
         """The values, the position of each row's value, and the positions of those that become clients."""
         if not columns:
-            raise UserError(f"by_column: the data has no columns, so not {self.column!r} either; use another partition")
+            raise UserError(f"natural: the data has no columns, so not {self.column!r} either; use another partition")
         if self.column not in columns:
-            raise UserError(f"by_column: the data has no column {self.column!r}; {nearest(self.column, columns)}")
+            raise UserError(f"natural: the data has no column {self.column!r}; {nearest(self.column, columns)}")
         texts, first, which, sizes = values_of(columns[self.column], self.column)
         rank = {"all": np.arange(len(texts)), "largest": -sizes, "first": first}
         by = rank[self.order] if self.order in rank else _rng(seed, "by_column").permutation(len(texts))
         number = len(texts) if num_clients is None else num_clients
         if number > len(texts):
             raise UserError(
-                f"by_column: column {self.column!r} has {len(texts)} values, fewer than {number} clients; leave the number "
+                f"natural: column {self.column!r} has {len(texts)} values, fewer than {number} clients; leave the number "
                 "of clients out (--data.clients null) for one a value"
             )
         if self.order == "all" and number < len(texts):
             out = [repr(texts[i]) for i in np.lexsort((first, -sizes))[number:]]
             more = f" and {len(out) - 5} more" if len(out) > 5 else ""
             raise UserError(
-                f"by_column: column {self.column!r} has {len(texts)} values, so that {number} clients would leave out "
+                f"natural: column {self.column!r} has {len(texts)} values, so that {number} clients would leave out "
                 f"{', '.join(out[:5])}{more}; leave the number of clients out (--data.clients null) to have all, or choose "
                 "with --data.partition.order largest, first or random"
             )
@@ -367,16 +367,6 @@ class ByColumn(Partition):
 
 
 _ORDERS = ("all", "largest", "first", "random")
-
-PARTITIONS: dict[str, type[Partition]] = {
-    "iid": IID,
-    "dirichlet": Dirichlet,
-    "classes_per_client": ClassesPerClient,
-    "dominant_classes": DominantClasses,
-    "shards": Shards,
-    "quantity": Quantity,
-    "by_column": ByColumn,
-}
 
 
 def _rng(seed: int, purpose: str) -> np.random.Generator:

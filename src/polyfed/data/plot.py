@@ -1,5 +1,6 @@
 """The picture of a partition: classes × clients; and how pictures are written."""
 
+import io
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
+from polyfed.core.files import replace_file
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
@@ -25,9 +27,11 @@ def save_figure(figure: Any, path: str | Path) -> None:
     path = picture_path(path)
     # Without a date and with ids that do not change.
     metadata = {"Date": None} if path.suffix == ".svg" else None
+    drawn = io.BytesIO()
     try:
         with rc_context({"svg.hashsalt": "polyfed"}):
-            figure.savefig(path, dpi=120, metadata=metadata)
+            figure.savefig(drawn, format=path.suffix[1:], dpi=120, metadata=metadata)
+        replace_file(path, drawn.getvalue(), private=False)
     except OSError as error:
         raise UserError(f"cannot write the picture {str(path)!r} ({error.strerror})") from error
 
@@ -48,7 +52,7 @@ def draw_class_table(
     class_names: Sequence[str],
     path: str | Path,
     *,
-    newcomers: int = 0,
+    unseen: int = 0,
     clients: Sequence[str] = (),
 ) -> None:
     """Draws how many examples of each class each client has, as a heat map.
@@ -57,7 +61,7 @@ def draw_class_table(
         counts: shape (num_clients, num_classes), as from `class_counts`.
         class_names: one per class.
         path: the picture to write; its ending, .png or .svg, is the format.
-        newcomers: how many of the last clients take no part; a line divides them from the others.
+        unseen: how many of the last clients take no part; a line divides them from the others.
         clients: their names; without them they are numbered.
 
     Raises:
@@ -80,9 +84,9 @@ def draw_class_table(
     axes = figure.add_subplot()
     picture = axes.imshow(counts.T, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
     axes.set_xlabel("client")
-    if newcomers:
-        axes.axvline(number - newcomers - 0.5, color="red", linestyle="--", linewidth=1.5)
-        axes.set_title("newcomers on the right of the line", fontsize=9)
+    if unseen:
+        axes.axvline(number - unseen - 0.5, color="red", linestyle="--", linewidth=1.5)
+        axes.set_title("unseen clients on the right of the line", fontsize=9)
     axes.set_ylabel("class")
     columns = range(0, number, -(-number // 60))
     axes.set_xticks(columns)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.data.examples import Examples
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples
 
 Columns = Mapping[str, NDArray[Any]]
 
@@ -28,7 +28,7 @@ class Pool:
         class_names: one per class, or per label of a multi-label task; their number is `num_classes`.
         task: "classification" (labels int64, shape (num,)) or "multilabel" (labels float of 0 and 1, shape
             (num, num_classes)).
-        columns: further columns of `train` (users, patients), each of shape (num_train,), for `ByColumn`.
+        columns: further columns of `train` (users, patients), each of shape (num_train,), for `Natural`.
         vocabulary: of text, the token of each number in the inputs; empty otherwise.
 
     Raises:

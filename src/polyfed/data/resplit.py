@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from polyfed.algorithm import Client
-from polyfed.data.examples import Examples
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples
+from polyfed.core.seeds import derive
 from polyfed.data.joined import differ, joined, place, rows
 from polyfed.data.split import stratified
-from polyfed.errors import UserError
-from polyfed.seeds import derive
 
 
 def resplit(clients: Sequence[Client], splits: int, seed: int = 0) -> list[tuple[Client, ...]]:
@@ -88,8 +88,8 @@ def _check_disjoint(clients: Sequence[Client]) -> None:
         for name, part in _parts(client).items():
             stored.setdefault(place(part.x), []).append((client.id, name, rows(part).cpu().numpy()))
     for sets in stored.values():
-        found = np.concatenate([mine for *_, mine in sets])
-        set_of = np.repeat(np.arange(len(sets)), [len(mine) for *_, mine in sets])
+        found = np.concatenate([own for *_, own in sets])
+        set_of = np.repeat(np.arange(len(sets)), [len(own) for *_, own in sets])
         order = np.argsort(found, kind="stable")
         twice = np.flatnonzero(np.diff(found[order]) == 0)
         if len(twice):

@@ -8,8 +8,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from polyfed.data.examples import Examples
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError, check_extra
+from polyfed.core.examples import Examples
 
 _CHUNK = 1024
 """Images that are floats at one time."""
@@ -47,7 +47,7 @@ class Shift:
 
         Raises:
             UserError: the inputs are no uint8 images; hue on other than three channels; 90 degrees on images that are
-                not square.
+                not square; hue, or a rotation by no multiple of 90 degrees, without the extra `augment`.
         """
         if self.rotation % 360 == 0 and self.hue == 0:
             return examples
@@ -70,6 +70,7 @@ class Shift:
         return Examples(x, examples.labels, None, examples.transform, examples.augment, columns)
 
     def _turn_hue(self, x: Tensor) -> Tensor:
+        check_extra("kornia", "augment", f"hue={self.hue}", "leave the hue as it is")
         from kornia.enhance import adjust_hue
 
         return adjust_hue(x / 255, self.hue * 2 * math.pi) * 255
@@ -83,6 +84,8 @@ def _rotated(x: Tensor, degrees: float) -> Tensor:
                 f"a rotation by {degrees} degrees needs square images, got {x.shape[3]}×{x.shape[2]} pixels"
             )
         return torch.rot90(x, int(quarters) % 4, (2, 3)).contiguous()
+
+    check_extra("kornia", "augment", f"a rotation by {degrees} degrees", "turn by multiples of 90 degrees")
 
     def rotate(chunk: Tensor) -> Tensor:
         from kornia.geometry.transform import rotate

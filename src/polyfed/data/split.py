@@ -8,10 +8,10 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
+from polyfed.core.errors import UserError
+from polyfed.core.seeds import derive, numpy_generator
 from polyfed.data.dealing import Labels, Rows
 from polyfed.data.partitions import Partition
-from polyfed.errors import UserError
-from polyfed.seeds import derive, numpy_generator
 
 
 @final
@@ -23,7 +23,7 @@ class Split:
     sets are stratified: they follow the client's own distribution of classes, each class within one example.
 
     Args:
-        clients: number of clients; null for as many as the partition knows of (by_column: one a value of the column;
+        clients: number of clients; null for as many as the partition knows of (natural: one a value of the column;
             listed_classes: one a list), else 10.
         examples_per_client: *training* examples of each client, exactly; validation and test examples come on top, in
             proportion. So 20 clients with 1,000 training images and `test_fraction=0.3` take 20 × 1,429 images. None
@@ -35,7 +35,7 @@ class Split:
         global_test: examples of the source's common test set on which every client is evaluated too (the same for
             all); 0 none, −1 all of them.
         public_fraction: share of all examples that is held out before the partition as the public pool, no client's.
-        newcomers: how many of the clients, the last ones, take no part in the federation: they keep their examples and
+        unseen: how many of the clients, the last ones, take no part in the federation: they keep their examples and
             networks until `polyfed warmstart` (FLHA-GHN, section 5.4).
 
     Raises:
@@ -52,15 +52,15 @@ class Split:
     shrink_fraction: float = 0.0
     global_test: int = 0
     public_fraction: float = 0.0
-    newcomers: int = 0
+    unseen: int = 0
 
     def __post_init__(self) -> None:
         if self.clients is not None and self.clients < 1:
             raise UserError(f"clients must be at least 1, got {self.clients}")
-        if self.newcomers < 0:
-            raise UserError(f"newcomers must be at least 0, got {self.newcomers}")
+        if self.unseen < 0:
+            raise UserError(f"unseen must be at least 0, got {self.unseen}")
         if self.clients is not None:
-            _check_newcomers(self.newcomers, self.clients)
+            _check_unseen(self.unseen, self.clients)
         if self.examples_per_client is not None and self.examples_per_client < 1:
             raise UserError(f"examples_per_client must be at least 1 or null, got {self.examples_per_client}")
         for name in ("val_fraction", "test_fraction", "public_fraction"):
@@ -106,11 +106,11 @@ def split(
         config: sizes and fractions.
         partition: who owns what.
         seed: of every random choice.
-        columns: further columns of the data, for `ByColumn`.
+        columns: further columns of the data, for `Natural`.
 
     Raises:
         UserError: the partition is impossible, a client has too few examples for `examples_per_client`, or all clients
-            would be newcomers.
+            would be unseen clients.
 
     >>> from polyfed.data.partitions import IID
     >>> clients, public = split(np.repeat([0, 1], 50), Split(clients=2, public_fraction=0.2), IID(), seed=0)
@@ -122,7 +122,7 @@ def split(
     private = np.setdiff1d(np.arange(num), public, assume_unique=True)
     kept = {name: column[private] for name, column in (columns or {}).items()}
     ids = partition.ids(config.clients, seed, kept)
-    _check_newcomers(config.newcomers, len(ids))
+    _check_unseen(config.unseen, len(ids))
     parts = [private[rows] for rows in partition(labels[private], len(ids), seed, kept)]
     if config.num_examples is not None:
         _check_supply(parts, ids, config, config.num_examples)
@@ -196,8 +196,8 @@ def class_counts(
     parts = ("train", "val", "test") if part == "all" else (part,)
     table = np.zeros((len(rows), num_classes), np.int64)
     for i, client in enumerate(rows):
-        mine = labels[np.concatenate([getattr(client, name) for name in parts])]
-        table[i] = (mine > 0).sum(axis=0) if mine.ndim == 2 else np.bincount(mine, minlength=num_classes)
+        own = labels[np.concatenate([getattr(client, name) for name in parts])]
+        table[i] = (own > 0).sum(axis=0) if own.ndim == 2 else np.bincount(own, minlength=num_classes)
     return table
 
 
@@ -235,11 +235,11 @@ def _hold_out(labels: Labels, rows: Rows, size: int, seed: int) -> tuple[Rows, R
     return np.delete(rows, out), rows[out]
 
 
-def _check_newcomers(newcomers: int, clients: int) -> None:
-    if newcomers >= clients:
+def _check_unseen(unseen: int, clients: int) -> None:
+    if unseen >= clients:
         raise UserError(
-            f"newcomers must be fewer than the {clients} clients, of which they are the last, got {newcomers}; add the "
-            "newcomers to clients"
+            f"unseen must be fewer than the {clients} clients, of which they are the last, got {unseen}; add the "
+            "unseen clients to clients"
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
 _TOKEN = re.compile(r"https?://\S+|www\.\S+|@\w+|\w+(?:['’]\w+)*|[^\w\s]")

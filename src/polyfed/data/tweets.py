@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyfed.core.errors import UserError
 from polyfed.data.files import Table, array, column, existing, parquet_tables, scalar_columns
 from polyfed.data.hub import hub_tables
 from polyfed.data.pool import Pool, Source, make_pool
 from polyfed.data.text import Vocabulary, build_vocabulary, load_vocabulary
-from polyfed.errors import UserError
 
 _ADVICE = (
     "give --data.path with the folder of training.1600000.processed.noemoticon.csv (the published file) or of Parquet "
@@ -25,7 +25,7 @@ _FIELDS = ("sentiment", "id", "date", "query", "user", "text")
 @final
 @dataclass(frozen=True)
 class Sentiment140(Source):
-    """1.6 million tweets with sentiment by emoticon (Go et al. 2009); column "user" for `ByColumn`, where it is given.
+    """1.6 million tweets with sentiment by emoticon (Go et al. 2009); column "user" for `Natural`, where it is given.
 
     Inputs are token numbers, int64, shape (num, length); classes are negative (0) and positive (1). Neutral tweets
     (the published test set has some) are left out.
@@ -34,7 +34,7 @@ class Sentiment140(Source):
         path: the published CSV file or its folder, or a Parquet file or folder with columns text and label (or
             sentiment); None for the Hugging Face hub.
         vocabulary: JSON file of the vocabulary: read if it exists, else built from the training texts and written.
-        vocabulary_size: most frequent tokens that are told apart, with padding and unknown.
+        vocabulary_size: most frequent tokens that are reported apart, with padding and unknown.
         length: tokens of a tweet; longer ones are cut, shorter ones padded. 25 as in LEAF and FedHeNN.
     """
 
@@ -99,7 +99,7 @@ def _csv_tables(path: Path) -> dict[str, Table]:
 
 
 def _read(table: Table) -> tuple[list[str], Tensor, dict[str, NDArray[Any]]]:
-    """Texts, labels 0 and 1, and columns by which users can be told apart, of the tweets that are not neutral."""
+    """Texts, labels 0 and 1, and columns by which users can be distinguished, of the tweets that are not neutral."""
     text, label = column(table, ("text",), "text"), column(table, ("label", "sentiment"), "label")
     values = array(table, label)
     # Published labels are 0 negative, 2 neutral, 4 positive; other copies have 0 and 1.

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyfed.core.errors import UserError
 from polyfed.data.files import Table, array, blobs, column, existing
 from polyfed.data.hub import hub_tables
 from polyfed.data.images import decode_images, image_statistics, read_images
 from polyfed.data.pool import Pool, Source, make_pool
-from polyfed.errors import UserError
 
 FINDINGS = (
     "Atelectasis",

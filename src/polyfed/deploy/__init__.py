@@ -1,5 +1,5 @@
 """A federation between real sites: what the server does (`server`), what a site does (`site`), what a site adds to what it
 sends (`privacy`), what travels between them (`wire`), and a project that runs it (`project`, `trial`).
 
-Nothing here knows what carries the messages; that is `polyfed.engines.flower`.
+Nothing here knows what carries the messages; that is `polyfed.deploy.flower`. `link` starts Flower's server with a password.
 """

@@ -1,30 +1,35 @@
-"""Clipping and Gaussian noise on what a site sends, and what they guarantee.
+"""Clipping and Gaussian noise on what a site sends; `polyfed.deploy.budget` says what they guarantee.
 
 What a site sends is its change of what it received: U = reply − received, over all tensors together (a group that did not
 come down counts as a change from zero). It sends received + U·min(1, C/‖U‖) + N(0, (zC)²) instead. (McMahan et al. 2018,
 "Learning Differentially Private Recurrent Language Models", with the noise added at the site, so that the server need not
-be trusted.) Exchanging the whole data set of a site moves the clipped U by at most 2C, so that each message is a Gaussian
-mechanism of noise multiplier z/2, and messages compose by Rényi differential privacy (dp-accounting).
+be trusted.)
 
-The noise is drawn from a stream with a key of 128 bits from the operating system. Of a seed for torch's own generator 32
-bits count, which a server could try one by one.
+The noise comes from ChaCha20, keyed with 256 bits of the operating system for each message. Of a seed for torch's own
+generator 32 bits count, which a server could try one by one, and numpy's generators can be predicted from what they gave.
+
+Noise of floating-point numbers is not that of the proof. Which doubles a sum can take depends on its terms, so that the last
+bits of what is sent could give the change away (Mironov 2012, for Laplace noise). So the sum of change and noise is rounded
+to a grid of about 2⁻²⁴ standard deviations, a power of two. Each point of the grid stands for very many values of the noise.
+The guarantee then holds up to a small, unproven difference; an exact one needs noise that is drawn from whole numbers
+(Canonne, Kamath and Steinke 2020).
 """
 
-import json
 import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.algorithm import Message
-from polyfed.errors import UserError
-from polyfed.runs.directory import replace_file
+from polyfed.core.algorithm import Message
+from polyfed.core.errors import UserError, check_extra
+
+_GRID_BITS = 24  # as float32 has: what travels as float32 loses nothing
+_CHUNK = 2**20  # numbers that are drawn together
 
 
 @final
@@ -36,7 +41,8 @@ class Protection:
         clip_norm: C, the largest Euclidean norm of the change that is sent; None does not clip.
         noise_multiplier: z, standard deviation of the noise in each number, in units of C; 0 adds none.
         delta: δ of the guarantee that is told.
-        max_epsilon: nothing more is sent that would cost more than this ε in all; None sets no end.
+        max_epsilon: nothing more is sent that would cost more than this ε in all, since the owner named the data set
+            (`Site.data_set`); None sets no end.
 
     Raises:
         UserError: a value outside its range, or noise without clipping, which guarantees nothing.
@@ -56,6 +62,10 @@ class Protection:
             raise UserError(f"delta must be between 0 and 1, got {self.delta!r}")
         if self.noise_multiplier and self.clip_norm is None:
             raise UserError("noise-multiplier needs clip-norm, without which noise guarantees nothing")
+        if not math.isfinite((self.clip_norm or 1.0) * self.noise_multiplier):
+            raise UserError(
+                f"clip-norm * noise-multiplier must be finite, got {self.clip_norm!r} * {self.noise_multiplier!r}"
+            )
         if self.max_epsilon is not None and not (self.noise_multiplier and 0 < self.max_epsilon < float("inf")):
             raise UserError(f"max-epsilon must be positive, and needs noise-multiplier, got {self.max_epsilon!r}")
 
@@ -68,14 +78,14 @@ def protect(up: Message, down: Message, protection: Protection) -> Message:
             down, or complex ones, which noise does not cover.
 
     >>> down, up = Message({"model": {"w": torch.zeros(2)}}), Message({"model": {"w": torch.tensor([3.0, 4.0])}})
-    >>> protect(up, down, Protection(clip_norm=1.0)).arrays["model"]["w"]
+    >>> protect(up, down, Protection(clip_norm=1.0)).tensors["model"]["w"]
     tensor([0.6000, 0.8000])
     """
     if protection.clip_norm is None:
         return up
-    received = {(g, n): t for g, tree in down.arrays.items() for n, t in tree.items()}
+    received = {(g, n): t for g, tree in down.tensors.items() for n, t in tree.items()}
     changes: dict[tuple[str, str], Tensor] = {}
-    for group, tree in up.arrays.items():
+    for group, tree in up.tensors.items():
         for name, tensor in tree.items():
             if tensor.is_complex() and protection.noise_multiplier:
                 raise UserError(f"group {group!r}: tensor {name!r} is complex, which noise does not cover here")
@@ -91,9 +101,9 @@ def protect(up: Message, down: Message, protection: Protection) -> Message:
         raise UserError("the change is not finite, so that it cannot be clipped, and nothing is sent")
     share = min(1.0, protection.clip_norm / norm) if norm else 1.0
     deviation = protection.noise_multiplier * protection.clip_norm
-    generator = np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
+    draw = Noise() if deviation else None
     arrays: dict[str, Mapping[str, Tensor]] = {}
-    for group, tree in up.arrays.items():
+    for group, tree in up.tensors.items():
         sent = dict(tree)
         for name, tensor in tree.items():
             if (
@@ -103,8 +113,10 @@ def protect(up: Message, down: Message, protection: Protection) -> Message:
                 sent[name] = received[group, name] if protection.noise_multiplier else tensor
                 continue
             change = changes[group, name] * share
-            if deviation:
-                change += deviation * torch.from_numpy(np.asarray(generator.standard_normal(tuple(change.shape))))
+            if draw is not None:
+                grid = 2.0 ** (math.floor(math.log2(deviation)) - _GRID_BITS)
+                noise = torch.from_numpy(draw.normal(change.numel())).reshape(change.shape)
+                change = ((change + deviation * noise) / grid).round() * grid
             sent[name] = (_before(received.get((group, name)), tensor).double() + change).to(tensor.dtype)
         arrays[group] = sent
     return Message(arrays, up.scalars)
@@ -115,44 +127,41 @@ def _before(received: Tensor | None, tensor: Tensor) -> Tensor:
     return received if received is not None and alike else torch.zeros_like(tensor)
 
 
-def epsilon(messages: Mapping[float, int], delta: float) -> float:
-    """ε of (ε, δ)-differential privacy of all that a site has sent, with respect to the exchange of its whole data set.
+@final
+class Noise:
+    """Standard normal numbers from a cryptographic stream.
 
     Args:
-        messages: noise multiplier z of `Protection` -> how many replies with tensors were sent with it.
-        delta: δ.
+        key: 32 bytes; None is the operating system's. A key must not serve twice.
 
-    >>> epsilon({2.0: 1}, 1e-5) < epsilon({2.0: 1, 4.0: 3}, 1e-5) < epsilon({2.0: 4}, 1e-5)
-    True
+    >>> len(Noise().normal(5)), bool(np.array_equal(Noise().normal(5), Noise().normal(5)))
+    (5, False)
     """
-    from dp_accounting import GaussianDpEvent  # an extra, and takes a second
-    from dp_accounting.rdp import RdpAccountant
 
-    accountant = RdpAccountant()
-    for multiplier, number in sorted(messages.items()):
-        accountant.compose(GaussianDpEvent(multiplier / 2), number)
-    return float(accountant.get_epsilon(delta)) if messages else 0.0
+    def __init__(self, key: bytes | None = None) -> None:
+        check_extra("cryptography", "flower", "noise at a site")
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
+        # The nonce may be constant, since each stream has a key of its own.
+        cipher = Cipher(algorithms.ChaCha20(secrets.token_bytes(32) if key is None else key, bytes(16)), mode=None)
+        self._stream = cipher.encryptor()
 
-def spend(book: Path, data: str, protection: Protection) -> float:
-    """Enters one message into a site's book, which is the same for all runs and methods, since the server names the runs;
-    returns the ε that all messages of these data have cost. The caller sees to it that nobody else writes.
+    def words(self, number: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """The next words of the stream, uniform over 64 bits."""
+        return np.frombuffer(self._stream.update(bytes(8 * number)), dtype="<u8").astype(np.uint64)
 
-    Args:
-        book: a JSON file, made with the first message.
-        data: the fingerprint of the data that the message is of.
-        protection: with noise.
-
-    Raises:
-        UserError: the message would cost more than `max_epsilon`; it is not entered.
-    """
-    pages = json.loads(book.read_text()) if book.exists() else {}
-    page = dict(pages.get(data, {}))
-    page[str(protection.noise_multiplier)] = page.get(str(protection.noise_multiplier), 0) + 1
-    spent = epsilon({float(multiplier): number for multiplier, number in page.items()}, protection.delta)
-    if protection.max_epsilon is not None and spent > protection.max_epsilon:
-        raise UserError(
-            f"epsilon would be {spent:.3g}, above max-epsilon = {protection.max_epsilon:g}; nothing more is sent"
-        )
-    replace_file(book, json.dumps({**pages, data: page}).encode())
-    return spent
+    def normal(self, number: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Independent draws of N(0, 1), by Box and Muller's transform, which needs no rejection: the time that it takes says
+        nothing of the values. Uniform numbers have 64 bits, so that the largest draw is 9.5, beyond which 2e-21 of the
+        probability lies."""
+        pairs = -(-number // 2)
+        found = np.empty(2 * pairs)
+        for start in range(0, pairs, _CHUNK):
+            size = min(_CHUNK, pairs - start)
+            words = self.words(2 * size)
+            uniform = (words[:size].astype(np.float64) + 0.5) * 2.0**-64
+            radius = np.sqrt(np.maximum(-2 * np.log(uniform), 0.0))
+            angle = (2 * math.pi * 2.0**-53) * (words[size:] >> np.uint64(11)).astype(np.float64)
+            found[2 * start : 2 * (start + size) : 2] = radius * np.cos(angle)
+            found[2 * start + 1 : 2 * (start + size) : 2] = radius * np.sin(angle)
+        return found[:number]

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, final
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _DAYS = 365
@@ -112,7 +112,7 @@ def create(path: str | Path, sites: Sequence[str]) -> Project:
     app = folder / "app" / "federation"
     _write(app / "__init__.py", '"""A federation of polyfed."""\n')
     for side in ("server", "client"):
-        _write(app / f"{side}.py", f"from polyfed.engines.flower import {side}_app\n\napp = {side}_app()\n")
+        _write(app / f"{side}.py", f"from polyfed.deploy.flower import {side}_app\n\napp = {side}_app()\n")
     _catalogue(folder / "server" / "catalogue.yaml")
     certificates = folder / "certificates"
     write_certificates(certificates)
@@ -171,7 +171,7 @@ def write_certificates(folder: Path) -> None:
     leaf = begun("localhost", server).add_extension(local, critical=False)
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
     leaf = leaf.add_extension(issuer, critical=False)
-    folder.mkdir(parents=True, exist_ok=True)
+    closed(folder)
     pem = serialization.Encoding.PEM
     (folder / "ca.crt").write_bytes(root.sign(authority, hashes.SHA384()).public_bytes(pem))
     (folder / "server.pem").write_bytes(leaf.sign(authority, hashes.SHA384()).public_bytes(pem))
@@ -189,6 +189,12 @@ def write_key(path: Path) -> None:
     _secret(path, key.private_bytes(*form))
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     path.with_name(f"{path.name}.pub").write_bytes(public + b"\n")
+
+
+def closed(folder: Path) -> None:
+    """Makes a folder that nobody else can enter, or closes one that is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
 
 
 def _secret(path: Path, content: bytes) -> None:

@@ -14,26 +14,29 @@ from typing import Any, Literal, final, get_args
 
 import yaml
 
-from polyfed.algorithm import Algorithm, Architecture, Form
-from polyfed.algorithm import Task as Kind
 from polyfed.algorithms import get, name_of
-from polyfed.data.examples import as_examples
-from polyfed.deploy.own import function_of
-from polyfed.deploy.wire import CONSENT, PROTOCOL
-from polyfed.engines.work import Engine, Task
-from polyfed.errors import UserError, nearest
-from polyfed.federation import go_back, play, score_of
-from polyfed.metrics import METRICS, is_built_in
-from polyfed.roster import Roster
-from polyfed.rounds import Federation
-from polyfed.runs.checkpoint import Checkpoint
-from polyfed.runs.configuration import described, restored
-from polyfed.runs.directory import RunDirectory, plain, read_config
-from polyfed.runs.progress import Progress
-from polyfed.runs.results import Run, one_thread
-from polyfed.scratch import scratch
-from polyfed.settings import Settings
+from polyfed.core.algorithm import CONSENT, Algorithm, Architecture, DataSpec
+from polyfed.core.algorithm import Task as Kind
+from polyfed.core.code import function_of, trust_code, trusted
+from polyfed.core.errors import UserError, nearest
+from polyfed.core.examples import as_examples
+from polyfed.core.metrics import METRICS, is_built_in
+from polyfed.core.scratch import scratch
+from polyfed.core.threads import one_thread
+from polyfed.deploy.wire import FORM_WORDS, PROTOCOL
+from polyfed.simulation.engines.work import Engine, Task
+from polyfed.simulation.federation import play, score_of
+from polyfed.simulation.resuming import go_back
+from polyfed.simulation.roster import Roster
+from polyfed.simulation.rounds import Federation
+from polyfed.simulation.runs.configuration import described, restored
+from polyfed.simulation.runs.directory import RunDirectory, plain, read_config
+from polyfed.simulation.runs.progress import Progress
+from polyfed.simulation.runs.results import Run
+from polyfed.simulation.settings import Settings
 
+CLAIMS = ("task", "num_examples", "architecture", "form")
+"""What a site says of itself, once for a run."""
 _MOST_OUTPUTS, _MOST_EXAMPLES = 1_000_000, 10**12
 
 
@@ -80,7 +83,8 @@ class Deployment:
 @final
 @dataclass(frozen=True)
 class Server:
-    """A deployment that can begin: what sites are told, and what the server brings itself. See `prepare`."""
+    """A deployment that can begin: what sites are told, what the server brings itself, and, for a run that goes on, what
+    sites said of themselves when it began. See `prepare`."""
 
     deployment: Deployment
     algorithm: Algorithm[Any, Any]
@@ -88,21 +92,20 @@ class Server:
     run: str
     models: Mapping[str, Architecture] = field(default_factory=dict)
     public: Any = None
+    began: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def introduction(self) -> dict[str, Any]:
         """The head of the first letter to a site."""
         needs = self.algorithm.requires
-        told = ["architecture"] if "architectures" in needs else []
-        told += ["form"] if needs & {"one_form", "one_input_form"} else []
         common = next(iter(self.models)) if "one_architecture" in needs else None
-        return {"kind": "introduce", **self._common(), "architecture": common, "told": told}
+        return {"kind": "introduce", **self._common(), "architecture": common}
 
     def order(self, task: Task) -> dict[str, Any]:
         """The head of the letter with a task."""
         span = 2 * self.settings.checkpoint_every + 1  # two checkpoints are kept, and the last round may not have one
         return {
             "kind": "task", **self._common(), "phase": task.phase, "round": task.round, "client": task.client,
-            "seed": task.seed, "run_seed": task.run_seed, "state": None if task.mine is None else task.mine["round"],
+            "seed": task.seed, "run_seed": task.run_seed, "state": None if task.own is None else task.own["round"],
             "keep": max(0, task.round - span), "metrics": list(self.settings.metrics),
         }  # fmt: skip
 
@@ -122,8 +125,10 @@ class Server:
         if len(set(tasks.values())) > 1 or tasks[ids[0]] not in get_args(Kind):
             raise UserError(f"sites of one federation must have one task, got {tasks}")
         for i in ids:
+            if "num_examples" in self.algorithm.scalars_needed and "num_examples" not in told[i]:
+                raise UserError(f"site {i!r} does not tell its number of examples, which {name} needs")
             number = told[i].get("num_examples", 1)
-            if not isinstance(number, int) or not 1 <= number <= _MOST_EXAMPLES:
+            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= _MOST_EXAMPLES:
                 raise UserError(f"site {i!r} tells that it has {str(number)[:40]} examples, which is no count")
         kinds = dict.fromkeys(ids, next(iter(self.models))) if "one_architecture" in needs else {}
         if "architectures" in needs:
@@ -139,17 +144,19 @@ class Server:
             num_examples={i: told[i]["num_examples"] for i in ids if "num_examples" in told[i]},
             architectures=kinds,
             models=self.models,
-            form=_common_form(told, name) if needs & {"one_form", "one_input_form"} else None,
+            data_spec=_common_form(told, name) if needs & FORM_WORDS else None,
         )
         public = None if self.public is None else as_examples(self.public, "public()", labelled=False)
         return Federation({}, self.algorithm, self.settings, public, roster)
 
     @one_thread()
-    def play(self, federation: Federation, engine: Engine, progress: Progress) -> Run:
-        """Plays the run, from the start or from its newest checkpoint."""
+    def play(
+        self, federation: Federation, engine: Engine, progress: Progress, told: Mapping[str, Mapping[str, Any]]
+    ) -> Run:
+        """Plays the run of sites that have `told` what they are, from the start or from its newest checkpoint."""
         out = self.deployment.out
         if not self.deployment.resume:
-            start = Checkpoint(0, self.algorithm.init(federation.context()), {})
+            start = federation.begin()
             directory = RunDirectory.create(out)
             try:
                 directory.write_manifest(
@@ -158,6 +165,7 @@ class Server:
                         "deployment": self.run,
                         "sites": list(federation.roster.ids),
                         "score": score_of(federation),
+                        "told": {i: {n: head[n] for n in CLAIMS if n in head} for i, head in sorted(told.items())},
                     }
                 )
                 directory.write_config({**described(self.algorithm, self.settings), "deployment": self._described()})
@@ -195,7 +203,7 @@ def prepare(config: Mapping[str, Any]) -> Server:
     of_settings = (
         "rounds",
         "seed",
-        "sample",
+        "clients-per-round",
         "evaluate-every",
         "checkpoint-every",
         "on-error",
@@ -218,6 +226,8 @@ def prepare(config: Mapping[str, Any]) -> Server:
     values["out"] = Path(str(values["out"]))
     values["file"] = None if "file" not in values else Path(str(values["file"]))
     deployment = Deployment(**values)
+    if deployment.file is not None:  # the operator's own word; what the directory of a run names is not
+        trust_code(str(deployment.file))
     if deployment.resume:
         return _resumed(deployment)
     if "name" not in method:
@@ -250,7 +260,7 @@ def _resumed(given: Deployment) -> Server:
     settings, algorithm = restored(config, None)
     directory = RunDirectory.open(given.out)
     try:
-        run = str(directory.manifest().get("deployment", ""))
+        manifest = directory.manifest()
     finally:
         directory.close()
     before = dict(config["deployment"])
@@ -261,7 +271,10 @@ def _resumed(given: Deployment) -> Server:
         )
     file = given.file or (Path(before["file"]) if before.get("file") else None)
     times = {name: before[name] for name in ("join_seconds", "round_seconds", "max_megabytes")}
-    return _complete(dataclasses.replace(given, file=file, **times), algorithm, settings, run)
+    server = _complete(
+        dataclasses.replace(given, file=file, **times), algorithm, settings, str(manifest.get("deployment", ""))
+    )
+    return dataclasses.replace(server, began=manifest.get("told", {}))
 
 
 def _complete(deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings, run: str) -> Server:
@@ -289,6 +302,17 @@ def _complete(deployment: Deployment, algorithm: Algorithm[Any, Any], settings: 
     return Server(deployment, algorithm, settings, run, models, public)
 
 
+def changed_claim(first: Mapping[str, Any] | None, head: Mapping[str, Any]) -> str | None:
+    """What a site says of itself otherwise than when the run began, if it does.
+
+    >>> changed_claim({"num_examples": 20}, {"num_examples": 10**12})
+    'its num_examples is 1000000000000, and was 20 when the run began'
+    """
+    known = head if first is None else first
+    wrong = next((name for name in CLAIMS if head.get(name) != known.get(name)), None)
+    return wrong and f"its {wrong} is {head.get(wrong)}, and was {known.get(wrong)} when the run began"
+
+
 def _function(deployment: Deployment, name: Literal["model", "architectures", "public"], why: str) -> Any:
     """A function of the server's Python file."""
     file = deployment.file
@@ -296,10 +320,15 @@ def _function(deployment: Deployment, name: Literal["model", "architectures", "p
         raise UserError(
             f'{why}: name a Python file with a function {name}() in the configuration, file = "/path/server.py"'
         )
+    if not trusted(str(file)):
+        raise UserError(
+            f"{why}: the directory of the run names the Python file {str(file)!r}, whose code would run; if it is yours, "
+            f'name it in the configuration, file = "{file}"'
+        )
     return function_of(file, name, f"{why}, file")
 
 
-def _common_form(told: Mapping[str, Mapping[str, Any]], name: str) -> Form:
+def _common_form(told: Mapping[str, Mapping[str, Any]], name: str) -> DataSpec:
     forms = {i: _form(i, answer.get("form")) for i, answer in sorted(told.items())}
     first = next(iter(forms))
     if other := next((i for i in forms if forms[i].inputs != forms[first].inputs), None):
@@ -307,13 +336,13 @@ def _common_form(told: Mapping[str, Mapping[str, Any]], name: str) -> Form:
             f"{name} needs inputs of one shape, but those of {other!r} are {forms[other].inputs}, those of {first!r} "
             f"{forms[first].inputs}"
         )
-    return Form(forms[first].inputs, max(form.outputs for form in forms.values()))
+    return DataSpec(forms[first].inputs, max(form.outputs for form in forms.values()))
 
 
-def _form(site: str, told: Any) -> Form:
+def _form(site: str, told: Any) -> DataSpec:
     try:
         inputs, outputs = told
-        form = Form(tuple(int(size) for size in inputs), int(outputs))
+        form = DataSpec(tuple(int(size) for size in inputs), int(outputs))
     except (TypeError, ValueError) as error:
         raise UserError(f"site {site!r} does not tell the form of its data, but {told!r}") from error
     if not 1 <= form.outputs <= _MOST_OUTPUTS or not all(size >= 1 for size in form.inputs):

@@ -7,6 +7,8 @@ predictions of the newest evaluated round, and the personal network at the end. 
 
 import json
 import logging
+import math
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -15,23 +17,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final, get_args
 
-from polyfed import checks
-from polyfed.algorithm import MODEL_WORDS, Algorithm, Client, Message
 from polyfed.algorithms import get
-from polyfed.deploy.own import function_of
-from polyfed.deploy.privacy import Protection, protect, spend
-from polyfed.deploy.wire import CONSENT, PROTOCOL, Letter
-from polyfed.engines import choose_device
-from polyfed.engines.inprocess import InProcessEngine
-from polyfed.engines.work import Phase, Task
-from polyfed.errors import UserError, nearest
-from polyfed.metrics import Metric, is_built_in, metrics_of
-from polyfed.runs import parquet
-from polyfed.runs.checkpoint import file_name
-from polyfed.runs.directory import replace_file, write_weights
-from polyfed.runs.results import one_thread
-from polyfed.scratch import scratch
-from polyfed.tree import Nested, decode, encode, not_finite
+from polyfed.core.algorithm import CONSENT, Algorithm, BringsNetwork, Client, Message
+from polyfed.core.code import function_of, trust_code
+from polyfed.core.errors import UserError, nearest
+from polyfed.core.metrics import Metric, is_built_in, metrics_of
+from polyfed.core.scratch import scratch
+from polyfed.core.threads import one_thread
+from polyfed.core.tree import Nested, decode, encode, not_finite
+from polyfed.deploy.budget import spend
+from polyfed.deploy.privacy import Protection, protect
+from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, Letter
+from polyfed.simulation import checks
+from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.engines.machine import choose_device
+from polyfed.simulation.engines.work import Phase, Task
+from polyfed.simulation.runs import parquet
+from polyfed.simulation.runs.directory import replace_file, write_weights
+from polyfed.simulation.runs.paths import file_name
 
 _LOG = logging.getLogger("polyfed.site")
 _RUN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
@@ -53,6 +56,8 @@ class Site:
         methods: names of the methods that may run here; None is all.
         protection: clipping and noise on what goes up.
         device: where it computes.
+        data_set: the owner's name of the data set. What leaves the site is booked under it, in all runs; another name is
+            another budget, for data of other people.
     """
 
     name: str
@@ -63,6 +68,7 @@ class Site:
     methods: frozenset[str] | None = None
     protection: Protection = field(default_factory=Protection)
     device: str = "auto"
+    data_set: str = "data"
 
     def __post_init__(self) -> None:
         if self.protection.noise_multiplier and self.disclose:
@@ -139,19 +145,24 @@ class Site:
         client, folder = self._own(), self._run_folder(head)
         needs = algorithm.requires
         checks.check_suited([client], algorithm)
-        brought = algorithm.brings(checks.form_of(client)) if "one_form" in needs else None
+        brought = None
+        if isinstance(algorithm, BringsNetwork):
+            brought = algorithm.network_for(checks.data_spec_of(client))
         checks.check_models([client], factory=brought)
         architecture = scratch(client.model).architecture if client.model is not None else None
-        if head["architecture"] is not None and needs & MODEL_WORDS and architecture != head["architecture"]:
+        # What is answered follows from the method, whatever the letter asks for: else a server could ask any method's site
+        # whether its architecture is this one or that one.
+        if "one_architecture" in needs and architecture != head["architecture"]:
             raise _RefusalError("its network is not that of the federation, and this method needs one architecture")
         self._marks(folder, client)
         told: dict[str, Any] = {"client": client.id, "task": client.task}
         if "num_examples" in self.disclose | algorithm.scalars_needed:
+            self._entered("num_examples")
             told["num_examples"] = len(client.train)
-        if "architecture" in head["told"]:
+        if "architectures" in needs:
             told["architecture"] = architecture
-        if "form" in head["told"]:
-            form = checks.form_of(client)
+        if needs & FORM_WORDS:
+            form = checks.data_spec_of(client)
             told["form"] = [list(form.inputs), form.outputs]
         return Letter(told)
 
@@ -171,9 +182,9 @@ class Site:
             )
         client = self._own()
         metrics = _metrics(head.get("metrics", []), client.task)
-        marks = self._marks(folder, client)
-        mine = _read_state(folder, head["state"])
-        task = Task(phase, number, self.name, letter.body, mine, int(head["seed"]), int(head["run_seed"]))
+        self._marks(folder, client)
+        own = _read_state(folder, head["state"])
+        task = Task(phase, number, self.name, letter.body, own, int(head["seed"]), int(head["run_seed"]))
         with one_thread():
             engine = InProcessEngine(algorithm, [client], choose_device(self.device), metrics)
             result = next(engine.run([task]))
@@ -199,15 +210,11 @@ class Site:
         body = Message()
         if phase == "local":
             assert result.reply is not None
-            _write_state(folder, number, result.mine, keep=int(head["keep"]))
+            _write_state(folder, number, result.own, keep=int(head["keep"]))
             record |= result.reply.scalars
             body = self._sent(result.reply, letter.body, algorithm)
             record["bytes_up"] = body.nbytes
-            if self.protection.noise_multiplier and body.arrays:
-                # Before it goes: what is sent and not entered would be given away.
-                spent = spend(self.folder / "privacy.json", marks["data_fingerprint"], self.protection)
-                record |= {"epsilon": spent, "delta": self.protection.delta}
-                _LOG.info("(epsilon, delta) spent: (%.3g, %g)", spent, self.protection.delta)
+            record |= self._entered(body.tensors or body.scalars)
         elif phase == "export":
             path = folder / "models" / f"{file_name(self.name)}.safetensors"
             path.parent.mkdir(exist_ok=True)
@@ -217,18 +224,31 @@ class Site:
             path = folder / "predictions" / f"{file_name(self.name)}.parquet"
             parquet.write(path, client, {number: result.predictions})
             record["predictions"] = str(path)
+        if phase == "evaluate":
+            self._entered(answer["metrics"])
         with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         return Letter(answer, body)
+
+    def _entered(self, leaving: object) -> dict[str, float | None]:
+        """Enters a message into the book of the data set, if anything leaves with it, and what all have cost, for the site's
+        own metrics. Before it goes: what is sent and not entered would be given away."""
+        if not leaving:
+            return {}
+        spent, delta = spend(self.folder / "privacy.json", self.data_set, self.protection), self.protection.delta
+        if not self.protection.noise_multiplier:
+            return {}
+        _LOG.info("(epsilon, delta) spent on the data set %r: (%.3g, %g)", self.data_set, spent, delta)
+        return {"epsilon": spent if math.isfinite(spent) else None, "delta": delta}
 
     def _sent(self, reply: Message, down: Message, algorithm: Algorithm[Any, Any]) -> Message:
         """The reply as it may leave the site."""
         allowed = self.disclose | algorithm.scalars_needed
         scalars = {name: value for name, value in reply.scalars.items() if name in allowed}
-        return protect(Message(reply.arrays, scalars), down, self.protection)
+        return protect(Message(reply.tensors, scalars), down, self.protection)
 
-    def _marks(self, folder: Path, client: Client) -> dict[str, str]:
-        """By what a run knows its client again; the first time it is written down.
+    def _marks(self, folder: Path, client: Client) -> None:
+        """Checks that the run knows its client again; the first time what it knows it by is written down.
 
         Raises:
             _RefusalError: it was another.
@@ -239,7 +259,6 @@ class Site:
             replace_file(file, json.dumps(marks).encode())
         elif json.loads(file.read_text()) != marks:
             raise _RefusalError("its data or network are not those with which it began this run; start another run")
-        return marks
 
 
 @final
@@ -249,16 +268,20 @@ class _RefusalError(Exception):
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One message at a time, should a process of an earlier one still be at work."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as file:
-        try:
-            import fcntl
-        except ImportError:  # Windows has no advisory locks
+    """One message at a time, should a process of an earlier one still be at work; files are closed to other users."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    before = os.umask(0o077)  # what is written below is for the site's own eyes, whatever its unit says
+    try:
+        with (folder / ".lock").open("a") as file:
+            try:
+                import fcntl
+            except ImportError:  # Windows has no advisory locks
+                yield
+                return
+            fcntl.flock(file, fcntl.LOCK_EX)
             yield
-            return
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    finally:
+        os.umask(before)
 
 
 def _metrics(names: Any, task: str) -> tuple[Metric, ...]:
@@ -277,11 +300,11 @@ def _metrics(names: Any, task: str) -> tuple[Metric, ...]:
 
 def _broken(message: Message) -> str | None:
     """The first tensor of a message that is not finite."""
-    return next((f"{group}/{name}" for group, tree in message.arrays.items() if (name := not_finite(tree))), None)
+    return next((f"{group}/{name}" for group, tree in message.tensors.items() if (name := not_finite(tree))), None)
 
 
 def _code_in(value: Any) -> str | None:
-    """The first text in the fields of a method that names a factory of a module, as `distillation`'s teacher may.
+    """The first text in the fields of a method that names a factory of a module, as `fedavg_kd`'s teacher may.
 
     >>> _code_in({"teacher": {"name": "os:system"}}), _code_in({"lr": 0.1, "catalogue": "C:/catalogue.yaml"})
     ('os:system', None)
@@ -310,12 +333,12 @@ def _read_state(folder: Path, number: int | None) -> Nested:
         ) from error
 
 
-def _write_state(folder: Path, number: int, mine: Nested, keep: int) -> None:
+def _write_state(folder: Path, number: int, own: Nested, keep: int) -> None:
     """Writes the private state after round `number`; removes what the server cannot come back to, what is older than the
     newest state up to round `keep`. (Rounds after this one are overwritten when they come again.)"""
     target = _state_file(folder, number)
     target.parent.mkdir(exist_ok=True)
-    replace_file(target, encode(mine))
+    replace_file(target, encode(own))
     files = {int(file.stem.removeprefix("round-")): file for file in target.parent.glob("round-*.safetensors")}
     oldest = max((n for n in files if n <= keep), default=0)
     for n, file in files.items():
@@ -325,7 +348,7 @@ def _write_state(folder: Path, number: int, mine: Nested, keep: int) -> None:
 
 _PROTECTION = {word: word.replace("-", "_") for word in ("clip-norm", "noise-multiplier", "delta", "max-epsilon")}
 _KEYS = {
-    "client-id", "site", "state-dir", "disclose", "allow-disclosure", "methods", "device", *_PROTECTION,
+    "client-id", "site", "state-dir", "disclose", "allow-disclosure", "methods", "device", "data-set", *_PROTECTION,
 }  # fmt: skip
 _FLOWERS = {"partition-id", "num-partitions"}
 
@@ -351,6 +374,7 @@ def read_site(config: Mapping[str, Any]) -> Site:
     if not isinstance(allowed, bool):
         raise UserError(f"node-config: allow-disclosure must be true or false, got {allowed!r}")
     methods = _words(config.get("methods", ""))
+    trust_code(str(Path(str(config["site"]))))  # the site's own word
     return Site(
         name=str(config["client-id"]),
         client=function_of(Path(str(config["site"])), "client", "node-config: site"),
@@ -360,6 +384,7 @@ def read_site(config: Mapping[str, Any]) -> Site:
         methods=methods or None,
         protection=protection,
         device=str(config.get("device", "auto")),
+        data_set=str(config.get("data-set", "data")),
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, final
 
-from polyfed.deploy.project import Project, write_key
-from polyfed.errors import RoundError, UserError
-from polyfed.runs.directory import replace_file
+from polyfed.core.errors import RoundError, UserError
+from polyfed.deploy.project import Project, closed, write_key
+from polyfed.simulation.runs.directory import replace_file
 
+_LINK = "polyfed.deploy.link"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _AGAIN_SECONDS = 10.0  # before a SuperNode that ended is started again; the SuperLink refuses it for about a minute
@@ -135,19 +137,23 @@ def trial(
     if _open(port):
         raise UserError(f"port {port} is taken; choose another --port")
     folder, certificates = folder_of(project), project.certificates
-    folder.mkdir(exist_ok=True)
+    for private in (folder, folder / "sites", folder / "homes", certificates):
+        closed(private)
     running = Trial(project, port, tuple(sites))
     with ExitStack() as stack:
         stack.callback(running.stop)
         authority = str(certificates / "ca.crt")
+        token = _token(folder)
+        keys = ["--ssl-certfile", str(certificates / "server.pem"), "--ssl-keyfile", str(certificates / "server.key")]
         link = [
-            program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port), "--ssl-ca-certfile", authority,
-            "--ssl-certfile", str(certificates / "server.pem"), "--ssl-keyfile", str(certificates / "server.key"),
-            "--enable-supernode-auth", "--database", str(folder / "state.db"), "--disable-runtime-dependency-installation",
+            sys.executable, "-m", _LINK, "--control-token-file", str(token), "--host", "127.0.0.1", "--port", str(port),
+            "--ssl-ca-certfile", authority, *keys, "--enable-supernode-auth", "--database", str(folder / "state.db"),
+            "--disable-runtime-dependency-installation",
         ]  # fmt: skip
         running.processes.append(_start("superlink", link, folder, {}))
         _wait(lambda: _open(port), running.processes[0])
         write_connection(folder / "home", f"127.0.0.1:{port}", authority)
+        _login(folder / "home", f"127.0.0.1:{port}", token)
         free = port
         for site in sites:
             key = certificates / f"{site}.key"
@@ -161,7 +167,7 @@ def trial(
                 )
             free = next(number for number in range(free + 1, 65536) if not _open(number))
             state = folder / "sites" / site
-            state.mkdir(parents=True, exist_ok=True)
+            closed(state)
             words = f'client-id="{site}" site="{project.site}" state-dir="{state}" {node_config}'
             link_of_node = ["--superlink", f"127.0.0.1:{through or port}", "--root-certificates", authority]
             node = [
@@ -173,6 +179,23 @@ def trial(
             )
         running.note()
         yield running
+
+
+def _token(folder: Path) -> Path:
+    """The file with the token of the trial's control interface."""
+    file = folder / "control.token"
+    if not file.exists():
+        file.touch(mode=0o600)
+        file.write_text(secrets.token_hex(32) + "\n", encoding="utf-8")
+    return file
+
+
+def _login(home: Path, address: str, token: Path) -> None:
+    """Lets Flower's commands with this FLWR_HOME reach the SuperLink."""
+    command = [sys.executable, "-m", _LINK, "--control-token-file", str(token), "--login", address]
+    done = subprocess.run(command, env=environment(home), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RoundError(f"the token of the SuperLink could not be stored: {' '.join(done.stderr.split())[-300:]}")
 
 
 def program(name: str) -> str:
@@ -189,7 +212,7 @@ def program(name: str) -> str:
 
 def write_connection(home: Path, address: str, authority: str | None) -> None:
     """Flower's own configuration below `home` (FLWR_HOME), with the connection "fed" to a SuperLink."""
-    home.mkdir(parents=True, exist_ok=True)
+    closed(home)
     lines = ["[superlink]", 'default = "fed"', "[superlink.fed]", f"address = {json.dumps(address)}"]
     lines += [f"root-certificates = {json.dumps(authority)}"] if authority else []
     (home / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -212,12 +235,13 @@ def environment(home: Path | None, more: Mapping[str, str] | None = None) -> dic
 
 def _start(name: str, command: Sequence[str], folder: Path, more: Mapping[str, str]) -> Process:
     log, own = folder / f"{name}.log", environment(folder / "homes" / name, more)
-    (folder / "homes" / name).mkdir(parents=True, exist_ok=True)
+    closed(folder / "homes" / name)
     return Process(name, command, log, own, _popen(command, log, own))
 
 
 def _popen(command: Sequence[str], log: Path, own: Mapping[str, str]) -> subprocess.Popen[bytes]:
     output: IO[bytes]
+    log.touch(mode=0o600)
     with log.open("ab") as output:
         # A session of its own: Ctrl-C is for us, who end them in order.
         return subprocess.Popen(
@@ -227,6 +251,7 @@ def _popen(command: Sequence[str], log: Path, own: Mapping[str, str]) -> subproc
             stdin=subprocess.DEVNULL,
             env=dict(own),
             start_new_session=True,
+            umask=0o077,
         )
 
 

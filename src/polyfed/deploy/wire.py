@@ -1,6 +1,7 @@
 """What travels between server and sites: a head of plain values, and a message."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -8,12 +9,23 @@ from typing import Any, final
 import safetensors.torch
 import torch
 
-from polyfed.algorithm import Message
-from polyfed.errors import UserError
-from polyfed.tree import Tree
+from polyfed.core.algorithm import Message
+from polyfed.core.errors import UserError
+from polyfed.core.tree import Tree
 
-CONSENT = frozenset({"weights", "architecture"})  # of `Algorithm.discloses`, what server and sites must both allow
-PROTOCOL = 2  # changes when a site and a server of different versions could misunderstand one another
+PROTOCOL = 3  # changes when a site and a server of different versions could misunderstand one another
+FORM_WORDS = frozenset({"one_data_spec", "one_input_spec"})
+"""Words of `Algorithm.requires` for which sites tell the form of their data."""
+Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
+MOST_SCALARS, MOST_GROUPS, MOST_TENSORS = 1000, 64, 20_000
+HEAD_BYTES, ORDER_BYTES = 64 * 2**10, 2**20  # of the head from a site, and from the server, which has a method's fields
+HEADER_BYTES = 4 * 2**20  # of names, shapes and types in one group
+_TYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}  # fmt: skip
 
 
 @final
@@ -22,14 +34,14 @@ class Letter:
     """One message in either direction: `head` (for JSON) says what it is about, `body` is what the method sends.
 
     Heads from the server have `kind` "introduce" or "task", `protocol`, `run` (an identifier of the run, the same after it
-    was resumed) and `algorithm` (name and fields). To "introduce" they add `architecture`, that of the federation where
-    there is one, and `told`, what the server must know: of "architecture", "form". To "task" they add `phase`, `round`,
-    `client`, `seed`, `run_seed`, `state` (the round after which the client's private state is as the server knows it, None
-    before the first), `keep` (the round to which the server may still go back) and `metrics` (names of those to compute at
-    evaluation; none are the task's own).
+    was resumed) and `algorithm` (name and fields). To "introduce" they add `architecture`, that of the federation where the
+    method needs one. To "task" they add `phase`, `round`, `client`, `seed`, `run_seed`, `state` (the round after which the
+    client's private state is as the server knows it, None before the first), `keep` (the round to which the server may still
+    go back) and `metrics` (names of those to compute at evaluation; none are the task's own).
 
     Heads from a site have `client`, and `refused`, a sentence, if it does nothing. To "introduce" they add `task` and what
-    the server asked for; to "task" `run`, `round`, `phase`, `seconds`, `metrics`, and `failure`, a sentence or None.
+    the method needs the server to know (`num_examples`, `architecture`, `form`). To "task" they add `run`, `round`, `phase`,
+    `seconds`, `metrics`, and `failure`, a sentence or None.
     """
 
     head: Mapping[str, Any]
@@ -50,12 +62,45 @@ def pack_tree(tree: Tree) -> bytes:
     return bytes(safetensors.torch.save(own, metadata={"order": json.dumps(order, separators=(",", ":"))}))
 
 
+def form_of(data: bytes) -> dict[str, Form]:
+    """Names, shapes and types of the group that `pack_tree` wrote; its tensors are not looked at.
+
+    Raises:
+        UserError: `data` is damaged, or something else, or has more or longer names than can be meant.
+
+    >>> form_of(pack_tree({"w": torch.ones(2, 3)}))
+    {'w': ((2, 3), torch.float32)}
+    """
+    length = int.from_bytes(data[:8], "little")
+    if length > HEADER_BYTES:  # before it is read: a thousand bytes of JSON take many times their size
+        raise UserError(f"a group of tensors has a header of {length} bytes; at most {HEADER_BYTES} are read")
+    try:
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
+        if len(header) > MOST_TENSORS:
+            raise ValueError(f"it has {len(header)} tensors; at most {MOST_TENSORS} are read")
+        return {name: _form(entry, len(data) - 8 - length) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"a group of tensors of {len(data)} bytes cannot be read: {error}") from error
+
+
+def _form(entry: Mapping[str, Any], space: int) -> Form:
+    """Shape and type of a tensor, if its bytes are there."""
+    shape, dtype, (start, end) = tuple(entry["shape"]), _TYPES[entry["dtype"]], entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise ValueError("a shape or place is no number")
+    if end > space or end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"a tensor of shape {shape} is not there")
+    return shape, dtype
+
+
 def unpack_tree(data: bytes) -> dict[str, torch.Tensor]:
     """The group that `pack_tree` wrote.
 
     Raises:
-        UserError: `data` is damaged, or something else.
+        UserError: as `form_of`.
     """
+    form_of(data)
     try:
         tensors = safetensors.torch.load(data)
         length = int.from_bytes(data[:8], "little")
@@ -63,9 +108,41 @@ def unpack_tree(data: bytes) -> dict[str, torch.Tensor]:
         names = sorted(tensors)
         if sorted(order) != list(range(len(names))):
             raise ValueError("the order of its tensors does not fit")
-    except (ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
         raise UserError(f"a group of tensors of {len(data)} bytes cannot be read: {error}") from error
     return {names[position]: tensors[names[position]] for position in order}
+
+
+@final
+@dataclass(frozen=True)
+class Packed:
+    """A letter as it came, before anything of it is read: the JSON of its head, numbers, and packed groups.
+
+    Raises:
+        UserError: the head, or the number of numbers or groups, is beyond what can be meant.
+    """
+
+    head: str
+    scalars: Mapping[str, Any]
+    groups: Mapping[str, bytes]
+    most: int = HEAD_BYTES
+
+    def __post_init__(self) -> None:
+        if len(self.head) > self.most:
+            raise UserError(f"the head of a message has {len(self.head)} characters; at most {self.most} are read")
+        if len(self.scalars) > MOST_SCALARS or len(self.groups) > MOST_GROUPS:
+            raise UserError(
+                f"a message has {len(self.scalars)} numbers and {len(self.groups)} groups of tensors; at most "
+                f"{MOST_SCALARS} and {MOST_GROUPS} are read"
+            )
+
+    def forms(self) -> dict[str, dict[str, Form]]:
+        """Names, shapes and types of all groups."""
+        return {group: form_of(data) for group, data in self.groups.items()}
+
+    def body(self) -> Message:
+        """The message, with its tensors."""
+        return Message({group: unpack_tree(data) for group, data in self.groups.items()}, self.scalars)
 
 
 def plain_head(text: str) -> dict[str, Any]:
@@ -79,7 +156,7 @@ def plain_head(text: str) -> dict[str, Any]:
     """
     try:
         head = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"the head of a message is not JSON: {error}") from error
     if not isinstance(head, dict):
         raise UserError(f"the head of a message must be a mapping, got {type(head).__name__}")

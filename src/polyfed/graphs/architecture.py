@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, cast, final, get_args
 
-from polyfed.errors import UserError, nearest
+from polyfed.core.errors import UserError, nearest
 
 Kind = Literal[
     "conv1d", "conv2d", "conv3d", "linear", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"

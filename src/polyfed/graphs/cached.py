@@ -5,13 +5,13 @@ from functools import lru_cache
 
 import torch
 
-from polyfed.algorithm import Architecture, Client
-from polyfed.errors import UserError
+from polyfed.core.algorithm import Architecture, Client
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import scratch
+from polyfed.core.seeds import torch_generator
 from polyfed.graphs.architecture import ArchitectureGraph
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.extract import extract
-from polyfed.scratch import scratch
-from polyfed.seeds import torch_generator
 
 
 def graph_of(client: Client, catalogue: LayerCatalogue | None = None) -> ArchitectureGraph:

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import yaml
 
-from polyfed.errors import UserError, nearest
+from polyfed.core.errors import UserError, nearest
 from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType, Mark
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
+from polyfed.core.seeds import local_rng
 from polyfed.graphs import export, fx
 from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
 from polyfed.graphs.flow import Flow, Program, Root, follow, tensors
-from polyfed.seeds import local_rng
 
 _TRACERS: dict[str, Callable[[Root, Tensor], Program]] = {"torch.fx": fx.trace, "torch.export": export.trace}
 _GENERATED = (torch.float32, torch.float64)  # types of the numbers that can be generated
@@ -244,7 +244,7 @@ def _where(error: BaseException, root: Root) -> str:
 
 
 def _sentence(error: BaseException) -> str:
-    """The error's class, if it is not ours, and the first line of its message, without the full stop."""
+    """The error's class, if it is not polyfed's choice, and the first line of its message, without the full stop."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     first = first if len(first) <= 240 else f"{first[:240]}…"
     kind = "" if isinstance(error, UserError) else type(error).__name__

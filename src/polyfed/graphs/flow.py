@@ -1,7 +1,7 @@
 """Which layer's output reaches which layer: what both tracers' programs become.
 
 A tracer gives a program, a torch.fx graph with the module that holds its tensors. The program runs once on the example,
-and beside each value the nodes are kept from which it comes. Real values rather than names tell a tensor from a size,
+and next to each value the nodes are kept from which it comes. Real values rather than names tell a tensor from a size,
 a parameter from a constant, and, by autograd's version counters, what an operation changed in place.
 """
 
@@ -48,7 +48,7 @@ class Program:
 @final
 @dataclass(frozen=True)
 class Flow:
-    """The nodes from which the output is reached, in the order in which they run, and what else a run tells.
+    """The nodes from which the output is reached, in the order in which they run, and what else a run says.
 
     Attributes:
         nodes, edges: as in `ArchitectureGraph`.

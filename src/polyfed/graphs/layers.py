@@ -118,7 +118,7 @@ def _layer(kind: Kind, own: Mapping[Role, Any], stride: int | Sequence[int], gro
 
 
 def join_of(node: fx.Node) -> Literal["add", "concat"] | None:
-    """Whether the operation puts its operands together, as a sum (or difference) or one beside the other."""
+    """Whether the operation puts its operands together, as a sum (or difference) or one next to the other."""
     return _JOINS.get(operation(node))
 
 

@@ -12,9 +12,9 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from polyfed.seeds import derive, torch_generator
-from polyfed.threads import in_threads
-from polyfed.tree import Tree
+from polyfed.core.seeds import derive, torch_generator
+from polyfed.core.threads import in_threads
+from polyfed.core.tree import Tree
 
 Normalise = Literal["relu", "softmax"]
 Hypernetworks = Mapping[str, Tensor]

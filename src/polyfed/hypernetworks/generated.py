@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from polyfed.algorithm import Architecture
+from polyfed.core.algorithm import Architecture
+from polyfed.core.scratch import Scratch, scratch
+from polyfed.core.tree import Tree
 from polyfed.graphs.architecture import ArchitectureGraph
 from polyfed.hypernetworks.ghn import GHN, Form, GraphTensors, scratch_ghn, tensors_of_graph
-from polyfed.scratch import Scratch, scratch
-from polyfed.tree import Tree
 
 
 @final
 class GeneratedNetwork(nn.Module):
-    """f_c(·; θ_c(𝒜_c; W_G, W_H)) of FLHA-GHN's eq. 5, with what is not generated trained beside the hypernetwork.
+    """f_c(·; θ_c(𝒜_c; W_G, W_H)) of FLHA-GHN's eq. 5, with what is not generated trained next to the hypernetwork.
 
     Parameters that are trained: the hypernetwork's, and those of `model` that require a gradient; its user takes that from
     the generated ones. BatchNorm's statistics are the buffers of `model`, as ever. Inputs and outputs are those of `model`.

@@ -6,8 +6,7 @@ of a head, n sets of weights of one layer type, P numbers of a weight.
 """
 
 import math
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, final
@@ -16,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polyfed.core.seeds import derive, local_rng, torch_generator
+from polyfed.core.tree import Tree
 from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.seeds import derive, local_rng, torch_generator
-from polyfed.tree import Tree
 
 Head = Literal["mlp", "factored"]
 Init = Literal["kaiming", "paper"]
@@ -37,10 +36,11 @@ class Form:
         depth: T, layers of the graph neural network; with 0 the heads see the node's type alone.
         latent: d.
         hidden: H.
-        head: "mlp" (paper) or "factored" (ours), see `Factored`.
+        head: "mlp" (paper) or "factored" (polyfed's choice), see `Factored`.
         rank: of the factored heads.
         normalise: whether the GNN keeps the variance of its input and heads bring their hidden activations z to mean square
-            1 (ours). As PyG and torch initialise, differences between nodes shrink in each layer to 3 % of ‖h‖, and z is
+            1 (polyfed's choice). As PyG and torch initialise, differences between nodes shrink in each layer to 3 %
+            of ‖h‖, and z is
             about 0.05: nearly all of a step then goes into the last layers' biases, the same for all nodes of a type.
     """
 
@@ -85,7 +85,7 @@ def tensors_of_graph(graph: ArchitectureGraph, catalogue: LayerCatalogue, device
 class GHN(nn.Module):
     """GNN G(·; W_G) and heads {H_l(·; W_H^l)}.
 
-    Layer t of the GNN is eq. 2, PyG's `GraphConv` with ReLU: h_v ← σ(A h_v + B Σ_{u→v} h_u + b). Weights are eq. 3,
+    Layer t of the GNN is eq. 2, a `GraphConv` with ReLU: h_v ← σ(A h_v + B Σ_{u→v} h_u + b). Weights are eq. 3,
     θ^v = H_l(h_v^T); those that several nodes share are made of the mean of their h_v^T, so that no order of the nodes
     matters.
 
@@ -94,11 +94,8 @@ class GHN(nn.Module):
 
     def __init__(self, form: Form) -> None:
         super().__init__()
-        graph_conv = _graph_conv()
         columns = len(form.catalogue.features)
-        self.gnn = nn.ModuleList(
-            graph_conv(form.latent if t else columns, form.latent, aggr="add") for t in range(form.depth)
-        )
+        self.gnn = nn.ModuleList(GraphConv(form.latent if t else columns, form.latent) for t in range(form.depth))
         self.heads = nn.ModuleDict({
             kind.key: TypeHead(kind, form.latent if form.depth else columns, form) for kind in form.catalogue.types
         })  # fmt: skip
@@ -124,13 +121,31 @@ class GHN(nn.Module):
         return generated
 
 
-def _graph_conv() -> Callable[..., nn.Module]:
-    """PyG's layer. Its import takes two seconds, which only this method should cost, and uses what torch has deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from torch_geometric.nn.conv import GraphConv
-    layer: Callable[..., nn.Module] = GraphConv
-    return layer
+@final
+class GraphConv(nn.Module):
+    """Eq. 2 before its ReLU: A h_v + B Σ_{u→v} h_u + b (Morris et al. 2019). A is `lin_root`, B and b are `lin_rel`.
+
+    Shapes: h (V, d_in) and edges (2, E), each from row 0 to row 1, to (V, d_out).
+
+    >>> layer = GraphConv(3, 2)
+    >>> layer(torch.eye(3), torch.tensor([[0, 0], [1, 2]])).shape
+    torch.Size([3, 2])
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.lin_rel = nn.Linear(inputs, outputs)
+        self.lin_root = nn.Linear(inputs, outputs, bias=False)
+        # PyG's layer of this name draws its weights twice; with the same draws a seed keeps its hypernetwork.
+        self.lin_rel.reset_parameters()
+        self.lin_root.reset_parameters()
+
+    def forward(self, h: Tensor, edges: Tensor) -> Tensor:
+        """The new entries of every node."""
+        sources, targets = edges
+        incoming = torch.zeros_like(h).index_add(0, targets, h[sources])
+        out: Tensor = self.lin_rel(incoming) + self.lin_root(h)
+        return out
 
 
 @final
@@ -172,7 +187,8 @@ class TypeHead(nn.Module):
 
 @final
 class Factored(nn.Module):
-    """The last layer of a head with fewer numbers (ours): what depends on the node is a product of low rank over output and
+    """The last layer of a head with fewer numbers (polyfed's choice): what depends on the node is a product of low
+    rank over output and
     input channels, W[o, i, κ] = Σ_r rows[o, r]·columns[i, r]·(core[r, κ]·z) + √H·bias[o, i, κ], κ running over the kernel's
     places. The bias, which the published head has too, keeps W at full rank; with normalised z, √H makes it learn as fast as
     that head's H numbers for each weight do together.

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from polyfed.seeds import derive, torch_generator
-from polyfed.tree import Tree
+from polyfed.core.seeds import derive, torch_generator
+from polyfed.core.tree import Tree
 
 
 def create(

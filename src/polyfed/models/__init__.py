@@ -6,9 +6,10 @@ from typing import Any, final
 
 from torch import nn
 
-from polyfed.errors import UserError, nearest
+from polyfed.core.code import named
+from polyfed.core.errors import UserError, nearest
 from polyfed.models.cnn import cnn_582k, cnn_fedhenn, cnn_fedhenn_homo, cnn_fedpnas, cnn_pfedla, cnn_small
-from polyfed.models.factory import call_factory, load_factory
+from polyfed.models.factory import call_factory
 from polyfed.models.flha import flha_arch1, flha_arch2, flha_arch3, flha_chain, flha_small, resnet18, resnet18_hybrid
 from polyfed.models.mlp import mlp
 from polyfed.models.text import lstm
@@ -44,25 +45,26 @@ def build(
 
     Args:
         model: a name in `MODELS`, the user's `module:factory` (found in the current directory too), or a factory
-            itself. A user's factory is given `input_shape` and `num_classes` only if its signature has these names.
+            itself. A user's factory is given `input_shape` and `num_classes` only if its signature has these names. What
+            a text names is imported only if `polyfed.trust_code` allowed it.
         input_shape: shape of one example, without the batch.
         num_classes: number of outputs.
         arguments: of the constructor, by keyword.
 
     Raises:
-        UserError: an unknown name or argument, a module or attribute that is not there, sizes that do not fit the
-            shape, or a factory whose result is no nn.Module.
+        UserError: an unknown name or argument, a module or attribute that is not there, or that nobody allowed, sizes that
+            do not fit the shape, or a factory whose result is no nn.Module.
 
     >>> build("mlp", (1, 8, 8), 10, hidden=(16,)).fc2
     Linear(in_features=16, out_features=10, bias=True)
-    >>> build("torch.nn:Linear", (1, 8, 8), 10, in_features=3, out_features=2)
+    >>> build(nn.Linear, (1, 8, 8), 10, in_features=3, out_features=2)
     Linear(in_features=3, out_features=2, bias=True)
     """
     if not isinstance(model, str):
         label = getattr(model, "__name__", type(model).__name__)
         return call_factory(label, model, tuple(input_shape), num_classes, arguments)
     if ":" in model:
-        return call_factory(model, load_factory(model), tuple(input_shape), num_classes, arguments)
+        return call_factory(model, named(model), tuple(input_shape), num_classes, arguments)
     if model not in MODELS:
         raise UserError(
             f"there is no model {model!r}; {nearest(model, MODELS)}. A network of your own is given as module:factory"

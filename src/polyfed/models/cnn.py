@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 from polyfed.models.plain import Conv, Norm, plain_cnn
 from polyfed.models.shapes import check_image, check_sizes
 
@@ -17,15 +17,15 @@ def cnn_small(
     hidden: int = 64,
     norm: Norm = "none",
 ) -> nn.Sequential:
-    """3×3 convolutions with padding 1, each followed by 2×2 max-pooling, then one hidden layer (ours).
+    """3×3 convolutions with padding 1, each followed by 2×2 max-pooling, then one hidden layer (polyfed's choice).
 
     Made for images as small as scikit-learn's digits: two convolutions take 4×4 pixels and more.
 
     Args:
         input_shape: (channels, height, width).
         num_classes: number of outputs.
-        channels: output channels of each convolution (ours).
-        hidden: width of the hidden layer (ours).
+        channels: output channels of each convolution (polyfed's choice).
+        hidden: width of the hidden layer (polyfed's choice).
         norm: layer after each convolution.
 
     Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
@@ -109,7 +109,7 @@ def cnn_fedhenn(
     """One of FedHeNN's five networks, from (1 convolution, 1 fully connected layer) to (3, 3).
 
     The paper (Makhija et al. 2022, section 4.1) gives the two ends; the steps between add one layer at a time, by turns
-    (ours):
+    (polyfed's choice):
 
     ===== ============ ======================
     level convolutions fully connected layers
@@ -122,8 +122,8 @@ def cnn_fedhenn(
     ===== ============ ======================
 
     Convolutions are 5×5 with 2×2 max-pooling, as in the homogeneous network; the third is 3×3 with padding 1, since a
-    5×5 kernel leaves nothing to pool of CIFAR's 5×5 features (ours). The representation (the input of the last layer)
-    has a different width at each end, as FedHeNN allows.
+    5×5 kernel leaves nothing to pool of CIFAR's 5×5 features (polyfed's choice). The representation (the input of the
+    last layer) has a different width at each end, as FedHeNN allows.
 
     Args:
         input_shape: (channels, height, width); at least 16×16 pixels at levels 3 and 4, 20×20 at level 5, unless
@@ -190,7 +190,7 @@ def cnn_fedpnas(
     3×32×32 with 10 classes.
 
     It is made for 32×32 pixels. Smaller images are padded with zeros on all sides, as the authors pad MNIST; what the
-    last convolution leaves of larger ones is averaged (ours).
+    last convolution leaves of larger ones is averaged (polyfed's choice).
 
     Args:
         input_shape: (channels, height, width), of any size.

@@ -1,62 +1,12 @@
-"""Networks from a user's code: find `module:factory`, call it with the arguments it takes, check what comes back."""
+"""Networks from a user's code: call a factory with the arguments it takes, check what comes back."""
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from polyfed.errors import UserError, nearest
-
-
-def load_factory(path: str) -> Callable[..., Any]:
-    """The function or class that `module:factory` names.
-
-    Modules are looked for where Python looks, then in the current directory, which is put at the end of `sys.path` and
-    stays there, so that worker processes find the same module.
-
-    Raises:
-        UserError: the text is not `module:factory`, the module is not found or cannot be imported, or it has no such
-            callable.
-
-    >>> load_factory("torch.nn:Identity")
-    <class 'torch.nn.modules.linear.Identity'>
-    """
-    module_name, _, attribute = path.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
-        raise UserError(
-            f"{path!r} does not name a model factory; write it as module:factory, for example my_nets:make_net"
-        )
-    here = os.getcwd()
-    if not {here, ""} & set(sys.path):
-        sys.path.append(here)
-    importlib.invalidate_caches()  # the module may have been written a moment ago
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if module_name == missing or module_name.startswith(f"{missing}."):
-            raise UserError(
-                f"model {path!r}: there is no module {missing!r}, neither installed nor in {here}; "
-                f"check the name, or start polyfed in the directory that holds {missing}.py"
-            ) from error
-        raise UserError(f"model {path!r}: importing {module_name!r} failed, it needs the module {missing!r}") from error
-    except (ImportError, SyntaxError) as error:
-        raise UserError(
-            f"model {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}"
-        ) from error
-    origin = getattr(found, "__file__", None) or module_name
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name))]
-            raise UserError(f"model {path!r}: {origin} has no {part!r}; {nearest(part, public)}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UserError(f"model {path!r}: {attribute!r} in {origin} is {type(found).__name__}, not a function or class")
-    return found  # type: ignore[no-any-return]
+from polyfed.core.errors import UserError, nearest
 
 
 def call_factory(

@@ -15,7 +15,7 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from polyfed.errors import UserError, nearest
+from polyfed.core.errors import UserError, nearest
 from polyfed.models.plain import Conv, Norm, norm_layer, plain_cnn
 from polyfed.models.shapes import check_image, check_sizes
 
@@ -28,7 +28,7 @@ class ResidualBlock(nn.Module):
     """He et al.'s (2016) basic block: two 3×3 convolutions and a shortcut, joined by a sum or by concatenation.
 
     The shortcut is the identity, or a 1×1 convolution with norm where the shape changes. With join="concat" the two are
-    concatenated and a 1×1 convolution with norm brings the channels back (ours; FLHA's appendix B says only that
+    concatenated and a 1×1 convolution with norm brings the channels back (polyfed's choice; FLHA's appendix B says only that
     concatenation replaces the sum), so that the layers after the block keep their types.
 
     Shapes: (batch, c_in, h, w) to (batch, c_out, ceil(h / stride), ceil(w / stride)).
@@ -82,8 +82,8 @@ _RESNET18 = (Stage(1, 1, 2, True), Stage(2, 2, 2, True), Stage(4, 2, 2, True), S
 _ARCH1 = (Stage(1, 1, 2, False), Stage(2, 2, 2, False), Stage(4, 2, 2, False), Stage(8, 2, 2, False))
 _ARCH2 = (Stage(1, 1, 2, True), Stage(2, 2, 2, True), Stage(4, 2, 1, False), Stage(8, 2, 1, False))
 _ARCH3 = (Stage(1, 1, 1, False), Stage(2, 2, 1, False), Stage(4, 2, 2, True), Stage(8, 2, 2, True))
-# Which of ResNet-18's eight blocks are joined by concatenation in the three hybrids of appendix B (ours: the second
-# block of two neighbouring stages, whose shortcut is the identity).
+# Which of ResNet-18's eight blocks are joined by concatenation in the three hybrids of appendix B (polyfed's choice: the
+# second block of two neighbouring stages, whose shortcut is the identity).
 _HYBRIDS = {1: (1, 3), 2: (3, 5), 3: (5, 7)}
 
 
@@ -176,8 +176,8 @@ def resnet18_hybrid(
 ) -> nn.Sequential:
     """ResNet-18 in which two blocks concatenate instead of adding: the three hybrids of FLHA's appendix B.
 
-    The paper does not say which blocks; ours are the second ones of stages 1 and 2 (variant 1), 2 and 3 (2), 3 and 4
-    (3).
+    The paper does not say which blocks; polyfed takes the second ones of stages 1 and 2 (variant 1), 2 and 3
+    (2), 3 and 4 (3).
 
     Args:
         input_shape: (channels, height, width), of any size.
@@ -267,8 +267,8 @@ def flha_small(
 ) -> nn.Sequential:
     """FLHA's small CNN of 4 layers (section 5.4, Table 7, Figure 7), for edge devices.
 
-    The paper gives no more than "4 layers"; ours are ResNet-18's stem, its convolutions to widths 2 and 4 with stride
-    2, and the linear layer after averaging over the image.
+    The paper gives no more than "4 layers"; polyfed takes ResNet-18's stem, its convolutions to widths 2 and 4
+    with stride 2, and the linear layer after averaging over the image.
 
     Args:
         input_shape: (channels, height, width), of any size.
@@ -294,7 +294,7 @@ def flha_chain(
 ) -> nn.Sequential:
     """The CNNs of FLHA's GNN ablation (Table 2): all layers 3×3×64×64 except the first and the last.
 
-    The paper has 4, 7, 10 and 13 layers, the linear layer being the last. Where the image is halved is ours: 2×2
+    The paper has 4, 7, 10 and 13 layers, the linear layer being the last. Where the image is halved is polyfed's choice: 2×2
     max-pooling after every third convolution but the last one, then the average over the image; so networks differ in
     depth by whole groups of three.
 

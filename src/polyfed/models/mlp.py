@@ -15,7 +15,7 @@ def mlp(input_shape: tuple[int, ...], num_classes: int, *, hidden: tuple[int, ..
     Args:
         input_shape: shape of one example, without the batch.
         num_classes: number of outputs.
-        hidden: width of each hidden layer (64: ours); () is logistic regression.
+        hidden: width of each hidden layer (64: polyfed's choice); () is logistic regression.
 
     Shapes: (batch, *input_shape) floats to (batch, num_classes) logits.
 

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from polyfed.errors import UserError, nearest
+from polyfed.core.errors import UserError, nearest
 from polyfed.models.shapes import check_image, check_sizes
 
 Norm = Literal["batch", "group", "none"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 
 
 def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1) -> tuple[int, ...]:

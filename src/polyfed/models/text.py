@@ -4,7 +4,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 from polyfed.models.shapes import check_shape, check_sizes
 
 
@@ -56,11 +56,11 @@ def lstm(
     Args:
         input_shape: (length,) of the token sequences, (25,) in the paper; any length works.
         num_classes: number of outputs.
-        vocabulary: number of different tokens, padding included: that of the data (10,000: ours).
-        embedding: width of the learnt embedding (64: ours; the released code has fixed 300-wide GloVe vectors).
-        hidden: width of the LSTM (128: ours).
+        vocabulary: number of different tokens, padding included: that of the data (10,000: polyfed's choice).
+        embedding: width of the learnt embedding (64: polyfed's choice; the released code has fixed 300-wide GloVe vectors).
+        hidden: width of the LSTM (128: polyfed's choice).
         num_layers: of the LSTM (1 or 2: paper).
-        fc: width of the first fully connected layer, which is the representation's (64: ours).
+        fc: width of the first fully connected layer, which is the representation's (64: polyfed's choice).
         padding: the token that fills short texts.
 
     Shapes: (batch, length) int64 or int32 tokens to (batch, num_classes) logits.

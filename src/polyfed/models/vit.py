@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from polyfed.errors import UserError, nearest
+from polyfed.core.errors import UserError, nearest
 from polyfed.models.shapes import check_image, check_sizes
 
 Pool = Literal["mean", "cls"]
@@ -96,7 +96,7 @@ def vit(
     mlp_dim: int = 128,
     pool: Pool = "mean",
 ) -> VisionTransformer:
-    """A vision transformer (Dosovitskiy et al. 2021) that trains on a CPU; all default sizes are ours.
+    """A vision transformer (Dosovitskiy et al. 2021) that trains on a CPU; all default sizes are polyfed's choice.
 
     FedHeNN names transformers among CNNs as future work; this one is for that.
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from polyfed.core.errors import UserError, nearest
+from polyfed.core.typed import MISTAKES
 from polyfed.data.plot import save_figure
-from polyfed.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,7 +120,7 @@ def _content(file: Path) -> dict[str, NDArray[Any]]:
         int(file.stem.removeprefix("round-"))
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             found = {key: arrays[key] for key in _KEYS if key in arrays}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, *MISTAKES, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{file} is damaged ({error}); restore it, or run again") from error
     if missing := [key for key in _KEYS if key not in found]:
         raise UserError(f"{file} has no {missing[0]!r}; it is not of a pfedla or heur_pfedla run")
@@ -155,9 +156,9 @@ def weight_evolution(aggregation: Aggregation, client: str, *, others: Sequence[
     if not rest:
         raise UserError(f"{client!r} is the only client of the run, so that there are no weights for others to draw")
     periods = _periods(aggregation)
-    mine = aggregation.alpha[:, target]  # (R, L, N)
+    own = aggregation.alpha[:, target]  # (R, L, N)
     if others is None:
-        weight = mine[periods[-1]].mean(axis=(0, 1))
+        weight = own[periods[-1]].mean(axis=(0, 1))
         shown = sorted(sorted(rest, key=lambda j: (-weight[j], j))[:_SHOWN])
     else:
         shown = [aggregation.client(name) for name in others]
@@ -172,7 +173,7 @@ def weight_evolution(aggregation: Aggregation, client: str, *, others: Sequence[
     figure.suptitle(f"Weights that {client} gives to the layers of other clients")
 
     maps = above.subplots(1, len(periods), sharey=True, squeeze=False)[0]
-    means = [mine[p][:, :, rest].mean(axis=0) for p in periods]
+    means = [own[p][:, :, rest].mean(axis=0) for p in periods]
     largest = max(float(np.max(means)), 1e-12)
     for axes, rows, mean, name in zip(maps, periods, means, _names_of(periods), strict=True):
         picture = axes.imshow(mean, aspect="auto", cmap="viridis", vmin=0, vmax=largest, interpolation="nearest")
@@ -185,21 +186,21 @@ def weight_evolution(aggregation: Aggregation, client: str, *, others: Sequence[
     panels = below.subplots(lines, columns, sharex=True, squeeze=False).ravel()
     colours = _colours(len(shown))
     unshown = [j for j in rest if j not in shown]
-    top = float(mine[:, :, rest].max()) * 1.05 or 1.0
+    top = float(own[:, :, rest].max()) * 1.05 or 1.0
     for k, name in enumerate(layers):
         axes = panels[k]
         if unshown:
-            low, high = mine[:, k, unshown].min(axis=1), mine[:, k, unshown].max(axis=1)
+            low, high = own[:, k, unshown].min(axis=1), own[:, k, unshown].max(axis=1)
             axes.fill_between(aggregation.rounds, low, high, color=_REST, alpha=0.5, linewidth=0)
             label = f"{len(unshown)} more (mean, range)"
-            axes.plot(aggregation.rounds, mine[:, k, unshown].mean(axis=1), color="grey", linewidth=1, label=label)
+            axes.plot(aggregation.rounds, own[:, k, unshown].mean(axis=1), color="grey", linewidth=1, label=label)
         for j, colour in zip(shown, colours, strict=True):
-            axes.plot(aggregation.rounds, mine[:, k, j], color=colour, linewidth=1.3, label=aggregation.clients[j])
+            axes.plot(aggregation.rounds, own[:, k, j], color=colour, linewidth=1.3, label=aggregation.clients[j])
         axes.set_title(name, fontsize=10)
         axes.set_ylim(0, top)
     axes = panels[len(layers)]
     for k, colour in zip(range(len(layers)), _shades(len(layers)), strict=True):
-        axes.plot(aggregation.rounds, mine[:, k, target], color=colour, linewidth=1.3, label=layers[k])
+        axes.plot(aggregation.rounds, own[:, k, target], color=colour, linewidth=1.3, label=layers[k])
     axes.set_title("its own weight, by layer", fontsize=10)
     axes.set_ylim(0, 1.05)
     if len(layers) <= 12:

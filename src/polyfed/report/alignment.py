@@ -15,15 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from polyfed.algorithm import Architecture, Client
 from polyfed.alignment.representations import representations
 from polyfed.alignment.similarity import pairwise_cka
-from polyfed.data.examples import Examples
-from polyfed.errors import UserError
-from polyfed.runs.checkpoint import file_name
-from polyfed.runs.directory import read_config
-from polyfed.runs.results import Run, one_thread
-from polyfed.scratch import fill, initial_state, new_module
+from polyfed.core.algorithm import Architecture, Client
+from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples
+from polyfed.core.scratch import fill, initial_state, new_module
+from polyfed.core.threads import one_thread
+from polyfed.simulation.runs.directory import read_config
+from polyfed.simulation.runs.paths import file_name
+from polyfed.simulation.runs.results import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,14 +81,14 @@ def read_alignment(
             for its owner's network.
         rows: how many, 2 to 256, evenly spaced if there are more.
         clients: of a run directory, as they were given to `federate`; of a run that a file describes, those of
-            `polyfed.commands.experiment.rebuild`. Their training examples are not used.
+            `polyfed.simulation.experiment.rebuild`. Their training examples are not used.
         module: name of the module whose input is the representation, for all clients or by client's id; None finds the
             last linear layer of each network. Of a FedHeNN run with a `module`, give the same.
 
     Raises:
         UserError: no run, no personal networks, or clients, networks and examples that do not fit one another.
 
-    >>> from polyfed.federation import federate
+    >>> from polyfed.simulation.federation import federate
     >>> from polyfed.testing import small_clients
     >>> found = read_alignment(federate(small_clients(), "local", rounds=1, workers=0))
     >>> found.clients, round(found.mean_before, 6), found.mean_after < 1
@@ -158,9 +159,10 @@ def _of_directory(folder: Path, clients: Sequence[Client] | None) -> tuple[list[
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
     config = read_config(folder)
     if clients is None:
-        # Reports stand below the commands, which alone know how to make clients from a configuration.
+        # The caller says whether data may be read again: a report only reads the run directory.
         source = (
-            "clients, _ = polyfed.commands.experiment.rebuild(polyfed.runs.directory.read_config(folder), folder)"
+            "from polyfed.simulation.experiment import rebuild; from polyfed.simulation.runs.directory import read_config; "
+            "clients, _ = rebuild(read_config(folder), folder)"
             if "data" in config
             else "they were made in Python"
         )

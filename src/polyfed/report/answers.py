@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 
 Kind = Literal["join", "stay", "undecided"]
 NAMES: Mapping[Kind, str] = {"join": "Join", "stay": "Stay alone", "undecided": "Not decided"}

@@ -61,7 +61,7 @@ def _sites(answers: Sequence[Answer]) -> str:
     if not answers:
         return (
             "<h2>Should sites join?</h2><p>Each seed deals other data to the sites, so that there is no answer for a site "
-            "by its name. --same_data deals them once.</p>"
+            "by its name. --same-data deals them once.</p>"
         )
     counted = Counter(one.kind for one in answers)
     told = "; ".join(f"{counted[kind]} {words}" for kind, words in _COUNTED.items() if counted[kind])

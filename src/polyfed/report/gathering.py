@@ -11,19 +11,18 @@ from typing import Any, final
 
 import numpy as np
 
-from polyfed.errors import UserError
+from polyfed.comparison import directory as comparison
+from polyfed.core.errors import UserError
 from polyfed.report.answers import read_answers, read_mean
 from polyfed.report.records import DIGITS, Told, mean, read_run
 from polyfed.report.scale import Scale, scale_of
-from polyfed.runs import comparison
-from polyfed.runs.directory import read_config, read_manifest
+from polyfed.simulation.runs.directory import BASELINES, changes, read_config, read_manifest
 
-BASELINES = "baselines"  # folder of a run directory, as `commands.running` makes it
 _LOCAL = "local"
 # Where it ran, and how often it was looked at, does not change what was asked.
 _ASIDE = {
-    "algorithm", "baselines", "seed", "rounds", "sample", "engine", "workers", "ray_address", "gpus_per_worker", "device",
-    "evaluate_every", "checkpoint_every", "on_error", "min_replies",
+    "algorithm", "baselines", "seed", "rounds", "clients_per_round", "engine", "workers", "ray_address", "gpus_per_worker",
+    "device", "evaluate_every", "checkpoint_every", "on_error", "min_replies",
 }  # fmt: skip
 
 
@@ -194,6 +193,7 @@ def gather(folders: Sequence[Path]) -> tuple[list[Setting], list[str]]:
             raise UserError(
                 f"{folder} has no evaluated round yet; go on with it: polyfed {'compare' if compared else 'resume'} {folder}"
             )
+        notes += [sentence for path in known for sentence in changes(path)]
         notes += [f"{path} has no evaluated round yet and is left out" for path in read if path not in known]
         if compared:
             notes.append(f"The comparison is not finished; go on with it: polyfed compare {folder}")
@@ -244,18 +244,22 @@ def _setting(runs: Sequence[Told]) -> Setting:
 
 
 def _fields(run: Told) -> dict[str, Any]:
-    return {**run.config["algorithm"], "rounds": run.config.get("rounds"), "sample": run.config.get("sample")}
+    return {
+        **run.config["algorithm"],
+        "rounds": run.config.get("rounds"),
+        "clients_per_round": run.config.get("clients_per_round"),
+    }
 
 
 def _label(group: Sequence[Told], groups: Sequence[Sequence[Told]]) -> str:
     name = group[0].method
     alike = [_fields(other[0]) for other in groups if other[0].method == name]
-    mine = _fields(group[0])
+    own = _fields(group[0])
     if len(alike) == 1:
         return name
-    if sum(other == mine for other in alike) > 1:
+    if sum(other == own for other in alike) > 1:
         return f"{name} ({group[0].folder})"
-    return f"{name} ({', '.join(f'{key} {mine[key]}' for key in mine if any(o.get(key) != mine[key] for o in alike))})"
+    return f"{name} ({', '.join(f'{key} {own[key]}' for key in own if any(o.get(key) != own[key] for o in alike))})"
 
 
 def _title(config: Mapping[str, Any]) -> str:
@@ -284,7 +288,7 @@ def _comparing(folder: Path, runs: Sequence[Told]) -> Setting:
 
 def _compared(folder: Path, notes: list[str]) -> Setting:
     """The setting of a finished comparison; of each run that cannot be looked into there is a note."""
-    content = comparison.read(folder).content
+    content = comparison.read(folder).results
     try:
         told = {name: content.get(f"score_{name}") for name in ("label", "unit")}
         scale = scale_of(content["score"], {**told, "higher_is_better": content.get("higher_is_better")})
@@ -293,7 +297,7 @@ def _compared(folder: Path, notes: list[str]) -> Setting:
             for label, method in content["methods"].items()
             if (runs := tuple(_compared_runs(folder, content, scale, method, notes)))
         ]
-        _ = [content[name] for name in ("notes", "verdicts", "left_out", "best", "best_by", "tuning")]
+        _ = [content[name] for name in ("notes", "verdicts", "skipped", "best", "best_by", "tuning")]
         _ = [content[name]["told"] for name in ("budget", "target")]
         _ = [read_answers(content), read_mean(content)]
         lines.sort(key=lambda line: line.label == content["reference"])
@@ -322,6 +326,7 @@ def _compared_runs(
         if path is not None and known:
             try:
                 config = read_config(path)
+                notes += changes(path)
             except UserError as error:  # the scores are in the results
                 notes.append(f"{error}. Only its scores are shown.")
                 known = False

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.errors import UserError, nearest
-from polyfed.evaluation import SCORE
+from polyfed.core.errors import UserError, nearest
+from polyfed.core.evaluation import SCORE
+from polyfed.core.seeds import derive, local_rng, torch_generator
+from polyfed.core.threads import one_thread
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.hypernetworks.ghn import GHN, Form, create, tensors_of_graph
-from polyfed.newcomer import Curves
-from polyfed.runs.directory import read_config, read_metrics
-from polyfed.runs.results import one_thread
-from polyfed.seeds import derive, local_rng, torch_generator
+from polyfed.simulation.runs.directory import read_config, read_metrics
+from polyfed.simulation.unseen import Curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,11 +35,12 @@ _BINS = 60
 
 
 def draw_curves(curves: Mapping[str, Curves]) -> "Figure":
-    """A newcomer's score while its whole network is trained, from the warm start and from scratch (Figs. 3 and 7): one
-    panel a newcomer. A dotted line is what training from scratch has at the end, a mark where the warm start reaches it.
+    """An unseen client's score while its whole network is trained, from the warm start and from scratch (Figs. 3 and 7): one
+    panel an unseen client. A dotted line is what training from scratch has at the end, a mark where the warm start
+    reaches it.
 
     Args:
-        curves: of each newcomer, e.g. of `polyfed.newcomer.compare_curves`.
+        curves: of each unseen client, e.g. of `polyfed.simulation.unseen.compare_curves`.
 
     Raises:
         UserError: there are none.

@@ -11,7 +11,7 @@ from polyfed.report.decision import decision, has_answers, level_of
 from polyfed.report.gathering import Setting
 from polyfed.report.html import choice, data, fold, paragraphs
 from polyfed.report.sections import Beside, classes, clients, course, gains, methods
-from polyfed.runs.directory import versions
+from polyfed.simulation.runs.directory import versions
 
 _SEPARATE = "How well predictions separate, and how far they can be believed"
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.algorithm import Task
-from polyfed.errors import UserError
-from polyfed.metrics import probabilities
+from polyfed.core.algorithm import Task
+from polyfed.core.errors import UserError
+from polyfed.core.metrics import probabilities
 from polyfed.report.gathering import Line, Setting
 from polyfed.report.roc import Part
-from polyfed.runs.predictions import FOLDER, Predictions, read
+from polyfed.simulation.runs.predictions import FOLDER, Predictions, read
 
 METHODS = 4  # that a reader can choose among: training alone and the leader first
 _MANY = 100  # clients from which only these two are read

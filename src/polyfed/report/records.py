@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from polyfed.errors import UserError
-from polyfed.evaluation import SCORE
-from polyfed.metrics import METRICS
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation import SCORE
+from polyfed.core.metrics import METRICS
 from polyfed.report.scale import Scale, scale_of
-from polyfed.runs.directory import read_config, read_manifest
+from polyfed.simulation.runs.directory import read_config, read_manifest
 
 DIGITS = 12  # after the point, of means and differences of scores; what is beyond is rounding
 

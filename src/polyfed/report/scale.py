@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from polyfed.errors import UserError
-from polyfed.metrics import METRICS, metrics_of
+from polyfed.core.errors import UserError
+from polyfed.core.metrics import METRICS, metrics_of
 from polyfed.report.charts import Unit, number
 
 

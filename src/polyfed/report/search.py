@@ -2,7 +2,6 @@
 cells, read from a run and drawn. The pictures are ours.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,15 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from polyfed.core.algorithm import BringsNetwork
+from polyfed.core.errors import UserError, nearest
+from polyfed.core.threads import one_thread
+from polyfed.core.typed import MISTAKES, from_json
 from polyfed.data.plot import picture_path, save_figure
-from polyfed.errors import UserError, nearest
-from polyfed.runs.checkpoint import file_name
-from polyfed.runs.directory import read_config, read_metrics
-from polyfed.runs.results import Run, one_thread
 from polyfed.search.found import FORMAT
+from polyfed.simulation.runs.directory import read_config, read_metrics
+from polyfed.simulation.runs.paths import file_name
+from polyfed.simulation.runs.results import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -210,10 +212,9 @@ def draw_cell(found: Found, client: str, path: str | Path) -> "Figure":
 
 def _described(run: Run, client: str) -> Any:
     algorithm = run.federation.algorithm
-    description = algorithm.description(run.model(client), run.federation.clients[client])
-    if description is None:
+    if not isinstance(algorithm, BringsNetwork):
         raise UserError(f"{type(algorithm).__name__} searches for no architecture; give a run of {_METHODS}")
-    return description
+    return algorithm.description(run.model(client), run.federation.clients[client])
 
 
 def _of_directory(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -240,7 +241,7 @@ def _of_directory(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
         file = folder / "models" / f"{name}.json"
         client = ids.get(name, name)
         try:
-            told[client], places[client] = json.loads(file.read_text(encoding="utf-8")), str(file)
+            told[client], places[client] = from_json(file.read_text(encoding="utf-8")), str(file)
         except FileNotFoundError as error:
             raise UserError(
                 f"{folder} has no models/{file.name}, the cells of client {client!r}; restore it, or run again"
@@ -258,7 +259,7 @@ def _cells(description: Any, place: str) -> tuple[FoundCell, ...]:
         cells = tuple(_cell(cell) for cell in description["cells"])
         if not cells:
             raise ValueError("no cells")
-    except (KeyError, TypeError, ValueError) as error:
+    except MISTAKES as error:
         raise UserError(
             f"{place} does not describe cells ({type(error).__name__}: {error}); restore it, or run again"
         ) from error

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.errors import UserError, nearest
-from polyfed.metrics import Metric, metrics_of
+from polyfed.comparison.crossed import gain_interval, score_interval
+from polyfed.core.errors import UserError, nearest
+from polyfed.core.metrics import Metric, metrics_of
 from polyfed.report.charts import COLOURS, number
 from polyfed.report.forest import Mark, Row, forest
 from polyfed.report.html import choice, figure, legend, table
 from polyfed.report.predictions import Outcomes
 from polyfed.report.scale import Scale
-from polyfed.runs.crossed import gain_interval, score_interval
 
 Spread = tuple[float, float, float] | None
 _GROUPS = 12  # of a column; further values are taken together

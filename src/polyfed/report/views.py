@@ -8,20 +8,21 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 
-from polyfed.algorithm import Client
-from polyfed.errors import UserError
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+from polyfed.core.typed import conforms, from_json
 from polyfed.models import ModelSpec
-from polyfed.newcomer import Curves
 from polyfed.report import words
 from polyfed.report.charts import Bar, Curve, bar_chart, heat_map, line_chart, number
 from polyfed.report.html import choice, figure, legend, table
+from polyfed.simulation.unseen import Curves
 
-WARM_STARTS = "newcomers/curves.json"  # in the run directory: {id: {"score": name, "warm": [...], "scratch": [...]}}
+WARM_STARTS = "unseen/curves.json"  # in the run directory: {id: {"score": name, "warm": [...], "scratch": [...]}}
 MOST = 12  # panels of one kind, so that a page stays below 3 MB
 
 
@@ -135,8 +136,8 @@ def coverage(clients: Sequence[Client], key: str) -> str:
     Raises:
         UserError: a network cannot be followed.
     """
+    from polyfed.core.scratch import new_module
     from polyfed.graphs import extract
-    from polyfed.scratch import new_module
 
     networks: dict[str, list[Client]] = {}
     for client in clients:
@@ -171,8 +172,16 @@ def coverage(clients: Sequence[Client], key: str) -> str:
     return figure(chart, caption, table("Coverage of each network", columns, rows))
 
 
+class WarmCurves(TypedDict):
+    """What `polyfed warmstart` keeps of a client."""
+
+    score: str
+    warm: list[float | None]
+    scratch: list[float | None]
+
+
 def warm_starts(folder: Path, key: str) -> str:
-    """Curves of newcomers that `polyfed warmstart` trained from generated weights and from scratch; empty without any.
+    """Curves of unseen clients that `polyfed warmstart` trained from generated weights and from scratch; empty without any.
 
     Raises:
         UserError: the file of the curves is damaged.
@@ -181,7 +190,9 @@ def warm_starts(folder: Path, key: str) -> str:
     if not file.is_file():
         return ""
     try:
-        content: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        content: Mapping[str, Any] = from_json(file.read_text(encoding="utf-8"))
+        if wrong := conforms(content, dict[str, WarmCurves]):
+            raise ValueError(wrong)
         curves = {
             name: Curves(str(one["score"]), tuple(one["warm"]), tuple(one["scratch"])) for name, one in content.items()
         }
@@ -201,4 +212,4 @@ def warm_starts(folder: Path, key: str) -> str:
         rows = [[f"{x:.0f}", *(number(curve.y[k], unit) for curve in drawn)] for k, x in enumerate(epochs)]
         behind = table(title, ["epoch", "generated weights", "from scratch"], rows)
         panels[name] = figure(chart + legend([c.label for c in drawn]), f"{title}.", behind)
-    return choice(f"{key}-warm", "Newcomer", panels)
+    return choice(f"{key}-warm", "Unseen client", panels)

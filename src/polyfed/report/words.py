@@ -103,7 +103,7 @@ def notes(setting: Setting) -> list[str]:
     found = [_upper(_sentence(text)) for text in told["notes"]]
     if told["best"] is not None:
         found.append(f"The best by {told['best_by']} examples is {told['best']}, with which p (best) compares.")
-    found += [f"Left out: {_sentence(text)}" for text in told["left_out"].values()]
+    found += [f"Left out: {_sentence(text)}" for text in told["skipped"].values()]
     if told["tuning"]:
         found.append(f"Searched {_sentence(told['tuning']['told'])}")
         found += [f"{label} got {fields} of {many(one['runs'], 'run')}." for label, one in told["tuning"]["methods"].items()

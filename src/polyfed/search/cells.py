@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 from polyfed.search.operations import GroupedNorm, operations
 from polyfed.search.sampling import Choice
 
@@ -58,7 +58,7 @@ class Cell(nn.Module):
         super().__init__()
         self.plan, self.join = plan, join
         if plan.inputs == 2:
-            # "a cost-effective way to control the number of channels" (section 3.1); BatchNorm is ours.
+            # "a cost-effective way to control the number of channels" (section 3.1); BatchNorm is polyfed's choice.
             convolution = nn.Conv2d(skip_channels, channels, 1, plan.skip_stride, bias=False)
             self.skip = nn.Sequential(convolution, GroupedNorm(channels))
         self.operations = nn.ModuleList(

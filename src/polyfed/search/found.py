@@ -1,6 +1,5 @@
 """The architecture that was found for a client: as a network of its own, as a description, and read back from files."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.data.examples import Examples, split_rows
-from polyfed.errors import UserError
-from polyfed.layout import arrange
-from polyfed.scratch import new_module
+from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples, split_rows
+from polyfed.core.layout import arrange
+from polyfed.core.scratch import new_module
+from polyfed.core.typed import MISTAKES, from_json
 from polyfed.search.cells import CellPlan
 from polyfed.search.network import Network, Plan, Sampled
 
@@ -161,7 +161,9 @@ def rebuild(description: Mapping[str, Any]) -> nn.Module:
             return network.eval()
         noise = {int(k): torch.zeros(shape) for k, shape in description["sampled"].items()}
         return Sampled(network, noise, description["mean"] == "probabilities").eval()
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except UserError:
+        raise
+    except MISTAKES as error:
         raise UserError(f"the description of the network is not whole: {type(error).__name__}: {error}") from error
 
 
@@ -187,14 +189,14 @@ def load(path: str | Path) -> nn.Module:
     """The network that a run has found for a client, ready to use.
 
     Args:
-        path: `models/ID.json` of a run directory; the weights lie beside it in `ID.safetensors`.
+        path: `models/ID.json` of a run directory; the weights lie next to it in `ID.safetensors`.
 
     Raises:
         UserError: one of the files is missing, or they do not belong together.
     """
     path = Path(path)
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
+        description = from_json(path.read_text(encoding="utf-8"))
         weights = safetensors.torch.load_file(path.with_suffix(".safetensors"))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise UserError(

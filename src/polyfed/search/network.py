@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.errors import UserError
+from polyfed.core.errors import UserError
 from polyfed.search.cells import Cell, CellPlan, Join
 from polyfed.search.operations import NAMES, SMALL
 from polyfed.search.sampling import Choice, ContextAware, ContextFree, Sampler, draw, most_probable

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.errors import UserError, nearest
+from polyfed.core.errors import UserError, nearest
 
 
 @final

@@ -1,0 +1,264 @@
+"""Local distillation: a teacher trained by FedAvg, which each client distils into a network of its own. The baseline
+"FLHA-distillation" of FLHA-GHN (Litany et al. 2022, section 5.1 and appendix E)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyfed.algorithms.averaging import Averaging, reply
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext, Task
+from polyfed.core.buffers import ready, receive, travelling
+from polyfed.core.code import named
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation import loss_function, predict
+from polyfed.core.layout import arrange
+from polyfed.core.scratch import fill, initial_state, scratch
+from polyfed.core.training import Forward, fit
+from polyfed.core.tree import Spec, Tree, UnlikeTreesError, spec
+from polyfed.models import FrozenArguments, ModelSpec
+
+ServerState = dict[
+    str, Any
+]  # "model": the teacher; "rounds_left" of its training; "taught": who has received it after that
+ClientState = dict[
+    str, Any
+]  # "student"; "teacher", once received; "buffers" of the teacher; "seed", "input_shape", "outputs"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedAvgKD(Averaging):
+    """Phase 1: all clients train one teacher t by FedAvg. Phase 2: each client trains its own network θ_i, of whatever
+    architecture, on its own data by (1−α)·CE(θ_i, y) + α·2T²·KL, KL being the divergence of the teacher's softmax at
+    temperature T from the student's. Evaluated model: θ_i, which is the initial draw until the client has distilled; next to
+    it t, as `teacher_...`.
+
+    The paper writes KL(y_pred, y_teacher), in the order in which PyTorch's `kl_div` takes the two; what that computes, and
+    Hinton et al. (2015) minimise, is KL(teacher ‖ student), and so is it here, as the mean over examples. Beyond the paper:
+    with several labels an example, KL is that of each label's Bernoulli distribution at temperature T, the mean over
+    labels; in regression it is that of Gaussians of standard deviation T around the outputs, which makes 2T²·KL their
+    squared distance, whatever T.
+
+    In round 1 nothing goes down, since the server does not know the form of the clients' data: every client starts the
+    teacher from the run's draw for its architecture. When its training is over the teacher goes down once to each client,
+    which keeps it; no tensor travels any more, and a student never does.
+
+    Args:
+        teacher: the network that is trained together: a name of the zoo or module:factory, or a mapping with the name and
+            arguments, as {name: resnet18, width: 16}. "mlp" takes inputs of any shape but tokens (polyfed's choice);
+            the paper has
+            resnet18, its Arch 0. A teacher that is no better than what a client learns alone is of no use.
+        teacher_lr: its learning rate, which falls by a cosine over its rounds (0.1, paper).
+        teacher_rounds: rounds of its training, the rest is for distilling; None takes half of them, rounded up
+            (polyfed's choice; the paper has 200 epochs for each).
+        alpha: α, the share of the teacher in the loss (0.7, paper); 0 is Local.
+        temperature: T of both softmaxes (20, paper).
+        weighted: the teacher's mean by the number of training examples (True, paper: FedAvg); False counts every client
+            the same.
+        lr: learning rate of the student (0.01, paper).
+        buffers: those of the teacher ("average", polyfed's choice); the student's always stay with it.
+
+    The other fields are those of `LocalTraining`, in both phases; `schedule` is the student's, over the rounds of phase 2.
+
+    >>> FedAvgKD(teacher={"name": "mlp", "hidden": [32]}).teacher
+    {'name': 'mlp', 'hidden': (32,)}
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"model"})
+    teacher: str | Mapping[str, Any] = "mlp"
+    teacher_lr: float = 0.1
+    teacher_rounds: int | None = None
+    alpha: float = 0.7
+    temperature: float = 20.0
+    weighted: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {"name": self.teacher} if isinstance(self.teacher, str) else self.teacher
+        named = isinstance(given, Mapping) and isinstance(given.get("name"), str)
+        self._require(named, "teacher", "a network's name, or a mapping with it, as {name: resnet18, width: 16}")
+        object.__setattr__(self, "teacher", FrozenArguments(given))
+        self._network((1,), 1)  # refuses an unknown name
+        self._require(0 < self.teacher_lr < float("inf"), "teacher_lr", "positive")
+        self._require(self.teacher_rounds is None or self.teacher_rounds >= 1, "teacher_rounds", "at least 1, or none")
+        self._require(0 <= self.alpha <= 1, "alpha", "between 0 and 1")
+        self._require(0 < self.temperature < float("inf"), "temperature", "positive")
+
+    def _network(self, input_shape: Sequence[int], outputs: int) -> ModelSpec:
+        """The teacher's architecture for inputs and outputs of this form."""
+        assert isinstance(self.teacher, Mapping)
+        arguments = {name: value for name, value in self.teacher.items() if name != "name"}
+        return ModelSpec(self.teacher["name"], arguments, tuple(input_shape), outputs)
+
+    def _rounds_of_teacher(self, rounds: int) -> int:
+        return (rounds + 1) // 2 if self.teacher_rounds is None else self.teacher_rounds
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """No teacher yet: it is that of the first replies."""
+        name = self._network((1,), 1).name
+        if ":" in name:
+            named(name)  # raises, where it is not found, before work starts
+        rounds = self._rounds_of_teacher(server.rounds)
+        if self.teacher_rounds is not None and rounds >= server.rounds:
+            raise UserError(
+                f"FedAvgKD: teacher_rounds must be below the number of rounds, {server.rounds}, got {rounds}: there "
+                "would be no round to distil in; give more rounds, or a smaller teacher_rounds"
+            )
+        return {"model": {}, "rounds_left": rounds, "taught": []}
+
+    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+        """Phase 1: t, the same for everyone. Phase 2: t for a client that does not have it yet."""
+        first = self._rounds_of_teacher(who.rounds)
+        if state["rounds_left"]:
+            lr = replace(self, lr=self.teacher_lr, schedule="cosine").lr_at(who.round, first)
+        else:
+            lr = self.lr_at(who.round - first, max(1, who.rounds - first))
+        needed = state["model"] and who.id not in state["taught"]
+        scalars = {"lr": lr, "distil": float(state["rounds_left"] == 0)}
+        return Message({"model": state["model"]} if needed else {}, scalars)
+
+    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+        """Phase 1: a teacher, in the form of the first. Phase 2: no tensor may go up."""
+        if state["rounds_left"] == 0:
+            return {}
+        if not state["model"] and not reply.tensors.get("model"):
+            raise ValueError(
+                f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', with the trained teacher"
+            )
+        return {"model": spec(state["model"] or reply.tensors["model"])}
+
+    def form_is_known(self, state: ServerState) -> bool:
+        """Not in round 1: the teacher's outputs are those that the clients' networks have."""
+        return bool(state["model"])
+
+    def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+        """Phase 1: t ← Σ_i (n_i/n) t_i. Phase 2: who has t from now on."""
+        if state["rounds_left"] == 0:
+            return {**state, "taught": sorted({*state["taught"], *who})}
+        return {**state, **mean, "rounds_left": state["rounds_left"] - 1}
+
+    def unlike(self, error: UnlikeTreesError) -> UserError:
+        """The first teachers must have one form to have a mean."""
+        return UserError(
+            f"FedAvgKD: the teachers of clients {error.first!r} and {error.other!r} differ ({error.other!r}: "
+            f"{error.differs}); clients need inputs of one shape, and networks with the same number of outputs"
+        )
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """θ_i: the common draw of the client's architecture, as in Local. And what a teacher must take and give here."""
+        assert client.model is not None
+        student, device = initial_state(client.model, seed), client.train.x.device
+        row = torch.zeros(1, dtype=torch.int64, device=device)
+        one, x = client.train.select(row), client.train.batch(row)[0]
+        outputs = predict(fill(scratch(client.model, device).module, student), one).shape[1]
+        own = {"seed": seed, "input_shape": list(x.shape[1:]), "outputs": outputs, "student": student}
+        _, factory = self._learner(own, client)
+        teacher, name = scratch(factory, device).module, f"FedAvgKD: the teacher {factory.network.name!r}"
+        try:
+            found = predict(teacher, one).shape[1]
+        except Exception as error:  # whatever a network raises that does not take such inputs
+            raise UserError(
+                f"{name} fails on inputs of shape {tuple(x.shape)} ({x.dtype}): {type(error).__name__}: {error}; "
+                "give another, teacher=..."
+            ) from error
+        if found != outputs:
+            raise UserError(
+                f"{name} has {found} outputs, the network of {client.id!r} {outputs}; give another, teacher=..."
+            )
+        return own
+
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+        """Phase 1: t_i, t after `local_epochs` on the client's data, as in FedAvg. Phase 2: θ_i after `local_epochs`."""
+        if down.scalars["distil"]:
+            return self._distil(down, own, client, seed)
+        learner, factory = self._learner(own, client)
+        drawn = travelling(initial_state(factory, own["seed"]), scratch(factory).buffers, self.buffers)
+        net = receive(learner, down.tensors.get("model", drawn), own, self.buffers)
+        found = fit(net.module, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task)
+        message, kept = reply(net, client, found.loss, self.buffers)
+        return message, {**own, **kept}
+
+    def _distil(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+        teacher, student = self._teacher(down, own, client), self.personal_model(down, own, client, seed)
+        hard = loss_function(client.task, self.label_smoothing)
+
+        def loss(batch: Forward) -> Tensor:
+            """(1−α)·CE(y_pred, y) + α·KL·2T² (appendix E), on the same, augmented, inputs."""
+            with torch.no_grad():
+                target = teacher(arrange(teacher, batch.inputs.contiguous()))  # they have the student's layout
+            soft = divergence(target, batch.outputs, self.temperature, client.task) * 2 * self.temperature**2
+            return (1 - self.alpha) * hard(batch.outputs, batch.targets) + self.alpha * soft
+
+        found = fit(student, client.train, self, lr=down.scalars["lr"], seed=seed, task=client.task, loss=loss)
+        kept: ClientState = {n: tensor.detach().to("cpu", copy=True) for n, tensor in student.state_dict().items()}
+        after = {**own, "student": kept}
+        if "model" in down.tensors:
+            after["teacher"] = dict(down.tensors["model"])
+        return Message({}, {"train_loss": found.loss, "num_examples": len(client.train)}), after
+
+    def _learner(self, own: ClientState, client: Client) -> tuple[Client, "_Teacher"]:
+        """The client as if the teacher's network were its own, and that network."""
+        factory = _Teacher(self._network(own["input_shape"], own["outputs"]))
+        return replace(client, model=factory), factory
+
+    def _teacher(self, down: Message, own: ClientState, client: Client) -> nn.Module:
+        """t, from the message or as the client kept it, ready to be evaluated."""
+        model = down.tensors.get("model", own.get("teacher"))
+        if model is None:
+            raise UserError(
+                f"client {client.id!r} was sent the teacher in an earlier round, and lost it with its private state; "
+                "start the run again"
+            )
+        learner, _ = self._learner(own, client)
+        return ready(receive(learner, model, own, self.buffers), learner, own, self.buffers).eval()
+
+    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+        """θ_i."""
+        assert client.model is not None
+        return fill(scratch(client.model, client.train.x.device).module, own["student"])
+
+    def other_models(
+        self, down: Message, own: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """t, on the client's data."""
+        yield "teacher", self._teacher(down, own, client)
+
+
+@final
+@dataclass(frozen=True)
+class _Teacher:
+    """The teacher's architecture as another factory than any client's: a teacher must not share the scratch module of a
+    student that happens to have its architecture."""
+
+    network: ModelSpec
+
+    def __call__(self) -> nn.Module:
+        return self.network()
+
+
+def divergence(teacher: Tensor, student: Tensor, temperature: float, task: Task = "classification") -> Tensor:
+    """KL(teacher ‖ student) at a temperature, the mean over the batch (and over labels or outputs, where each has its own).
+
+    Args:
+        teacher, student: logits (outputs in regression), shape (batch, outputs).
+
+    >>> z = torch.tensor([[1.0, 2.0]])
+    >>> divergence(z, z, 20.0).item(), divergence(torch.log(3 * z), 0 * z, 1.0).item() > 0
+    (0.0, True)
+    """
+    precise = torch.promote_types(student.dtype, torch.float32)  # under autocast logits are too coarse to be compared
+    teacher, student = teacher.to(precise), student.to(precise)
+    if task == "regression":
+        return (teacher - student).square().mean() / (2 * temperature**2)
+    if task == "multilabel":  # a label is there or not: logits z and 0
+        teacher, student = (F.pad(z.unsqueeze(-1), (0, 1)) for z in (teacher, student))
+    log_p, log_q = (F.log_softmax(z / temperature, dim=-1) for z in (teacher, student))
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()

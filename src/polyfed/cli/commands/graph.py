@@ -1,0 +1,106 @@
+"""What the command `graph` does: a network's graph of layers as tables, as a picture, and as a layer catalogue."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from polyfed.cli.commands.terminal import Table, say
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import new_module
+from polyfed.core.seeds import torch_generator
+from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, extract
+from polyfed.graphs.draw import draw_graph
+from polyfed.models import ModelSpec
+
+
+def show(
+    spec: ModelSpec, *, integer: bool, plot: Path, catalogue: Path | None = None, console: Console | None = None
+) -> None:
+    """Prints and draws a network's graph, and adds its layer types to the catalogue in a file.
+
+    Args:
+        spec: the network.
+        integer: whether its inputs are whole numbers (tokens).
+        plot: the picture to write, .png or .svg.
+        catalogue: the file to write, or to add to if it is there; None writes none.
+        console: where to print; standard output by default.
+
+    Raises:
+        UserError: the network cannot be built or followed, or a file cannot be read or written.
+    """
+    graph = extract(new_module(spec, seed=0), _example(spec.input_shape, integer))
+    draw_graph(graph, plot, title=f"{spec.name} {'×'.join(map(str, spec.input_shape))}: {_coverage(graph)}")
+    lines = [f"drawn in {plot}"]
+    if catalogue is not None:
+        lines.append(_added(graph, catalogue))
+    console = console or Console()
+    for table in (_nodes(graph), _types(graph), _local(graph)):
+        if table.row_count:
+            console.print(table)
+    for line in (f"{_coverage(graph)}; the network was followed by {graph.tracer}", *lines):
+        say(console, line)
+
+
+def _example(shape: Sequence[int], integer: bool) -> Tensor:
+    generator = torch_generator(0)
+    if integer:
+        return torch.randint(0, 2, (2, *shape), generator=generator)  # 0 and 1 are tokens of any vocabulary
+    return torch.randn(2, *shape, generator=generator)
+
+
+def _added(graph: ArchitectureGraph, path: Path) -> str:
+    """Writes the union of the file's catalogue and the graph's types; returns what to say about it."""
+    known = LayerCatalogue.read(path).types if path.exists() else ()
+    union = LayerCatalogue((*known, *graph.types))
+    if not union.types:
+        raise UserError(f"the network has no layer that can be generated, so there is nothing to write to {path}")
+    try:
+        union.write(path)
+    except OSError as error:
+        raise UserError(f"cannot write the layer catalogue {str(path)!r} ({error.strerror})") from error
+    return f"{len(union.types)} layer types in {path}, {len(union.types) - len(known)} of them new"
+
+
+def _coverage(graph: ArchitectureGraph) -> str:
+    of = f"{graph.coverage:.1%} of {sum(graph.sizes.values()):,} parameters are generated"
+    return f"{of}, as {len(graph.generated)} layers of {len(graph.types)} types"
+
+
+def _table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> Table:
+    """A table with the columns' names and where their text stands."""
+    table = Table(title=title, title_justify="left")
+    for name, justify in columns.items():
+        table.add_column(name, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def _nodes(graph: ArchitectureGraph) -> Table:
+    rows = []
+    for position, node in enumerate(graph.nodes):
+        size = sum(graph.sizes[name] for name in node.parameters.values())
+        kind = node.type.key if isinstance(node.type, LayerType) else node.type
+        fate = "generated" if isinstance(node.type, LayerType) else "local" if node.type == "other" else ""
+        before = " ".join(str(a) for a, b in graph.edges if b == position)
+        rows.append((position, before, node.name, kind, f"{size:,}" if size else "", fate))
+    columns = {"node": "right", "after": "left", "name": "left", "type": "left", "parameters": "right", "": "left"}
+    return _table(f"{len(graph.nodes)} nodes and {len(graph.edges)} edges", columns, rows)
+
+
+def _types(graph: ArchitectureGraph) -> Table:
+    rows = []
+    for kind in graph.types:
+        sets = [one for one in graph.generated if one.type == kind]
+        size = sum(graph.sizes[name] for one in sets for name in one.parameters.values())
+        rows.append((kind.key, len(sets), f"{size:,}"))
+    return _table("layer types", {"type": "left", "layers": "right", "parameters": "right"}, rows)
+
+
+def _local(graph: ArchitectureGraph) -> Table:
+    rows = [(name, f"{graph.sizes[name]:,}", reason) for name, reason in graph.local.items()]
+    return _table("parameters that stay with the client", {"name": "left", "size": "right", "why": "left"}, rows)

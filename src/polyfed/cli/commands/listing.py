@@ -1,0 +1,147 @@
+"""`polyfed list`: the methods, data sets, networks and recipes that there are, from their own docstrings."""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from textwrap import shorten
+from typing import Any
+
+from rich.console import Console
+
+from polyfed.cli.commands.recipes import read, recipes
+from polyfed.cli.commands.terminal import Table, say
+from polyfed.cli.outlines import ALGORITHMS, MODELS, PARTITIONS, SOURCES
+from polyfed.core.errors import UserError, nearest
+
+
+def show(kinds: Sequence[str], console: Console | None = None) -> None:
+    """Prints an overview of everything, or the details of the kinds asked for.
+
+    Raises:
+        UserError: an unknown kind.
+    """
+    details = {"algorithms": _algorithms, "data": _data, "models": _models, "recipes": _recipes}
+    for kind in kinds:
+        if kind not in details:
+            raise UserError(f"cannot list {kind!r}; {nearest(kind, details)}")
+    console = console or Console()
+    for table in [table for kind in kinds for table in details[kind]()] if kinds else _overview(console.width):
+        console.print(table)
+    if not kinds:
+        more = ", ".join(f"polyfed list {kind}" for kind in details)
+        say(console, f"More of each: {more}")
+
+
+def summary(thing: Any) -> str:
+    """The first sentence of a docstring, on one line.
+
+    >>> summary(ALGORITHMS["local"])
+    'Each client alone, with any architecture.'
+    >>> def method(): "Weights, e.g. by Adam (eq. 3 of Smith et al. 2020; cf. Fig. 2). And more."
+    >>> summary(method)
+    'Weights, e.g. by Adam (eq. 3 of Smith et al. 2020; cf. Fig. 2).'
+    """
+    text = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    for stop in re.finditer(r"\. ", text):
+        last = re.split(r"[\s(\[]", text[: stop.start()])[-1]
+        if last.lower() not in _ABBREVIATIONS:
+            return text[: stop.start() + 1]
+    return text.rstrip(".") + "."
+
+
+_ABBREVIATIONS = frozenset({"al", "app", "cf", "e.g", "eq", "eqs", "fig", "figs", "i.e", "resp", "sec", "tab", "vs"})
+_IN_SHORT: Mapping[str, str] = {  # where the first sentence of the docstring is a formula, or long
+    "fedavg": "The average of the clients' models, weighted by examples",
+    "fedavg_ft": "FedAvg, then fine-tuning on the client's data",
+    "fedprox": "FedAvg with a proximal term in the local loss",
+    "fedrep": "A shared body, a head for each client",
+    "fedbn": "FedAvg; norm layers stay with the client",
+    "per_fedavg": "Meta-learning: a model that is good after one step",
+    "pfedme": "Personal models near a global one, by Moreau envelopes",
+    "pfedhn": "A hypernetwork on the server generates every client's weights",
+    "fedfomo": "Each client mixes others' models that do well on its data",
+    "fedavg_kd": "A teacher by FedAvg, distilled into each client's network",
+    "flha_ghn": "A graph hypernetwork generates weights for any network",
+    "fedhenn": "Networks learn to see public examples as the others do",
+    "fedhenn_homo": "FedAvg whose clients see public examples as its model does",
+    "pfedla": "Hypernetworks weigh every layer of every client",
+    "heur_pfedla": "pFedLA; each client keeps its k most own layers",
+    "feddsnas": "Search: one architecture for all, weights shared",
+    "ca_feddsnas": "The same, with operations chosen for each image",
+    "fedpnas": "Search of an architecture that each client adapts",
+    "ca_fedpnas": "The same, with operations chosen for each image",
+}
+
+
+def _overview(width: int) -> list[Table]:
+    """Every name with a line of so many characters, of recipes the names alone, those of one paper together."""
+    tables = []
+    registries: Mapping[str, Mapping[str, Any]] = {
+        "algorithms": ALGORITHMS,
+        "data": SOURCES,
+        "partitions": PARTITIONS,
+        "models": MODELS,
+    }
+    for title, registry in registries.items():
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column()
+        room = max(20, width - max(map(len, registry)) - 2)
+        for name, thing in registry.items():
+            table.add_row(
+                name,
+                shorten(_IN_SHORT.get(name) or summary(thing), room, placeholder=" …", break_on_hyphens=False),
+            )
+        tables.append(table)
+    groups: dict[str, list[str]] = {}
+    for name in recipes():
+        groups.setdefault(name.split("_")[0], []).append(name)
+    alone = [names[0] for names in groups.values() if len(names) == 1]
+    together = Table(title="recipes", title_justify="left", box=None, pad_edge=False, show_header=False)
+    for names in [alone, *(names for names in groups.values() if len(names) > 1)]:
+        together.add_row("  ".join(names))
+    return [*tables, together]
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column == "name")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _algorithms() -> list[Table]:
+    rows = [
+        [
+            name,
+            ", ".join(sorted(method.requires - {"model"})) or "any architectures",
+            ", ".join(sorted(method.discloses)) or "nothing",
+            summary(method),
+        ]
+        for name, method in ALGORITHMS.items()
+    ]
+    return [_table("algorithms", ("name", "requires", "discloses", ""), rows)]
+
+
+def _data() -> list[Table]:
+    return [_documented("data", SOURCES), _documented("partitions", PARTITIONS)]
+
+
+def _models() -> list[Table]:
+    return [_documented("models", MODELS)]
+
+
+def _documented(title: str, registry: Mapping[str, Any]) -> Table:
+    return _table(title, ("name", ""), [[name, summary(thing)] for name, thing in registry.items()])
+
+
+def _recipes() -> list[Table]:
+    found = [read(name) for name in recipes()]
+    rows = [[r.name, r.description, ", ".join(r.scales) or "–", ", ".join(r.variants) or "–"] for r in found]
+    tables = [_table("recipes", ("name", "", "scales (--scale)", "variants (--variant)"), rows)]
+    reduced = [[r.name, scale, r.reduced(scale)] for r in found for scale in r.scales if r.reduced(scale)]
+    if reduced:
+        tables.append(_table("what the scales reduce against the paper", ("name", "scale", ""), reduced))
+    return tables

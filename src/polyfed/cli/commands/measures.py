@@ -1,0 +1,181 @@
+"""What of a finished run makes a cell of a paper's table: scores, what training after it gives, weights, bytes."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, final
+
+import torch
+
+from polyfed.algorithms import name_of
+from polyfed.cli.commands.papers import Cell
+from polyfed.core.algorithm import Client
+from polyfed.core.evaluation import SCORE
+from polyfed.core.files import replace_file
+from polyfed.data import Shift
+from polyfed.report import aggregation
+from polyfed.search import operations
+from polyfed.simulation import federation
+from polyfed.simulation.experiment import Experiment, from_config, participants
+from polyfed.simulation.runs.directory import BASELINES, read_config, read_metrics
+from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.transfer import transfer
+from polyfed.simulation.unseen import compare_curves, load_server, warmstart
+
+KEPT = "measured.json"  # in the folder of a run and its baselines: what took training to find out
+_FEW = 200  # images of a task that no client has seen (FedPNAS, section 4)
+_RATE = 0.002  # of the steps on them, as the authors' code has it
+_EPOCHS = {"smoke": 2}  # of an unseen client's training after its warm start, 20 at the other scales (ours)
+_PER_ROUND = 750  # what pFedLA's Table 3 multiplies a round's megabytes with, see models/cnn.py
+
+
+@final
+@dataclass(frozen=True)
+class Finished:
+    """A run with its baselines, at the end: its folder, and the scale of its recipe."""
+
+    folder: Path
+    scale: str
+
+    def of(self, method: str) -> Path:
+        """The run directory of one of its methods; empty is the recipe's own."""
+        own = read_config(self.folder)["algorithm"]["name"]
+        return self.folder if method in ("", own) else self.folder / BASELINES / method
+
+
+def measure(cell: Cell, run: Finished | None) -> float | None:
+    """Ours in the cell's unit; None where the run has no such method or the value is not defined.
+
+    Raises:
+        UserError: the run is damaged.
+    """
+    if run is not None and not (run.of(cell.method) / "config.yaml").is_file():
+        return None
+    value = METRICS[cell.metric](cell, run)
+    return None if value is None else 100 * value if cell.unit == "%" else value
+
+
+def _score(prefix: str) -> Callable[[Cell, Any], float | None]:
+    """Mean over the cell's clients of the task's score, of the metric with this prefix, after the last round."""
+
+    def found(cell: Cell, run: Finished) -> float | None:
+        rows = read_metrics(run.of(cell.method) / "metrics.jsonl")[-1]["clients"]
+        part = _slice(cell.part.get("clients", ":"))
+        names = [f"{prefix}{score}" for score in SCORE.values()]
+        values = [next((row[n] for n in names if n in row), None) for _, row in sorted(rows.items())[part]]
+        known = [value for value in values if value is not None]
+        return fmean(known) if known else None
+
+    return found
+
+
+def _megabytes(cell: Cell, run: Finished) -> float:
+    """What one client moves in a round, both ways, times the number that the paper has."""
+    history = read_metrics(run.of(cell.method) / "metrics.jsonl")
+    moved = history[-1]["bytes_down_total"] + history[-1]["bytes_up_total"]
+    trained = sum("bytes_up" in row for record in history for row in record["clients"].values())
+    return float(_PER_ROUND * moved / trained / 2**20)
+
+
+def _weight(cell: Cell, run: Finished) -> float | None:
+    """Mean of pFedLA's weights after the last round: over the layers, or one `layer`; from client `target` to those of
+    `sources`, or between all clients whose positions differ by `distance`."""
+    found = aggregation.read(run.of(cell.method))
+    alpha, part = torch.from_numpy(found.alpha[-1]).transpose(1, 2), cell.part  # (client, source, layer)
+    if "layer" in part:
+        if part["layer"] not in found.layers:
+            return None
+        alpha = alpha[:, :, [found.layer(part["layer"])]]
+    if "distance" in part:
+        position = torch.arange(len(found.clients))
+        chosen = alpha[(position[:, None] - position).abs() == part["distance"]]
+    else:
+        chosen = alpha[part["target"], _slice(part["sources"])]
+    return float(chosen.mean()) if chosen.numel() else None
+
+
+def _warm_started(which: str) -> Callable[[Cell, Any], float | None]:
+    """The last point of an unseen client's training from generated weights ("warm") or from scratch, mean over unseen
+    clients."""
+
+    def compute(folder: Path, experiment: Experiment, scale: str) -> dict[str, float | None]:
+        server, unseen = load_server(folder), participants(experiment).unseen
+        epochs = _EPOCHS.get(scale, 20)
+        curves = [compare_curves(server, warmstart(server, client), epochs) for client in unseen]
+        ends = {"warm": [c.warm[-1] for c in curves], "scratch": [c.scratch[-1] for c in curves]}
+        return {name: _mean(values) for name, values in ends.items()}
+
+    return lambda cell, run: _once(run, cell, "unseen", compute)[which]
+
+
+def _unseen(when: str) -> Callable[[Cell, Any], float | None]:
+    """Mean accuracy of the clients' networks on their images rotated otherwise, "before" and "after" a few steps on them."""
+
+    def compute(folder: Path, experiment: Experiment, degrees: float) -> dict[str, float | None]:
+        found = participants(experiment)
+        run = federation.resume(folder, clients=found.clients, public=found.public, progress=Silent())
+        rotated = participants(replace(experiment, shifts=(Shift(rotation=degrees),))).clients
+        done = []
+        for client in rotated:
+            few = client.train.select(torch.arange(min(_FEW, len(client.train))))
+            done.append(transfer(run, client.id, Client(client.id, None, few, client.test), lr=_RATE))
+        scores = {"before": [d.before["accuracy"] for d in done], "after": [d.after["accuracy"] for d in done]}
+        return {name: _mean(values) for name, values in scores.items()}
+
+    def found(cell: Cell, run: Finished) -> float | None:
+        degrees = float(cell.part["rotation"])
+        return _once(run, cell, f"rotation {degrees:g}", lambda f, e, _: compute(f, e, degrees))[when]
+
+    return found
+
+
+def _parameters(cell: Cell, run: None) -> float:
+    """Numbers of parameters of one operation of the search space, or of all of an edge; needs no run."""
+    edge, name = operations(cell.part["channels"]), cell.part["operation"]
+    return float(sum(p.numel() for p in (edge if name == "all" else edge[name]).parameters()))
+
+
+METRICS: Mapping[str, Callable[[Cell, Any], float | None]] = {
+    "score": _score(""),
+    "server_score": _score("server_"),
+    "global_score": _score("global_"),
+    "megabytes": _megabytes,
+    "weight": _weight,
+    "warm_start": _warm_started("warm"),
+    "from_scratch": _warm_started("scratch"),
+    "unseen": _unseen("before"),
+    "unseen_retrained": _unseen("after"),
+    "parameters": _parameters,
+}
+"""What a cell can be."""
+
+
+def _once(
+    run: Finished, cell: Cell, key: str, compute: Callable[[Path, Experiment, str], dict[str, float | None]]
+) -> dict[str, float | None]:
+    """What `compute` finds of the run of the cell's method; written beside the run, and not computed a second time."""
+    file, folder = run.folder / KEPT, run.of(cell.method)
+    kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    experiment = from_config(read_config(folder))
+    key = f"{name_of(experiment.algorithm)}, {key}"
+    if key not in kept:
+        kept[key] = compute(folder, experiment, run.scale)
+        replace_file(file, json.dumps(kept, indent=1).encode())
+    found: dict[str, float | None] = kept[key]
+    return found
+
+
+def _slice(text: str) -> slice:
+    """Which of a list, as Python writes it.
+
+    >>> list(range(8))[_slice("1::4")], list(range(8))[_slice("6:")], list(range(3))[_slice(":")]
+    ([1, 5], [6, 7], [0, 1, 2])
+    """
+    return slice(*(int(part) if part else None for part in text.split(":")))
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

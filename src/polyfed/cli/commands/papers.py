@@ -1,0 +1,186 @@
+"""The tables and figures of the papers as `recipes/papers/*.yaml` holds them: each cell with the paper's figure, if its text
+states one, and what of which recipe's run is ours.
+
+A table has `columns` and `rows`, partial descriptions of cells by name; a cell is the table's description, with the
+column's laid over it, and the row's over that. `recipe`, `variant` (`{field}` in it stands for a field of the cell),
+`method` (of the run; default: the recipe's own) and `metric` say what is ours; other fields say which part of it
+(`polyfed.cli.commands.measures`).
+`cells` of a row are the paper's figures in the order of the columns, numbers or "71.5 ± 0.5";
+null is not stated, "-" is no cell.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, final
+
+from polyfed.cli.commands.recipes import RECIPES, shipped
+from polyfed.core.errors import UserError, nearest
+
+_OWN = ("recipe", "variant", "method", "metric", "unit", "cells", "title", "also", "note", "columns", "rows")
+
+
+@final
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table.
+
+    Args:
+        row, column: where it is.
+        paper: the paper's figure in the table's unit; None if the text does not state it.
+        spread: its ±; None if there is none.
+        printed: both as the paper prints them.
+        recipe: which recipe gives ours; empty for what needs no run.
+        variant: of the recipe; None for a recipe without variants.
+        method: name of the method whose run it is, the recipe's own or a baseline; empty for the recipe's own.
+        metric: what is measured, see `polyfed.cli.commands.measures.METRICS`.
+        unit: "%", "fraction", "count" or "MB".
+        part: which clients, layers and so on.
+    """
+
+    row: str
+    column: str
+    paper: float | None
+    spread: float | None
+    printed: str
+    recipe: str
+    variant: str | None
+    method: str
+    metric: str
+    unit: str
+    part: Mapping[str, Any] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True)
+class PaperTable:
+    """A table or figure: its short name (`table1`), other names, title, a note for its readers, and its cells in the order
+    of rows and columns. One that cannot be run has `elsewhere` instead, a sentence that says what to do."""
+
+    paper: str
+    name: str
+    also: tuple[str, ...]
+    title: str
+    note: str
+    elsewhere: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def number(self) -> str:
+        """Its name as the paper writes it.
+
+        >>> [find("flha", name).number for name in ("table1", "fig7", "appendix b")]
+        ['Table 1', 'Fig. 7', 'Appendix B']
+        """
+        words = {"table": "Table", "fig": "Fig.", "appendix_": "Appendix"}
+        kind = next(kind for kind in words if self.name.startswith(kind))
+        return f"{words[kind]} {self.name.removeprefix(kind).upper()}"
+
+    def variants(self) -> dict[str, tuple[str | None, ...]]:
+        """The variants that make a cell, by recipe, in the order of the cells.
+
+        >>> find("fedhenn", "table 3").variants()["fedhenn_table3"][:2]
+        ('cifar10-linear', 'cifar10-rbf')
+        """
+        found: dict[str, dict[str | None, None]] = {}
+        for cell in self.cells:
+            if cell.recipe:
+                found.setdefault(cell.recipe, {})[cell.variant] = None
+        return {recipe: tuple(names) for recipe, names in found.items()}
+
+
+@final
+@dataclass(frozen=True)
+class Paper:
+    """A paper: its short name, title, other names, and its tables by short name."""
+
+    name: str
+    title: str
+    also: tuple[str, ...]
+    tables: Mapping[str, PaperTable]
+
+
+@cache
+def papers() -> Mapping[str, Paper]:
+    """The papers by their short names.
+
+    >>> list(papers())
+    ['fedhenn', 'fedpnas', 'flha', 'pfedla']
+    """
+    return MappingProxyType({path.stem: _paper(path) for path in sorted((RECIPES / "papers").glob("*.yaml"))})
+
+
+def find_paper(name: str) -> Paper:
+    """A paper by any of its names, however they are written.
+
+    Raises:
+        UserError: there is none of this name.
+
+    >>> find_paper("FLHA-GHN").name
+    'flha'
+    """
+    known = papers()
+    for paper in known.values():
+        if _plain(name) in {_plain(each) for each in (paper.name, *paper.also)}:
+            return paper
+    raise UserError(f"there is no paper {name!r}; {nearest(_plain(name), known)}")
+
+
+def find(paper: str, table: str) -> PaperTable:
+    """A table or figure of a paper: "table1", "Table 1", "1", "Fig. 3", "appendix B", or its recipe's name. A bare number is
+    the table, or where there is no such table the figure.
+
+    Raises:
+        UserError: there is no such paper or table.
+
+    >>> [find("flha", name).name for name in ("Table 1", "1", "Fig. 3", "figure 7", "flha_table2", "Appendix B")]
+    ['table1', 'table1', 'table6', 'fig7', 'table2', 'appendix_b']
+    """
+    found = find_paper(paper)
+    names = {_plain(n): t for t in found.tables.values() for n in (t.name, *t.also, *t.variants())}
+    asked = re.sub(r"^(figure|fig)", "fig", _plain(table))
+    asked = re.sub(r"^(tab|t)(?=\d)", "table", asked)
+    tries = (asked, f"table{asked}", f"fig{asked}") if asked.isdecimal() else (asked,)
+    for name in tries:
+        if name in names:
+            return names[name]
+    raise UserError(f"{found.name} has no table or figure {table!r}; {nearest(asked, found.tables)}")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _paper(path: Path) -> Paper:
+    content = shipped(path)
+    tables = {name: _table(path.stem, name, table) for name, table in content["tables"].items()}
+    return Paper(path.stem, content["title"], tuple(content.get("also", ())), tables)
+
+
+def _table(paper: str, name: str, content: Mapping[str, Any]) -> PaperTable:
+    columns, rows = content.get("columns", {}), content.get("rows", {})
+    shared = {key: value for key, value in content.items() if key not in ("columns", "rows")}
+    cells = tuple(
+        _cell(row, column, figure, {**shared, **columns[column], **rows[row]})
+        for row in rows
+        for column, figure in zip(columns, rows[row]["cells"], strict=True)
+        if figure != "-"
+    )
+    note, elsewhere = (" ".join(str(content.get(key, "")).split()) for key in ("note", "elsewhere"))
+    return PaperTable(paper, name, tuple(content.get("also", ())), content["title"], note, elsewhere, cells)
+
+
+def _cell(row: str, column: str, figure: Any, told: Mapping[str, Any]) -> Cell:
+    number, _, spread = str(figure).partition("±")
+    variant = told.get("variant")
+    return Cell(
+        row, column,
+        None if figure is None else float(number), float(spread) if spread else None,
+        "not stated" if figure is None else " ± ".join(part.strip() for part in str(figure).split("±")),
+        told.get("recipe", ""), None if variant is None else str(variant).format_map(told),
+        told.get("method", ""), told["metric"], told.get("unit", "%"),
+        {key: value for key, value in told.items() if key not in _OWN},
+    )  # fmt: skip

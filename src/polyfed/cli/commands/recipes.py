@@ -1,0 +1,214 @@
+"""Recipes: YAML files of experiments, with variants (the columns of a table, say) and scales (how much of it to run).
+
+A file's sections `variants` and `scales` hold partial configurations. What is run is the file without these two, with the
+variant laid over it, with the scale laid over that, and with what the scale says of this variant laid over all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import yaml
+
+from polyfed.cli.commands.words import take
+from polyfed.core.errors import UserError, nearest
+from polyfed.simulation.runs.directory import read_config
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+SCALES = ("paper", "cpu", "smoke")
+_DEFAULT_SCALE = "cpu"
+_CHOICES = ("data", "partition", "model", "algorithm")  # sections of which a bare text is the `name`
+
+
+@final
+@dataclass(frozen=True)
+class Recipe:
+    """One file.
+
+    Args:
+        name: as it was asked for.
+        description: one line; empty if the file has none.
+        base: what holds for all variants and scales.
+        variants: partial configurations by name, laid over `base`; the first is the default.
+        scales: partial configurations by name, laid over that; each may hold `reduced`, a sentence, and `variants`, what
+            it says of one variant only. The default is "cpu", or the first if there is no such scale.
+
+    >>> read("quickstart").configuration()["algorithm"]["name"]
+    'flha_ghn'
+    """
+
+    name: str
+    description: str
+    base: Mapping[str, Any]
+    variants: Mapping[str, Mapping[str, Any]]
+    scales: Mapping[str, Mapping[str, Any]]
+
+    def variant(self, asked: str | None = None) -> str | None:
+        """The name of the variant to run; None for a recipe without variants.
+
+        Raises:
+            UserError: there is none of this name.
+        """
+        return _chosen(self.name, "variant", asked, self.variants, next(iter(self.variants), None))
+
+    def scale(self, asked: str | None = None) -> str | None:
+        """The name of the scale to run; None for a recipe without scales.
+
+        Raises:
+            UserError: there is none of this name.
+        """
+        default = _DEFAULT_SCALE if _DEFAULT_SCALE in self.scales else next(iter(self.scales), None)
+        return _chosen(self.name, "scale", asked, self.scales, default)
+
+    def configuration(self, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
+        """What is run: base, variant and scale merged, without the sections that offer the choice.
+
+        Raises:
+            UserError: there is no such scale or variant.
+        """
+        chosen_scale, chosen_variant = self.scale(scale), self.variant(variant)
+        config = dict(self.base)
+        if chosen_variant is not None:
+            config = merged(config, self.variants[chosen_variant])
+        if chosen_scale is not None:
+            layer = dict(self.scales[chosen_scale])
+            layer.pop("reduced", None)
+            by_variant = layer.pop("variants", {})
+            config = merged(config, layer)
+            if chosen_variant in by_variant:
+                config = merged(config, by_variant[chosen_variant])
+        return config
+
+    def reduced(self, scale: str | None = None) -> str:
+        """What a scale leaves out of the paper's experiment; empty if nothing is known to be."""
+        chosen = self.scale(scale)
+        return "" if chosen is None else " ".join(str(self.scales[chosen].get("reduced") or "").split())
+
+    def title(self, scale: str | None = None, variant: str | None = None) -> str:
+        """Name, variant and scale, for people.
+
+        >>> read("quickstart").title()
+        'quickstart'
+        """
+        parts = {"variant": self.variant(variant), "scale": self.scale(scale)}
+        return ", ".join([self.name, *(f"{kind} {name}" for kind, name in parts.items() if name is not None)])
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` laid over `below`: mappings key by key, all else replaced. A mapping that names another choice than the one
+    below replaces it whole, since the fields belong to the choice.
+
+    >>> merged({"data": {"name": "mnist", "path": "x"}, "rounds": 9}, {"data": {"name": "digits"}})
+    {'data': {'name': 'digits'}, 'rounds': 9}
+    >>> merged({"algorithm": {"name": "fedprox", "mu": 1}}, {"algorithm": {"lr": 0.1}})
+    {'algorithm': {'name': 'fedprox', 'mu': 1, 'lr': 0.1}}
+    """
+    result = dict(below)
+    for key, value in above.items():
+        under, over = _as_choice(key, result.get(key)), _as_choice(key, value)
+        if isinstance(under, Mapping) and isinstance(over, Mapping):
+            replaces = "name" in under and over.get("name", under["name"]) != under["name"]
+            result[key] = dict(over) if replaces else merged(under, over)
+        else:
+            result[key] = value
+    return result
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes that polyfed ships, by name."""
+    return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
+
+
+def shipped(file: Path) -> Any:
+    """The content of a YAML file of polyfed's own, by the parser in C where there is one, which is six times as fast."""
+    return yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def read(name: str) -> Recipe:
+    """A recipe by its name, a YAML file, or a run directory's `config.yaml` (which has no variants and scales).
+
+    Raises:
+        UserError: there is no such recipe or file, or its variants or scales are not what they should be.
+    """
+    known = recipes()
+    if name in known:
+        return _recipe(name, shipped(known[name]))
+    if name and Path(name).is_dir() and not (Path(name) / "config.yaml").is_file():
+        raise UserError(f"{name} is a folder without config.yaml; give a run directory, a YAML file or a recipe")
+    if name and (name.endswith((".yaml", ".yml")) or Path(name).exists()):
+        return _recipe(name, read_config(name))
+    raise UserError(f"there is no recipe or file {name!r}; {nearest(name, known)}")
+
+
+def load_recipe(name: str, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
+    """The configuration of a recipe at a scale, with its `description` if it has one.
+
+    Raises:
+        UserError: there is no such recipe, file, scale or variant.
+
+    >>> load_recipe("pfedla_table1", scale="paper", variant="cifar10-100")["rounds"]
+    2500
+    """
+    recipe = read(name)
+    described = {"description": recipe.description} if recipe.description else {}
+    return described | recipe.configuration(scale, variant)
+
+
+def chosen(words: list[str]) -> tuple[str | None, dict[str, Any], str]:
+    """Takes recipe, scale and variant from the words: the recipe's name (quickstart if there are no options either), what
+    it configures, and which scale and variant that is, with what was reduced."""
+    scale, variant = take(words, "--scale"), take(words, "--variant")
+    name = words.pop(0) if words and not words[0].startswith("-") else None
+    if name is None:
+        if scale is not None or variant is not None:
+            option = "--variant" if scale is None else "--scale"
+            raise UserError(f"{option} needs a recipe before it; `polyfed list recipes` shows which have one")
+        if any(word not in ("-h", "--help") for word in words):
+            return None, {}, ""
+        name = "quickstart"
+    recipe = read(name)
+    config, reduced = recipe.configuration(scale, variant), recipe.reduced(scale)
+    if not (recipe.scales or recipe.variants):
+        return name, config, ""
+    return name, config, recipe.title(scale, variant) + (f"; against the paper: {reduced}" if reduced else "")
+
+
+def _recipe(name: str, content: Mapping[str, Any]) -> Recipe:
+    base = dict(content)
+    description = " ".join(str(base.pop("description", None) or "").split())
+    variants = _named_parts(name, "variants", base.pop("variants", None))
+    scales = _named_parts(name, "scales", base.pop("scales", None))
+    for scale, layer in scales.items():
+        if scale not in SCALES:
+            raise UserError(f"{name}: unknown scale {scale!r}; {nearest(scale, SCALES)}")
+        for variant in _named_parts(name, f"scales.{scale}.variants", layer.get("variants")):
+            if variant not in variants:
+                raise UserError(f"{name}: scale {scale} speaks of a variant {variant!r}; {nearest(variant, variants)}")
+    return Recipe(name, description, base, variants, scales)
+
+
+def _named_parts(name: str, section: str, content: Any) -> dict[str, Mapping[str, Any]]:
+    """A section as partial configurations by name; an empty one (`emnist:` and nothing more) changes nothing."""
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise UserError(f"{name}: {section} must be a mapping from names to settings, got {content!r}")
+    for key, part in content.items():
+        if not (part is None or isinstance(part, Mapping)):
+            raise UserError(f"{name}: {section}.{key} must be a mapping of settings, got {part!r}")
+    return {str(key): part or {} for key, part in content.items()}
+
+
+def _chosen(recipe: str, kind: str, asked: str | None, known: Mapping[str, Any], default: str | None) -> str | None:
+    if asked is None:
+        return default
+    if not known:
+        raise UserError(f"{recipe} has no {kind}s; leave --{kind} {asked} out")
+    if asked not in known:
+        raise UserError(f"{recipe} has no {kind} {asked!r}; {nearest(asked, known)}")
+    return asked
+
+
+def _as_choice(key: str, value: Any) -> Any:
+    return {"name": value} if key in _CHOICES and isinstance(value, str) else value

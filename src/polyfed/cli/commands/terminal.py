@@ -1,0 +1,46 @@
+"""What is printed: tables and lines whose text is shown as it is. No text is markup, and none reaches the terminal with
+control characters."""
+
+from typing import Any, final
+
+import rich.table
+from rich.console import Console
+from rich.text import Text
+
+from polyfed.core.text import clean
+
+
+def plain(value: Any) -> Any:
+    """Text that is not read as markup; other renderables stay.
+
+    >>> plain("[/b]\\x1b[31m")
+    <text '[/b]�[31m' [] ''>
+    """
+    return Text(clean(value)) if isinstance(value, str) else value
+
+
+@final
+class Table(rich.table.Table):
+    """A table of rich's, of plain text: title, caption, headers and cells."""
+
+    def __init__(self, *headers: str, title: str | None = None, caption: str | None = None, **options: Any) -> None:
+        super().__init__(
+            title=None if title is None else Text(clean(title), style="table.title"),
+            caption=None if caption is None else Text(clean(caption), style="table.caption"),
+            **options,
+        )
+        for header in headers:
+            self.add_column(header)
+
+    def add_column(self, header: Any = "", footer: Any = "", **options: Any) -> None:
+        """Another column."""
+        super().add_column(plain(header), plain(footer), **options)
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        """Another row."""
+        super().add_row(*map(plain, cells), **options)
+
+
+def say(console: Console, sentence: object) -> None:
+    """Prints a line, which the terminal may wrap."""
+    console.print(Text(clean(sentence)), highlight=False, soft_wrap=True)

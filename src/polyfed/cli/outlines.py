@@ -1,0 +1,198 @@
+"""What there is to choose from, read from the source files: classes and functions as far as their declarations go.
+
+A list of methods, a help text or a misspelt option should be answered at once, but importing a method imports torch, which
+takes seconds. An outline has the docstring, bases, fields, defaults and signature of a class or function, and no code.
+"""
+
+import ast
+import dataclasses
+import gc
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, final
+
+_PACKAGE = Path(__file__).parents[1]
+_OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.BitOr: operator.or_, ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.truediv, ast.Pow: operator.pow,
+}  # fmt: skip
+_FOREIGN: Any = Any  # stands for whatever another package defines: no field of a choice depends on it
+
+
+@final
+class Registry(Mapping[str, Any]):
+    """A registry, a literal dict of a module: name -> outline, each made when it is asked for.
+
+    >>> methods = Registry("polyfed.algorithms", "REGISTRY")
+    >>> list(methods)[:2], methods["fedprox"](mu=1).mu
+    (['local', 'fedavg'], 1)
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        node = _definitions(module)[name]
+        if not isinstance(node, ast.Dict):
+            raise TypeError(f"{module}.{name} must be a literal dict, found {ast.unparse(node)}")
+        self._module = module
+        self._entries = {ast.literal_eval(k): v for k, v in zip(node.keys, node.values, strict=True) if k is not None}
+
+    def __getitem__(self, name: str) -> Any:
+        return _value(self._entries[name], self._module)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@cache
+def outline(module: str, name: str) -> Any:
+    """What a name means at the top level of a module: an outline, or the value of a constant.
+
+    >>> outline("polyfed.core.training", "Optimizer")
+    typing.Literal['sgd', 'adam']
+    """
+    node = _definitions(module).get(name)
+    if isinstance(node, ast.ClassDef):
+        return _class(node, module)
+    if isinstance(node, ast.FunctionDef):
+        return _function(node, module)
+    if isinstance(node, ast.ImportFrom):
+        home = str(node.module)
+        wanted = next(alias.name for alias in node.names if name in (alias.name, alias.asname))
+        return outline(home, wanted) if _ours(home) else getattr(_imported(home), wanted, _FOREIGN)
+    if isinstance(node, ast.Import):
+        return _imported(next(alias.name for alias in node.names if name in (alias.name, alias.asname)))
+    return _value(node, module) if isinstance(node, ast.expr) else getattr(import_module("builtins"), name)
+
+
+def _ours(module: str) -> bool:
+    return module.partition(".")[0] == "polyfed"
+
+
+def _imported(module: str) -> Any:
+    """A module of Python's own, which is cheap to import; none of others."""
+    return import_module(module) if module.partition(".")[0] in sys.stdlib_module_names else _FOREIGN
+
+
+@cache
+def _definitions(module: str) -> Mapping[str, ast.AST]:
+    """The statement or expression by which each name of a module is defined."""
+    path = _PACKAGE.joinpath(*module.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    collects = gc.isenabled()
+    gc.disable()  # collections would find nothing in a syntax tree, and take longer than the parser
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    finally:
+        if collects:
+            gc.enable()
+    found: dict[str, ast.AST] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            node.body = [part for part in node.body if isinstance(part, ast.AnnAssign | ast.Expr)]  # no code
+            found[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name: node for alias in node.names}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            found[node.target.id] = node.value
+        elif isinstance(node, ast.Assign):
+            found |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _class(node: ast.ClassDef, module: str) -> type:
+    bases = [_value(base.value if isinstance(base, ast.Subscript) else base, module) for base in node.bases]
+    content: dict[str, Any] = {
+        "__module__": module,
+        "__doc__": ast.get_docstring(node, clean=False),
+        "__annotations__": {},
+    }
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            content["__annotations__"][field.target.id] = _annotation(field.annotation, module)
+            if field.value is not None:
+                content[field.target.id] = _value(field.value, module)
+    made = type(node.name, tuple(base for base in bases if _ours(getattr(base, "__module__", ""))), content)
+    for decorator in node.decorator_list:
+        call = decorator if isinstance(decorator, ast.Call) else ast.Call(decorator, [], [])
+        if _value(call.func, module) is dataclasses.dataclass:
+            kw_only = any(word.arg == "kw_only" and _value(word.value, module) for word in call.keywords)
+            made = dataclasses.dataclass(kw_only=kw_only, eq=False, repr=False, match_args=False)(made)
+    return made
+
+
+def _function(node: ast.FunctionDef, module: str) -> Callable[..., Any]:
+    def function(*_: Any, **__: Any) -> Any:
+        raise TypeError(f"{module}.{node.name} is an outline, which cannot be called")
+
+    kinds = inspect.Parameter
+    positional = [*node.args.posonlyargs, *node.args.args]
+    defaults = [*[None] * (len(positional) - len(node.args.defaults)), *node.args.defaults, *node.args.kw_defaults]
+    rows: list[tuple[ast.arg, Any]] = [(arg, kinds.POSITIONAL_OR_KEYWORD) for arg in positional]
+    rows += [(arg, kinds.KEYWORD_ONLY) for arg in node.args.kwonlyargs]
+    parameters = [
+        inspect.Parameter(
+            arg.arg,
+            kind,
+            default=kinds.empty if default is None else _value(default, module),
+            annotation=kinds.empty if arg.annotation is None else _annotation(arg.annotation, module),
+        )
+        for (arg, kind), default in zip(rows, defaults, strict=True)
+    ]
+    function.__name__, function.__module__, function.__doc__ = node.name, module, ast.get_docstring(node, clean=False)
+    function.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what `signature` reads first
+    return function
+
+
+def _annotation(node: ast.expr, module: str) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return _value(ast.parse(node.value, mode="eval").body, module)
+    return _value(node, module)
+
+
+def _value(node: ast.expr, module: str) -> Any:
+    """The value of an expression of names, literals, types and calls of Python's own."""
+
+    def of(part: ast.expr) -> Any:
+        return _value(part, module)
+
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.Name(name):
+            return outline(module, name)
+        case ast.Attribute(owner, name):
+            found = of(owner)
+            return _FOREIGN if found is _FOREIGN else getattr(found, name)
+        case ast.Subscript(owner, key):
+            found = of(owner)
+            return _FOREIGN if found is _FOREIGN else found[of(key)]
+        case ast.Tuple(parts):
+            return tuple(map(of, parts))
+        case ast.List(parts):
+            return list(map(of, parts))
+        case ast.Set(parts):
+            return set(map(of, parts))
+        case ast.Dict(keys, values):
+            return {of(k): of(v) for k, v in zip(keys, values, strict=True) if k is not None}
+        case ast.UnaryOp(ast.USub(), part):
+            return -of(part)
+        case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
+            return _OPERATORS[type(kind)](of(left), of(right))
+        case ast.Call(function, parts, words):
+            found = of(function)
+            return _FOREIGN if found is _FOREIGN else found(*map(of, parts), **{str(w.arg): of(w.value) for w in words})
+    raise TypeError(f"{module}, line {node.lineno}: {ast.unparse(node)} cannot be read without importing the module")
+
+
+ALGORITHMS = Registry("polyfed.algorithms", "REGISTRY")
+SOURCES = Registry("polyfed.data.sources", "SOURCES")
+PARTITIONS = Registry("polyfed.data", "PARTITIONS")
+MODELS = Registry("polyfed.models", "MODELS")

@@ -1,0 +1,1 @@
+"""Several methods on the same clients: tuning, several seeds, intervals on new examples, verdicts."""

@@ -1,0 +1,357 @@
+"""Several methods on the same clients, several seeds each: what `compare` runs, and how it goes on after a stop."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from polyfed.algorithms import Local
+from polyfed.comparison import directory, tuning
+from polyfed.comparison.contenders import check_equal_training, methods_of
+from polyfed.comparison.directory import FORMAT, Comparison
+from polyfed.comparison.plans import Cast, Failure, Job, Method, Plan, play
+from polyfed.comparison.reading import Budget, Reading
+from polyfed.comparison.references import pooled_reference, simple_references
+from polyfed.comparison.summary import Material, summarise
+from polyfed.core.algorithm import BringsNetwork, Client, evaluated_network
+from polyfed.core.errors import Interrupted, UserError
+from polyfed.core.examples import as_examples
+from polyfed.core.files import resumable
+from polyfed.core.metrics import Metric, metrics_of
+from polyfed.data.resplit import resplit as dealt_anew
+from polyfed.simulation import checks
+from polyfed.simulation.leaks import one_warning
+from polyfed.simulation.rounds import Federation
+from polyfed.simulation.runs.configuration import described
+from polyfed.simulation.settings import EngineName, Keep, Settings
+
+SEEDS = 5
+"""Of a comparison, unless asked otherwise. A mean gain of 10 points of accuracy over 4 clients with 200 test examples each
+is said in 66 of 100 comparisons with 3 seeds, in 99 with 5; one of 5 points in 25 and 56 (`benchmarks/verdicts.py`)."""
+_NOT_RESULTS = ("seed", "keep", "engine", "workers", "ray_address", "gpus_per_worker", "device", "checkpoint_every")
+
+
+def compare(
+    clients: Sequence[Client],
+    methods: Sequence[Method | str] | Mapping[str, Method | str],
+    *,
+    rounds: int,
+    seeds: Sequence[int] | None = None,
+    resplit: int | None = None,
+    metrics: Any = None,
+    out: str | Path | None = None,
+    public: Any = None,
+    like: Method | None = None,
+    budget: str = "best",
+    target: float | None = None,
+    tune: Mapping[str, Sequence[Any] | str] | str | None = tuning.AUTO,
+    trials: int | None = None,
+    references: bool = True,
+    parallel: int | Literal["auto"] = "auto",
+    clients_per_round: int | float = 1.0,
+    engine: EngineName = "auto",
+    workers: int | Literal["auto"] = "auto",
+    ray_address: str = "local",
+    gpus_per_worker: float = 0.0,
+    device: str = "auto",
+    evaluate_every: int = 1,
+    checkpoint_every: int = 1,
+    on_error: Literal["raise", "skip"] = "raise",
+    min_replies: int = 1,
+    title: str = "comparison",
+    quiet: bool = False,
+) -> Comparison:
+    """Runs several methods on the same clients with several seeds, and puts the results side by side.
+
+    `local` is always compared, `fedavg` and `fedavg_ft` too where the clients have one architecture. A method that they do
+    not suit is left out, with the reason; one of which a run fails (it diverges, for instance) is reported as failed,
+    and the
+    others are compared. The same call with the same `out` goes on where it was stopped; finished runs are not repeated.
+
+    Args:
+        clients: who takes part, as for `federate`.
+        methods: names, methods, or either by label.
+        rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
+            on_error, min_replies: of each run, see `polyfed.simulation.settings.Settings`.
+        seeds: one run of each method per seed; default 0 to 4, or one for each dealing of `resplit`. With one seed nothing
+            is decided, and with three only large gains are.
+        resplit: how many times each client's training, validation and test examples are dealt again, each time with another
+            seed: the better answer where data are few. None keeps the sets that were given.
+        metrics: names, functions `f(outputs, targets) -> float` or `polyfed.Metric` objects; the first decides. None takes
+            accuracy, AUC (labels) or R².
+        out: the directory (see `polyfed.comparison.directory`); None keeps the results in memory.
+        public: unlabelled examples that are no client's, for methods that need them; the others ignore them.
+        like: whose local training the methods get that are given by name (`by_name` says which part); default: that of the
+            first method in `methods` that is not a name and has no other defaults for it. Without any, they have equal
+            epochs and batches and otherwise their own defaults.
+        budget: "best" compares each method at its best round by validation examples, and gives no answer over or with one
+            that was still learning; "steps" compares after all rounds, "bytes" or "seconds" (or "bytes=5e6", "seconds=30")
+            each run at its last evaluated round that has spent no more. `polyfed.comparison.reading.Budget` says more.
+        target: the mean score for the columns "to reach it"; None takes what training alone reaches.
+        tune: "auto" searches the learning rate of every method on validation examples before, over 0.1 to 10 times its
+            own; "none" does not, and the results say so; or fields with the values to try or their range:
+            {"lr": [0.01, 0.1]}, {"lr": "0.001..0.3"}; see `polyfed.comparison.tuning`.
+        trials: runs a method has in that search, by Optuna (extra `tune`); None tries every combination of the values.
+        parallel: runs at once, each in a process of its own; "auto" is one per core where a round has few clients.
+        references: puts scores of simple models and of all data pooled next to the methods
+            (`polyfed.comparison.references`).
+        title: for headings.
+        quiet: no progress.
+
+    Raises:
+        UserError: methods with unequal local training, clients that no method but `local` suits, or what `federate` refuses;
+            nothing has been computed.
+        ClientError, RoundError: every method that federates failed, the first as this error says.
+
+    >>> from polyfed.testing import small_clients
+    >>> words = {"tune": "none", "references": False, "parallel": 1, "quiet": True}
+    >>> found = compare(small_clients(2), ["fedprox"], rounds=1, seeds=[0], **words)
+    >>> [row["method"] for row in found.table()]
+    ['local', 'fedavg', 'fedavg_ft', 'fedprox']
+    """
+    if seeds is None:
+        seeds = range(SEEDS if resplit is None else resplit) if isinstance(resplit, int | None) else ()
+    if not isinstance(seeds, Sequence):
+        raise UserError(f"seeds must be different whole numbers, such as [0, 1, 2], got {seeds!r}")
+    settings = Settings(
+        rounds=rounds, clients_per_round=clients_per_round, engine=engine, workers=workers, ray_address=ray_address,
+        gpus_per_worker=gpus_per_worker, device=device, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
+        on_error=on_error, min_replies=min_replies,
+    )  # fmt: skip
+    pool = None if public is None else as_examples(public, "public", labelled=False)
+    if resplit is None:
+        dealt: list[Sequence[Client]] = [clients] * len(seeds)
+    else:
+        if len(seeds) != resplit:
+            raise UserError(
+                f"resplit={resplit} deals the data {resplit} times, with a seed each; got {len(seeds)} seeds"
+            )
+        dealt = list(dealt_anew(clients, resplit))
+    casts = {seed: Cast(tuple(sets), pool) for seed, sets in zip(seeds, dealt, strict=True)}
+    one = isinstance(metrics, str | Metric) or callable(metrics)
+    asked = () if metrics is None else (metrics,) if one else tuple(metrics)
+    plan = Plan(
+        title=title, methods=methods_of(methods, like), seeds=tuple(seeds), settings=settings, cast=casts.__getitem__,
+        reading=Reading(Budget.parse(budget), target), out=None if out is None else Path(out), parallel=parallel,
+        search=search_of(tune, trials), trials=trials, quiet=quiet, metrics=asked, resplit=resplit, references=references,
+    )  # fmt: skip
+    return carry_out(plan)
+
+
+def search_of(tune: Any, trials: int | None = None) -> Mapping[str, Sequence[Any] | str] | None:
+    """The fields to search, of what was asked for.
+
+    Raises:
+        UserError: an unknown word, or `trials` without fields.
+
+    >>> search_of("auto"), search_of("none"), search_of({"mu": [0.1]})
+    ({'lr': 'grid'}, None, {'mu': [0.1]})
+    """
+    if isinstance(tune, str):
+        if tune not in (tuning.AUTO, tuning.NONE):
+            raise UserError(
+                f"tune must be 'auto', 'none', or fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {tune!r}"
+            )
+        if trials is not None:
+            raise UserError(tuning.no_fields(trials))
+        return tuning.BY_DEFAULT if tune == tuning.AUTO else None
+    found: Mapping[str, Sequence[Any] | str] | None = tune
+    return found
+
+
+@one_warning()
+def carry_out(plan: Plan) -> Comparison:
+    """Runs what a plan lacks, and reads the results.
+
+    Raises:
+        UserError, ClientError, RoundError: as for `compare`; complete runs are kept.
+        Interrupted: Ctrl-C.
+        OSError: a full disk, say; complete runs are kept.
+    """
+    if plan.out is None:
+        return _carried_out(plan)
+    with resumable(f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"):
+        return _carried_out(plan)
+
+
+def _carried_out(plan: Plan) -> Comparison:
+    plan = dataclasses.replace(
+        plan, cast=lru_cache(maxsize=1)(plan.cast)
+    )  # dealing may read and decode whole data sets
+    metrics = metrics_of(plan.metrics, plan.cast(plan.seeds[0]).clients[0].task)
+    plan = dataclasses.replace(plan, metrics=metrics)
+    plan.reading.check(metrics[0].unit)
+    tuning.check(plan)
+    description, data, class_names = _described(plan)
+    methods = {label: plan.methods[label] for label in description["methods"]}
+    if plan.out is not None:
+        directory.keep_description(plan.out, description, plan.reading)
+    failed: dict[str, Failure] = {}
+    try:
+        if plan.search is not None:
+            methods, description["tuning"], failed = tuning.search(plan, methods)
+        jobs = [
+            Job(label, method, seed, None if plan.out is None else plan.out / label / f"seed-{seed}",
+                description["fingerprints"][str(seed)], _kept(plan, label, description.get("tuning")))
+            for seed in plan.seeds
+            for label, method in methods.items()
+            if label not in failed
+        ]  # fmt: skip
+        played, not_played = play(plan, jobs) if jobs else ({}, {})
+        for job in (job for job in jobs if job in not_played):
+            failed.setdefault(job.label, not_played[job])
+        methods = {label: method for label, method in methods.items() if label not in failed}
+        if all(isinstance(method, Local) for method in methods.values()):
+            raise next(iter(failed.values()))
+        beside = _references(plan, methods, description["fingerprints"]) if plan.references else {}
+    except KeyboardInterrupt as stop:
+        if plan.out is None:
+            raise
+        how = f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
+        raise Interrupted(f"interrupted; the complete rounds are saved: continue with {how}") from stop
+    description["failed"] = {label: str(error) for label, error in failed.items()}
+    description["methods"] = {label: _fields(method) for label, method in methods.items()}
+    description["reference"] = _reference(methods)
+    runs = {(job.label, job.seed): one for job, one in played.items() if job.label in methods}
+    material = Material(
+        description, data, class_names, {run: one.history for run, one in runs.items()}, plan.metrics[0],
+        lambda label, seed, client, number: runs[label, seed].outputs(client, number),
+        lambda seed, client: _targets(plan, seed, client), beside,
+    )  # fmt: skip
+    content = summarise(material, plan.reading, on_disk=plan.out is not None)
+    if plan.out is not None:
+        directory.write(plan.out, content)
+    return Comparison(content, plan.out)
+
+
+def _kept(plan: Plan, label: str, searched: Mapping[str, Any] | None) -> Keep:
+    """The round whose models a run keeps: the one at which it is compared unless a budget is the question."""
+    if searched is not None and "rounds" in searched:
+        return searched["rounds"].get(label) or "last"
+    return "best" if any(c.val is not None for c in plan.cast(plan.seeds[0]).clients) else "last"
+
+
+def _targets(plan: Plan, seed: int, client: str) -> Any:
+    return next(c.test.labels.cpu() for c in plan.cast(seed).clients if c.id == client)
+
+
+def _references(plan: Plan, methods: Mapping[str, Method], data: Mapping[str, str]) -> dict[str, Any]:
+    """Scores of simple models and of all data pooled, on the data of the first seed; `data` has a fingerprint by seed."""
+    seed, metric = plan.seeds[0], plan.metrics[0]
+    clients = plan.cast(seed).clients
+    found = simple_references(clients, seed=seed)
+    alone = next((method for method in methods.values() if isinstance(method, Local)), None)
+    if alone is not None:
+        pooled = pooled_reference(clients, alone, rounds=plan.settings.rounds, seed=seed)
+        found += [] if pooled is None else [pooled]
+    once = "; on the data of the first seed alone" if plan.resplit is not None or len(set(data.values())) > 1 else ""
+    told = {}
+    for one in found:
+        scores = {c.id: metric(one.outputs[c.id], c.test.labels.cpu()) for c in clients}
+        known = {client: score if math.isfinite(score) else None for client, score in scores.items()}
+        defined = [
+            score for score in known.values() if score is not None
+        ]  # a site of one class has no AUC by any method
+        told[one.name] = {"told": one.told + once, "scores": known, "mean": fmean(defined) if defined else None}
+    return told
+
+
+def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...] | None]:
+    """The content of `comparison.yaml`, what there is to know of the data by seed, and the classes' names. All that can be
+    found wrong beforehand is found here, for each seed."""
+    skipped: dict[str, str] = {}
+    data: dict[str, Any] = {}
+    fingerprints: dict[str, str] = {}
+    first_weights = ""
+    for seed in plan.seeds:
+        cast = plan.cast(seed)
+        settings = dataclasses.replace(plan.settings, seed=seed)
+        checks.check_clients(cast.clients)
+        checks.check_models(cast.clients)
+        settings.cohort_size(len(cast.clients))
+        for label, method in plan.methods.items():
+            if label in skipped:
+                continue
+            reasons = [_unsuited(cast, one, settings) for one in tuning.variants(plan, method) or [method]]
+            if reason := next(filter(None, reasons), None):
+                if None in reasons:
+                    raise UserError(f"not all values that are to be searched for {label} suit these clients: {reason}")
+                skipped[label] = reason
+        data[str(seed)] = _known_of(cast)
+        fingerprints[str(seed)] = checks.fingerprint(cast.clients, cast.public)
+        first_weights = first_weights or checks.first_weights(cast.clients)
+    methods = {label: method for label, method in plan.methods.items() if label not in skipped}
+    if all(isinstance(method, Local) for method in methods.values()):
+        raise UserError(f"no method that federates suits these clients: {'; '.join(skipped.values())}")
+    check_equal_training(methods)
+    settings_kept = {k: v for k, v in dataclasses.asdict(plan.settings).items() if k not in _NOT_RESULTS}
+    description = {
+        "format": FORMAT,
+        "title": plan.title,
+        "task": cast.clients[0].task,
+        "metrics": [_metric(metric) for metric in plan.metrics],
+        "seeds": list(plan.seeds),
+        "methods": {label: _fields(method) for label, method in methods.items()},
+        "evaluated": {label: evaluated_network(method) for label, method in methods.items()},
+        "skipped": skipped,
+        "reference": _reference(methods),
+        "same_clients": plan.resplit is not None or len(set(fingerprints.values())) == 1,
+        "resplit": plan.resplit,
+        "references": plan.references,
+        "settings": settings_kept,
+        "fingerprints": fingerprints,
+        "first_weights": first_weights,
+        "search": _searched(plan),
+        "trials": plan.trials,
+        "experiment": plan.experiment,
+    }
+    return description, data, cast.class_names
+
+
+def _metric(metric: Metric) -> dict[str, Any]:
+    return {name: getattr(metric, name) for name in ("name", "label", "unit", "higher_is_better")}
+
+
+def _reference(methods: Mapping[str, Method]) -> str | None:
+    return next((label for label, method in methods.items() if isinstance(method, Local)), None)
+
+
+def _searched(plan: Plan) -> dict[str, Any] | None:
+    if plan.search is None:
+        return None
+    return {name: values if isinstance(values, str) else list(values) for name, values in plan.search.items()}
+
+
+def _fields(method: Method) -> dict[str, Any]:
+    fields: dict[str, Any] = described(method, Settings())["algorithm"]
+    return fields
+
+
+def _unsuited(cast: Cast, method: Method, settings: Settings) -> str | None:
+    """Why the clients do not suit a method, in the words with which a run would refuse them; None if they do."""
+    try:
+        checks.check_requirements(cast.clients, method, cast.public)
+        if isinstance(method, BringsNetwork):
+            checks.check_models(cast.clients, factory=method.network_for(checks.common_data_spec(cast.clients)))
+        clients = {c.id: c for c in sorted(cast.clients, key=lambda c: c.id)}
+        Federation(clients, method, settings, cast.public).begin()
+    except UserError as reason:
+        return str(reason)
+    return None
+
+
+def _known_of(cast: Cast) -> dict[str, Any]:
+    counted = cast.clients[0].task == "classification"
+    most = max(int(c.train.labels.max()) for c in cast.clients) + 1 if counted else 0
+    size = max(most, len(cast.class_names or ()))
+    return {
+        c.id: {
+            "train": len(c.train),
+            "test": len(c.test),
+            "classes": c.train.labels.bincount(minlength=size).tolist() if counted else None,
+        }
+        for c in sorted(cast.clients, key=lambda c: c.id)
+    }

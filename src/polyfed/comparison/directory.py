@@ -1,0 +1,285 @@
+"""A comparison on the disk: `comparison.yaml` says what is compared, `comparison.json` holds the results.
+
+A comparison directory holds one run directory per method and seed, `METHOD/seed-K`, and
+
+- `comparison.yaml`, written before the first run: everything that decides results (methods with all fields, seeds, settings,
+  metrics, clients' fingerprints, the experiment), and `reading`, how results are read (budget and target);
+- `comparison.json`, written when all runs are finished, as below. Paths in it are relative to the directory; scores are
+  fractions as in `metrics.jsonl` (0.81, not 81); `null` is "not defined", a `Score` is a number or null.
+
+```
+{
+  "format": 2,
+  "title": "quickstart",                     a name for headings
+  "task": "classification",                  or "multilabel", "regression"
+  "score": "accuracy",                       the metric that decides
+  "score_label": "accuracy", "score_unit": "%" or "", "higher_is_better": true,
+  "level": 0.95,                             of all intervals of gains together
+  "rounds": 20,                              of each run
+  "seeds": [0, 1, 2],
+  "clients": ["north", ...],                 sorted; the same ids in each seed
+  "same_clients": false,                     true: an id is the same participant in each seed; only then are there answers
+                                             client by client. false: each seed deals the data again
+  "resplit": null | 5,                       how many times each client's examples were dealt again, one seed each
+  "class_names": ["0", ...] or null,
+  "data": {"0": {"north": {"train": 24, "test": 14, "classes": [3, 0, ...] or null}, ...}, "1": ...},   by seed
+  "budget": {"kind": "best" | "steps" | "bytes" | "seconds", "limit": null | number, "told": "a sentence"},
+  "target": {"score": 0.81 or null, "told": "a sentence"},      mean of those of "to_target" below
+  "reference": "local" or null,              label of the method that trains alone, which gains are over
+  "best": "fedhenn",                         label of the best mean; null if no method has one
+  "best_by": "validation" | "test",          what it was chosen on
+  "leader": "fedhenn",                       the best besides the reference of those that had converged: answers are about it
+  "answers": [{"client": "north", "answer": "join" | "stay" | "undecided", "method": "fedhenn", "gain": Score,
+               "interval": [low, high] or null, "test_examples": 120, "sentence": "north: join with ..."}, ...],
+  "mean_answer": the same with "client": null; or null without a reference
+  "verdicts": ["mean over clients: ...", "north: join with fedhenn: ...", ...],      the sentences of these answers
+  "covers": [sentences: what is estimated, and what is not covered],
+  "warnings": [sentences for the top],
+  "convergence": {"local": {"converged": true | false | null, "told": "a sentence"}, ...},
+  "references": {"logistic_regression": {"told": "a sentence", "scores": {"north": Score, ...}, "mean": Score}, ...},
+  "predictions": true,                       whether predictions of the compared rounds were kept; without, no intervals
+  "methods": {                               in the order of the table; by label, which is also the folder
+    "local": {
+      "name": "local",                       of the registry, or the class
+      "fields": {"lr": 0.05, ...},           all hyper-parameters
+      "evaluated": "",                       what is scored, where fields decide; mostly empty
+      "runs": {                              by seed, as text
+        "0": {
+          "path": "local/seed-0" or null,    run directory (metrics.jsonl, models, predictions); null: kept in memory
+          "round": 20 or null,               the compared round; null: not one evaluated round is within the budget
+          "scores": {"north": Score, ...},   per client at that round; empty where round is null
+          "mean": Score,                     over clients; null if one lacks a score that another method has
+          "validation": Score,               mean validation score at that round; null without validation examples
+          "bytes": 123456, "seconds": 4.21,  down + up, and clients + server without evaluation, up to that round
+          "curve": [[round, mean score, bytes, seconds], ...],      every evaluated round, also beyond the budget
+          "to_target": {"round": 8, "bytes": ..., "seconds": ...} or null      first evaluated round that reaches the target
+        }, ...
+      },
+      "statistics": {                        gains are positive where the method is better, whatever the score
+        "mean": Score, "interval": [low, high] or null,             over seeds and test examples, by itself
+        "worst": Score, "p10": Score, "p90": Score,                 over clients, mean over seeds; p10 is near the worst
+        "gain": Score, "gain_interval": [low, high] or null,        over the reference; together with those of other methods
+        "gain_per_seed": [0.02, ...] or null,
+        "losers": 2 or null,                 participants whose score is worse than the reference's
+        "participants": 8 or null,           clients, mean over seeds; if not the same clients, those of each seed
+        "p_reference": 0.047 or null,        of the mean gain over the reference, corrected for the number of methods
+        "p_best": 0.2 or null,               against the best, corrected for all pairs of methods; null for the best itself
+        "rounds": [20, 20, 20],              compared round by seed
+        "bytes": mean, "seconds": mean,
+        "to_target": {"reached": 3, "round": mean, "bytes": mean, "seconds": mean}     means null unless all seeds reach it
+        "clients": {"north": {"mean": Score, "gain": Score, "gain_interval": [low, high] or null, "p": 0.03 or null,
+                              "test_examples": 120, "verdict": "gains" | "loses" | "undecided" | null}, ...}
+      }                                      verdict null: the reference itself, clients that differ from seed to seed
+    }, ...                                   or lack a score in one. p and intervals of clients hold for all of them together
+  },
+  "skipped": {"fedavg": "fedavg needs one architecture, but ..."},       methods that the federation does not suit, and why
+  "failed": {"fedprox": "round 3, ...: training diverged ..."},            methods of which a run failed, and why
+  "notes": ["...", ...],                                                   what else to bear in mind, sentences
+  "tuning": null or {"told": "a sentence", "by": "validation", "edge": ["lr of fedavg"], "methods": {"fedavg": {"chosen":
+            {"lr": 0.1}, "runs": 5, "tried": [{"fields": {"lr": 0.1}, "validation": 0.8}, ...]}},
+            "rounds": {"fedavg": 12}, "losses": {"fedavg": [[1, 0.9], ...]}}     rounds: chosen on held-out examples
+}
+```
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import yaml
+
+from polyfed.comparison.form import Description, check_results
+from polyfed.comparison.reading import Budget, Reading
+from polyfed.core.errors import UserError
+from polyfed.core.files import make_folder, replace_file
+from polyfed.core.typed import conforms, from_json
+from polyfed.simulation.runs.directory import changes, plain, read_config, read_manifest, read_metrics
+from polyfed.simulation.runs.paths import file_name
+
+DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
+FORMAT = 2  # of the results
+
+
+@final
+@dataclass(frozen=True)
+class Comparison:
+    """Methods next to one another on the same clients.
+
+    Attributes: `results`, as the top of this module documents them; `out`, the directory or None.
+    """
+
+    results: Mapping[str, Any]
+    out: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"Comparison({', '.join(self.results['methods'])}; {len(self.results['seeds'])} seeds, out={self.out})"
+
+    @property
+    def verdicts(self) -> Sequence[str]:
+        """What the intervals support, in words."""
+        return list(self.results["verdicts"])
+
+    @property
+    def skipped(self) -> Mapping[str, str]:
+        """Methods that the federation does not suit, each with the reason."""
+        return dict(self.results["skipped"])
+
+    @property
+    def failed(self) -> Mapping[str, str]:
+        """Methods of which a run could not be completed, each with the reason."""
+        return dict(self.results.get("failed", {}))
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row a method: `method`; `mean` over clients and seeds with its interval `low`, `high`; `worst` client, `p10`
+        and `p90`; `gain` over training alone with `gain_low`, `gain_high`; `losers`, the clients that lose by joining; the
+        corrected `p_reference` and `p_best`; `megabytes` (2^20 bytes) and `seconds` of a run; None where not defined."""
+        rows = []
+        for label, method in self.results["methods"].items():
+            found = method["statistics"]
+            low, high = found["interval"] or (None, None)
+            gain_low, gain_high = found["gain_interval"] or (None, None)
+            rows.append(
+                {
+                    "method": label,
+                    "mean": found["mean"],
+                    "low": low,
+                    "high": high,
+                    **{name: found[name] for name in ("worst", "p10", "p90")},
+                    "gain": found["gain"],
+                    "gain_low": gain_low,
+                    "gain_high": gain_high,
+                    "losers": found["losers"],
+                    **{name: found[name] for name in ("p_reference", "p_best")},
+                    "megabytes": None if found["bytes"] is None else found["bytes"] / 2**20,
+                    "seconds": found["seconds"],
+                }
+            )
+        return rows
+
+
+def read(folder: str | Path) -> Comparison:
+    """A finished comparison from its directory.
+
+    Raises:
+        UserError: there is none, or it is not finished.
+    """
+    path = Path(folder) / RESULTS
+    if not (Path(folder) / DESCRIPTION).is_file():
+        raise UserError(f"{folder} is not the directory of a comparison: it has no {DESCRIPTION}")
+    if not path.is_file():
+        raise UserError(f"the comparison in {folder} is not finished; go on with it: polyfed compare {folder}")
+    try:
+        content = from_json(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+        if content.get("format") == FORMAT and (wrong := check_results(content)):
+            raise ValueError(wrong)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); make it again: polyfed compare {folder}") from error
+    if content.get("format") != FORMAT:
+        raise UserError(f"{path} has format {content.get('format')}, this version of polyfed reads {FORMAT}; make it again: "
+                        f"polyfed compare {folder}")  # fmt: skip
+    return Comparison(content, Path(folder))
+
+
+def write(folder: Path, content: Mapping[str, Any]) -> None:
+    """Writes the results; the file is the old one or the new one at any moment."""
+    replace_file(folder / RESULTS, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False).encode())
+
+
+def read_description(folder: str | Path) -> dict[str, Any]:
+    """The content of `comparison.yaml`.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    path = Path(folder) / DESCRIPTION
+    if not path.is_file():
+        raise UserError(f"{folder} is not the directory of a comparison: it has no {DESCRIPTION}")
+    content = read_config(path)
+    if wrong := conforms(content, Description):
+        raise UserError(f"{path} is damaged: {wrong}; give the whole command again with another --out")
+    return content
+
+
+def reading_of(description: Mapping[str, Any]) -> Reading:
+    """How the results of a comparison were last read."""
+    kept = description.get("reading") or {}
+    return Reading(Budget.parse(kept.get("budget", "best")), kept.get("target"))
+
+
+def keep_description(folder: Path, description: Mapping[str, Any], reading: Reading) -> None:
+    """Writes `comparison.yaml`, or makes sure that the one that is there describes the same runs. (Reading them otherwise
+    needs no other runs.)
+
+    Raises:
+        UserError: `folder` holds something else, or a comparison of something else.
+    """
+    content = plain(description, "comparison")
+    try:
+        if not folder.exists():
+            make_folder(folder, parents=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
+    if (folder / DESCRIPTION).is_file():
+        before = {key: value for key, value in read_description(folder).items() if key != "reading"}
+        if differs := _difference(before, content):
+            raise UserError(
+                f"{folder} holds a comparison of something else: {differs}; choose another --out, or ask for what it holds"
+            )
+    elif any(not entry.name.startswith(".partial-") for entry in folder.iterdir()):
+        raise UserError(f"{folder} is not empty and holds no comparison; choose another --out")
+    content["reading"] = {"budget": str(reading.budget), "target": reading.target}
+    replace_file(folder / DESCRIPTION, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
+
+
+def _difference(before: Any, now: Any, place: str = "") -> str:
+    """The first thing in which two descriptions differ, in words; empty if they are the same."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in (*before, *(key for key in now if key not in before)):
+            inner = f"{place}.{key}" if place else str(key)
+            if key not in now or key not in before:
+                return f"{inner} is {'new' if key in now else 'gone'}"
+            if found := _difference(before[key], now[key], inner):
+                return found
+        return ""
+    return "" if before == now else f"{place} was {before!r} and is now {now!r}"
+
+
+def finished(
+    folder: Path, rounds: int, clients: Sequence[str], seed: int, method: Mapping[str, Any], data: str
+) -> list[dict[str, Any]] | None:
+    """The history of a run that has nothing left to do: all rounds told and all models written; None otherwise.
+
+    Args:
+        folder: of the run.
+        rounds, clients, seed: of the run that is asked for.
+        method: with its fields, as `config.yaml` has it.
+        data: the fingerprint of the clients, as `manifest.json` has it.
+
+    Raises:
+        UserError: the folder has another run, or what says which is damaged.
+    """
+    if not (folder / "config.yaml").is_file():
+        return None
+    config = read_config(folder)
+    known = {"seed": config.get("seed"), "algorithm": config.get("algorithm"), "rounds": config.get("rounds")}
+    asked = {"seed": seed, "algorithm": dict(method), "rounds": rounds}
+    before = read_manifest(folder).get("data_fingerprint", data)  # one that is lost is no other
+    if differs := _difference({**known, "clients": before}, {**asked, "clients": data}):
+        raise UserError(
+            f"{folder} does not hold the run that belongs there: {differs}; remove it, or choose another --out"
+        )
+    if changed := changes(folder, made=False):
+        raise UserError(f"{changed[0]}. A comparison reads finished runs: make this one again by removing {folder}")
+    history = read_metrics(folder / "metrics.jsonl")
+    if [record["round"] for record in history] != list(range(1, rounds + 1)):
+        return None
+    if not all(isinstance(record.get(part), dict) for record in history for part in ("clients", "summary")):
+        return None
+    if changes(folder):
+        return None  # models or predictions, which are written again
+    models = [folder / "models" / f"{file_name(client)}.safetensors" for client in clients]
+    return history if all(path.is_file() and path.stat().st_size > 0 for path in models) else None

@@ -1,0 +1,81 @@
+"""How the results of a comparison are read: at which round each run is compared, and which score is to be reached."""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from polyfed.core.errors import UserError, nearest
+
+KINDS = ("best", "steps", "bytes", "seconds")
+
+
+@final
+@dataclass(frozen=True)
+class Budget:
+    """The round at which runs are compared.
+
+    Args:
+        kind: "best", each at its best round by validation examples; "steps", after all rounds with the same local training;
+            "bytes", down and up, or "seconds", of clients and server: where no more than `limit` is spent.
+        limit: how many bytes or seconds; None takes what the cheapest run spends in all its rounds.
+
+    Raises:
+        UserError: an unknown kind, or a limit that is not positive.
+    """
+
+    kind: str = "best"
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"unknown budget {self.kind!r}; {nearest(self.kind, KINDS)}")
+        if self.limit is not None and (self.kind in ("best", "steps") or not 0 < self.limit < math.inf):
+            raise UserError(f"a budget is 'best', 'steps', or bytes or seconds with a positive limit, got {self}")
+
+    def __str__(self) -> str:
+        return self.kind if self.limit is None else f"{self.kind}={self.limit:g}"
+
+    @property
+    def asked(self) -> bool:
+        """Whether the budget is the question, so that a method that is not done learning counts as it is."""
+        return self.kind != "best"
+
+    @classmethod
+    def parse(cls, text: str) -> "Budget":
+        """From "best", "steps", "bytes", "seconds", "bytes=5e6", "seconds=30".
+
+        >>> Budget.parse("bytes=5e6")
+        Budget(kind='bytes', limit=5000000.0)
+        """
+        kind, equals, limit = str(text).partition("=")
+        try:
+            return cls(kind, float(limit) if equals else None)
+        except UserError:
+            raise
+        except ValueError:
+            raise UserError(
+                f"the limit of a budget must be a number, as in {kind}=1000000, got {str(text)!r}"
+            ) from None
+
+
+@final
+@dataclass(frozen=True)
+class Reading:
+    """How results are read: the budget, and the mean score to be reached (None: what the reference reaches with the same
+    seed).
+
+    Raises:
+        UserError: a target that is no score.
+    """
+
+    budget: Budget = Budget()
+    target: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.target is not None and not (isinstance(self.target, int | float) and math.isfinite(self.target)):
+            raise UserError(f"a target is a mean score, a number such as 0.8, got {self.target!r}")
+
+    def check(self, unit: str) -> None:
+        """Raises a `UserError` if the target cannot be a score of this unit, such as 80 for a share."""
+        if self.target is not None and unit == "%" and self.target > 1:
+            raise UserError(f"a target is a mean score, a share such as 0.8 and not 80, got {self.target!r}")

@@ -1,0 +1,39 @@
+"""Statistics of differences from repeated splits of the same data, whose training sets overlap."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from polyfed.core.errors import UserError
+
+
+def corrected_variance(differences: Sequence[float], train: float, test: float) -> float:
+    """The variance of the mean of differences from K random splits of one data set, (1/K + test/train)·s².
+
+    The splits share most of their training examples and many of their test examples, so that their differences are alike;
+    s²/K, which takes them for independent, is several times too small, and tests with it find differences where there are
+    none. s² is the variance of the differences (K − 1). For an interval: the mean ± t(K − 1) times the root of this.
+
+    Args:
+        differences: one a split, of two methods on the same split; at least two.
+        train, test: examples for training and for testing in each split, or their shares.
+
+    Returns:
+        The variance, in the square of the differences' unit.
+
+    Raises:
+        UserError: fewer than two differences, or one that is no finite number, or sizes that are not positive.
+
+    Source: C. Nadeau and Y. Bengio, "Inference for the generalization error", Machine Learning 52, 2003, equation 9.
+
+    >>> round(corrected_variance([0.01, 0.03], train=90, test=10), 6)
+    0.000122
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    if values.ndim != 1 or len(values) < 2 or not np.isfinite(values).all():
+        raise UserError(f"a variance needs at least two differences that are numbers, one a split, got {differences!r}")
+    for name, size in (("train", train), ("test", test)):
+        if not 0 < size < math.inf:
+            raise UserError(f"{name} must be a positive number of examples, got {size!r}")
+    return float((1 / len(values) + test / train) * values.var(ddof=1))

@@ -1,0 +1,141 @@
+"""Several runs at once, each in a forked process of its own.
+
+What a process finds comes back as JSON over a pipe; the rest of a run is in its directory. A process that is reported
+to stop saves its run first, and one whose parent is gone leaves at once, so that the run can be resumed elsewhere.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from polyfed.core.errors import ClientError, RoundError, UserError
+
+Key = TypeVar("Key")
+_ORPHAN_CHECK_SECONDS = 0.2
+_STOP_SECONDS = 10.0  # to save a run
+
+
+class _Running(NamedTuple):
+    key: Any
+    process: Any
+
+
+def side_by_side(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int) -> Iterator[tuple[Key, Any]]:
+    """The results of `tasks`, each as it is finished; up to `processes` run at once, and one task is taken from
+    the iterator ahead. A run that cannot be completed has its error for a result, and the others go on.
+
+    Args:
+        tasks: what names a task, and what it does; its result must be plain data.
+        processes: 1 runs all in this process.
+
+    Raises:
+        UserError: as the first task raises it; the others are stopped.
+        ChildProcessError: a process died.
+
+    >>> sorted(side_by_side(iter([("a", lambda: 1), ("b", lambda: 2)]), processes=2))
+    [('a', 1), ('b', 2)]
+    """
+    if processes == 1:
+        for key, task in tasks:
+            try:
+                result = task()
+            except (ClientError, RoundError) as error:
+                result = error
+            yield key, result
+        return
+    running: dict[Connection, _Running] = {}
+    try:
+        waiting = next(tasks, None)
+        while running or waiting is not None:
+            while waiting is not None and len(running) < processes:
+                pipe, process = _start(waiting[1])
+                running[pipe] = _Running(waiting[0], process)
+                waiting = next(tasks, None)
+            for ready in wait(list(running)):
+                pipe = next(open_pipe for open_pipe in running if open_pipe is ready)
+                key, process = running.pop(pipe)
+                yield key, _received(pipe, process, key)
+    finally:
+        _stop(running)
+
+
+def _start(task: Callable[[], Any]) -> tuple[Connection, Any]:
+    context = get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, task, os.getpid()), daemon=True, name="polyfed-run")
+    with warnings.catch_warnings():
+        # As for `PoolEngine`: our threads are torch's idle ones and the progress bar's.
+        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+        process.start()
+    theirs.close()
+    return ours, process
+
+
+def _serve(pipe: Connection, task: Callable[[], Any], parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which asks us to stop
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    torch.set_num_threads(1)
+    try:
+        answer: dict[str, Any] = {"result": task()}
+    except KeyboardInterrupt:
+        os._exit(0)
+    except (UserError, RoundError) as error:
+        answer = {"error": type(error).__name__, "arguments": [str(error)]}
+    except ClientError as error:
+        answer = {
+            "error": "ClientError",
+            "arguments": [error.round, error.client, error.phase, error.reason, error.trace],
+        }
+    except OSError as error:  # a full disk, say
+        answer = {"error": "OSError", "arguments": [error.errno, error.strerror or str(error)]}
+    pipe.send_bytes(json.dumps(answer).encode())
+    pipe.close()
+
+
+def _leave_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_ORPHAN_CHECK_SECONDS)
+    os._exit(1)  # as by kill -9: what the run has saved is whole
+
+
+def _received(pipe: Connection, process: Any, key: Any) -> Any:
+    try:
+        answer = json.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join()
+        raise ChildProcessError(
+            f"the process of {key} died (exit status {process.exitcode}); the same command goes on from what is saved"
+        ) from None
+    finally:
+        pipe.close()
+    process.join()
+    if "error" not in answer:
+        return answer["result"]
+    if answer["error"] == "OSError":
+        raise OSError(*answer["arguments"])
+    if answer["error"] == "UserError":
+        raise UserError(*answer["arguments"])
+    kinds: dict[str, Callable[..., Exception]] = {"RoundError": RoundError, "ClientError": ClientError}
+    return kinds[answer["error"]](*answer["arguments"])
+
+
+def _stop(running: dict[Connection, _Running]) -> None:
+    for _, process in running.values():
+        process.terminate()
+    end = time.monotonic() + _STOP_SECONDS
+    for pipe, (_, process) in running.items():
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+        pipe.close()

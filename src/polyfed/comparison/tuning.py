@@ -1,0 +1,332 @@
+"""Hyper-parameters of a comparison, searched on validation examples before it, with the same budget for every method.
+
+Without `trials` every combination of the values given is tried, the small grid; with `trials`, that many runs a method,
+chosen by Optuna's tree-structured Parzen estimator, also within ranges. Each is a run of full length with the first seed;
+the best mean validation score wins, each the mean of an evaluated round and its two neighbours, of equals the lower
+validation loss. Test examples have no say. Where
+clients have no validation examples, a fifth of their training examples is held out for the search alone: the round of the
+winner's best score is then the round at which the method is compared, and the final runs train on all of it. With
+`trials` every method has the same number of runs, with all combinations those of the fields that it has; the results tell
+how many. A run that diverges counts as tried, and does not win. `DIR/tuning/METHOD/FIELDS` is the directory of each.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, final
+
+from polyfed.comparison.curves import means
+from polyfed.comparison.plans import EQUAL, TUNING, Failure, Job, Method, Plan, play
+from polyfed.core.errors import RoundError, UserError, check_extra, nearest
+from polyfed.data.held_out import with_validation
+from polyfed.simulation import checks
+from polyfed.simulation.runs.directory import plain
+from polyfed.simulation.runs.paths import file_name
+
+GRID = "grid"  # instead of a field's values: what a method has, times each of the factors
+FACTORS = (0.1, 0.3, 1, 3, 10)
+AUTO, NONE = "auto", "none"
+BY_DEFAULT = {"lr": GRID}
+"""What is searched unless something else is asked for: every method's learning rate, over `FACTORS` times its own."""
+_START = 4  # trials at random before Optuna's estimator has its say: searches are small
+Fields = dict[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, both included; whole ones if both are. Where both are positive each factor is equally
+    probable, as learning rates need it; otherwise each difference.
+
+    Raises:
+        UserError: text that is no range, or a range without a number in it.
+
+    >>> Range.parse("0.001..0.3")
+    Range(low=0.001, high=0.3)
+    """
+
+    low: float
+    high: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Range":
+        """From "LOW..HIGH"."""
+        low, dots, high = text.partition("..")
+        first, last = number_or_word(low), number_or_word(high)
+        if not dots or isinstance(first, str) or isinstance(last, str):
+            raise UserError(f"a range to search is LOW..HIGH, such as 0.001..0.3, got {text!r}")
+        if not float("-inf") < first < last < float("inf"):
+            raise UserError(f"a range to search goes from the lower to the higher number, got {text!r}")
+        return cls(first, last)
+
+
+def number_or_word(text: str) -> int | float | str:
+    """A whole number, a number, or the word as it is.
+
+    >>> [number_or_word(text) for text in ("2", "1e-3", "mean")]
+    [2, 0.001, 'mean']
+    """
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def no_fields(trials: int) -> str:
+    """A sentence for an error."""
+    return (
+        f"trials={trials} searches nothing without fields and their values or ranges; give them too, as in "
+        "tune={'lr': '0.001..0.3'} (--tune lr=0.001..0.3)"
+    )
+
+
+def check(plan: Plan) -> None:
+    """Raises a `UserError` if there are no validation examples, or a field may not or cannot be searched."""
+    trials, asked = plan.trials, plan.search
+    if asked is None:
+        if trials is not None:
+            raise UserError(no_fields(trials))
+        return
+    if not isinstance(asked, Mapping) or not asked:
+        raise UserError(f"tune must be fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {asked!r}")
+    if trials is not None and (isinstance(trials, bool) or not isinstance(trials, int) or trials < 1):
+        raise UserError(f"trials must be a whole number of runs a method from 1, got {trials!r}")
+    for name, values in asked.items():
+        if name in EQUAL:
+            raise UserError(f"{name} cannot be searched: methods are compared with equal local training")
+        if isinstance(values, str) and values != GRID and trials is None:
+            raise UserError(f"the range {values!r} for {name} needs a number of runs a method, trials=20 (--trials 20), "
+                            "or give the values to try")  # fmt: skip
+        known = {f.name for method in plan.methods.values() for f in _fields(method)}
+        if name not in known:
+            raise UserError(f"no method of the comparison has a field {name!r} to search; {nearest(name, known)}")
+        for method in plan.methods.values():
+            if name in {f.name for f in _fields(method)}:
+                for value in _ends(name, _values(method, name, values)):
+                    dataclasses.replace(method, **{name: value})  # type: ignore[type-var]  # which checks the value
+    if trials is not None:
+        _optuna()
+    if not any(c.val is not None for c in with_validation(plan.cast(plan.seeds[0]).clients, plan.seeds[0])):
+        raise UserError(
+            "hyper-parameters are searched on validation examples, and no client has any, or enough training examples to "
+            "hold some out; give val=... (Client), --data.val_fraction 0.2, or tune='none' (--tune none)"
+        )
+
+
+def _ends(name: str, values: Any) -> tuple[Any, ...]:
+    """Values with which a field is tried: all, or the ends of a range."""
+    if isinstance(values, str):
+        found = Range.parse(values)
+        return found.low, found.high
+    if not isinstance(values, Sequence) or not len(values):
+        raise UserError(
+            f"the values to try for {name} must be a list of at least one, or a range 'LOW..HIGH', got {values!r}"
+        )
+    return tuple(values)
+
+
+def search(plan: Plan, methods: Mapping[str, Method]) -> tuple[dict[str, Method], dict[str, Any], dict[str, Failure]]:
+    """The methods with what was found best for each, the search as `comparison.json` says it, and the methods of which
+    each run of the search failed."""
+    cast = plan.cast(plan.seeds[0])
+    held_out = any(c.val is None for c in cast.clients)
+    searching = dataclasses.replace(cast, clients=with_validation(cast.clients, plan.seeds[0]), config={})
+    plan = dataclasses.replace(plan, cast=lambda seed: searching)
+    data = checks.fingerprint(searching.clients, searching.public)
+    sign = 1 if plan.metrics[0].higher_is_better else -1
+    tried: dict[str, list[_Tried]] = {label: [] for label in methods}
+    if plan.trials is None:
+        combinations = [(label, fields) for label, method in methods.items() for fields in _grid(plan, method)]
+        for one in _played(plan, methods, combinations, data):
+            tried[one.label].append(one)
+    else:
+        studies = {label: _Study(plan, method) for label, method in methods.items() if _of(plan, method)}
+        for _ in range(plan.trials):  # one run of each method at a time: the next depends on what it found
+            wave = _played(plan, methods, [(label, study.ask()) for label, study in studies.items()], data)
+            before = [one for runs in tried.values() for one in runs]
+            known = max((len(one.scored) for one in (*wave, *before)), default=0)  # none if the methods are left out
+            for one in wave:
+                whole = one.validation is not None and len(one.scored) == known
+                studies[one.label].tell(sign * one.validation if whole and one.validation is not None else None)
+                tried[one.label].append(one)
+    found, failed, told = dict(methods), dict[str, Failure](), dict[str, Any]()
+    rounds: dict[str, int | None] = {}
+    losses: dict[str, list[list[float]]] = {}
+    edge = []
+    everyone = max((one.scored for runs in tried.values() for one in runs), key=len, default=frozenset())
+    for label, runs in tried.items():
+        scored = [one for one in runs if one.validation is not None and one.scored == everyone]
+        if runs and not scored:
+            lost = RoundError(f"no run of the search has a validation score of every client (method {label})")
+            failed[label] = next((one.failure for one in runs if one.failure is not None), lost)
+        best = max(scored, key=lambda one: (sign * (one.validation or 0.0), -one.loss), default=None)
+        if best is not None:
+            found[label] = dataclasses.replace(methods[label], **best.fields)  # type: ignore[type-var]
+            rounds[label], losses[label] = best.round, [list(point) for point in best.losses]
+            edge += [f"{name} of {label}" for name in best.fields if _at_the_edge(name, best, runs)]
+        told[label] = {
+            "chosen": {} if best is None else best.fields,
+            "runs": len(runs),
+            "tried": [{"fields": one.fields, "validation": one.validation if one in scored else None} for one in runs],
+        }
+    how = "all combinations" if plan.trials is None else "by Optuna"
+    most = max(entry["runs"] for entry in told.values())
+    sentence = (
+        f"{', '.join(plan.search or {})}, {how}: up to {most} {'run' if most == 1 else 'runs'} of {plan.settings.rounds} "
+        f"rounds with seed {plan.seeds[0]} for each method that has the fields, chosen by the best mean validation score"
+    )
+    if held_out:
+        sentence += (
+            "; clients without validation examples held out a fifth of their training examples for the search, which also "
+            "chose the number of rounds, and train on all of them afterwards"
+        )
+    entry = {"told": sentence, "by": "validation", "methods": told, "edge": edge, "losses": losses}
+    return found, entry | ({"rounds": rounds} if held_out else {}), failed
+
+
+def _best(curve: Sequence[tuple[int, float]], sign: int) -> tuple[float | None, int | None]:
+    """The best score of a curve and its round. A score is the mean of an evaluated round and its two neighbours: the best of
+    many single rounds would be that of the method whose scores vary most.
+
+    >>> _best([(1, 0.5), (2, 0.9), (3, 0.4), (4, 0.7), (5, 0.8), (6, 0.75)], 1)
+    (0.75, 5)
+    """
+    smooth = [(sum(v for _, v in near) / len(near), number)
+              for k, (number, _) in enumerate(curve) if (near := curve[max(0, k - 1) : k + 2])]  # fmt: skip
+    inner = smooth[1:-1] or smooth
+    return max(inner, key=lambda one: (sign * one[0], -one[1]), default=(None, None))
+
+
+def _at_the_edge(name: str, best: "_Tried", runs: Sequence["_Tried"]) -> bool:
+    """Whether the best number is the smallest or the largest that was tried, of three or more."""
+    values = sorted({one.fields[name] for one in runs if _is_number(one.fields[name])})
+    return len(values) > 2 and best.fields[name] in (values[0], values[-1])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A run of the search: its fields, the best mean validation score, at which round, with which validation loss, over
+    which clients, or why it has none; and the validation loss of each evaluated round. A client whose training diverged has
+    no score, and a mean over the others would be rewarded for that."""
+
+    label: str
+    fields: Fields
+    validation: float | None
+    round: int | None
+    loss: float
+    scored: frozenset[str]
+    losses: Sequence[tuple[int, float]]
+    failure: Failure | None
+
+
+def _played(plan: Plan, methods: Mapping[str, Method], tries: Sequence[tuple[str, Fields]], data: str) -> list[_Tried]:
+    seed, jobs = plan.seeds[0], []
+    for label, fields in tries:
+        name = ",".join(f"{key}={value}" for key, value in fields.items())
+        folder = None if plan.out is None else plan.out / TUNING / label / file_name(name)
+        changed = dataclasses.replace(methods[label], **fields)  # type: ignore[type-var]
+        jobs.append(Job(f"{label} with {name}", changed, seed, folder, data, compared=False))
+    played, failed = play(plan, jobs) if jobs else ({}, {})
+    name, found = plan.metrics[0].name, []
+    for (label, fields), job in zip(tries, jobs, strict=True):
+        history = played[job].history if job in played else [{"summary": {}, "clients": {}, "best_round": None}]
+        score, best = _best(means(history, f"val_{name}"), 1 if plan.metrics[0].higher_is_better else -1)
+        at = history[-1] if best is None else history[best - 1]
+        tested = [record["clients"] for record in history if record["summary"]]
+        scored = frozenset(c for c in at["clients"] if all(rows[c].get(f"val_{name}") is not None for rows in tested))
+        loss = at["summary"].get("val_loss", {}).get("mean")
+        losses = means(history, "val_loss") if job in played else []
+        worst = float("inf") if loss is None else loss
+        found.append(_Tried(label, fields, score, best, worst, scored, losses, failed.get(job)))
+    return found
+
+
+@final
+class _Study:
+    """Optuna's search for one method. It depends on the first seed and the scores alone, so that a search that was stopped
+    asks for the same runs again, and finds them finished."""
+
+    def __init__(self, plan: Plan, method: Method) -> None:
+        optuna = _optuna()
+        self._values = _of(plan, method)
+        self._space = {name: _distribution(optuna.distributions, values) for name, values in self._values.items()}
+        sampler = optuna.samplers.TPESampler(seed=plan.seeds[0], n_startup_trials=_START)
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        self._failed = optuna.trial.TrialState.FAIL
+
+    def ask(self) -> Fields:
+        self._trial = self._study.ask(self._space)
+        told = self._trial.params.items()
+        return {n: v if isinstance(self._values[n], str) else self._values[n][v] for n, v in told}
+
+    def tell(self, validation: float | None) -> None:
+        if validation is None:
+            self._study.tell(self._trial, state=self._failed)
+        else:
+            self._study.tell(self._trial, validation)
+
+
+def _optuna() -> Any:
+    check_extra("optuna", "tune", "a search with trials", "leave out --trials")
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _distribution(kinds: Any, values: Any) -> Any:
+    if not isinstance(values, str):
+        return kinds.CategoricalDistribution(range(len(values)))  # values may be mappings, which Optuna does not know
+    found = Range.parse(values)
+    whole = isinstance(found.low, int) and isinstance(found.high, int)
+    kind = kinds.IntDistribution if whole else kinds.FloatDistribution
+    return kind(found.low, found.high, log=found.low > 0)
+
+
+def _values(method: Method, name: str, values: Any) -> Any:
+    if not isinstance(values, str):
+        if not isinstance(values, Sequence):
+            return values
+        written = [plain(value, f"tune[{name!r}]") for value in values]  # NumPy's numbers as Python's
+        return [value for position, value in enumerate(written) if value not in written[:position]]
+    if values != GRID:
+        return values
+    own = getattr(method, name)
+    if isinstance(own, bool) or not isinstance(own, int | float) or not own > 0:
+        raise UserError(f"{name} of a method is {own!r}, of which there is no tenth; give the values to try for {name}")
+    around = [own * factor for factor in FACTORS]
+    if isinstance(own, int):
+        return sorted({max(1, round(value)) for value in around})
+    return [float(f"{value:.4g}") for value in around]
+
+
+def variants(plan: Plan, method: Method) -> list[Method]:
+    """The method with the values that are to be tried: all combinations, or the low and the high ends of ranges."""
+    if plan.trials is None:
+        tries = _grid(plan, method)
+    else:
+        ends = {name: _ends(name, values) for name, values in _of(plan, method).items()}
+        tries = [{name: found[k] for name, found in ends.items()} for k in (0, -1)] if ends else []
+    return [dataclasses.replace(method, **fields) for fields in tries]  # type: ignore[type-var]
+
+
+def _fields(method: Method) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(method)  # type: ignore[arg-type]
+
+
+def _of(plan: Plan, method: Method) -> dict[str, Any]:
+    """The fields to search that a method has, with their values or range."""
+    own = {f.name for f in _fields(method)}
+    return {name: _values(method, name, values) for name, values in (plan.search or {}).items() if name in own}
+
+
+def _grid(plan: Plan, method: Method) -> list[Fields]:
+    searched = _of(plan, method)
+    return [dict(zip(searched, values, strict=True)) for values in product(*searched.values())] if searched else []

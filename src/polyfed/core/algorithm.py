@@ -1,0 +1,353 @@
+"""The contract of a federated method: who computes what, and what may travel.
+
+A method is one final frozen dataclass; its fields are the hyper-parameters. The server half (`server_init`, `dispatch`,
+`aggregate`) and the client half (`client_init`, `local_update`, `personal_model`) share nothing but messages, so
+that the same code runs in the simulator, on a cluster and at real sites. A whole method, runnable; each client draws
+the shared number half-way to its own mean, and keeps to itself how often it was asked:
+
+>>> import torch
+>>> from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message
+>>> from polyfed.core.tree import weighted_mean
+>>> @dataclass(frozen=True)
+... class HalfWay(Algorithm[dict, dict]):
+...     rate: float = 0.5
+...     def server_init(self, server): return {"model": {"number": torch.zeros(())}}
+...     def dispatch(self, state, who): return Message({"model": state["model"]})
+...     def client_init(self, client, seed): return {"asked": 0}
+...     def local_update(self, down, own, client, seed):
+...         number = down.tensors["model"]["number"]
+...         number = number + self.rate * (client.train.x.mean() - number)
+...         return Message({"model": {"number": number}}), {"asked": own["asked"] + 1}
+...     def aggregate(self, state, replies, server):
+...         return {"model": weighted_mean({i: reply.tensors["model"] for i, reply in replies.items()})}
+...     def personal_model(self, down, own, client, seed): return torch.nn.Identity()
+>>> def client(name, value):
+...     data = torch.full((4, 1), value), torch.zeros(4, dtype=torch.int64)
+...     return Client(name, model=None, train=data, test=data)
+>>> method, clients = HalfWay(), [client("north", 2.0), client("south", 4.0)]
+>>> state = method.server_init(None)
+>>> for _ in range(2):
+...     downs = {c.id: method.dispatch(state, ClientInfo(c.id)) for c in clients}
+...     replies = {c.id: method.local_update(downs[c.id], {"asked": 0}, c, seed=0)[0] for c in clients}
+...     state = method.aggregate(state, replies, None)
+>>> state["model"]["number"]
+tensor(2.2500)
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import isabstract
+from typing import Any, ClassVar, Generic, Literal, TypeVar, final, get_args
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.errors import UserError, nearest
+from polyfed.core.examples import Examples, as_examples
+from polyfed.core.tree import Spec, Tree, num_bytes, spec
+
+ServerState = TypeVar("ServerState")  # the server's: nested dicts of tensors and plain scalars
+ClientState = TypeVar("ClientState")  # a client's private state: the same, and it never leaves the client
+Task = Literal["classification", "multilabel", "regression"]
+Architecture = Callable[[], nn.Module]
+REQUIREMENTS = {
+    "model": "each client brings a network",
+    "one_architecture": "each client brings a network, all of one architecture",
+    "architectures": "each client brings a network; the server knows its architecture",
+    "layer_catalogue": "each client brings a network; the server knows which types of layers there are",
+    "public_data": "there are public examples, of the form of the clients' inputs",
+    "one_input_spec": "the clients' inputs have one shape and type",
+    "one_data_spec": "inputs, as networks get them, and outputs have one form, which the server knows",
+    "images": "inputs are images (channels, height, width)",
+    "classification": "every example has one class",
+    "one_representation": "the inputs of the networks' last layers have one width",
+}
+"""What a method may require of the clients (`Algorithm.requires`)."""
+
+MODEL_WORDS = frozenset({"model", "one_architecture", "architectures", "layer_catalogue"})
+"""Words of `Algorithm.requires` that each imply that the clients bring networks."""
+
+DISCLOSURES = {
+    "weights": "what training on the client's data makes of a network that the server knows",
+    "hypernetwork": "the same of a network that generates weights",
+    "architecture": "the client's architecture",
+    "representations": "what the client's network makes of public examples",
+    "class_means": "means over the client's examples of each class",
+}
+"""What the server may learn of a client (`Algorithm.discloses`)."""
+
+CONSENT = frozenset({"weights", "architecture", "class_means"})
+"""Words of `DISCLOSURES` that a site must have allowed before the method runs there."""
+
+
+@final
+@dataclass(frozen=True)
+class Message:
+    """What travels in one direction: named groups of tensors, and a few numbers.
+
+    >>> import torch
+    >>> Message({"model": {"w": torch.zeros(1000)}}, {"lr": 0.1}).nbytes
+    4080
+    """
+
+    tensors: Mapping[str, Tree] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the named tensors as one safetensors file; the handful of scalars is not counted."""
+        return num_bytes({f"{group}/{name}": t for group, tree in self.tensors.items() for name, t in tree.items()})
+
+
+@final
+@dataclass(frozen=True, init=False)
+class Client:
+    """What one participant owns. Data are never sent; what a method discloses of them is in `Algorithm.discloses`.
+
+    Args:
+        id: its name in tables, files and messages.
+        model: builds its own network, without arguments (a class, a function, a `ModelSpec`); None for the methods that
+            bring their own network. Give clients of one architecture the same callable: it is built once.
+        train, test, val, global_test: (x, y) tensors, a torch `Dataset`, a Hugging Face dataset, or `Examples`; see
+            `polyfed.data.as_examples` for types and images. `test` follows the client's own distribution,
+            `global_test` is the common one; `val` chooses the best round.
+        task: "classification" (labels integers (n,)), "multilabel" (0 or 1, (n, labels)) or "regression" (numbers
+            (n, outputs); (n,) is kept as (n, 1), for a network with outputs (batch, 1)). The targets of the last two
+            are kept as floats.
+
+    Raises:
+        UserError: an empty id, no examples, inputs or targets that are NaN or infinite, or labels that do not suit the task.
+    """
+
+    id: str
+    model: Architecture | None
+    train: Examples
+    test: Examples
+    val: Examples | None
+    global_test: Examples | None
+    task: Task
+
+    def __init__(
+        self,
+        id: str,
+        model: Architecture | None,
+        train: Any,
+        test: Any,
+        val: Any = None,
+        global_test: Any = None,
+        task: Task = "classification",
+    ) -> None:
+        if not isinstance(id, str) or not id:
+            raise UserError(f"a client's id must be a string that is not empty, got {id!r}")
+        if model is not None and (isinstance(model, nn.Module) or not callable(model)):
+            raise UserError(f"client {id!r}: model must be a callable that builds a network, got {type(model).__name__}; "
+                            "write model=lambda: MyNet() instead of model=MyNet()")  # fmt: skip
+        if task not in get_args(Task):
+            raise UserError(f"client {id!r}: unknown task {task!r}; {nearest(str(task), get_args(Task))}")
+        id = str.__str__(id)  # numpy's strings, say, are printed otherwise and seed other random numbers
+        given = {"train": train, "test": test, "val": val, "global_test": global_test}
+        for name, source in given.items():
+            examples = None if source is None else as_examples(source, f"client {id!r}: {name}")
+            if examples is None and name in ("train", "test"):
+                raise UserError(f"client {id!r}: {name} examples are missing")
+            if examples is not None:
+                _check_labels(examples, task, f"client {id!r}: {name}")
+                examples = _suited(examples, task)
+            object.__setattr__(self, name, examples)
+        for name, value in {"id": id, "model": model, "task": task}.items():
+            object.__setattr__(self, name, value)
+
+
+def _check_labels(examples: Examples, task: Task, name: str) -> None:
+    labels = examples.labels
+    if not len(labels):
+        raise UserError(f"{name} has no examples; give at least one, or leave this client out")
+    if task == "classification":
+        if labels.dim() != 1 or labels.is_floating_point():
+            raise UserError(f"{name} labels must be integers of shape (n,), got {labels.dtype} {tuple(labels.shape)}")
+        if int(labels.min()) < 0:
+            raise UserError(f"{name} labels must count from 0, found {int(labels.min())}")
+    elif task == "multilabel" and (labels.dim() != 2 or not bool(((labels == 0) | (labels == 1)).all())):
+        raise UserError(f"{name} labels must be 0 or 1 of shape (n, labels), got shape {tuple(labels.shape)}")
+
+
+def _suited(examples: Examples, task: Task) -> Examples:
+    """The examples with targets as the task's loss and the network's output need them; inputs stay the shared store, and
+    targets a view of it unless their type changes."""
+    y = examples.y
+    if task == "regression" and y.dim() == 1:
+        y = y.unsqueeze(1)
+    if task != "classification" and not y.is_floating_point():
+        y = y.to(torch.float32)
+    return examples if y is examples.y else replace(examples, y=y)
+
+
+@final
+@dataclass(frozen=True)
+class ClientInfo:
+    """What the server knows of a client when it writes to it.
+
+    Attributes: `id`; `round` (from 1) of `rounds`; `architecture`, the client's architecture as a key of
+    `ServerContext.architectures`, None unless the method's `requires` asks for it; `purpose`, what the message is for:
+    one that is only for "personal" may leave out what training alone needs.
+    """
+
+    id: str
+    round: int = 1
+    rounds: int = 1
+    architecture: str | None = None
+    purpose: Literal["local", "personal"] = "local"
+
+
+@final
+@dataclass(frozen=True)
+class DataSpec:
+    """What goes into a client's network and what comes out: `inputs`, the shape of one example without the batch, as
+    networks get it; `outputs`, the number of logits that its labels need."""
+
+    inputs: tuple[int, ...]
+    outputs: int
+
+
+@final
+@dataclass(frozen=True)
+class ServerContext:
+    """What the server knows before the first round. Fields that `requires` does not ask for are None.
+
+    Attributes: `seed` of the run; `rounds` in all; `clients`, everyone who may take part; `model` builds the common
+    network ("one_architecture"); `architectures` by key ("architectures"); `layer_catalogue` ("layer_catalogue");
+    `public`, the pool of unlabelled examples ("public_data"); `data_spec`, the form of inputs and
+    outputs, the same for all ("one_data_spec").
+    """
+
+    seed: int
+    rounds: int
+    clients: tuple[ClientInfo, ...]
+    model: Architecture | None = None
+    architectures: Mapping[str, Architecture] | None = None
+    layer_catalogue: Any = None
+    public: Examples | None = None
+    data_spec: DataSpec | None = None
+
+
+class Algorithm(ABC, Generic[ServerState, ClientState]):
+    """A federated method; the module's docstring has a complete one.
+
+    `local_update` may train a scratch module in place, but changes neither `down` nor `own`; private state is returned.
+    Every random choice comes from `seed`, which the caller derives from (run seed, round, client id, purpose).
+
+    Raises:
+        TypeError: when a class is made whose `requires` or `discloses` has an unknown word.
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset()
+    """Words of `REQUIREMENTS`: what the clients must have; checked before the first round. A method that names none of
+    `MODEL_WORDS` brings its own network (`BringsNetwork`), and `Client.model` may be None. Where a method's fields decide,
+    `__post_init__` sets it for the instance."""
+
+    discloses: ClassVar[frozenset[str]] = frozenset({"weights"})
+    """Words of `DISCLOSURES`: what the server learns of a client beyond its id. Where a method's fields decide,
+    `__post_init__` sets it for the instance."""
+
+    everyone_trains: ClassVar[bool] = False
+    """Whether all clients run `local_update` in each round, and only those drawn for the round are aggregated (pFedMe)."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        check_words(cls, cls.__name__)
+        if cls.dispatch is Algorithm.dispatch and cls.dispatch_all is Algorithm.dispatch_all and not isabstract(cls):
+            raise TypeError(f"{cls.__name__} must define dispatch or dispatch_all")
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def server_init(self, server: ServerContext) -> ServerState:
+        """The server's state before round 1: nested dicts of tensors and plain scalars, as a checkpoint holds them."""
+
+    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+        """What the server sends to one client; messages may differ between clients."""
+        return next(self.dispatch_all(state, [who]))
+
+    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+        """The messages to several clients, in their order, each made when it is asked for. A method that makes many at once
+        faster overrides this instead of `dispatch`; both give the same, up to rounding."""
+        return (self.dispatch(state, who) for who in everyone)
+
+    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+        """What a valid reply to `down` holds: group -> names, shapes, dtypes. The default: the groups that went down, in the
+        form in which they went. That tensors are finite and that `scalars_needed` are there is checked for every method.
+
+        Raises:
+            ValueError: why this reply cannot be accepted, where its form alone does not say it; half a sentence.
+        """
+        return {group: spec(tree) for group, tree in down.tensors.items()}
+
+    @abstractmethod
+    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+        """The server's next state from the replies of the round's clients, whatever their order."""
+
+    @property
+    def scalars_needed(self) -> frozenset[str]:
+        """Scalars of a reply that the server half uses; a site sends no others unless its owner discloses them."""
+        return frozenset({"num_examples"}) if getattr(self, "weighted", False) else frozenset()
+
+    def analysis(self, state: ServerState, who: Sequence[str]) -> Mapping[str, Tensor | Sequence[str] | float]:
+        """What of the server's state after a round is worth keeping for plots, `who` being the clients of the round:
+        numbers go into `metrics.jsonl`, tensors and lists of names into `analysis/round-N.npz` of the run directory."""
+        return {}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """The client's private state before its first round. `seed` is the run's, the same for every client."""
+
+    @abstractmethod
+    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+        """One client's part of a round: the reply to the server, and the new private state."""
+
+    @abstractmethod
+    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+        """The network of this client that is evaluated, exported and used."""
+
+    def other_models(
+        self, down: Message, own: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Further networks to evaluate, each with the name under which its metrics are kept, such as ("server", the server's
+        model). Each is evaluated before the next is asked for, so that all may use one scratch module."""
+        return iter(())
+
+
+def check_words(method: type[Algorithm[Any, Any]] | Algorithm[Any, Any], name: str) -> None:
+    """Raises a `TypeError` if a word of `requires` or `discloses` is unknown: it would check nothing, and ask no consent."""
+    for words, known in (("requires", REQUIREMENTS), ("discloses", DISCLOSURES)):
+        for word in sorted(getattr(method, words) - known.keys()):
+            raise TypeError(f"{name}.{words} has the unknown word {word!r}; {nearest(word, known)}")
+
+
+def evaluated_network(method: Algorithm[Any, Any]) -> str:
+    """Which network is evaluated, in a few words, where the method's fields decide; empty where they do not."""
+    return method.evaluated if isinstance(method, BringsNetwork) else ""
+
+
+class BringsNetwork(ABC):
+    """For a method that brings the network that the clients train, in place of `Client.model`."""
+
+    @abstractmethod
+    def network_for(self, data: DataSpec) -> Architecture:
+        """What the clients train on such data: it is tried on everyone's examples before the first round."""
+
+    @abstractmethod
+    def description(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
+        """What besides its weights is needed to build a network of `personal_model` again, for JSON, and what people may
+        want to know of it. It is written next to the weights."""
+
+    @abstractmethod
+    def build(self, description: Mapping[str, Any]) -> nn.Module:
+        """The network of such a description, to be filled with its weights."""
+
+    @property
+    def evaluated(self) -> str:
+        """Which network is evaluated, in a few words for tables and `manifest.json`, where fields of the method decide."""
+        return ""

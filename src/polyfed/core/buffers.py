@@ -1,0 +1,120 @@
+"""What happens to a network's buffers (BatchNorm's running statistics): one explicit policy per method.
+
+`average`: they travel with the weights; running mean and variance are averaged, counters take the maximum.
+`local`: they stay with the client, as part of its private state.
+`recompute`: they neither travel nor stay; before evaluation they are estimated anew on the client's training data.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from polyfed.core.algorithm import Client
+from polyfed.core.examples import Examples, split_rows
+from polyfed.core.layout import arrange
+from polyfed.core.scratch import Scratch, fill, scratch
+from polyfed.core.seeds import torch_generator
+from polyfed.core.tree import Tree
+
+Policy = Literal["average", "local", "recompute"]
+
+
+def travelling(state: Tree, buffer_names: Mapping[str, Tensor], policy: Policy) -> dict[str, Tensor]:
+    """The tensors of a state dict that are sent under `policy`: the parameters, and with "average" the buffers."""
+    return {name: tensor for name, tensor in state.items() if policy == "average" or name not in buffer_names}
+
+
+def receive(client: Client, model: Tree, own: Mapping[str, Tree], policy: Policy) -> Scratch:
+    """The client's scratch module filled with what came down and, under "local", with its own buffers (as built, before
+    its first round)."""
+    assert client.model is not None  # `federate` has checked that the method's clients have one
+    return filled(scratch(client.model, client.train.x.device), model, own, policy)
+
+
+def filled(net: Scratch, model: Tree, own: Mapping[str, Tree], policy: Policy) -> Scratch:
+    """The same for a scratch module that the caller already has."""
+    kept = net.buffers if policy == "recompute" or not own.get("buffers") else own["buffers"]
+    fill(net.module, model, {} if policy == "average" else kept)
+    return net
+
+
+def give_back(net: Scratch, policy: Policy) -> tuple[dict[str, Tensor], dict[str, Tree]]:
+    """After training: copies of the tensors to send and, under "local", the private state that keeps the buffers."""
+    state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in net.module.state_dict().items()}
+    kept = {name: state[name] for name in net.buffers} if policy == "local" else {}
+    return travelling(state, net.buffers, policy), ({"buffers": kept} if kept else {})
+
+
+def ready(net: Scratch, client: Client, own: Mapping[str, Tree], policy: Policy) -> nn.Module:
+    """The filled module, ready to be evaluated: BatchNorm statistics are estimated on the client's training data under
+    "recompute", and under "local" for a client that has none of its own yet because it never took part."""
+    if policy == "recompute" or (policy == "local" and not own.get("buffers")):
+        recompute(net.module, client.train)
+    return net.module
+
+
+def recompute(module: nn.Module, examples: Examples, batch_size: int = 128) -> None:
+    """Sets the running statistics of every norm layer that keeps them to mean and variance of its inputs over all
+    `examples`, in place. Inside the network each layer normalises by its batch, as in training; batches are drawn in a
+    fixed shuffled order, so that sorted data do not bias them. Does nothing to a network without such layers."""
+    norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    if not norms:
+        return
+    watched = [_Moments() for _ in norms]
+    hooks = [norm.register_forward_pre_hook(seen) for norm, seen in zip(norms, watched, strict=True)]
+    module.eval()
+    for norm in norms:
+        norm.train()
+    rows = torch.randperm(len(examples), generator=torch_generator(0)).to(examples.x.device)
+    try:
+        with torch.no_grad():
+            for batch in split_rows(rows, batch_size, at_least_two=True):
+                module(arrange(module, examples.batch(batch)[0]))
+    finally:
+        module.eval()
+        for hook in hooks:
+            hook.remove()
+    for norm, seen in zip(norms, watched, strict=True):
+        seen.write(norm)
+
+
+@final
+class _Moments:
+    """Sums over the inputs of one norm layer, in float64 on the CPU."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.total: Tensor = torch.zeros(())
+        self.squares: Tensor = torch.zeros(())
+
+    def __call__(self, norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].detach().to("cpu", torch.float64)
+        if isinstance(norm, _InstanceNorm):  # its statistics are means over examples of each example's own
+            self.number += len(x)
+            self.total = self.total + x.flatten(2).mean(2).sum(0)
+            self.squares = self.squares + x.flatten(2).var(2).sum(0)
+        else:
+            x = x.transpose(0, 1).flatten(1)
+            self.number += x.shape[1]
+            self.total = self.total + x.sum(1)
+            self.squares = self.squares + x.square().sum(1)
+
+    def write(self, norm: _NormBase) -> None:
+        """Puts mean and unbiased variance into the layer; one that was never reached, or by a single value a channel, which
+        has no variance, keeps what it has."""
+        if (
+            self.number < (1 if isinstance(norm, _InstanceNorm) else 2)
+            or norm.running_mean is None
+            or norm.running_var is None
+        ):
+            return
+        mean = self.total / self.number
+        variance = self.squares / self.number
+        if not isinstance(norm, _InstanceNorm):
+            variance = (variance - mean.square()).clamp_(min=0) * self.number / max(self.number - 1, 1)
+        norm.running_mean.copy_(mean)
+        norm.running_var.copy_(variance)

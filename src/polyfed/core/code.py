@@ -1,0 +1,166 @@
+"""The one door through which a name becomes code.
+
+A name such as `my_nets:make`, a Python file, or the address of a cluster that may run code here: whoever writes it decides
+what this process executes. So the door is closed, unless the caller of this process opened it: with a name typed on the
+command line, with `--trust-code`, or in Python with `trust_code`. What stands in a file opens nothing. An object that a
+Python caller passes (a class, a function) needs no door.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import UserError, nearest
+
+EVERYTHING = "*"
+_trusted: frozenset[str] = frozenset()  # of this process; workers are given it when they start
+
+
+def trust_code(*names: str) -> None:
+    """Allows this process to execute what these names stand for; without names, whatever a file names.
+
+    Args:
+        names: `module:factory`, paths of Python files, or addresses of Ray clusters.
+
+    >>> with scope():
+    ...     trust_code("torch.nn:Identity")
+    ...     trusted("torch.nn:Identity"), trusted("torch.nn:Linear")
+    (True, False)
+    """
+    global _trusted
+    _trusted |= frozenset(names) or {EVERYTHING}
+
+
+def trusted(name: str) -> bool:
+    """Whether the caller of this process allowed this name."""
+    return name in _trusted or EVERYTHING in _trusted
+
+
+def granted() -> tuple[str, ...]:
+    """What this process allows, for the workers that it starts."""
+    return tuple(sorted(_trusted))
+
+
+def inherit(names: Iterable[str]) -> None:
+    """Allows in a worker what the process that started it allows, of `granted()`; nothing where that is empty."""
+    global _trusted
+    _trusted |= frozenset(names)
+
+
+@contextmanager
+def scope() -> Iterator[None]:
+    """What is allowed inside ends with it: one command of a process that carries out several."""
+    global _trusted
+    before = _trusted
+    try:
+        yield
+    finally:
+        _trusted = before
+
+
+def check_trusted(name: str, what: str) -> None:
+    """Raises unless the name is allowed.
+
+    Args:
+        name: as it is written.
+        what: what it does, after "asks to".
+
+    Raises:
+        UserError: it is not allowed, with what to do.
+
+    >>> check_trusted("my_nets:make", "import 'my_nets:make' as a network")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: a configuration asks to import 'my_nets:make' as a network, which executes code on this
+    machine; if you trust who wrote it, give --trust-code (in Python: polyfed.trust_code('my_nets:make'))
+    """
+    if not trusted(name):
+        raise UserError(
+            f"a configuration asks to {what}, which executes code on this machine; if you trust who wrote it, give "
+            f"--trust-code (in Python: polyfed.trust_code({name!r}))"
+        )
+
+
+def named(path: str) -> Callable[..., Any]:
+    """The function or class that `module:factory` names, if the caller of this process allowed that.
+
+    Modules are looked for where Python looks, then in the current directory, which is put at the end of `sys.path` and
+    stays there, so that worker processes find the same module.
+
+    Raises:
+        UserError: the text is not `module:factory`, it is not allowed, the module is not found or cannot be imported, or
+            it has no such callable.
+
+    >>> with scope():
+    ...     trust_code("torch.nn:Identity")
+    ...     named("torch.nn:Identity")
+    <class 'torch.nn.modules.linear.Identity'>
+    """
+    module_name, _, attribute = path.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+        raise UserError(
+            f"{path!r} does not name a model factory; write it as module:factory, for example my_nets:make_net"
+        )
+    check_trusted(path, f"import {path!r} as a network")
+    here = os.getcwd()
+    if not {here, ""} & set(sys.path):
+        sys.path.append(here)
+    importlib.invalidate_caches()  # the module may have been written a moment ago
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise UserError(
+                f"model {path!r}: there is no module {missing!r}, neither installed nor in {here}; "
+                f"check the name, or start polyfed in the directory that holds {missing}.py"
+            ) from error
+        raise UserError(f"model {path!r}: importing {module_name!r} failed, it needs the module {missing!r}") from error
+    except (ImportError, SyntaxError) as error:
+        raise UserError(
+            f"model {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}"
+        ) from error
+    origin = getattr(found, "__file__", None) or module_name
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name))]
+            raise UserError(f"model {path!r}: {origin} has no {part!r}; {nearest(part, public)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UserError(f"model {path!r}: {attribute!r} in {origin} is {type(found).__name__}, not a function or class")
+    return found  # type: ignore[no-any-return]
+
+
+def function_of(file: Path, name: str, why: str) -> Callable[[], Any]:
+    """A function of a Python file, which may import its neighbours, if the caller of this process allowed the file. The
+    file's code runs.
+
+    Args:
+        file: where it is.
+        name: of the function.
+        why: what needs it, for errors.
+
+    Raises:
+        UserError: there is no such file, it is not allowed, or it has no such function.
+
+    >>> function_of(Path("/nowhere.py"), "client", "a site")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: a site: '/nowhere.py' is not a Python file
+    """
+    title = f"polyfed_own_{file.stem}"
+    spec = importlib.util.spec_from_file_location(title, file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise UserError(f"{why}: {str(file)!r} is not a Python file")
+    check_trusted(str(file), f"execute the Python file {str(file)!r}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[title] = module
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    spec.loader.exec_module(module)
+    if not callable(found := getattr(module, name, None)):
+        raise UserError(f"{why}: {file} defines no function {name}()")
+    return found  # type: ignore[no-any-return]

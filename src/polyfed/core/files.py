@@ -1,0 +1,179 @@
+"""How files are written: by these functions only.
+
+A file is the old one or the new one at any moment, is on the disk when the function returns, and no symbolic link leads a
+write to another place: a run directory that somebody else made, or may write to, cannot have other files overwritten.
+What belongs to a run holds what was learnt from data, so that it is its owner's alone: files of mode 0600, folders of 0700.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from polyfed.core.errors import UserError
+
+FILE, FOLDER = 0o600, 0o700
+_OPEN_FILE, _OPEN_FOLDER = 0o666, 0o777  # what a user asked for by name; the umask decides
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def make_folder(path: Path, *, parents: bool = False) -> Path:
+    """A folder that only its owner can enter; one that is there stays as it is.
+
+    Args:
+        path: of the folder.
+        parents: whether those above it are made too: as the umask has it, or inside such a folder like it.
+
+    Raises:
+        UserError: there is a symbolic link in its place, which would lead what is written elsewhere.
+        OSError: it cannot be made; the exception names it.
+    """
+    for missing in reversed([above for above in path.parents if parents and not above.exists()]):
+        closed = not stat.S_IMODE(missing.parent.stat().st_mode) & 0o077
+        missing.mkdir(mode=FOLDER if closed else _OPEN_FOLDER, exist_ok=True)
+    if path.is_symlink():
+        raise UserError(
+            f"{path} is a symbolic link to {os.readlink(path)!r}, where polyfed does not write; remove the link"
+        )
+    path.mkdir(mode=FOLDER, exist_ok=True)
+    return path
+
+
+@contextmanager
+def new_file(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
+    """A file to write to, in place of what has this name; it is on the disk at the end. If writing fails, nothing is left.
+
+    Args:
+        path: of the file; a link of this name is removed, not followed.
+        private: whether it is its owner's alone.
+        sync: False where the caller sees to it later, for many files together.
+
+    Raises:
+        OSError: it cannot be written; the exception names it.
+    """
+    with _named(path):
+        path.unlink(missing_ok=True)
+        mode = FILE if private else _OPEN_FILE
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _NO_LINK | getattr(os, "O_BINARY", 0), mode)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):  # half a file takes room that is needed
+                path.unlink()
+            raise
+
+
+@contextmanager
+def replaced(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
+    """The same, but what has this name stays until all is written; a link of this name is replaced, not followed."""
+    partial = path.with_name(f".partial-{path.name}")
+    with new_file(partial, private=private, sync=sync) as file:
+        yield file
+    with _named(path):
+        partial.rename(path)
+        if sync:
+            sync_folder(path.parent)
+
+
+def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
+    """Writes a file, durably, so that it is the old one or the new one at any moment.
+
+    Args:
+        path: of the file; a link of this name is replaced, not followed.
+        data: its content.
+        private: whether it is its owner's alone; False for what a user asked for by name, such as a page to pass on.
+
+    Raises:
+        OSError: it cannot be written; the exception names it.
+    """
+    with replaced(path, private=private) as file:
+        file.write(data)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Adds a line to a file, durably.
+
+    Raises:
+        UserError: the file is a link, or no file.
+        OSError: it cannot be written; the exception names it.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UserError(f"{path} is a link or no file, where polyfed does not write; remove it")
+    new = not path.exists()
+    with _named(path):
+        descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | _NO_LINK, FILE)
+        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            sync_folder(path.parent)
+
+
+def open_lock(path: Path) -> IO[str]:
+    """A file to lock, empty.
+
+    Raises:
+        OSError: it cannot be opened, or it is a link; the exception names it.
+    """
+    with _named(path):
+        return os.fdopen(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | _NO_LINK, FILE), "a")
+
+
+def synced(paths: Sequence[Path]) -> None:
+    """Makes sure that these files are there after a loss of power. Of many, that is faster once all are written."""
+    for path in paths:
+        with _named(path), path.open("rb") as file:
+            os.fsync(file.fileno())
+    for folder in {path.parent for path in paths}:
+        sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes sure that files created or renamed in a folder are there after a loss of power."""
+    with _named(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def resumable(cure: str) -> Iterator[None]:
+    """Adds to the error of a disk without room what to do: make room, then `cure`.
+
+    >>> with resumable("`polyfed resume runs/a`"):
+    ...     raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
+    Traceback (most recent call last):
+    OSError: [Errno 28] No space left on device: runs/a/metrics.jsonl; what was saved before is whole: make room, then go on
+    with `polyfed resume runs/a`
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        what = str(error.strerror).partition("; what was saved")[0]  # a run inside a comparison has added its own
+        where = f": {error.filename}" if error.filename else ""
+        sentence = f"{what}{where}; what was saved before is whole: make room, then go on with {cure}"
+        raise OSError(error.errno, sentence) from error
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of writing name no file; this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error

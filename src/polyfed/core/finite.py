@@ -1,0 +1,117 @@
+"""Numbers that are none: NaN and infinite values in inputs and targets are found before anything is trained on them.
+
+Training on one gives weights of NaN, and a prediction from one is whatever class comes first; neither says why.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import UserError
+
+
+class Stored(Protocol):
+    """What of `Examples` is looked at here."""
+
+    @property
+    def x(self) -> Tensor:
+        """Inputs."""
+
+    @property
+    def y(self) -> Tensor:
+        """Targets."""
+
+    @property
+    def index(self) -> Tensor | None:
+        """Rows of the two that count; None for all."""
+
+    @property
+    def transform(self) -> Callable[[Tensor], Tensor] | None:
+        """What a batch goes through before the network."""
+
+
+_BLOCK = 2**22  # values that are looked at together
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Sets that were found sound, by identity and by how often their store was changed in place: a common test set that 500
+# clients share is read once.
+_SOUND: WeakValueDictionary[tuple[int, int, int], Stored] = WeakValueDictionary()
+
+
+@torch.no_grad()
+def check_finite(examples: Stored, name: str) -> None:
+    """Looks at inputs and targets of examples, at no other row of their store.
+
+    Args:
+        examples: of any type; only floating-point numbers can be wrong. A stored value that `transform` turns into a number
+            is none of the network's concern, and is not refused.
+        name: whose examples they are, for the error.
+
+    Raises:
+        UserError: a value is NaN or infinite; with the row (its position in these examples) and the place in it.
+
+    >>> from polyfed.core.examples import Examples
+    >>> check_finite(Examples(torch.tensor([[0.0, 1.0], [2.0, torch.nan]]), torch.tensor([0, 1])), "client 'north': test")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: client 'north': test inputs: row 1, column 1 is nan; fill it in or drop the row
+    """
+    key = _key(examples)
+    if key is not None and _SOUND.get(key) is examples:
+        return
+    if examples.y.dtype in _FLOATS:
+        refuse(_blocks(examples.y, examples.index, None), f"{name} targets")
+    if examples.x.dtype in _FLOATS:
+        refuse(_blocks(examples.x, examples.index, examples.transform), f"{name} inputs")
+    if key is not None:
+        _SOUND[key] = examples
+
+
+def refuse(blocks: Iterable[tuple[int, Tensor]], name: str, place: str = "column") -> None:
+    """Raises a `UserError` if a value in one of the blocks is NaN or infinite.
+
+    Args:
+        blocks: the number of the first row of each block, and its rows.
+        name: what the numbers are.
+        place: what the second axis counts.
+
+    >>> refuse([(0, torch.zeros(5, 2)), (5, torch.tensor([[0.0, torch.inf]]))], "column 'age'", "position")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: column 'age': row 5, position 1 is inf; fill it in or drop the row
+    """
+    first, count = "", 0
+    for start, block in blocks:
+        wrong = ~torch.isfinite(block)
+        found = int(wrong.sum())
+        if found and not first:
+            row, *rest = wrong.nonzero()[0].tolist()
+            value = float(block[(row, *rest)])
+            where = "" if not rest else f", {place} {rest[0]}" if len(rest) == 1 else f", position {tuple(rest)}"
+            first = f"row {start + row}{where} is {value}"
+        count += found
+    if count == 1:
+        raise UserError(f"{name}: {first}; fill it in or drop the row")
+    if count:
+        more = "1 more value is" if count == 2 else f"{count - 1} more values are"
+        raise UserError(f"{name}: {first}; and {more} not finite; fill them in or drop the rows")
+
+
+def _blocks(
+    store: Tensor, index: Tensor | None, transform: Callable[[Tensor], Tensor] | None
+) -> Iterator[tuple[int, Tensor]]:
+    """The blocks of rows that have a value which is not finite, as they reach the network."""
+    number = len(store) if index is None else len(index)
+    step = max(1, _BLOCK // max(1, store[:1].numel()))
+    for start in range(0, number, step):
+        rows = slice(start, start + step)
+        block = store[rows] if index is None else store[index[rows]]
+        # A sum is cheaper than a look at each value, and finite only if all of them are.
+        if not bool(torch.isfinite(block.sum())):
+            yield start, block if transform is None else transform(block)
+
+
+def _key(examples: Stored) -> tuple[int, int, int] | None:
+    if examples.x.is_inference() or examples.y.is_inference():
+        return None  # such tensors do not count their changes
+    return id(examples), examples.x._version, examples.y._version

@@ -1,0 +1,124 @@
+"""What a site's noise guarantees, and the book of everything that has left about its data.
+
+Exchanging the whole data set of a site moves the clipped change by at most 2C, so that each message is a Gaussian mechanism
+with μ = 2/z (Dong, Roth and Su 2022, "Gaussian Differential Privacy"). Messages compose to one Gaussian mechanism with
+μ² = Σ μ_i², whoever chooses what is asked next. Its privacy loss distribution is normal, so that (ε, δ) is known exactly
+(Balle and Wang 2018, "Improving the Gaussian Mechanism for Differential Privacy"), and no accountant can give less.
+Discretised privacy loss distributions, as in dp-accounting, come to the same value from above
+(`tests/deploy/test_budget.py`), but need minutes and gigabytes where z is small.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scipy.special import log_ndtr
+
+from polyfed.core.errors import UserError
+from polyfed.deploy.privacy import Protection
+from polyfed.simulation.runs.directory import replace_file
+
+_LOG = logging.getLogger("polyfed.site")
+_STEPS = 200  # of bisection: more than float64 can tell apart
+
+
+def epsilon(messages: Mapping[float, int], delta: float) -> float:
+    """ε of (ε, δ)-differential privacy of all that a site has sent, with respect to the exchange of its whole data set.
+    Infinite as soon as one message had no noise.
+
+    Args:
+        messages: noise multiplier z of `Protection` -> how many replies were sent with it.
+        delta: δ.
+
+    >>> round(epsilon({8.0: 100}, 1e-5), 2), epsilon({8.0: 100, 0.0: 1}, 1e-5), epsilon({}, 1e-5)
+    (13.21, inf, 0.0)
+    """
+    sent = {multiplier: number for multiplier, number in messages.items() if number}
+    if any(multiplier <= 0 for multiplier in sent):
+        return math.inf
+    mu = math.sqrt(sum(number * (2 / multiplier) * (2 / multiplier) for multiplier, number in sent.items()))
+    wanted = math.log(delta)
+    if not mu or _log_delta(0.0, mu) <= wanted:
+        return 0.0
+    low, high = 0.0, 1.0
+    while math.isfinite(high) and _log_delta(high, mu) > wanted:
+        low, high = high, 2 * high
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _log_delta(middle, mu) > wanted else (low, middle)
+    return high  # the end at which the guarantee holds
+
+
+def _log_delta(epsilon: float, mu: float) -> float:
+    """ln δ(ε) = ln(Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ)) of a Gaussian mechanism."""
+    first = float(log_ndtr(mu / 2 - epsilon / mu))
+    second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    return first + math.log(-math.expm1(second - first)) if second < first else -math.inf
+
+
+def spend(book: Path, data: str, protection: Protection) -> float:
+    """Enters one message into a site's book. The book counts everything that ever left about a data set: over all runs,
+    methods, networks and settings, whatever became of rows or test examples. Only the owner opens another page, by another
+    name of the data set. The caller sees to it that nobody else writes.
+
+    Args:
+        book: a JSON file, made with the first message.
+        data: the owner's name of the data set.
+        protection: with which the message is sent. Without noise it is entered too, and costs an infinite ε.
+
+    Returns:
+        the ε that all messages of this data set have cost.
+
+    Raises:
+        UserError: the message would cost more than `max_epsilon`, and is not entered; or the book is lost or damaged.
+    """
+    pages = _pages(book)
+    page = dict(pages.get(data, {}))
+    page[protection.noise_multiplier] = page.get(protection.noise_multiplier, 0) + 1
+    spent = epsilon(page, protection.delta)
+    if protection.max_epsilon is not None and spent > protection.max_epsilon:
+        bare = f" ({page[0.0]} messages have left without noise)" if 0.0 in page else ""
+        raise UserError(
+            f"epsilon would be {spent:.3g}{bare}, above max-epsilon = {protection.max_epsilon:g} of the data set {data!r}; "
+            "nothing more is sent"
+        )
+    if data not in pages and protection.noise_multiplier:
+        others = ", ".join(map(repr, sorted(pages))) or "none"
+        _LOG.warning("the budget of the data set %r begins (others of this site: %s)", data, others)
+    written = {
+        name: {str(z): number for z, number in entries.items()} for name, entries in {**pages, data: page}.items()
+    }
+    replace_file(book, json.dumps({"version": 1, "data_sets": written}).encode())
+    return spent
+
+
+def _pages(book: Path) -> dict[str, dict[float, int]]:
+    """Data set -> noise multiplier -> number of messages.
+
+    Raises:
+        UserError: the book cannot be what `spend` wrote, or is missing although messages have left.
+    """
+    advice = "put back a copy of it; without one, nobody knows what has been spent, and nothing is sent"
+    if not book.exists():
+        if any('"epsilon"' in file.read_text(encoding="utf-8") for file in book.parent.glob("*/metrics.jsonl")):
+            raise UserError(f"{book} is missing, and runs beside it have sent messages; {advice}")
+        return {}
+    try:
+        found = json.loads(book.read_text(encoding="utf-8"))
+        if found.keys() != {"version", "data_sets"} or found["version"] != 1:
+            raise ValueError("it is of another version")
+        return {
+            name: dict(_entry(z, number) for z, number in page.items()) for name, page in found["data_sets"].items()
+        }
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{book} is damaged ({error}); {advice}") from error
+
+
+def _entry(multiplier: str, number: Any) -> tuple[float, int]:
+    z = float(multiplier)
+    if not 0 <= z < math.inf or isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"it has the entry {multiplier!r}: {number!r}")
+    return z, number

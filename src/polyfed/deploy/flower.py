@@ -1,0 +1,391 @@
+"""Flower: clients at real sites, each behind a SuperNode; the server runs as a ServerApp on a SuperLink.
+
+This file and `link.py` are the only ones that import flwr. It carries letters (`polyfed.deploy.wire`) as Flower's records:
+the head as one JSON text, a group of tensors as one array of bytes, since Flower makes two HTTP objects of each array and
+cannot carry bfloat16.
+What is asked and answered is decided in `polyfed.deploy`.
+
+Not a Flower `Strategy`: those send all clients the same record, end a run on replies with different keys, and average a NaN.
+"""
+
+import io
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.app import Message as FlowerMessage
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from polyfed.core.errors import ClientError, RoundError, UserError
+from polyfed.deploy.replies import one_line, result_of
+from polyfed.deploy.server import Server, changed_claim, prepare
+from polyfed.deploy.site import read_site
+from polyfed.deploy.wire import (
+    HEAD_BYTES,
+    MOST_GROUPS,
+    MOST_SCALARS,
+    ORDER_BYTES,
+    Letter,
+    Packed,
+    pack_tree,
+    plain_head,
+)
+from polyfed.simulation.engines.work import Engine, Phase, Result, Task
+from polyfed.simulation.rounds import Federation
+from polyfed.simulation.runs.checkpoint import Checkpoint
+from polyfed.simulation.runs.progress import Lines, Progress
+from polyfed.simulation.runs.results import Run
+
+_LOG = logging.getLogger("polyfed.server")
+_POLL_SECONDS = 0.2  # Flower's own `send_and_receive` asks every 3 s
+_QUERY_SECONDS = 120.0  # for a site to say who it is: it starts Python, imports torch and loads its data
+_LATER_SECONDS = 60.0  # Flower forgets a message well after our own limit, so that ours is what is told
+_INTRODUCTION = 4096  # bytes in which it says who it is
+_TYPES = {"local": "train", "evaluate": "evaluate", "export": "evaluate"}
+
+
+def to_record(letter: Letter) -> RecordDict:
+    """A letter as Flower's records: "head", "scalars" and "arrays".
+
+    >>> import torch
+    >>> from polyfed.core.algorithm import Message
+    >>> letter = Letter({"kind": "task"}, Message({"model": {"w": torch.ones(2)}}, {"lr": 0.1}))
+    >>> back = from_record(to_record(letter))
+    >>> back.head, dict(back.body.scalars), back.body.tensors["model"]["w"]
+    ({'kind': 'task'}, {'lr': 0.1}, tensor([1., 1.]))
+    """
+    packed = {group: np.frombuffer(pack_tree(tree), dtype=np.uint8) for group, tree in letter.body.tensors.items()}
+    return RecordDict(
+        {
+            "head": ConfigRecord({"json": json.dumps(dict(letter.head))}),
+            "scalars": MetricRecord(dict(letter.body.scalars)),
+            "arrays": ArrayRecord({group: Array(data) for group, data in packed.items()}),
+        }
+    )
+
+
+def from_record(record: RecordDict, most: int = ORDER_BYTES) -> Letter:
+    """The letter in Flower's records, of whose head at most so many characters are read.
+
+    Raises:
+        UserError: they hold none, or a damaged one.
+    """
+    packed = packed_in(record, most)
+    return Letter(plain_head(packed.head), packed.body())
+
+
+def packed_in(record: RecordDict, most: int = HEAD_BYTES) -> Packed:
+    """The letter in Flower's records, of which nothing has been read yet.
+
+    Raises:
+        UserError: they hold none, or too much.
+    """
+    try:
+        if (names := sorted(record)) != ["arrays", "head", "scalars"]:
+            raise ValueError(f"it holds the records {one_line(names[:9])}")
+        arrays, scalars = record.array_records["arrays"], record.metric_records["scalars"]
+        # Counted first: of a million, none is touched.
+        few = len(arrays) <= MOST_GROUPS and len(scalars) <= MOST_SCALARS
+        head = str(record.config_records["head"]["json"])
+        groups = {group: _bytes_of(array) if few else b"" for group, array in arrays.items()}
+        return Packed(head, dict(scalars.items()), groups, most)
+    except Exception as error:  # of hostile bytes numpy and Flower raise what they like
+        raise UserError(f"not a message of polyfed: {type(error).__name__}: {one_line(error)}") from error
+
+
+def _bytes_of(array: Array) -> bytes:
+    """What `to_record` put into an array: bytes in the form of `numpy.save`, whose length must be what its header says,
+    since numpy makes room for that."""
+    file = io.BytesIO(array.data)
+    version = np.lib.format.read_magic(file)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    if version != (1, 0) or dtype != np.uint8 or shape != (len(array.data) - file.tell(),):
+        raise ValueError(f"a group of tensors must be so many bytes, it is {dtype} of shape {shape}")
+    return array.data[file.tell() :]
+
+
+def size_of(record: RecordDict) -> int:
+    """Bytes of all that a record holds, names too, before any of it is unpacked."""
+    total = 0
+    for records in record.array_records.values():
+        total += sum(len(name) + len(array.data) + len(array.dtype) + 8 for name, array in records.items())
+    for numbers in record.metric_records.values():
+        total += sum(len(n) + 8 * (len(v) if isinstance(v, list) else 1) for n, v in numbers.items())
+    for texts in record.config_records.values():
+        total += sum(len(n) + _length(v) for n, v in texts.items())
+    return total
+
+
+def _length(value: object) -> int:
+    if isinstance(value, list):
+        return sum(map(_length, value))
+    return len(value) if isinstance(value, str | bytes) else 8
+
+
+def _log_to_stderr() -> None:
+    """Shows what polyfed logs in the log of the process, which is Flower's."""
+    logger = logging.getLogger("polyfed")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("polyfed: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # Flower's own handler would show it again
+
+
+# -- server -----------------------------------------------------------------------------------------------------------
+
+
+@final
+class Sites:
+    """Which node is which site. Flower's nodes have random ids, so that each is asked once who it is.
+
+    A node can only be the site under whose name the operator has registered its key (`flwr supernode register KEY --name
+    north`). A site that is there keeps its place against another node of the same name.
+    """
+
+    def __init__(
+        self, grid: Grid, wanted: Sequence[str], head: Mapping[str, Any], began: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        self._grid, self._wanted, self._head, self._began = grid, frozenset(wanted), head, began
+        self._asked: dict[str, int] = {}  # message id -> node, of those who have not answered
+        self._known: set[int] = set()
+        self._unreadable: set[str] = set()
+        self.nodes: dict[str, int] = {}
+        self.told: dict[str, Mapping[str, Any]] = {}
+        self.refused: dict[str, str] = {}
+
+    def look(self) -> None:
+        """Asks nodes that are new, and takes the answers that have come; `refused` is then who does not take part."""
+        names = {node.node_id: node.name for node in self._grid.get_nodes()}
+        for node in sorted(set(names) - self._known):
+            letter = to_record(Letter(self._head))
+            message = FlowerMessage(letter, node, "query", ttl=_QUERY_SECONDS)
+            for sent in self._grid.push_messages([message]):
+                self._known.add(node)
+                self._asked[sent] = node
+        for answer in pulled(self._grid, self._asked, self._unreadable):
+            node = self._asked.pop(answer.metadata.reply_to_message_id, 0)
+            if answer.has_error():
+                self._known.discard(node)  # it may have been starting; it is asked again
+                _LOG.warning("node %d could not say who it is: %s", node, one_line(answer.error.reason))
+                continue
+            try:
+                head = from_record(answer.content).head if size_of(answer.content) <= _INTRODUCTION else {}
+            except UserError as error:
+                _LOG.warning("node %d stays out: %s", node, one_line(error))
+                continue
+            self._welcome(node, names, head)
+
+    def _welcome(self, node: int, names: Mapping[int, str], head: Mapping[str, Any]) -> None:
+        """Takes a node for the site that it says it is, if it can be."""
+        client, name = one_line(head.get("client")), names.get(node, "")
+        if client not in self._wanted:
+            _LOG.warning(
+                "node %d (%s) says that it is %r, which is not among the sites; it stays out", node, name, client
+            )
+        elif name != client:
+            _LOG.warning("node %d says that it is %r, but is registered as %r; it stays out", node, client, name)
+        elif self.nodes.get(client, node) != node and self.nodes[client] in names:
+            _LOG.warning("node %d says that it is %r, which node %d is; it stays out", node, client, self.nodes[client])
+        elif head.get("refused"):
+            self.refused[client] = one_line(head["refused"])
+        elif changed := changed_claim(self.told.get(client) or self._began.get(client), head):
+            self.nodes.pop(client, None)
+            self.refused[client] = one_line(changed)
+        else:
+            # A site that comes back cannot weigh more than before: its first answers count.
+            self.nodes[client] = node
+            self.told.setdefault(client, head)
+            self.refused.pop(client, None)
+
+    def gather(self, seconds: float) -> Mapping[str, Mapping[str, Any]]:
+        """Waits until all sites are there; what each has told.
+
+        Raises:
+            UserError: one is missing after that time, or refuses.
+        """
+        deadline = time.monotonic() + seconds
+        while missing := sorted(self._wanted - set(self.nodes)):
+            if time.monotonic() > deadline:
+                there = ", ".join(sorted(self.nodes)) or "none"
+                raise UserError(
+                    f"after {seconds:g} s these sites are missing: {', '.join(missing)} (there are: {there}); start their "
+                    "SuperNodes, or raise join-seconds"
+                )
+            self.look()
+            for client, reason in self.refused.items():
+                raise UserError(f"site {client!r} does not take part: {reason}")
+            time.sleep(_POLL_SECONDS)
+        return self.told
+
+
+def pulled(grid: Grid, waiting: Mapping[str, Any], unreadable: set[str]) -> Iterator[FlowerMessage]:
+    """The replies that have come, each fetched by itself, so that one that cannot be read takes no other with it: its number
+    is added to `unreadable`, and it is not asked for again."""
+    for number in [number for number in waiting if number not in unreadable]:
+        try:
+            yield from grid.pull_messages([number])
+        except (
+            Exception
+        ) as error:  # of hostile bytes protobuf and Flower raise what they like; Flower itself retries the net
+            unreadable.add(number)
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            _LOG.warning("the reply to message %s cannot be read: %s", number, reason)
+
+
+@final
+class FlowerEngine(Engine):
+    """Sends each task to its site and takes the replies that come in time. All messages of a phase go at once, so that sites
+    work side by side and one limit of time holds for all.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        sites: which of them is which.
+        server: makes the heads of tasks.
+    """
+
+    block_bytes = 2**62
+
+    def __init__(self, grid: Grid, sites: Sites, server: Server) -> None:
+        self._grid, self._sites, self._server = grid, sites, server
+        self._state: Any = None
+
+    def follow(self, federation: Federation) -> None:
+        """Learns from which of the server's states tasks are sent, so that the form of a reply is checked before its tensors
+        are read."""
+        tasks = federation.tasks
+
+        def followed(
+            phase: Phase, clients: Sequence[str], number: int, at: Checkpoint, limit: int = Engine.block_bytes
+        ) -> Iterator[list[Task]]:
+            self._state = at.state
+            return tasks(phase, clients, number, at, limit)
+
+        object.__setattr__(federation, "tasks", followed)  # frozen, but of this run alone
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Result]:
+        """Yields results as they come. A site that is not connected, does not answer in time or sends something else is a
+        failure; its late reply is never asked for."""
+        limits = self._server.deployment
+        self._sites.look()
+        there = set(self._grid.get_node_ids())
+        waiting: dict[str, Task] = {}
+        for task in tasks:
+            node = self._sites.nodes.get(task.client)
+            if task.client in self._sites.refused:
+                yield _failed(task, f"does not take part any more: {self._sites.refused[task.client]}")
+                continue
+            if node not in there or node is None:
+                yield _failed(task, "is not connected; its SuperNode must run (flwr supernode list)")
+                continue
+            letter = to_record(Letter(self._server.order(task), task.down))
+            message = FlowerMessage(
+                letter,
+                node,
+                _TYPES[task.phase],
+                ttl=2 * limits.round_seconds + _LATER_SECONDS,
+                group_id=str(task.round),
+            )
+            # None is for a message that was not taken.
+            sent = [number for number in self._grid.push_messages([message]) if number]
+            if sent:
+                waiting[sent[0]] = task
+            else:
+                yield _failed(task, f"could not be sent {size_of(letter)} bytes: the SuperLink refused the message")
+        unreadable: set[str] = set()
+        deadline = time.monotonic() + limits.round_seconds
+        while waiting:
+            for answer in pulled(self._grid, waiting, unreadable):
+                task = waiting.pop(answer.metadata.reply_to_message_id)
+                yield self._result(task, answer)
+            for number in unreadable & set(waiting):
+                yield _failed(waiting.pop(number), "its reply cannot be read; the log of the server tells why")
+            if waiting and time.monotonic() > deadline:
+                for task in waiting.values():
+                    yield _failed(
+                        task, f"no reply within {limits.round_seconds:g} s (round-seconds); a later one is discarded"
+                    )
+                return
+            if waiting:
+                time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """Nothing: the connection is Flower's."""
+
+    def _result(self, task: Task, answer: FlowerMessage) -> Result:
+        """What a site's answer to a task is worth."""
+        server, most = self._server, self._server.deployment.max_megabytes
+        if answer.has_error():
+            return _failed(task, f"Flower reports error {answer.error.code}: {one_line(answer.error.reason)}")
+        if (size := size_of(answer.content)) > most * 2**20:
+            return _failed(task, f"its reply has {size / 2**20:.1f} MB, above max-megabytes = {most:g}")
+        try:
+            return result_of(task, packed_in(answer.content), server, self._sites.told[task.client], self._state)
+        except UserError as error:
+            return _failed(task, one_line(error))
+
+
+def _failed(task: Task, reason: str) -> Result:
+    return Result(task, failure=ClientError(task.round, task.client, task.phase, reason))
+
+
+def serve(grid: Grid, config: Mapping[str, Any], progress: Progress | None = None) -> Run:
+    """Plays the run that a configuration describes (`polyfed.deploy.server.prepare`) with the sites behind a grid.
+
+    Raises:
+        UserError: the configuration does not fit, sites are missing, or one refuses.
+        ClientError, RoundError: as `federate`.
+    """
+    server = prepare(config)
+    sites = Sites(grid, server.deployment.sites, server.introduction(), server.began)
+    told = sites.gather(server.deployment.join_seconds)
+    federation, engine = server.federation(told), FlowerEngine(grid, sites, server)
+    engine.follow(federation)
+    return server.play(federation, engine, progress or Lines(), told)
+
+
+def server_app(config: Callable[[Context], Mapping[str, Any]] = lambda context: context.run_config) -> ServerApp:
+    """The ServerApp of a project: `app = server_app()`."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        _log_to_stderr()
+        try:
+            serve(grid, config(context))
+        except (UserError, ClientError, RoundError) as error:
+            _LOG.error("%s", " ".join(str(error).split()))
+            raise
+
+    return app
+
+
+# -- site -------------------------------------------------------------------------------------------------------------
+
+
+def client_app() -> ClientApp:
+    """The ClientApp of a project: `app = client_app()`. What it does is said by the site's own node configuration."""
+    app = ClientApp()
+
+    def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
+        return FlowerMessage(to_record(_answer(message, context.node_config)), reply_to=message)
+
+    for register in (app.query, app.train, app.evaluate):
+        register()(answer)
+    return app
+
+
+def _answer(message: FlowerMessage, config: Mapping[str, Any]) -> Letter:
+    _log_to_stderr()
+    try:
+        site, letter = read_site(config), from_record(message.content)
+    except Exception:  # whatever site.py raises; the text may show what is the site's own
+        logging.getLogger("polyfed.site").exception("this site cannot start")
+        return Letter({"client": str(config.get("client-id")), "refused": "it cannot start (the reason is in its log)"})
+    return site.answer(letter)

@@ -1,0 +1,123 @@
+"""Flower's SuperLink with a password on its control interface.
+
+    python -m polyfed.deploy.link --control-token-file FILE ...          as flower-superlink, with its options
+    python -m polyfed.deploy.link --control-token-file FILE --login HOST:PORT    lets this user's `flwr` in
+
+Whoever reaches the control interface can start runs, and a run is code that the SuperLink and all SuperNodes carry out as
+their owners. Flower's open build asks for nothing there (`NoOpControlAuthnPlugin`), and its signatures
+(`--trusted-entities`) are for apps of its hub: an app that `flwr run` sends has none, so that SuperNodes with trusted
+entities refuse every such run. But the interface has a place for a plugin that checks a token, and the command `flwr` sends
+the token of its credential store.
+
+This uses parts of Flower that are not public. `tests/deploy/test_link.py` holds them to what is needed here, and
+pyproject.toml names the versions with which that was tried.
+"""
+
+import hmac
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
+from flwr.common.constant import ACCESS_TOKEN_KEY, AuthnType
+from flwr.supercore.auth.typing import AccountInfo
+from flwr.supercore.credential_store import get_credential_store
+from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+
+from polyfed.core.errors import UserError
+
+_FEWEST = 32  # characters of a token
+
+
+@final
+class TokenPlugin(NoOpControlAuthnPlugin):
+    """Lets in who sends the token.
+
+    Args:
+        token: the only one that is accepted.
+    """
+
+    def __init__(self, token: str) -> None:
+        super().__init__()
+        self._token = token.encode()
+
+    def validate_tokens_in_metadata(
+        self, metadata: Sequence[tuple[str, str | bytes]]
+    ) -> tuple[bool, AccountInfo | None]:
+        """Whether the token is right; the account is then Flower's only one."""
+        sent = [
+            value if isinstance(value, bytes) else value.encode() for key, value in metadata if key == ACCESS_TOKEN_KEY
+        ]
+        if len(sent) == 1 and hmac.compare_digest(sent[0], self._token):
+            return super().validate_tokens_in_metadata(metadata)
+        return False, None
+
+    def refresh_tokens(
+        self, metadata: Sequence[tuple[str, str | bytes]]
+    ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
+        """Nothing: there is one token, which its owner changes."""
+        raise FlowerError(ApiErrorCode.NO_ACCOUNT_AUTH, "The token of the control interface is wrong.")
+
+
+def read_token(file: Path) -> str:
+    """The token in a file that nobody else can read.
+
+    Raises:
+        UserError: there is no such file, others can read it, or it is short.
+    """
+    try:
+        token, mode = file.read_text(encoding="utf-8").strip(), file.stat().st_mode
+    except OSError as error:
+        raise UserError(f"--control-token-file: {file} cannot be read ({error.strerror})") from error
+    if mode & 0o077:
+        raise UserError(f"--control-token-file: others can read or write {file}; chmod 600 {file}")
+    if len(token) < _FEWEST or not token.isascii() or not token.isprintable() or " " in token:
+        raise UserError(
+            f"--control-token-file: {file} must hold at least {_FEWEST} letters and digits; openssl rand -hex 32"
+        )
+    return token
+
+
+def login(address: str, token: str) -> None:
+    """Puts the token for a SuperLink into the credential store of Flower's commands, below FLWR_HOME."""
+    store = get_credential_store()
+    pairs = {AUTHN_TYPE_STORE_KEY: AuthnType.OIDC, ACCESS_TOKEN_STORE_KEY: token, REFRESH_TOKEN_STORE_KEY: "none"}
+    for key, value in pairs.items():
+        store.set(key % address, value.encode())
+
+
+def main(words: list[str]) -> None:
+    """Runs the SuperLink with these words, or stores the token.
+
+    Raises:
+        UserError: the token is missing, or others can read it.
+    """
+    os.umask(0o077)  # also for the ServerApp, whose runs nobody else may read
+    found = {}
+    for name in ("--control-token-file", "--login"):
+        if name in words:
+            place = words.index(name)
+            found[name] = "".join(words[place + 1 : place + 2])
+            del words[place : place + 2]
+    if not found.get("--control-token-file"):
+        raise UserError("--control-token-file is missing: a file of mode 600 with a token; openssl rand -hex 32 > FILE")
+    token = read_token(Path(found["--control-token-file"]))
+    if "--login" in found:
+        login(found["--login"], token)
+        return
+    # By its name: the package has a function that is called as the module.
+    link: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
+    link.load_control_authn_plugin = lambda: TokenPlugin(token)
+    sys.argv[1:] = words
+    link.flower_superlink()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"polyfed: {error}")

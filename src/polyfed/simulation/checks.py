@@ -1,0 +1,333 @@
+"""What is checked before the first round: that the federation suits the method, and models suit their data."""
+
+import copy
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms import REGISTRY, name_of
+from polyfed.alignment.representations import representation_name, representations
+from polyfed.core.algorithm import MODEL_WORDS, Algorithm, Architecture, Client, DataSpec, check_words
+from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples
+from polyfed.core.scratch import Scratch, new_module, scratch
+from polyfed.core.seeds import local_rng
+from polyfed.simulation.leaks import warn_of_leaks
+
+_BATCH_NORM = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+
+
+def check_clients(clients: Sequence[Client]) -> None:
+    """Raises a `UserError` for an empty federation, something that is no client, or an id that occurs twice; warns of test
+    examples that are trained on (see `polyfed.simulation.leaks`)."""
+    if not clients:
+        raise UserError("a federation needs at least one client, got none")
+    for client in clients:
+        if not isinstance(client, Client):
+            raise UserError(f"clients must be polyfed.Client objects, got {type(client).__name__}")
+    twice = [i for i, count in Counter(client.id for client in clients).items() if count > 1]
+    if twice:
+        raise UserError(f"two clients have the id {twice[0]!r}; ids must differ")
+    tasks = sorted({client.task for client in clients})
+    if len(tasks) > 1:
+        raise UserError(f"clients of one federation must have one task, got {' and '.join(tasks)}")
+    warn_of_leaks(clients)
+
+
+def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
+    """Raises a `UserError` if the federation lacks what `algorithm.requires`; it names clients and other methods."""
+    if "public_data" in algorithm.requires and public is None:
+        raise UserError(f"{name_of(algorithm)} needs public examples that are no client's data; give public=... (federate) "
+                        "or --data.public_fraction")  # fmt: skip
+    if "public_data" in algorithm.requires and public is not None:
+        _check_public(clients, public)
+    check_suited(clients, algorithm)
+
+
+def check_suited(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
+    """The part of `check_requirements` that is about the clients alone, their networks and the form of their data."""
+    needs, name = algorithm.requires, name_of(algorithm)
+    check_words(algorithm, type(algorithm).__name__)
+    if "classification" in needs and (odd := [c for c in clients if c.task != "classification"]):
+        raise UserError(f"{name} needs classes, one an example, but the task of {odd[0].id!r} is {odd[0].task}")
+    if "one_input_spec" in needs:
+        forms = {client.id: _form(client.train) for client in clients}
+        if other := next((i for i in forms if forms[i] != forms[clients[0].id]), None):
+            raise UserError(
+                f"{name} needs inputs of one form, but those of {other!r} are {forms[other]}, those of {clients[0].id!r} "
+                f"{forms[clients[0].id]}"
+            )
+    if "images" in needs:
+        for client in clients:
+            if len(shape := data_spec_of(client).inputs) != 3:
+                raise UserError(f"{name} needs images, inputs of shape (channels, height, width), but those of "
+                                f"{client.id!r} are of shape {shape}")  # fmt: skip
+    if "one_data_spec" in needs:
+        common_data_spec(clients, name)
+    if not needs & MODEL_WORDS:
+        return
+    without = [client.id for client in clients if client.model is None]
+    if without:
+        raise UserError(f"{name} trains each client's own network, but client {without[0]!r} has model=None")
+    kinds = architectures(clients)
+    if "one_representation" in needs:
+        widths = {client.id: _width(client) for client in clients}
+        if other_id := next((i for i in widths if widths[i] != widths[clients[0].id]), None):
+            raise UserError(
+                f"{name} needs representations of one width, but the last layer of {other_id!r} takes {widths[other_id]} "
+                f"numbers, that of {clients[0].id!r} {widths[clients[0].id]}; give the networks last layers of one width"
+            )
+    if "one_architecture" in needs and len(set(kinds.values())) > 1:
+        first, other = clients[0].id, next(i for i in kinds if kinds[i] != kinds[clients[0].id])
+        mixed = sorted(
+            n for n, m in REGISTRY.items() if m.requires & MODEL_WORDS and "one_architecture" not in m.requires
+        )
+        raise UserError(
+            f"{name} needs one architecture, but the {len(clients)} clients have {len(set(kinds.values()))}: "
+            f"{other!r} differs from {first!r}. Methods for different architectures: {', '.join(mixed)}"
+        )
+
+
+def _width(client: Client) -> int:
+    """How many numbers the last linear layer of a client's network takes."""
+    assert client.model is not None
+    network, row = scratch(client.model).module, torch.zeros(1, dtype=torch.int64)
+    return representations(network, client.train.select(row), module=representation_name(network, client.train)).shape[
+        1
+    ]
+
+
+def data_spec_of(client: Client) -> DataSpec:
+    """What goes into this client's network, and the logits that its labels ask for."""
+    inputs = client.train.batch(torch.zeros(1, dtype=torch.int64, device=client.train.x.device))[0].shape[1:]
+    if client.task == "classification":
+        return DataSpec(tuple(inputs), 1 + max(int(data.labels.max()) for data in _sets(client).values()))
+    return DataSpec(tuple(inputs), client.train.labels.shape[1])
+
+
+def common_data_spec(clients: Sequence[Client], name: str = "the method") -> DataSpec:
+    """The form of all clients; classes are as many as the largest label asks for.
+
+    Raises:
+        UserError: inputs or numbers of outputs differ.
+    """
+    forms = {client.id: data_spec_of(client) for client in clients}
+    first = clients[0]
+    for i, form in forms.items():
+        if form.inputs != forms[first.id].inputs:
+            raise UserError(f"{name} needs inputs of one shape, but those of {i!r} are {form.inputs}, those of {first.id!r} "
+                            f"{forms[first.id].inputs}")  # fmt: skip
+        if first.task != "classification" and form.outputs != forms[first.id].outputs:
+            raise UserError(f"{name} needs labels of one form, but {i!r} has {form.outputs} a row, {first.id!r} "
+                            f"{forms[first.id].outputs}")  # fmt: skip
+    return DataSpec(forms[first.id].inputs, max(form.outputs for form in forms.values()))
+
+
+def _form(examples: Examples) -> str:
+    return f"{examples.x.dtype} of shape {tuple(examples.x.shape[1:])}"
+
+
+def _check_public(clients: Sequence[Client], public: Examples) -> None:
+    """Public examples reach networks as the client's own inputs do."""
+    alike: list[tuple[Any, Any]] = []
+    if not len(public):
+        raise UserError("public holds no examples; give some (public=..., or --data.public_fraction)")
+    for client in clients:
+        if _form(public) != _form(client.train):
+            raise UserError(
+                f"the public examples (public=...) are {_form(public)}, but the inputs of client {client.id!r} are "
+                f"{_form(client.train)}; give public examples of the same form"
+            )
+        one, other = public.transform, client.train.transform
+        if (one, other) in alike:
+            continue
+        x = public.batch(torch.arange(min(2, len(public)), device=public.x.device))[0]
+        if not _same(x, replace(public, transform=other).batch(torch.arange(len(x), device=public.x.device))[0]):
+            raise UserError(
+                f"the public examples (public=...) are prepared by {_stable(one)}, the inputs of client {client.id!r} by "
+                f"{_stable(other)}, which gives something else; prepare both alike"
+            )
+        alike.append((one, other))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def architectures(clients: Sequence[Client]) -> dict[str, str]:
+    """Client id -> short name of its architecture, for clients that have one."""
+    return {client.id: _scratch(client).architecture for client in clients if client.model is not None}
+
+
+def _scratch(client: Client) -> Scratch:
+    assert client.model is not None
+    try:
+        return scratch(client.model)
+    except AttributeError as error:  # tensors are copied, which an extra state of another type cannot be
+        state = new_module(client.model, seed=0).state_dict()
+        alien = [name for name, value in state.items() if not isinstance(value, Tensor)]
+        if not alien:
+            raise
+        raise UserError(
+            f"client {client.id!r}: {alien[0]!r} in its network's state_dict is a {type(state[alien[0]]).__name__}, and "
+            "only tensors can be sent and saved; keep it as a tensor in a buffer (register_buffer), not in get_extra_state"
+        ) from error
+
+
+def check_models(
+    clients: Sequence[Client], num_outputs: int | None = None, factory: Architecture | None = None
+) -> None:
+    """Runs two examples through a copy of the network, for each distinct pair of network and input form.
+
+    Args:
+        clients: whose networks are tried.
+        num_outputs: the outputs that each network must have, where the data say how many classes there are.
+        factory: the network that the method brings, which is tried in place of the clients' own.
+
+    Raises:
+        UserError: a network has nothing to train, or fails on its data, or its output does not suit the labels; or a
+            client has one example to train on and BatchNorm needs two.
+    """
+    outputs: dict[Any, tuple[int, ...]] = {}
+    single: set[Any] = set()
+    for client in clients:
+        if client.model is None and factory is None:
+            continue
+        own = _scratch(client) if factory is None else scratch(factory)
+        if not any(parameter.requires_grad for parameter in own.module.parameters()):
+            raise UserError(f"client {client.id!r}: its network has no parameters that can be trained "
+                            "(requires_grad); there is nothing to federate")  # fmt: skip
+        for name, data in _sets(client).items():
+            key = (own.architecture, data.x.shape[1:], data.x.dtype, repr(data.transform))
+            if key not in outputs:
+                outputs[key] = _output_shape(own.module, data, f"client {client.id!r}")
+            if name == "train" and len(data) == 1 and key not in single:
+                _check_single(own.module, data, f"client {client.id!r}")
+                single.add(key)
+            if num_outputs is not None and outputs[key] != (num_outputs,):
+                raise UserError(f"client {client.id!r}: its network has {_outputs(outputs[key])}, but the data have "
+                                f"{num_outputs} classes; the network's output must have one logit per class")  # fmt: skip
+            _check_output(outputs[key], data.labels, f"client {client.id!r}: {name}", client.task)
+
+
+def _outputs(shape: tuple[int, ...]) -> str:
+    return f"{shape[0]} outputs" if len(shape) == 1 else f"outputs of shape {shape}"
+
+
+def _sets(client: Client) -> dict[str, Examples]:
+    sets = {"train": client.train, "test": client.test, "val": client.val, "global_test": client.global_test}
+    return {name: data for name, data in sets.items() if data is not None}
+
+
+def _try(module: nn.Module, x: Tensor, training: bool) -> Any:
+    """What the network makes of a batch. On a copy, and without inference mode: whatever it changes or caches in its
+    forward pass, the network that is trained later must not see it; nor may the caller's random numbers."""
+    with torch.no_grad(), local_rng(0):
+        return copy.deepcopy(module).train(training)(x)
+
+
+def _output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ...]:
+    x = data.batch(torch.zeros(2, dtype=torch.int64))[0]
+    try:
+        output = _try(module, x, training=False)
+    except Exception as error:  # whatever the user's network raises
+        types = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        if x.is_floating_point() and types and x.dtype not in types:
+            raise UserError(
+                f"{name}: its network has weights of {' and '.join(sorted(map(str, types)))}, but its inputs are {x.dtype}; "
+                "convert the inputs, x.float(), or the network, model.double()"
+            ) from error
+        raise UserError(
+            f"{name}: its network fails on a batch of shape {tuple(x.shape)} ({x.dtype}): {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(output, Tensor):
+        raise UserError(f"{name}: its network must return a tensor of logits, got {type(output).__name__}")
+    if output.dim() == 0 or len(output) != 2:
+        raise UserError(f"{name}: its network turns 2 examples into an output of shape {tuple(output.shape)}")
+    return tuple(output.shape[1:])
+
+
+def _check_single(module: nn.Module, data: Examples, name: str) -> None:
+    if not any(isinstance(part, _BATCH_NORM) for part in module.modules()):
+        return
+    try:
+        _try(module, data.batch(torch.zeros(1, dtype=torch.int64))[0], training=True)
+    except Exception as error:  # BatchNorm's, or whatever the user's network raises on a batch of one
+        raise UserError(
+            f"{name} has one training example, and its network cannot be trained on a batch of one "
+            f"({type(error).__name__}: {error}); BatchNorm needs two: give the client more examples, leave it out, or use "
+            "another normalisation (nn.GroupNorm, nn.LayerNorm)"
+        ) from error
+
+
+def _check_output(output: tuple[int, ...], labels: Tensor, name: str, task: str) -> None:
+    if task == "classification":
+        if len(output) != 1:
+            raise UserError(f"{name}: the network must give logits of shape (batch, classes), got {('batch', *output)}")
+        if int(labels.max()) >= output[0]:
+            raise UserError(
+                f"{name} has label {int(labels.max())}, but the network has {output[0]} outputs (classes 0 to "
+                f"{output[0] - 1}); change the network's output size or the labels"
+            )
+    elif output != tuple(labels.shape[1:]):
+        raise UserError(f"{name}: the network's output is {('batch', *output)}, the labels are "
+                        f"{tuple(labels.shape)}; they must have the same form")  # fmt: skip
+
+
+def _stable(transform: Any) -> str:
+    """A description of a transform that is the same in another process: a plain function's `repr` has its address."""
+    return repr(transform) if is_dataclass(transform) else getattr(transform, "__qualname__", type(transform).__name__)
+
+
+def first_weights(clients: Sequence[Client]) -> str:
+    """A short hash of the weights with which the clients' networks begin at seed 0: the fingerprint knows their forms alone,
+    and networks that come with weights of their own have the same. Networks that begin otherwise at each call, because they
+    draw from more than torch's generator, do not count."""
+    total, seen = hashlib.sha256(), dict[int, bytes]()
+    for client in sorted(clients, key=lambda c: c.id):
+        if client.model is not None and id(client.model) not in seen:
+            once, again = (_digest(new_module(client.model, seed=0)) for _ in range(2))
+            seen[id(client.model)] = once if once == again else b"varies"
+        total.update(seen.get(id(client.model), b"none"))
+    return total.hexdigest()[:16]
+
+
+def _digest(module: nn.Module) -> bytes:
+    content = hashlib.blake2b()
+    for name, tensor in module.state_dict().items():
+        content.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return content.digest()
+
+
+def fingerprint(clients: Sequence[Client], public: Examples | None = None) -> str:
+    """A short hash of every example of every client, of ids, tasks and architectures, and of the public examples: a run
+    may only be resumed with the same."""
+    seen: dict[Any, str] = {}
+
+    def digest(tensor: Tensor | None) -> str:
+        if tensor is None:
+            return "none"
+        # Not by id: clients may hold different views of one store, which is read once.
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in seen:
+            raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+            seen[key] = f"{tuple(tensor.shape)}{tensor.dtype}{hashlib.blake2b(raw.data).hexdigest()}"
+        return seen[key]
+
+    total = hashlib.sha256()
+    kinds: Mapping[str, str] = architectures(clients)
+    for client in sorted(clients, key=lambda c: c.id):
+        total.update(repr((client.id, client.task, kinds.get(client.id))).encode())
+        for name, data in _sets(client).items():
+            total.update(
+                repr((name, digest(data.x), digest(data.y), digest(data.index), _stable(data.transform))).encode()
+            )
+    if public is not None:
+        total.update(repr((digest(public.x), digest(public.index))).encode())
+    return total.hexdigest()[:16]

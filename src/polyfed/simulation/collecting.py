@@ -1,0 +1,182 @@
+"""A round: in each phase tasks go to the engine, and each result is accepted or recorded as a failure."""
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+from torch import Tensor
+
+from polyfed.algorithms import name_of
+from polyfed.core.algorithm import Message
+from polyfed.core.errors import ClientError, RoundError
+from polyfed.core.evaluation import summarise
+from polyfed.core.tree import check_keepable
+from polyfed.simulation.engines.work import Engine, Phase, Result
+from polyfed.simulation.intake import Intake
+from polyfed.simulation.rounds import Federation, best_round, mean_train_loss
+from polyfed.simulation.runs.checkpoint import Checkpoint
+from polyfed.simulation.runs.predictions import Outputs
+from polyfed.simulation.runs.progress import Progress
+
+
+@final
+@dataclass
+class Collected:
+    """What became of the tasks of one phase: results that can be accepted and bytes that went down and
+    came up, by client; a record of
+    each failure; seconds in which the server made messages and in which clients worked."""
+
+    results: dict[str, Result] = field(default_factory=dict)
+    bytes_down: dict[str, int] = field(default_factory=dict)
+    bytes_up: dict[str, int] = field(default_factory=dict)
+    scalars: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    seconds_dispatch: float = 0.0
+    seconds_clients: float = 0.0
+
+
+def place(failure: Mapping[str, Any]) -> tuple[str, ...]:
+    """By what failures are sorted."""
+    return failure["client"], failure["phase"], failure["reason"]
+
+
+def collect(
+    federation: Federation,
+    engine: Engine,
+    phase: Phase,
+    clients: Sequence[str],
+    number: int,
+    at: Checkpoint,
+    progress: Progress,
+    intake: Intake | None = None,
+) -> Collected:
+    """Carries out one phase for these clients, from the state `at`. Raises at the first failure if so configured. Replies
+    go to `intake` as they come, and are not kept elsewhere."""
+    found, done, clock = Collected(), 0, time.perf_counter
+    blocks = federation.tasks(phase, clients, number, at, engine.block_bytes)
+    while True:
+        asked = clock()
+        tasks = next(blocks, None)
+        found.seconds_dispatch += clock() - asked
+        if tasks is None:
+            break
+        if phase == "local":
+            found.bytes_down |= {task.client: task.down.nbytes for task in tasks}
+        began = clock()
+        for result in engine.run(tasks):
+            _accept(federation, result, at, found, progress, intake)
+            done += 1
+            progress.client(phase, done, len(clients))
+        found.seconds_clients += clock() - began
+    found.failures.sort(key=place)
+    return found
+
+
+def _flaw(federation: Federation, result: Result, at: Checkpoint) -> str | None:
+    return federation.flaw(result.reply, at.state, result.task.down, result.task.client)
+
+
+def _accept(
+    federation: Federation,
+    result: Result,
+    at: Checkpoint,
+    found: Collected,
+    progress: Progress,
+    intake: Intake | None,
+) -> None:
+    """Puts one result where it belongs: among the accepted, or among the failures."""
+    task, failure = result.task, result.failure
+    if failure is None and task.phase == "local" and (flaw := _flaw(federation, result, at)):
+        failure = ClientError(task.round, task.client, "reply", flaw)
+    for incident in result.incidents:
+        warnings.warn(f"round {task.round}, client {task.client!r}: {incident}", RuntimeWarning, stacklevel=6)
+        reason = {"client": task.client, "phase": task.phase, "reason": incident}
+        found.failures.append({**reason, "retried": failure is None})
+    if failure is None:
+        if result.reply is not None and intake is not None:
+            found.bytes_up[task.client], found.scalars[task.client] = result.reply.nbytes, result.reply.scalars
+            intake.came(task.client, result.reply)
+            result = replace(result, reply=None)
+        # Without the message: with it, those of all blocks would stay until the end of the phase.
+        found.results[task.client] = replace(result, task=replace(task, down=Message(), own=None))
+    elif federation.settings.on_error == "raise":
+        raise failure
+    else:
+        if intake is not None:
+            intake.lost(task.client)
+        progress.say(f"{failure}; the run goes on without this client")
+        reason = {"client": failure.client, "phase": failure.phase, "reason": failure.reason}
+        found.failures.append({**reason, "retried": False})
+
+
+def play_round(
+    federation: Federation,
+    before: Checkpoint,
+    history: Sequence[Mapping[str, Any]],
+    engine: Engine,
+    progress: Progress,
+) -> tuple[Checkpoint, dict[str, Any], Outputs]:
+    """One round: the state after it, its record for `metrics.jsonl`, and what the evaluated networks gave."""
+    settings, algorithm, number, clock = federation.settings, federation.algorithm, before.round + 1, time.perf_counter
+    started = clock()
+    who = federation.cohort(number)
+    trained = list(federation.roster.ids) if algorithm.everyone_trains else who
+    intake = Intake(algorithm, before.state, who, federation.roster.num_examples)
+    local = collect(federation, engine, "local", trained, number, before, progress, intake)
+    replies = [i for i in who if i in local.results]
+    if len(replies) < settings.min_replies:
+        reasons = "; ".join(f"{f['client']}: {f['reason']}" for f in local.failures[:3])
+        raise RoundError(f"round {number} has {len(replies)} valid replies of {len(who)}, min_replies is "
+                         f"{settings.min_replies} ({reasons})")  # fmt: skip
+    aggregating = clock()
+    state, dropped = intake.aggregate(federation.context(), drop=settings.on_error == "skip")
+    for i, reason in dropped.items():
+        local.failures.append({"client": i, "phase": "aggregate", "reason": reason, "retried": False})
+        progress.say(f"client {i!r}: {reason}; its reply is left out")
+    replies = [i for i in replies if i not in dropped]
+    if len(replies) < settings.min_replies:
+        raise RoundError(f"round {number} has {len(replies)} replies that can be aggregated, min_replies is "
+                         f"{settings.min_replies} ({next(iter(dropped.values()), '')})")  # fmt: skip
+    check_keepable(state, f"{name_of(algorithm)}: the server's state")
+    seconds_server = local.seconds_dispatch + intake.seconds + clock() - aggregating
+    after = Checkpoint(
+        number, state, {**before.client_states, **{i: result.own for i, result in local.results.items()}}
+    )
+
+    rows: dict[str, dict[str, Any]] = {i: {"bytes_down": size} for i, size in local.bytes_down.items()}
+    for i, result in local.results.items():
+        scalars = local.scalars.get(i, {})
+        told = {"train_loss": scalars["train_loss"]} if "train_loss" in scalars else {}
+        rows[i] |= {"seconds": round(result.seconds, 4), **told}
+    for i in replies:
+        rows[i]["bytes_up"] = local.bytes_up[i]
+    summary: dict[str, dict[str, float]] = {}
+    failures, outputs = local.failures, dict[str, Mapping[str, Tensor]]()
+    if number % settings.evaluate_every == 0 or number == settings.rounds:
+        evaluated = collect(federation, engine, "evaluate", list(federation.roster.ids), number, after, progress)
+        failures = sorted([*failures, *evaluated.failures], key=place)
+        metrics = {i: result.metrics for i, result in sorted(evaluated.results.items())}
+        for i, values in metrics.items():
+            rows[i] = rows.get(i, {}) | values
+        outputs = {i: result.predictions for i, result in sorted(evaluated.results.items()) if result.predictions}
+        summary = summarise(metrics, federation.roster.num_examples)
+    down, up = (sum(row.get(f"bytes_{way}", 0) for row in rows.values()) for way in ("down", "up"))
+    record = {
+        "round": number,
+        "seconds": round(clock() - started, 4),
+        "seconds_clients": round(local.seconds_clients - intake.seconds, 4),
+        "seconds_server": round(seconds_server, 4),
+        "train_loss": mean_train_loss({i: local.scalars[i] for i in replies}),
+        "bytes_down": down,
+        "bytes_up": up,
+        "bytes_down_total": down + (history[-1]["bytes_down_total"] if history else 0),
+        "bytes_up_total": up + (history[-1]["bytes_up_total"] if history else 0),
+        "clients": {i: rows[i] for i in sorted(rows)},
+        "summary": summary,
+        "failures": failures,
+        "replied": sorted(replies),
+        "score": federation.metrics[0].name,
+    }
+    return after, record | {"best_round": best_round([*history, record], federation.metrics[0])}, outputs

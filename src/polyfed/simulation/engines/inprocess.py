@@ -1,0 +1,98 @@
+"""The engine for debugging and for one device: clients run one after the other in this process."""
+
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from polyfed.core.algorithm import Algorithm, BringsNetwork, Client
+from polyfed.core.errors import ClientError
+from polyfed.core.evaluation import client_scores, predict
+from polyfed.core.examples import Examples
+from polyfed.core.gradients import gradients
+from polyfed.core.metrics import Metric
+from polyfed.core.scratch import settled
+from polyfed.core.seeds import local_rng
+from polyfed.core.tree import check_keepable
+from polyfed.simulation.engines.work import Engine, Result, Task, place_clients
+
+
+@final
+class InProcessEngine(Engine):
+    """Runs tasks in the order given; a debugger and an exception's cause reach into the client's code. Each worker of
+    the pool runs one of these.
+
+    Args:
+        algorithm, clients, device: who computes what, and where.
+        metrics: what is computed at evaluation; none is the task's own.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm[Any, Any],
+        clients: Sequence[Client],
+        device: torch.device,
+        metrics: Sequence[Metric] = (),
+    ) -> None:
+        self._algorithm, self._device, self._metrics = algorithm, device, tuple(metrics)
+        self._clients = {client.id: client for client in place_clients(clients, device)}
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Result]:
+        """One task after the other. An exception of the method or of a client's network becomes a failure that says
+        round, client and phase, and keeps the exception as its cause."""
+        algorithm = self._algorithm
+        for task in tasks:
+            client, start = self._clients[task.client], time.perf_counter()
+            try:
+                # The random state is for networks and methods that draw from torch's generator.
+                with gradients(), local_rng(task.seed, self._device):
+                    own = algorithm.client_init(client, task.run_seed) if task.own is None else task.own
+                    if task.phase == "local":
+                        reply, own = algorithm.local_update(task.down, own, client, task.seed)
+                        check_keepable(own, "the private state")
+                        result = Result(task, reply=reply, own=own)
+                    else:
+                        model = settled(algorithm.personal_model(task.down, own, client, task.seed))
+                        if task.phase == "export":
+                            described = None
+                            if isinstance(algorithm, BringsNetwork):
+                                described = algorithm.description(model, client)
+                            result = _weights(task, model, described)
+                        else:
+                            metrics, outputs = client_scores(model, client, self._metrics)
+                            for name, other in algorithm.other_models(task.down, own, client, task.seed):
+                                metrics |= client_scores(settled(other), client, self._metrics, f"{name}_")[0]
+                            result = Result(task, metrics=metrics, predictions=outputs)
+            except Exception as error:  # whatever a user's network or data may raise; it is reported, never swallowed
+                reason = f"{type(error).__name__}: {error}"
+                failure = ClientError(task.round, task.client, task.phase, reason, traceback.format_exc())
+                failure.__cause__ = error
+                result = Result(task, failure=failure)
+            yield result.after(time.perf_counter() - start)
+
+    def predict(self, task: Task, examples: Examples) -> torch.Tensor:
+        """What the personal network of a task's client makes of these examples, computed as at evaluation: float32 on the
+        CPU, shape (n, ...).
+
+        Raises:
+            ClientError: the network or the method fails.
+        """
+        client = self._clients[task.client]
+        try:
+            with local_rng(task.seed, self._device):
+                own = self._algorithm.client_init(client, task.run_seed) if task.own is None else task.own
+                model = settled(self._algorithm.personal_model(task.down, own, client, task.seed))
+                return predict(model, examples.to(self._device))
+        except Exception as error:  # as in `run`
+            reason = f"{type(error).__name__}: {error}"
+            raise ClientError(task.round, task.client, "predict", reason, traceback.format_exc()) from error
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def _weights(task: Task, model: torch.nn.Module, description: Mapping[str, Any] | None) -> Result:
+    weights = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
+    return Result(task, weights=weights, description=description)

@@ -1,0 +1,179 @@
+"""What belongs together in a run directory, by SHA-256, so that no file of another run and no damaged one counts silently.
+
+- `manifest.json` binds the configuration (`config_sha256`) and, at the end, the models and predictions (`files`).
+- `complete.json` of each checkpoint binds the configuration, the data, the metrics of the rounds up to it (a running hash of
+  the lines of `metrics.jsonl`) and its own files.
+
+This finds accidents: a copied checkpoint, an edited file, a bad disk. Somebody who wants to deceive can write the hashes
+anew, since they are no signatures.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import UserError
+from polyfed.core.typed import from_json
+
+COMPLETE = "complete.json"  # of a checkpoint
+_WHERE = {"engine", "workers", "ray_address", "gpus_per_worker", "device"}  # where a run goes on changes no result
+_MOST_BYTES = 2**31  # of models and predictions that are read to see whether they were changed
+Binding = Mapping[str, str]  # "config", "data" and, of a checkpoint, "metrics" -> SHA-256 or fingerprint
+
+
+def of_config(config: Mapping[str, Any]) -> str:
+    """The hash of what decides the results of a configuration.
+
+    >>> of_config({"rounds": 3, "workers": 0}) == of_config({"workers": 8, "rounds": 3}) != of_config({"rounds": 4})
+    True
+    """
+    kept = {str(key): value for key, value in config.items() if key not in _WHERE}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def of_lines(text: str) -> list[str]:
+    """The running hash of the lines of a `metrics.jsonl`: after none, after the first, after the second, ...
+
+    >>> of_lines("")[0] == hashlib.sha256().hexdigest(), len(of_lines("a\\nb\\n"))
+    (True, 3)
+    """
+    running = hashlib.sha256()
+    found = [running.hexdigest()]
+    for line in text.split("\n")[:-1]:
+        running.update(f"{line}\n".encode(errors="surrogatepass"))
+        found.append(running.hexdigest())
+    return found
+
+
+def of_file(path: Path) -> str:
+    """The hash of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def binding(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Binding:
+    """What every checkpoint of a run is bound to: its configuration, and its data (of real sites, the run's id)."""
+    data = manifest.get("data_fingerprint") or manifest.get("deployment") or ""
+    return {"config": of_config(config), "data": str(data)}
+
+
+def differs(bound: Binding, expected: Binding, checkpoint: Path, round_number: int) -> str:
+    """Why a checkpoint does not belong to a run, as a sentence; empty if it does."""
+    folder = checkpoint.parent.parent
+    if bound.get("config") != expected["config"]:
+        return (
+            f"checkpoint {checkpoint} is of a run with another configuration than {folder / 'config.yaml'}: one of the two "
+            "was replaced"
+        )
+    if bound.get("data") != expected["data"]:
+        return f"checkpoint {checkpoint} is of a run with other data or clients"
+    if "metrics" in expected and bound.get("metrics") != expected["metrics"]:
+        return (
+            f"{folder / 'metrics.jsonl'} was changed in rounds 1 to {round_number} since checkpoint {checkpoint} was "
+            "written, or is of another run"
+        )
+    return ""
+
+
+def expected_at(config: Mapping[str, Any], manifest: Mapping[str, Any], metrics: str) -> Callable[[int], Binding]:
+    """What a checkpoint after a round must be bound to, of a run with these metrics."""
+    fixed, lines = binding(config, manifest), of_lines(metrics)
+    return lambda round_number: {**fixed, "metrics": lines[round_number] if round_number < len(lines) else ""}
+
+
+def check_config(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    """Raises if the configuration is not the one with which the run began, or nothing says so.
+
+    Raises:
+        UserError: it was changed, or `manifest.json` is missing or damaged.
+    """
+    if not manifest:
+        raise UserError(
+            f"{folder / 'manifest.json'} is missing or damaged, so that nothing says which run this is; put back a copy of "
+            "it, or start another run with another --out"
+        )
+    if sentence := _changed_config(folder, config, manifest):
+        raise UserError(sentence)
+
+
+def _changed_config(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    if manifest.get("config_sha256") in (None, of_config(config)):
+        return ""
+    return (
+        f"{folder / 'config.yaml'} was changed since the run began; put it back as it was, or start another run with it: "
+        f"polyfed run {folder / 'config.yaml'} --out OTHER"
+    )
+
+
+def changes(
+    folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any], newest: Binding, made: bool
+) -> list[str]:
+    """What was changed in a run directory since it was written, a sentence for each file.
+
+    Args:
+        folder: of the run.
+        config, manifest: of it.
+        newest: what its newest checkpoint is bound to, with "round"; empty without one.
+        made: whether models and predictions count, which are made of the others.
+    """
+    found = [sentence] if (sentence := _changed_config(folder, config, manifest)) else []
+    if newest:
+        try:
+            lines = of_lines((folder / "metrics.jsonl").read_bytes().decode(errors="surrogateescape"))
+        except OSError:
+            lines = []
+        number = int(newest["round"])
+        if number >= len(lines) or lines[number] != newest.get("metrics"):
+            found.append(
+                f"{folder / 'metrics.jsonl'} was changed in rounds 1 to {number} since they were written; put back a copy "
+                "of it, or make the run again"
+            )
+        if newest.get("config") != of_config(config) and not found:
+            found.append(f"the checkpoints of {folder} are of a run with another configuration; put back the run's own")
+    return found + (_changed_files(folder, manifest.get("files")) if made else [])
+
+
+def _changed_files(folder: Path, files: Any) -> list[str]:
+    if not isinstance(files, Mapping):
+        return []
+    paths = [folder / str(name) for name in files]
+    here = [path for path in paths if path.is_file() and path.resolve().is_relative_to(folder.resolve())]
+    if sum(path.stat().st_size for path in here) > _MOST_BYTES:
+        return []
+    found = []
+    for path in here:
+        if of_file(path) != files[path.relative_to(folder).as_posix()]:
+            found.append(f"{path} was changed since the run wrote it; `polyfed resume {folder}` writes it again")
+    return found
+
+
+def of_files(folder: Path, parts: Sequence[str]) -> dict[str, str]:
+    """The hashes of the files in these folders of a run, by their place in it."""
+    paths = [path for part in parts for path in sorted((folder / part).glob("[!.]*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): of_file(path) for path in paths}
+
+
+def complete(folder: Path, part: str) -> dict[str, str]:
+    """A part of `complete.json`, names and hashes; empty where it is not that."""
+    try:
+        content = from_json((folder / COMPLETE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    found = content.get(part) if isinstance(content, dict) else None
+    sound = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+    return found if isinstance(found, dict) and sound else {}
+
+
+def newest_binding(folder: Path) -> Binding:
+    """What the newest checkpoint in this folder that says so is bound to, with its "round"; empty without one."""
+    for candidate in sorted(folder.glob("round-*"), reverse=True):
+        number = candidate.name.removeprefix("round-")
+        if number.isdecimal() and (bound := complete(candidate, "bound")):
+            return {**bound, "round": number}
+    return {}

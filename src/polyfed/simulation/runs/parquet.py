@@ -1,0 +1,169 @@
+"""The Parquet file with a client's predictions: a row for each example and round.
+
+Columns: `round` (int32), `split` ("test" or "val"), `example` (int32, its position in that set), `target` (a number, or a
+list of them), `output` (list of float32), then the columns of the examples. Shapes, and names of columns that had to be
+changed, are in the schema's metadata.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples
+from polyfed.core.files import make_folder, replaced
+from polyfed.core.typed import MISTAKES, conforms, from_json
+
+if TYPE_CHECKING:
+    import pyarrow
+
+SPLITS = ("test", "val")
+_OWN = ("round", "split", "example", "target", "output")
+_KEY = b"polyfed"
+
+
+def write(path: Path, client: Client, found: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Writes the file of a client, so that it is the old one or the new one at any moment; `synced` sees to it that it is on
+    the disk.
+
+    Args:
+        path: of the file.
+        client: whose targets and columns are written too.
+        found: round -> "test" or "val" -> outputs, float32, shape (n, ...); round by round in their order.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sets: dict[str, Examples | None] = {"test": client.test, "val": client.val}
+    parts = [(n, s, found[n][s], sets[s]) for n in sorted(found) for s in SPLITS if s in found[n]]
+    rows = [(n, s, outputs, data) for n, s, outputs, data in parts if data is not None]
+    number = np.concatenate([np.full(len(outputs), n, np.int32) for n, _, outputs, _ in rows])
+    example = np.concatenate([np.arange(len(outputs), dtype=np.int32) for _, _, outputs, _ in rows])
+    split = pa.concat_arrays([pa.repeat(pa.scalar(s), len(outputs)) for _, s, outputs, _ in rows])
+    targets = torch.cat([data.labels.cpu() for _, _, _, data in rows])
+    outputs = torch.cat([outputs for _, _, outputs, _ in rows])
+    arrays = {
+        "round": pa.array(number), "split": split, "example": pa.array(example),
+        "target": _numbers(targets) if math.prod(targets.shape[1:]) == 1 else _lists(targets),
+        "output": _lists(outputs),
+    }  # fmt: skip
+    names = sorted({name for _, _, _, data in rows for name in data.columns or {}})
+    stored = {name: f"{name}_" if name in _OWN else name for name in names}
+    arrays |= {stored[name]: _column(name, [data for _, _, _, data in rows]) for name in names}
+    told = {
+        "client": client.id, "output": list(outputs.shape[1:]), "target": list(targets.shape[1:]),
+        "columns": {short: name for name, short in stored.items()},
+    }  # fmt: skip
+    table = pa.table(arrays).replace_schema_metadata({_KEY: json.dumps(told).encode()})
+    make_folder(path.parent)
+    with replaced(path, sync=False) as file:
+        pq.write_table(table, file)
+
+
+def rounds(path: Path, split: str) -> list[int]:
+    """The rounds of which the file holds a set's predictions, in their order.
+
+    Raises:
+        UserError: it is damaged, or there is no such set.
+    """
+    table = _read(path, split, None, ["round", "split"])
+    numbers = table.column("round").to_pylist()
+    if wrong := conforms(numbers, list[int], "round"):
+        raise UserError(_damaged(path, ValueError(wrong)))
+    return sorted(set(numbers))
+
+
+def read(path: Path, split: str, round: int) -> tuple[Tensor, Tensor, dict[str, NDArray[Any]]]:
+    """Outputs, targets and columns of a round, as they were when they were written.
+
+    Raises:
+        UserError: the file is damaged, or there is no such set.
+    """
+    import pyarrow as pa
+
+    table = _read(path, split, round, None)
+    try:
+        told = from_json((table.schema.metadata or {})[_KEY])
+        outputs = _tensor(table.column("output"), told["output"])
+        targets = _tensor(table.column("target"), told["target"])
+        columns = {name: np.asarray(table.column(short)) for short, name in told["columns"].items()}
+        if len(targets) != len(outputs) or outputs.dim() < 2 or not outputs.is_floating_point():
+            raise ValueError("outputs and targets do not fit")
+    except (*MISTAKES, pa.ArrowException) as error:
+        raise UserError(_damaged(path, error)) from error
+    return outputs, targets, columns
+
+
+def _read(path: Path, split: str, round: int | None, columns: list[str] | None) -> "pyarrow.Table":
+    if split not in SPLITS:
+        raise UserError(f"split must be 'test' or 'val', got {split!r}")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    wanted = [("split", "=", split)] + ([] if round is None else [("round", "=", round)])
+    try:
+        return pq.read_table(path, columns=columns, filters=wanted)
+    except (OSError, *MISTAKES, pa.ArrowException) as error:
+        raise UserError(_damaged(path, error)) from error
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    reason = " ".join(str(error).split())[:200]
+    return f"{path} holds no predictions that can be read ({reason}); put back a copy of it, or make the run again"
+
+
+def _numbers(values: Tensor) -> "pyarrow.Array":
+    import pyarrow as pa
+
+    return pa.array(values.reshape(-1).numpy())
+
+
+def _lists(values: Tensor) -> "pyarrow.Array":
+    import pyarrow as pa
+
+    width = math.prod(values.shape[1:])
+    offsets = np.arange(len(values) + 1, dtype=np.int64) * width
+    wide = offsets[-1] >= 2**31
+    kind = pa.LargeListArray if wide else pa.ListArray
+    return kind.from_arrays(pa.array(offsets if wide else offsets.astype(np.int32)), _numbers(values))
+
+
+def _tensor(column: "pyarrow.ChunkedArray", shape: Sequence[int]) -> Tensor:
+    import pyarrow.types as kinds
+
+    joined = column.combine_chunks()
+    nested = kinds.is_list(joined.type) or kinds.is_large_list(joined.type)
+    values = np.array(joined.flatten() if nested else joined)  # a copy, which may be written to
+    return torch.from_numpy(values).reshape(len(column), *shape)
+
+
+def _column(name: str, sets: Sequence[Examples]) -> "pyarrow.Array":
+    """Values of all sets one after the other; null for a set without such a column."""
+    import pyarrow as pa
+
+    known = {id(data): data.column(name) for data in sets if name in (data.columns or {})}
+    text = any(values.dtype.kind in "UO" for values in known.values())
+    plain = {key: pa.array(_texts(values)) if text else pa.array(values) for key, values in known.items()}
+    kind = pa.string() if text else pa.concat_arrays(_alike(list(known.values()))).type
+    parts = [plain[id(data)].cast(kind) if id(data) in plain else pa.nulls(len(data), kind) for data in sets]
+    return pa.concat_arrays(parts)
+
+
+def _alike(columns: Sequence[NDArray[Any]]) -> "list[pyarrow.Array]":
+    """Columns of numbers in the type that holds them all."""
+    import pyarrow as pa
+
+    kind = np.result_type(*columns)
+    return [pa.array(values.astype(kind)) for values in columns]
+
+
+def _texts(values: NDArray[Any]) -> list[str | None]:
+    return [None if value is None else str(value) for value in values.tolist()]

@@ -1,0 +1,280 @@
+"""Predictions: what the evaluated networks gave for the clients' own test and validation examples, round by round.
+
+While a run goes on, each evaluated round is one file in `predictions/.rounds`; at its end they become one Parquet file a
+client, `predictions/ID.parquet`. All evaluated rounds are kept as long as they take at most `LIMIT_BYTES` together; beyond
+that, only the round with the best validation score and the last one are. A round of more than `LARGEST_BYTES` is not kept.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import safetensors
+import safetensors.torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+from polyfed.core.files import make_folder, replace_file, synced
+from polyfed.simulation.runs import parquet
+from polyfed.simulation.runs.directory import read_config, read_metrics
+from polyfed.simulation.runs.paths import file_name
+
+LIMIT_BYTES = 64 * 2**20  # of all evaluated rounds together
+LARGEST_BYTES = 256 * 2**20  # of one round
+FOLDER = "predictions"
+_SPOOL, _OLD, _NEW = ".rounds", ".rounds-old", ".rounds-new"
+
+Outputs = Mapping[str, Mapping[str, Tensor]]  # client -> "test" or "val" -> (n, ...)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Of one client's personal network after a round.
+
+    Attributes:
+        round: counted from 1.
+        outputs: as the network gives them (logits; numbers for regression), float32, shape (n, ...).
+        targets: of the same examples, shape (n,) of classes, (n, labels) or (n, outputs).
+        columns: what else is known of the same examples (`Examples.columns`), each of shape (n,).
+    """
+
+    round: int
+    outputs: Tensor
+    targets: Tensor
+    columns: Mapping[str, NDArray[Any]]
+
+
+def read(folder: str | Path, client: str, *, split: str = "test", round: int | None = None) -> Predictions:
+    """The predictions that a run directory holds.
+
+    Args:
+        folder: of a run that has ended.
+        client: its id.
+        split: "test" or "val".
+        round: None is the one that the run keeps (`keep`).
+
+    Raises:
+        UserError: there are none of this client, split or round, or the file is damaged.
+    """
+    file = _file(folder, client)
+    known = parquet.rounds(file, split)
+    chosen = _by_default(Path(folder), known) if round is None else round
+    if chosen not in known:
+        raise UserError(none_of(client, split, chosen, known))
+    outputs, targets, columns = parquet.read(file, split, chosen)
+    return Predictions(chosen, outputs, targets, columns)
+
+
+def rounds(folder: str | Path, client: str, *, split: str = "test") -> list[int]:
+    """The rounds of which a run directory holds a client's predictions, in their order.
+
+    Raises:
+        UserError: there are none of this client, or the file is damaged.
+    """
+    return parquet.rounds(_file(folder, client), split)
+
+
+def none_of(client: str, split: str, round: int | None, known: Sequence[int]) -> str:
+    """A sentence for an error."""
+    if not known:
+        return f"no predictions of client {client!r} on its {split} examples were kept"
+    return (
+        f"no predictions of client {client!r} after round {round} were kept; give one of {', '.join(map(str, known))}"
+    )
+
+
+def _by_default(folder: Path, known: Sequence[int]) -> int | None:
+    keep = read_config(folder).get("keep") if (folder / "config.yaml").is_file() else None
+    if isinstance(keep, int):
+        return keep
+    if keep == "best":
+        records = read_metrics(folder / "metrics.jsonl")
+        best = records[-1].get("best_round") if records else None
+        if best is not None:
+            return int(best)
+    return known[-1] if known else None
+
+
+def _file(folder: str | Path, client: str) -> Path:
+    file = Path(folder) / FOLDER / f"{file_name(client)}.parquet"
+    if not file.is_file():
+        raise UserError(
+            f"{file} is missing: predictions are written when a run ends, for clients that could be evaluated; see "
+            f"{Path(folder) / 'metrics.jsonl'}"
+        )
+    return file
+
+
+@final
+class Kept:
+    """The rounds whose predictions a run keeps: in its directory, or in memory if it has none.
+
+    Args:
+        clients: whose predictions come; of a deployment, whose sites keep theirs, none.
+        folder: the run directory, or None.
+    """
+
+    def __init__(self, clients: Mapping[str, Client], folder: Path | None = None) -> None:
+        self._clients = dict(clients)
+        self._memory: dict[int, Outputs] = {}
+        self._folder = None if folder is None else folder / FOLDER
+        self._sizes: dict[int, int] = {}
+        self._all = True  # evaluated rounds are kept
+        self._said = False
+
+    def go_on(self, history: Sequence[Mapping[str, Any]]) -> None:
+        """Takes up what the run directory holds of the rounds in `history`, and removes what is newer."""
+        if self._folder is None:
+            return
+        done = history[-1]["round"] if history else 0
+        for name in (_OLD, _NEW):
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+        spool = self._folder / _SPOOL
+        if not spool.is_dir() and history and self._folder.is_dir():
+            self._unfold(done)
+        for file in sorted(spool.glob("round-*.safetensors")):
+            number = file.stem.removeprefix("round-")
+            if not number.isdecimal() or int(number) > done:
+                file.unlink()
+            else:
+                self._sizes[int(number)] = _num_bytes(file)
+        evaluated = {r["round"] for r in history if any("loss" in row for row in r["clients"].values())}
+        self._all = evaluated <= self._sizes.keys() and sum(self._sizes.values()) <= LIMIT_BYTES
+
+    def add(self, number: int, found: Outputs, best: int | None) -> str | None:
+        """Keeps a round that has been evaluated, and drops others if there is no room.
+
+        Args:
+            number: of the round.
+            found: of each client that could be evaluated.
+            best: the round with the best validation score so far.
+
+        Returns:
+            A sentence if the round is too large to keep, the first time.
+        """
+        size = sum(t.nbytes for outputs in found.values() for t in outputs.values())
+        if not size:
+            return None
+        if too_large := size > LARGEST_BYTES:
+            self._all = False
+        else:
+            self._write(number, found)
+            self._sizes[number] = size
+            self._all = self._all and sum(self._sizes.values()) <= LIMIT_BYTES
+        if not self._all:
+            for other in [n for n in self._sizes if n not in (number, best)]:
+                self._drop(other)
+        if not too_large or self._said:
+            return None
+        self._said = True
+        return (
+            f"the predictions of a round take {size / 2**20:.0f} MiB, more than the {LARGEST_BYTES >> 20} MiB that are "
+            "kept, so that there are none of this run"
+        )
+
+    def finish(self) -> None:
+        """Writes the clients' files, and removes what they are made of."""
+        if self._folder is None or not (self._folder / _SPOOL).is_dir():
+            return  # nothing was kept, or all is written
+        found = {number: self._read(number) for number in sorted(self._sizes)}
+        files = []
+        for client in self._clients.values():
+            own = {number: outputs[client.id] for number, outputs in found.items() if client.id in outputs}
+            if own:
+                files.append(self._folder / f"{file_name(client.id)}.parquet")
+                parquet.write(files[-1], client, own)
+        synced(files)
+        # Renamed first: a folder that is half removed must not be taken for all that there was.
+        (self._folder / _SPOOL).rename(self._folder / _OLD)
+        shutil.rmtree(self._folder / _OLD)
+
+    def get(self, client: str, split: str, round: int) -> Predictions:
+        """The predictions of a client after a round.
+
+        Raises:
+            UserError: they were not kept, or their file is damaged.
+        """
+        if self._folder is not None:
+            return read(self._folder.parent, client, split=split, round=round)
+        if split not in parquet.SPLITS:
+            raise UserError(f"split must be 'test' or 'val', got {split!r}")
+        known = sorted(n for n, found in self._memory.items() if split in found.get(client, {}))
+        if round not in known:
+            raise UserError(none_of(client, split, round, known))
+        examples = getattr(self._clients[client], split)
+        columns = {name: examples.column(name) for name in examples.columns or {}}
+        return Predictions(round, self._memory[round][client][split], examples.labels.cpu(), columns)
+
+    # -- one round ------------------------------------------------------------------------------------------------
+
+    def _path(self, number: int) -> Path:
+        assert self._folder is not None
+        return self._folder / _SPOOL / f"round-{number:06d}.safetensors"
+
+    def _write(self, number: int, found: Outputs) -> None:
+        if self._folder is None:
+            self._memory[number] = found
+            return
+        path = self._path(number)
+        make_folder(path.parent.parent)
+        make_folder(path.parent)
+        replace_file(path, _packed(found))
+
+    def _read(self, number: int) -> Outputs:
+        try:
+            tensors = safetensors.torch.load(self._path(number).read_bytes())
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            warnings.warn(f"{self._path(number)} is damaged and left out ({error})", RuntimeWarning, stacklevel=4)
+            return {}
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            split, _, client = name.partition("/")
+            found.setdefault(client, {})[split] = tensor
+        return found
+
+    def _drop(self, number: int) -> None:
+        del self._sizes[number]
+        if self._folder is None:
+            del self._memory[number]
+        else:
+            self._path(number).unlink(missing_ok=True)
+
+    def _unfold(self, done: int) -> None:
+        """Makes the rounds' files of the clients', for a run that had ended and lost its last rounds since."""
+        assert self._folder is not None
+        found: dict[int, dict[str, dict[str, Tensor]]] = {}
+        for client in self._clients.values():
+            file = self._folder / f"{file_name(client.id)}.parquet"
+            if not file.is_file():
+                continue
+            try:
+                for split in parquet.SPLITS:
+                    for number in parquet.rounds(file, split):
+                        outputs = parquet.read(file, split, number)[0]
+                        found.setdefault(number, {}).setdefault(client.id, {})[split] = outputs
+            except UserError as error:
+                warnings.warn(f"{error}; its rounds are left out", RuntimeWarning, stacklevel=5)
+        if not found or max(found) <= done:
+            return  # it is complete
+        new = make_folder(self._folder / _NEW)
+        for number, of_round in found.items():
+            replace_file(new / self._path(number).name, _packed(of_round))
+        new.rename(self._folder / _SPOOL)
+
+
+def _packed(found: Outputs) -> bytes:
+    tensors = {f"{split}/{client}": t.contiguous() for client, outputs in found.items() for split, t in outputs.items()}
+    return bytes(safetensors.torch.save(tensors))
+
+
+def _num_bytes(file: Path) -> int:
+    """Bytes of the tensors in a safetensors file: what its header, whose length comes first, leaves."""
+    with file.open("rb") as opened:
+        return max(0, os.fstat(opened.fileno()).st_size - 8 - int.from_bytes(opened.read(8), "little"))

@@ -1,0 +1,205 @@
+"""What a run gives back: metrics, a table, and each client's personal model."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from torch import Tensor, nn
+
+from polyfed.core.algorithm import MODEL_WORDS, Architecture, BringsNetwork
+from polyfed.core.errors import UserError, nearest
+from polyfed.core.evaluation import split_name
+from polyfed.core.examples import inputs_like
+from polyfed.core.scratch import fill, new_module, settled
+from polyfed.core.threads import one_thread
+from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.engines.machine import choose_device
+from polyfed.simulation.engines.work import Task
+from polyfed.simulation.rounds import Federation, best_round
+from polyfed.simulation.runs.checkpoint import Checkpoint
+from polyfed.simulation.runs.predictions import Kept, Predictions
+
+if TYPE_CHECKING:
+    from polyfed.simulation.unseen import WarmStart
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """A federation that has run.
+
+    Attributes: `history`, the objects of `metrics.jsonl`; `out`, the run directory or None; `last`, the state after the
+    last round; `best`, unless `keep="last"` the state after the round that is kept.
+    """
+
+    federation: Federation
+    history: Sequence[Mapping[str, Any]]
+    last: Checkpoint
+    out: Path | None = None
+    best: Checkpoint | None = None
+    kept_predictions: Kept | None = None
+
+    @property
+    def kept(self) -> Checkpoint:
+        """The state that models, `predict` and by default `predictions` are of: that after the round of `keep`."""
+        return self.best or self.last
+
+    @property
+    def best_round(self) -> int | None:
+        """The round with the best mean validation score; None if no client has validation examples."""
+        return best_round(self.history, self.federation.metrics[0])
+
+    def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
+        """One row per client, then one of means: `client`, the metrics (the first decides), `loss`, `num_examples` (for
+        training), where there are such sets `val_...` and `global_...`, and what the method evaluates
+        beside the personal network (`trained_...` of pFedLA, `server_...` of pFedMe).
+
+        Args:
+            at: the last round, or the round with the best validation score (never the best on test).
+
+        Raises:
+            UserError: "best", but no client has validation examples.
+        """
+        if at not in ("last", "best"):
+            raise UserError(f"table(at=) must be 'last' or 'best', got {at!r}")
+        number = self.last.round if at == "last" else self.best_round
+        if number is None:
+            raise UserError("table(at='best') needs validation examples: give clients val=..., or --data.val_fraction")
+        record = self.history[number - 1]
+        roster = self.federation.roster
+        known, scores = roster.num_examples, self.federation.metrics
+        metrics = {i: record["clients"].get(i, {}) for i in roster.ids}
+        told = {name for values in metrics.values() for name in values}
+        beside = sorted(found[0] for name in told if (found := split_name(name, scores)))
+        names = [
+            f"{part}{name}"
+            for part in dict.fromkeys(["", "val_", "global_", *beside])
+            for name in (*(score.name for score in scores), "loss")
+            if f"{part}{name}" in told or not part
+        ]
+        rows: list[dict[str, Any]] = []
+        for i, values in metrics.items():
+            rows.append({"client": i, **{n: values.get(n) for n in names}, "num_examples": known.get(i)})
+        means = {n: record["summary"].get(n, {}).get("mean") for n in names}
+        total = sum(known.values()) / len(rows) if len(known) == len(rows) else None
+        rows.append({"client": "mean", **means, "num_examples": total})
+        return rows
+
+    def model(self, client: str) -> nn.Module:
+        """The personal network of a client after the last round (or the one of `keep`), a module of its own in evaluation
+        mode on the CPU: the one that was evaluated.
+
+        Raises:
+            UserError: no client has this id.
+        """
+        engine, task = self._one_client(client)
+        owner = self.federation.clients[client]
+        with one_thread():
+            result = next(engine.run([task]))
+            if result.failure is not None:
+                raise result.failure
+            assert result.weights is not None  # of a task of the phase "export", in this process
+            factory = owner.model
+            if factory is not None and self.federation.algorithm.requires & MODEL_WORDS:
+                return fill(new_module(factory, seed=0), result.weights).eval()
+            if isinstance(self.federation.algorithm, BringsNetwork):
+                return fill(self.federation.algorithm.build(result.description or {}), result.weights).eval()
+            own = self.federation.algorithm.client_init(owner, task.run_seed) if task.own is None else task.own
+            model = settled(self.federation.algorithm.personal_model(task.down, own, owner, task.seed))
+            return copy.deepcopy(model).eval()
+
+    def predict(self, client: str, x: Any) -> Tensor:
+        """What the client's personal network gives for new inputs, computed as at evaluation, in batches.
+
+        Args:
+            client: its id.
+            x: inputs as in `Client`: a tensor or array, shape (n, ...) of the client's inputs. Images of uint8 are
+                normalised as the client's are, by `client.train.transform`.
+
+        Returns:
+            Outputs (logits; numbers for regression), float32 on the CPU, shape (n, ...).
+
+        Raises:
+            UserError: no client has this id, or the inputs are not like the client's: of another shape or type, NaN.
+            ClientError: the network fails.
+
+        >>> import torch
+        >>> from polyfed.algorithms import FedAvg
+        >>> from polyfed.simulation.federation import federate
+        >>> from polyfed.testing import small_clients
+        >>> federate(small_clients(), FedAvg(), rounds=1, workers=0).predict("client-0", torch.zeros(5, 6)).shape
+        torch.Size([5, 3])
+        """
+        engine, task = self._one_client(client)
+        examples = inputs_like(self.federation.clients[client].train, x, f"the inputs for client {client!r}")
+        with one_thread():
+            return engine.predict(task, examples)
+
+    def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
+        """What the client's personal network gave for its own test or validation examples when a round was evaluated.
+
+        Args:
+            client: its id.
+            split: "test" or "val".
+            round: None is the last, or the one of `keep`. Which others are kept is in
+                `polyfed.simulation.runs.predictions`.
+
+        Raises:
+            UserError: they were not kept, or the file of the run directory is missing or damaged.
+        """
+        self._check_client(client, "predictions")
+        if self.kept_predictions is None:
+            raise UserError("no predictions of this run were kept")
+        return self.kept_predictions.get(client, split, self.kept.round if round is None else round)
+
+    def _check_client(self, client: str, folder: str) -> None:
+        clients = self.federation.clients
+        if client not in clients:
+            if client in self.federation.roster.ids:
+                raise UserError(f"the {folder} of {client!r} are at its site, in the folder {folder} of its state-dir")
+            raise UserError(f"no client {client!r} in this run; {nearest(client, clients)}")
+
+    def _one_client(self, client: str) -> tuple[InProcessEngine, Task]:
+        """An engine for one client, and the task to make its network of the state that is kept."""
+        self._check_client(client, "models")
+        federation = self.federation
+        device = choose_device(federation.settings.device)
+        engine = InProcessEngine(federation.algorithm, [federation.clients[client]], device, federation.metrics)
+        with one_thread():
+            return engine, federation.one_task("export", client, self.kept)
+
+    def warmstart(self, model: Architecture, data: Any, *, test: Any = None, id: str = "unseen") -> "WarmStart":
+        """Weights at once for a network that took no part, from the hypernetwork of a run of `flha_ghn`: its score before
+        and after one epoch on the head, and what could not be generated (see `polyfed.simulation.unseen`).
+
+        Args:
+            model: builds the unseen client's network, as `Client.model`; its layers may be connected as they like.
+            data: the unseen client's examples, as `Client.train`; they are not sent anywhere.
+            test: examples for the score; None holds out a fifth of `data`.
+            id: the unseen client's name. With the id of a client, the draws are that client's.
+
+        Raises:
+            UserError: a run of another method, or a network that does not suit the data.
+
+        >>> from polyfed.algorithms import FLHAGHN
+        >>> from polyfed.simulation.federation import federate
+        >>> from polyfed.testing import small_clients
+        >>> run = federate(small_clients(), FLHAGHN(head="factored"), rounds=1, workers=0)
+        >>> data = run.federation.clients["client-0"].train
+        >>> start = run.warmstart(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), data)
+        >>> start.coverage, start.held_out, start.model
+        (1.0, 4, Sequential(
+          (0): Linear(in_features=6, out_features=8, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=8, out_features=3, bias=True)
+        ))
+        """
+        from polyfed.simulation.unseen import Server, as_unseen, warmstart  # imported late: it builds on this module
+
+        federation = self.federation
+        server = Server(federation.algorithm, self.last.state, federation.settings, self.last.round)  # type: ignore[arg-type]
+        task = next(iter(federation.clients.values())).task
+        client, held_out = as_unseen(model, data, test=test, id=id, task=task, seed=federation.settings.seed)
+        return warmstart(server, client, held_out=held_out)

@@ -1,0 +1,126 @@
+"""Settings of a run that no method changes."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, final, get_args
+
+from polyfed.core.errors import UserError, nearest
+
+EngineName = Literal["auto", "inprocess", "pool", "ray"]
+Keep = Literal["last", "best"] | int
+_HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s/:]+):\d{1,5}")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a federation is run.
+
+    Args:
+        rounds: communication rounds.
+        seed: every random choice of the run derives from it.
+        clients_per_round: clients that take part in a round: a fraction in (0, 1] (at least one client), or a whole
+            number of clients. Note that 1.0 is everyone and 1 is one client.
+        engine: "auto", "inprocess", "pool", or "ray" for a cluster (pip install 'polyfed[ray]'); "auto" never takes Ray.
+        workers: processes of the pool or of Ray, or "auto" for one per core, of the cluster with Ray; 0 runs in this
+            process. Results do not depend on it.
+        ray_address: "local" starts a Ray on this machine for the run, "auto" joins the cluster that runs here (or at the
+            environment's RAY_ADDRESS), HOST:PORT joins that one. A Ray that the process has joined already is used.
+        gpus_per_worker: GPUs of each of Ray's workers, a fraction to share one; 0 computes on CPUs.
+        device: "auto", "cpu", "cuda", "cuda:N" or "mps"; Ray's workers go by `gpus_per_worker`.
+        evaluate_every: rounds between evaluations of all clients' personal models; the last round is always evaluated.
+        checkpoint_every: rounds between checkpoints; the last round always has one.
+        on_error: "raise" ends the run at a client's failure, "skip" goes on without that client and records it.
+        min_replies: a round with fewer valid replies ends the run.
+        metrics: names of the scores to compute, of which the first decides; none is the task's own.
+        keep: which round the models and predictions at the end are of: the "last", the "best" by the mean score on the
+            clients' validation examples, or this one.
+
+    Raises:
+        UserError: a value outside its range, with the value.
+
+    >>> Settings(rounds=2, clients_per_round=0.25).cohort_size(10)
+    3
+    """
+
+    rounds: int = 10
+    seed: int = 0
+    clients_per_round: int | float = 1.0
+    engine: EngineName = "auto"
+    workers: int | Literal["auto"] = "auto"
+    ray_address: str = "local"
+    gpus_per_worker: float = 0.0
+    device: str = "auto"
+    evaluate_every: int = 1
+    checkpoint_every: int = 1
+    on_error: Literal["raise", "skip"] = "raise"
+    min_replies: int = 1
+    metrics: tuple[str, ...] = ()
+    keep: Keep = "last"
+
+    def __post_init__(self) -> None:
+        listed = isinstance(self.metrics, tuple | list)  # a file has a list
+        if not (listed and all(isinstance(name, str) for name in self.metrics)):
+            raise UserError(f"metrics must be names such as ('auc', 'accuracy'), got {self.metrics!r}")
+        object.__setattr__(self, "metrics", tuple(self.metrics))
+        for name in ("rounds", "evaluate_every", "checkpoint_every", "min_replies"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise UserError(f"seed must be a whole number, got {self.seed!r}")
+        whole = isinstance(self.clients_per_round, int) and not isinstance(self.clients_per_round, bool)
+        if not (
+            self.clients_per_round >= 1
+            if whole
+            else isinstance(self.clients_per_round, float) and 0 < self.clients_per_round <= 1
+        ):
+            raise UserError(
+                f"clients_per_round must be a fraction above 0 and at most 1.0, or a number of clients from 1, "
+                f"got {self.clients_per_round!r}"
+            )
+        words = {"engine": get_args(EngineName), "on_error": ("raise", "skip")}
+        for name, choices in words.items():
+            if (value := getattr(self, name)) not in choices:
+                raise UserError(f"unknown {name} {value!r}; {nearest(str(value), choices)}")
+        numbered = isinstance(self.keep, int) and not isinstance(self.keep, bool) and 1 <= self.keep <= self.rounds
+        if self.keep not in ("last", "best") and not numbered:
+            raise UserError(f"keep must be 'last', 'best' or a round from 1 to {self.rounds}, got {self.keep!r}")
+        counted = isinstance(self.workers, int) and not isinstance(self.workers, bool)
+        if self.workers != "auto" and not (counted and int(self.workers) >= 0):
+            raise UserError(f"workers must be 'auto' or a number of processes from 0, got {self.workers!r}")
+        if self.engine in ("pool", "ray") and self.workers == 0:
+            raise UserError(f"engine={self.engine!r} needs at least one worker, got workers=0; use engine='inprocess'")
+        self._check_ray()
+
+    def _check_ray(self) -> None:
+        address, gpus = self.ray_address, self.gpus_per_worker
+        if address not in ("local", "auto") and not (isinstance(address, str) and _HOST_AND_PORT.fullmatch(address)):
+            raise UserError(f"ray_address must be 'local', 'auto' or HOST:PORT, got {address!r}")
+        number = isinstance(gpus, int | float) and not isinstance(gpus, bool)
+        if not (number and 0 <= gpus < float("inf") and (gpus <= 1 or gpus == int(gpus))):
+            raise UserError(f"gpus_per_worker must be a fraction from 0 to 1 or a number of GPUs, got {gpus!r}")
+        if self.engine == "ray" and self.device not in ("auto", "cpu"):
+            raise UserError(
+                f"engine='ray' takes no device, got {self.device!r}; gpus_per_worker says how much of a GPU each worker has"
+            )
+        if self.engine == "ray" and self.device == "cpu" and gpus:
+            raise UserError(f"device='cpu' and gpus_per_worker={gpus} contradict one another; leave one out")
+
+    def cohort_size(self, num_clients: int) -> int:
+        """Clients that take part in a round.
+
+        Raises:
+            UserError: `clients_per_round` or `min_replies` asks for more clients than there are.
+        """
+        if isinstance(self.clients_per_round, int):
+            if self.clients_per_round > num_clients:
+                raise UserError(
+                    f"clients_per_round={self.clients_per_round} asks for more clients than the {num_clients} there are"
+                )
+            size = self.clients_per_round
+        else:
+            size = max(1, round(self.clients_per_round * num_clients + 1e-9))
+        if self.min_replies > size:
+            raise UserError(f"min_replies={self.min_replies} is more than the {size} clients of a round")
+        return size

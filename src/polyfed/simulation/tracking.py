@@ -1,0 +1,281 @@
+"""Runs in TensorBoard or MLflow: each number of `metrics.jsonl`, round by round (pip install 'polyfed[tracking]').
+
+TensorBoard's files go to `tensorboard/` of the run directory. MLflow is set up by its own environment variables
+(MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME); which of its runs it is, is kept in `mlflow.json`. A run that is gone on with
+goes on there, too: no round is logged twice, and rounds that were played without tracking are added.
+"""
+
+import importlib
+import json
+import os
+import re
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from polyfed.core.errors import UserError, check_extra, nearest
+from polyfed.core.files import make_folder, replace_file
+from polyfed.simulation.runs.directory import read_config, read_metrics
+from polyfed.simulation.runs.progress import Progress, for_terminal
+
+EVENTS = "tensorboard"  # folder of the run directory
+LINK = "mlflow.json"  # file of the run directory, which names MLflow's run
+_EXPERIMENT = "polyfed"
+_MARK = "seconds"  # every round has it; logged last, so that a round which has it is whole
+_METRICS, _PARAMS, _LENGTH = 1000, 100, 6000  # MLflow's limits of a batch, and of a parameter's text
+
+
+class Logger(ABC):
+    """A place where the numbers of one run go."""
+
+    @abstractmethod
+    def reach(self) -> None:
+        """Fails if nothing can be logged there, before anything has been computed."""
+
+    @abstractmethod
+    def open(self, folder: Path, title: str, done: int) -> int:
+        """The run begins, or goes on after `done` rounds; returns the last round that is there already."""
+
+    @abstractmethod
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        """The numbers of a round."""
+
+    @abstractmethod
+    def close(self, *, finished: bool) -> None:
+        """The run has ended, with all of its rounds or not."""
+
+
+@final
+class TensorBoard(Logger):
+    """Event files in the run directory, for `tensorboard --logdir`."""
+
+    def reach(self) -> None:
+        """The run directory can be written anyway."""
+
+    def open(self, folder: Path, title: str, done: int) -> int:
+        """Goes on with the files that are there; what they have of rounds after `done` no longer counts."""
+        before = any((folder / EVENTS).glob("events.*"))
+        last = min(done, self._last(folder / EVENTS)) if before else 0
+        make_folder(folder / EVENTS)
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer = writer(str(folder / EVENTS), purge_step=last + 1 if before else None)
+        return last
+
+    @staticmethod
+    def _last(folder: Path) -> int:
+        reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+        events = reader(str(folder), size_guidance={"scalars": 0}).Reload()
+        return max((e.step for e in events.Scalars(_MARK)), default=0) if _MARK in events.Tags()["scalars"] else 0
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        """A scalar each, on the disk at once: what a killed run has not written would be missing after it is resumed."""
+        for name, value in sorted(values.items(), key=_whole_last):
+            self._writer.add_scalar(name, value, round)
+        self._writer.flush()
+
+    def close(self, *, finished: bool) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+
+@final
+class MLflow(Logger):
+    """A run of MLflow, with the configuration as its parameters."""
+
+    def reach(self) -> None:
+        """Asks the server for the experiment."""
+        self._mlflow = importlib.import_module("mlflow")
+        self._entities, self._client = importlib.import_module("mlflow.entities"), self._mlflow.MlflowClient()
+        self._name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _EXPERIMENT)
+        self._client.get_experiment_by_name(self._name)
+
+    def open(self, folder: Path, title: str, done: int) -> int:
+        """Goes on with the run that `mlflow.json` names, or makes one where it does not or the server no longer has it."""
+        before = self._before(folder)
+        if before is not None:
+            self._id = before
+            self._client.update_run(self._id, status="RUNNING")
+            return max((m.step for m in self._client.get_metric_history(self._id, _MARK)), default=0)
+        experiment = self._client.get_experiment_by_name(self._name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(self._name)
+        tags = {"polyfed.method": title, "polyfed.directory": str(folder.resolve())}
+        self._id = self._client.create_run(number, tags=tags, run_name=str(folder)).info.run_id
+        replace_file(folder / LINK, json.dumps({"run_id": self._id}).encode())
+        told = [self._entities.Param(_allowed(k), str(v)[:_LENGTH]) for k, v in _leaves(read_config(folder), ".")]
+        for part in _parts(told, _PARAMS):
+            self._client.log_batch(self._id, params=part)
+        return 0
+
+    def _before(self, folder: Path) -> str | None:
+        try:
+            run_id = str(json.loads((folder / LINK).read_text())["run_id"])
+            self._client.get_run(run_id)
+        except (OSError, ValueError, KeyError, self._mlflow.MlflowException):
+            return None
+        return run_id
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        """A metric each, the round as its step."""
+        now = int(1000 * time.time())
+        ordered = sorted(values.items(), key=_whole_last)
+        metrics = [self._entities.Metric(_allowed(name), value, now, round) for name, value in ordered]
+        for part in _parts(metrics, _METRICS):
+            self._client.log_batch(self._id, metrics=part)
+
+    def close(self, *, finished: bool) -> None:
+        """Says how the run ended."""
+        self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
+
+
+def _whole_last(item: tuple[str, float]) -> bool:
+    return item[0] == _MARK
+
+
+LOGGERS: Mapping[str, type[Logger]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+"""The places, by name; the name is that of the package, too."""
+
+
+@final
+class Tracker(Progress):
+    """Tells a run's numbers to loggers, and everything to another progress. A logger that fails is left out for the rest of
+    the run, with a warning: a server that is down should not end a federation.
+
+    Args:
+        loggers: places by name.
+        folder: the run directory.
+        shown: who shows the run to the user.
+    """
+
+    def __init__(self, loggers: Mapping[str, Logger], folder: Path, shown: Progress) -> None:
+        self._waiting, self._folder, self._shown = dict(loggers), folder, shown
+        self._open: dict[str, tuple[Logger, int]] = {}
+        self._rounds = self._played = 0
+
+    def start(self, title: str, rounds: int, done: int) -> None:
+        """Opens the loggers, and tells them the rounds before `done` that they lack."""
+        self._shown.start(title, rounds, done)
+        self._rounds, self._played = rounds, done
+        past = [record for record in read_metrics(self._folder / "metrics.jsonl") if record["round"] <= done]
+        for name, logger in self._waiting.items():
+            try:
+                self._open[name] = logger, logger.open(self._folder, title, done)
+            except Exception as error:
+                self._give_up(name, error)
+        for record in past:
+            self._log(record)
+
+    def client(self, phase: str, done: int, total: int) -> None:
+        """Only shown."""
+        self._shown.client(phase, done, total)
+
+    def round(self, record: Mapping[str, Any]) -> None:
+        """Logs the numbers of a round."""
+        self._shown.round(record)
+        self._played = record["round"]
+        self._log(record)
+
+    def say(self, sentence: str) -> None:
+        """Only shown."""
+        self._shown.say(sentence)
+
+    def stop(self) -> None:
+        """Closes the loggers."""
+        for name, (logger, _) in list(self._open.items()):
+            try:
+                logger.close(finished=self._played == self._rounds)
+            except Exception as error:
+                self._give_up(name, error)
+        self._open.clear()
+        self._shown.stop()
+
+    def _log(self, record: Mapping[str, Any]) -> None:
+        values = numbers(record)
+        for name, (logger, last) in list(self._open.items()):
+            if record["round"] > last:
+                try:
+                    logger.log(record["round"], values)
+                except Exception as error:
+                    self._give_up(name, error)
+
+    def _give_up(self, name: str, error: Exception) -> None:
+        self._open.pop(name, None)
+        text = f"not tracked with {name} from here on: {_reason(error)}; polyfed resume adds what is missing"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def tracked(names: str | Sequence[str], out: str | Path, shown: Progress | None = None) -> Progress:
+    """A progress that tracks a run, for `federate(..., out=out, progress=tracked("tensorboard", out))`.
+
+    Args:
+        names: "tensorboard" or "mlflow", or several of them, as a list or with commas between.
+        out: the run directory.
+        shown: who shows the run beside; None shows a bar on a terminal and nothing elsewhere.
+
+    Raises:
+        UserError: an unknown name, a package that is not installed, or a server that cannot be reached.
+    """
+    loggers = {name: LOGGERS[name]() for name in check(names)}
+    for name, logger in loggers.items():
+        try:
+            logger.reach()
+        except Exception as error:  # of whatever kind the package has
+            raise UserError(f"cannot track with {name}: {_reason(error)}") from error
+    return Tracker(loggers, Path(out), for_terminal(lines=False) if shown is None else shown)
+
+
+def check(names: str | Sequence[str]) -> list[str]:
+    """The places that are named, which are known and whose packages are installed.
+
+    Raises:
+        UserError: otherwise.
+    """
+    wanted = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    for name in wanted:
+        if name not in LOGGERS:
+            raise UserError(f"cannot track with {name!r}; {nearest(name, LOGGERS)}")
+        check_extra(name, "tracking", f"--logger {name}")
+    return wanted
+
+
+def kept(out: str | Path) -> list[str]:
+    """With what a run directory has been tracked before, so that it goes on when the run does."""
+    return [name for name, mark in (("tensorboard", EVENTS), ("mlflow", LINK)) if (Path(out) / mark).exists()]
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record of `metrics.jsonl` by the path to them.
+
+    >>> numbers({"round": 3, "train_loss": None, "summary": {"accuracy": {"mean": 0.5}}, "failures": []})
+    {'round': 3.0, 'summary/accuracy/mean': 0.5}
+    """
+    kinds = int | float
+    return {name: float(v) for name, v in _leaves(record, "/") if isinstance(v, kinds) and not isinstance(v, bool)}
+
+
+def _leaves(content: Mapping[str, Any], between: str, before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings with the path to each."""
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, between, f"{before}{key}{between}")
+        else:
+            yield f"{before}{key}", value
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".;") or type(error).__name__
+
+
+def _allowed(name: str) -> str:
+    """A name as MLflow takes it.
+
+    >>> _allowed("clients/Zürich #3/accuracy")
+    'clients/Z_rich _3/accuracy'
+    """
+    return re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name)
+
+
+def _parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[i : i + size] for i in range(0, len(items), size))

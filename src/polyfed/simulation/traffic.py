@@ -1,0 +1,197 @@
+"""What a site's replies reveal of it besides the numbers in their tensors, found by changing one fact of the site.
+
+The numbers in the tensors of a reply depend on the site's data, and are what `Algorithm.discloses` declares. Names, shapes
+and types of the tensors, and the scalars that the method needs, can reveal more: how many examples there are, say. Which
+tensors come back as they went reveals the layers that a network lacks. Here one fact of a site is changed at a time, and
+its replies are compared.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.algorithm import Algorithm, Architecture, Client, Message
+from polyfed.core.examples import Examples
+from polyfed.core.seeds import torch_generator
+from polyfed.core.threads import one_thread
+from polyfed.simulation.rounds import Federation
+from polyfed.simulation.settings import Settings
+
+Receiver = Literal["nobody", "combined with others", "as it is"]
+
+DATA_FACTS = ("number of examples", "largest label", "order of examples")
+NETWORK_FACTS = ("width", "depth", "layer types")
+
+
+def network(width: int = 8, depth: int = 1, norm: bool = True, inputs: int = 6, outputs: int = 3) -> nn.Module:
+    """A network of a site, and its neighbours: with another width of its hidden layers, one layer more, or without norm."""
+    sizes, layers = [inputs, *[width] * depth], list[nn.Module]()
+    for k in range(depth):
+        layers += [nn.Linear(sizes[k], sizes[k + 1]), *([nn.LayerNorm(width)] if norm else []), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, outputs))
+
+
+def wide() -> nn.Module:
+    """Twelve units instead of eight."""
+    return network(width=12)
+
+
+def deep() -> nn.Module:
+    """Two hidden layers instead of one."""
+    return network(depth=2)
+
+
+def plain() -> nn.Module:
+    """No norm layer."""
+    return network(norm=False)
+
+
+CHANGED: Mapping[str, Architecture] = {"width": wide, "depth": deep, "layer types": plain}
+
+
+def sites(model: Architecture | None = network, image: bool = False) -> list[Client]:
+    """Four sites with 24 examples each. The others have between them every network that the first may change to, so that
+    its change brings nothing new into the federation."""
+    generator, found = torch_generator(11), []
+    models = [model, *CHANGED.values()] if model is network and not image else [model] * 4
+    for k, factory in enumerate(models):
+        y = torch.arange(30) % 3
+        x = torch.randn(30, 36 if image else 6, generator=generator) + y[:, None]
+        x = x.view(30, 1, 6, 6) if image else x
+        found.append(Client(f"site-{k}", None if image else factory, (x[:24], y[:24]), (x[24:], y[24:])))
+    return found
+
+
+def with_fact_changed(client: Client, fact: str) -> Client:
+    """The site when one fact of it is different."""
+    x, y = client.train.x, client.train.y
+    if fact in CHANGED:
+        return replace_client(client, model=CHANGED[fact])
+    changed = {
+        "number of examples": lambda: (x[:-3], y[:-3]),
+        "largest label": lambda: (x, y.clamp(max=1)),
+        "order of examples": lambda: (x.flip(0), y.flip(0)),
+    }[fact]()
+    return replace_client(client, train=Examples(*changed))
+
+
+def replace_client(client: Client, **changes: Any) -> Client:
+    """The client with other values of its fields."""
+    fields = {name: getattr(client, name) for name in ("id", "model", "train", "test", "val", "global_test", "task")}
+    return Client(**fields | changes)
+
+
+def revealed(algorithm: Algorithm[Any, Any], public: Examples | None = None) -> frozenset[str]:
+    """The facts of a site that its replies in the first two rounds reveal to the server.
+
+    >>> from polyfed.algorithms import FedAvg
+    >>> sorted(revealed(FedAvg())), sorted(revealed(FedAvg(weighted=False)))
+    (['number of examples'], [])
+    """
+    one, image = "one_architecture" in algorithm.requires, "images" in algorithm.requires
+    facts = DATA_FACTS if one or image else (*DATA_FACTS, *NETWORK_FACTS)
+    clients = [replace_client(c, model=network) if one else c for c in sites(image=image)]
+    found = set()
+    for fact in facts:
+        changed = [with_fact_changed(clients[0], fact), *clients[1:]]
+        unchanged = fact in NETWORK_FACTS
+        as_it_is, otherwise = (_signatures(algorithm, members, public, unchanged) for members in (clients, changed))
+        found |= {fact} if as_it_is != otherwise else set()
+    return frozenset(found)
+
+
+def allowed(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
+    """The facts that a method declares: by the scalars that it needs, by what it requires and by what it discloses."""
+    found = {"number of examples"} if "num_examples" in algorithm.scalars_needed else set()
+    if "architecture" in algorithm.discloses or "architectures" in algorithm.requires:
+        found |= set(NETWORK_FACTS)
+    if "representations" in algorithm.discloses:
+        found |= {"width", *({"depth", "layer types"} if "capacity" in algorithm.scalars_needed else ())}
+    return frozenset(found)
+
+
+def receivers(algorithm: Algorithm[Any, Any], public: Examples | None = None) -> Receiver:
+    """Whether what one site sends reaches other sites in the next round."""
+    clients = sites(image="images" in algorithm.requires)
+    if "one_architecture" in algorithm.requires:
+        clients = [replace_client(c, model=network) for c in clients]
+    federation = _federation(algorithm, clients, public)
+    with one_thread():
+        state, states = federation.begin().state, dict[str, Any]()
+        for number in (1, 2):
+            downs = {i: algorithm.dispatch(state, federation.info(i, number)) for i in federation.clients}
+            replies = {}
+            for i, client in federation.clients.items():
+                own = states.get(i) or algorithm.client_init(client, 0)
+                replies[i], states[i] = algorithm.local_update(downs[i], own, client, number)
+            before, state = state, algorithm.aggregate(state, replies, federation.context())
+        first, *others = federation.clients
+        known = {content for i in others for content in _tensors(replies[i]).values()} | set(
+            _tensors(downs[first]).values()
+        )
+        sent = [content for content in _tensors(replies[first]).values() if len(content) > 8 and content not in known]
+        other_state = algorithm.aggregate(before, {**replies, first: _moved(replies[first])}, federation.context())
+        reached: Receiver = "nobody"
+        for i in others:
+            one, two = (algorithm.dispatch(s, federation.info(i, 3)) for s in (state, other_state))
+            if _tensors(one) != _tensors(two):
+                reached = "combined with others"
+            if set(sent) & set(_tensors(one).values()):
+                return "as it is"
+    return reached
+
+
+def _moved(reply: Message) -> Message:
+    tensors = {
+        g: {n: t * 1.01 + 0.01 if t.is_floating_point() else t for n, t in tree.items()}
+        for g, tree in reply.tensors.items()
+    }
+    return Message(tensors, reply.scalars)
+
+
+def _tensors(message: Message) -> dict[str, bytes]:
+    return {
+        f"{g}/{n}": t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for g, tree in message.tensors.items()
+        for n, t in tree.items()
+        if t.numel()
+    }
+
+
+def _federation(algorithm: Algorithm[Any, Any], clients: Sequence[Client], public: Examples | None) -> Federation:
+    pool = public if "public_data" in algorithm.requires else None
+    return Federation({c.id: c for c in clients}, algorithm, Settings(rounds=4), pool)
+
+
+def _signatures(
+    algorithm: Algorithm[Any, Any], clients: Sequence[Client], public: Examples | None, unchanged: bool
+) -> list[Any]:
+    """What the server sees of the first site's replies: forms, the scalars needed and, if asked, what comes back as it
+    went."""
+    federation, found = _federation(algorithm, clients, public), []
+    client = clients[0]
+    with one_thread():
+        state, own = federation.begin().state, algorithm.client_init(client, 0)
+        for number in (1, 2):
+            down = algorithm.dispatch(state, federation.info(client.id, number))
+            reply, own = algorithm.local_update(down, own, client, number)
+            found.append(_seen(algorithm, down, reply, unchanged))
+            state = algorithm.aggregate(state, {client.id: reply}, federation.context())
+    return found
+
+
+def _seen(algorithm: Algorithm[Any, Any], down: Message, reply: Message, unchanged: bool) -> Any:
+    went = {(g, n): t for g, tree in down.tensors.items() for n, t in tree.items()} if unchanged else {}
+
+    def back(group: str, name: str, tensor: Tensor) -> bool:
+        before = went.get((group, name))
+        return before is not None and before.shape == tensor.shape and torch.equal(before, tensor)
+
+    forms = {
+        (g, n): (tuple(t.shape), str(t.dtype), back(g, n, t))
+        for g, tree in reply.tensors.items()
+        for n, t in tree.items()
+    }
+    return forms, {n: reply.scalars.get(n) for n in sorted(algorithm.scalars_needed)}

@@ -1,0 +1,334 @@
+"""Unseen clients: a trained graph hypernetwork gives weights at once to a network that it has never seen (FLHA-GHN,
+section 5.4).
+
+The server's state of a `flha_ghn` run, from a `Run` or a run directory, is all that is needed. `warmstart` makes the
+weights and scores them, before and after the method's epoch on the head; `training_curve` trains on from any weights.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms import FLHAGHN, name_of
+from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Task
+from polyfed.core.errors import ClientError, UserError
+from polyfed.core.evaluation import SCORE, Metrics, client_metrics, predict
+from polyfed.core.examples import Examples, as_examples
+from polyfed.core.gradients import gradients
+from polyfed.core.scratch import fill, initial_state, new_module, scratch
+from polyfed.core.seeds import derive, local_rng
+from polyfed.core.threads import one_thread
+from polyfed.core.training import LocalTraining, check_precision, fit
+from polyfed.core.tree import Tree
+from polyfed.data.split import stratified
+from polyfed.simulation.checks import check_models
+from polyfed.simulation.engines.machine import choose_device
+from polyfed.simulation.engines.work import place_clients
+from polyfed.simulation.runs import chain
+from polyfed.simulation.runs import checkpoint as checkpoints
+from polyfed.simulation.runs.configuration import restored
+from polyfed.simulation.runs.directory import read_config, read_manifest
+from polyfed.simulation.settings import Settings
+
+_HELD_OUT = 0.2  # of an unseen client's data without a test set
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Server:
+    """What an unseen client needs of a run: the method, the server's state after `round`, and the settings (seed, device).
+
+    Raises:
+        UserError: a method that cannot generate weights.
+    """
+
+    algorithm: FLHAGHN
+    state: Any
+    settings: Settings
+    round: int
+
+    def __post_init__(self) -> None:
+        _generator(self.algorithm, "the run")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class WarmStart:
+    """An unseen client's network with the weights that a trained hypernetwork gives it.
+
+    Attributes:
+        model: after the method's epoch on the linear head; a module of its own in evaluation mode on the CPU.
+        generated: the state dict before that epoch, on the CPU: generated weights; what is not generated, from the run's
+            common draw for this architecture; BatchNorm's statistics, estimated on the unseen client's training examples.
+        coverage: share of the parameters that is generated, from 0 to 1.
+        local: name -> reason, of each parameter that is not.
+        before: the task's score (`accuracy`, `auc` or `r2`) and `loss` on the test examples, of `generated`.
+        after: the same of `model`.
+        client: the unseen client, with the examples that it was trained and tested on.
+        held_out: how many of the data given were held out as the test examples; 0 if a test set was given.
+    """
+
+    model: nn.Module
+    generated: Tree
+    coverage: float
+    local: Mapping[str, str]
+    before: Metrics
+    after: Metrics
+    client: Client
+    held_out: int
+
+
+@final
+@dataclass(frozen=True)
+class Curves:
+    """The score on an unseen client's test examples after 0..E epochs of training its whole network, from the warm start and
+    from scratch. A score that is not defined, of a training that diverged, is None.
+
+    >>> curves = Curves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7))
+    >>> curves.epochs, curves.reached
+    (2, 1)
+    """
+
+    score: str
+    warm: tuple[float | None, ...]
+    scratch: tuple[float | None, ...]
+
+    @property
+    def epochs(self) -> int:
+        """E."""
+        return len(self.warm) - 1
+
+    @property
+    def reached(self) -> int | None:
+        """The first epoch after which the warm start has at least what training from scratch has after E; None if it never
+        has."""
+        goal = self.scratch[-1]
+        if goal is None:
+            return None
+        return next((epoch for epoch, score in enumerate(self.warm) if score is not None and score >= goal), None)
+
+
+@gradients()  # its state is trained on
+def load_server(out: str | Path) -> Server:
+    """The server of a run of `flha_ghn` after its last saved round, from the run directory alone: neither the clients nor
+    their data are needed, and nothing in the directory is changed.
+
+    Raises:
+        UserError: not a run directory, the run of another method, or no whole checkpoint.
+    """
+    folder = Path(out)
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder} is not a run directory: it has no config.yaml")
+    config, manifest = read_config(folder), read_manifest(folder)
+    settings, algorithm = restored(config, None)
+    algorithm = _generator(algorithm, str(folder))
+    chain.check_config(folder, config, manifest)
+    belongs = chain.binding(config, manifest)
+    found, notes = checkpoints.load(folder / "checkpoint", expected=lambda number: belongs)
+    if found is None:
+        if notes:
+            raise UserError(
+                f"no checkpoint of the run in {folder} is whole: {'; '.join(notes)}; put a copy of what was lost back, or "
+                "run again"
+            )
+        raise UserError(f"the run in {folder} has no checkpoint yet; go on with it, `polyfed resume {folder}`")
+    for note in notes:
+        warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=2)
+    return Server(algorithm, found.state, settings, found.round)
+
+
+def _generator(algorithm: Algorithm[Any, Any], where: str) -> FLHAGHN:
+    if not isinstance(algorithm, FLHAGHN):
+        raise UserError(
+            f"{where}: {name_of(algorithm)} cannot give weights to a network that took no part; use a run of flha_ghn "
+            "(polyfed run --algorithm flha_ghn, or polyfed.algorithms.FLHAGHN), which generates them from its layers"
+        )
+    return algorithm
+
+
+def as_unseen(
+    model: Architecture,
+    data: Any,
+    *,
+    test: Any = None,
+    id: str = "unseen",
+    task: Task = "classification",
+    seed: int = 0,
+) -> tuple[Client, int]:
+    """An unseen client, and how many of `data` were held out to test it.
+
+    Args:
+        model: builds its network, as `Client.model`.
+        data: examples to train on, as `Client.train` takes them.
+        test: examples to score on; None holds out a fifth of `data` by a draw from `seed`, with the classes' shares.
+        id, task: as of a `Client`.
+        seed: of that draw.
+
+    Raises:
+        UserError: what `Client` refuses, or too few examples to hold one out.
+
+    >>> x, y = torch.zeros(10, 2), torch.tensor([0, 1]).repeat(5)
+    >>> client, held_out = as_unseen(lambda: nn.Linear(2, 2), (x, y))
+    >>> len(client.train), len(client.test), client.test.labels.tolist(), held_out
+    (8, 2, [0, 1], 2)
+    """
+    if test is not None:
+        return Client(id, model, data, test, task=task), 0
+    train, test, held_out = _divided(as_examples(data, f"client {id!r}: data"), seed, id)
+    return Client(id, model, train, test, task=task), held_out
+
+
+def _divided(data: Examples, seed: int, name: str) -> tuple[Examples, Examples, int]:
+    if len(data) < 2:
+        raise UserError(
+            f"client {name!r} has {len(data)} example, too few to hold one out for the score; give test=..."
+        )
+    size = max(1, round(_HELD_OUT * len(data)))
+    out = torch.from_numpy(stratified(data.labels.cpu().numpy(), size, derive(seed, "newcomer", "test"), keep=True))
+    stays = torch.ones(len(data), dtype=torch.bool)
+    stays[out] = False
+    device = data.x.device
+    return (
+        data.select(stays.nonzero()[:, 0].to(device)),
+        dataclasses.replace(data.select(out.to(device)), augment=None),
+        size,
+    )
+
+
+def warmstart(server: Server, client: Client, *, held_out: int = 0) -> WarmStart:
+    """Weights for a network that took no part, from the graph of its layers, with their scores; nobody is trained but the
+    unseen client's linear head, for one epoch ("Inference and local refinement").
+
+    It is the method that generates and refines, as for its own clients, who would get what they have: the unseen
+    client with a client's id, network and data has that client's generated weights.
+
+    Args:
+        server: of a run of `flha_ghn`: `load_server`, or by `Run.warmstart`.
+        client: the unseen client, e.g. of `as_unseen`.
+        held_out: what `as_unseen` held out, for the report.
+
+    Raises:
+        UserError: another method, a network that does not suit its data or gives NaN, or whose layers cannot be followed;
+            nothing has been trained.
+        ClientError: the network failed later, with the exception as its cause.
+    """
+    algorithm, settings, device = server.algorithm, server.settings, choose_device(server.settings.device)
+    check_precision(algorithm.precision, device)
+    _check(client)
+    # As of a client that asks for its personal network after the last round.
+    who = ClientInfo(client.id, server.round + 1, settings.rounds, None, "personal")
+    seed = derive(settings.seed, server.round, client.id, "personal")
+    (placed,) = place_clients([client], device)
+    with one_thread():
+        try:
+            with local_rng(seed, device):
+                down = algorithm.dispatch(server.state, who)
+                graph = algorithm.graph(down, placed)
+                own = algorithm.client_init(placed, settings.seed)
+                ((_, network),) = algorithm.other_models(down, own, placed, seed)
+                before, generated = client_metrics(network, placed), _weights(network)
+                network = algorithm.personal_model(down, own, placed, seed)
+                after, refined = client_metrics(network, placed), _weights(network)
+        except UserError:
+            raise
+        except Exception as error:  # whatever the unseen client's network raises
+            raise ClientError(server.round, client.id, "warm start", f"{type(error).__name__}: {error}") from error
+        assert client.model is not None
+        model = fill(new_module(client.model, seed=0), refined).eval()
+    return WarmStart(model, generated, graph.coverage, dict(graph.local), before, after, client, held_out)
+
+
+def _check(client: Client) -> None:
+    """What can be found wrong before work starts."""
+    if client.model is None:
+        raise UserError(f"client {client.id!r} has no network (model=None); a warm start gives weights to one")
+    check_models([client])
+    row = torch.zeros(1, dtype=torch.int64, device=client.train.x.device)
+    with local_rng(0):
+        tried = predict(new_module(client.model, seed=0), client.train.select(row))
+    if not bool(torch.isfinite(tried).all()):
+        raise UserError(
+            f"client {client.id!r}: its network gives NaN or infinite outputs for its first training example, with freshly "
+            "drawn weights; look for NaN in the inputs, or a division by zero in the network"
+        )
+
+
+def _weights(network: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in network.state_dict().items()}
+
+
+def from_scratch(server: Server, client: Client) -> Tree:
+    """The weights from which this client would start without a hypernetwork: the run's common draw for its architecture,
+    from which every method of the run starts, `local` among them."""
+    assert client.model is not None
+    return initial_state(client.model, server.settings.seed)
+
+
+def training_curve(
+    client: Client,
+    start: Tree,
+    options: LocalTraining,
+    epochs: int,
+    *,
+    lr: float | None = None,
+    seed: int = 0,
+    device: str = "auto",
+) -> list[Metrics]:
+    """The scores on the client's test examples after 0, 1, ..., `epochs` epochs of training its whole network.
+
+    Every epoch is a call of `training.fit` at one constant rate, so that momentum starts at zero in each, as it does in
+    each round of a run; BatchNorm's statistics move along, as in training.
+
+    Args:
+        client: whose network, training and test examples.
+        start: a complete state dict of its network, such as `WarmStart.generated` or `from_scratch`.
+        options: batch size, optimiser and so on, e.g. the run's method; its epochs, steps and schedule do not count.
+        epochs: E.
+        lr: learning rate; None takes `options.lr`.
+        seed: of the order of examples, augmentation and dropout; curves of one seed see the same batches.
+        device: where to train.
+
+    Returns:
+        E + 1 entries, each with the task's score and `loss`.
+
+    Raises:
+        UserError: a negative number of epochs, or a rate that is not positive.
+    """
+    if epochs < 0:
+        raise UserError(f"epochs must be at least 0, got {epochs}")
+    options = dataclasses.replace(options, local_epochs=1, local_steps=None, lr=options.lr if lr is None else lr)
+    assert client.model is not None
+    place = choose_device(device)
+    (placed,) = place_clients([client], place)
+    scores = []
+    with one_thread():
+        network = fill(scratch(client.model, place).module, start)
+        for epoch in range(epochs + 1):
+            if epoch:
+                drawn = derive(seed, client.id, "curve", epoch)
+                fit(network, placed.train, options, lr=options.lr, seed=drawn, task=client.task)
+            scores.append(client_metrics(network, placed))
+    return scores
+
+
+def compare_curves(server: Server, start: WarmStart, epochs: int, lr: float | None = None) -> Curves:
+    """The training curves of an unseen client, from its generated weights and from scratch, in the same batches with
+    the options
+    of the run (FLHA-GHN, Figs. 3 and 7).
+
+    Raises:
+        UserError: as of `training_curve`.
+    """
+    settings, client = server.settings, start.client
+    score = SCORE[client.task]
+    warm, cold = (
+        training_curve(client, weights, server.algorithm, epochs, lr=lr, seed=settings.seed, device=settings.device)
+        for weights in (start.generated, from_scratch(server, client))
+    )
+    return Curves(score, *(tuple(metrics[score] for metrics in curve) for curve in (warm, cold)))

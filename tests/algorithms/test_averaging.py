@@ -1,0 +1,121 @@
+"""The base of averaging methods: replies are summed as they come, in the order of ids, and let go."""
+
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import final
+
+import pytest
+import torch
+
+import polyfed as pf
+from polyfed.algorithms import FedAvg, FedProx, PFedMe
+from polyfed.algorithms.averaging import Averaging
+from polyfed.core.algorithm import Message
+from polyfed.core.tree import weighted_mean
+from polyfed.simulation.intake import Intake
+from polyfed.testing import assert_same_run, small_clients
+
+SIZES = {"a": 3, "b": 5, "c": 9, "d": 2}
+
+
+def reply(client):
+    generator = torch.Generator().manual_seed(ord(client))
+    return Message({"model": {"w": torch.randn(20, generator=generator)}}, {"num_examples": SIZES[client]})
+
+
+@pytest.mark.parametrize("order", ["abcd", "dcba", "cabd"])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+def test_the_order_of_arrival_does_not_change_a_bit(order, weighted, known):
+    method, weights = FedAvg(weighted=weighted), dict(SIZES) if weighted else None
+    intake = Intake(method, {"model": {}}, list("abcd"), SIZES if known else {})
+    for client in order:
+        intake.came(client, reply(client))
+    found = intake.aggregate(None, drop=False)[0]["model"]["w"]
+    expected = weighted_mean({i: reply(i).tensors["model"] for i in "abcd"}, weights)["w"]
+    assert torch.equal(found, expected)
+    assert torch.equal(found, method.aggregate({"model": {}}, {i: reply(i) for i in order}, None)["model"]["w"])
+
+
+@pytest.mark.parametrize("lost", ["a", "c", "d", "ab"])
+def test_a_client_that_is_lost_does_not_hold_up_the_others(lost):
+    intake, came = Intake(FedAvg(), {"model": {}}, list("abcd"), SIZES), [i for i in "dcba" if i not in lost]
+    for client in came:
+        intake.came(client, reply(client))
+    for client in lost:
+        intake.lost(client)
+    expected = weighted_mean({i: reply(i).tensors["model"] for i in came}, {i: SIZES[i] for i in came})["w"]
+    torch.testing.assert_close(intake.aggregate(None, drop=False)[0]["model"]["w"], expected, rtol=1e-6, atol=0)
+
+
+@pytest.fixture
+def little_to_collect():
+    """All that is there before a test is passed over by the collections in it."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("little_to_collect")
+def test_one_reply_is_held_whatever_the_number_of_clients():
+    """In this process each reply is gone before the next client trains; a method with an aggregation of its own gets all."""
+    alive, most = weakref.WeakSet(), []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Counted(Averaging):
+        def local_update(self, down, own, client, seed):
+            gc.collect()
+            most.append(len(alive))
+            message, after = super().local_update(down, own, client, seed)
+            alive.update(message.tensors["model"].values())
+            return message, after
+
+    @dataclass(frozen=True, kw_only=True)
+    class Held(Counted):
+        def aggregate(self, state, replies, server):
+            return super().aggregate(state, replies, server)
+
+    tensors = len(small_clients()[0].model().state_dict())
+    run = pf.federate(small_clients(6), Counted(lr=0.05), rounds=1, workers=0)
+    assert max(most) <= tensors, "replies of earlier clients are still in memory"
+    most.clear()
+    assert_same_run(run, pf.federate(small_clients(6), Held(lr=0.05), rounds=1, workers=0))
+    assert max(most) == 5 * tensors, "this test cannot see replies"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Halfway(Averaging):
+    def server_step(self, state, mean, who):
+        return {
+            "model": {n: (t + mean["model"][n]) / 2 if t.is_floating_point() else t for n, t in state["model"].items()}
+        }
+
+
+def test_a_server_step_gets_the_mean_and_nothing_else():
+    start = pf.federate(small_clients(), FedAvg(lr=1e-9), rounds=1, workers=0).last.state["model"]["head.weight"]
+    full = pf.federate(small_clients(), FedAvg(lr=0.1), rounds=1, workers=0).last.state["model"]["head.weight"]
+    half = pf.federate(small_clients(), Halfway(lr=0.1), rounds=1, workers=0).last.state["model"]["head.weight"]
+    torch.testing.assert_close(half, (start + full) / 2)
+    assert not torch.allclose(half, full)
+
+
+def test_clients_that_train_but_were_not_drawn_do_not_count():
+    """pFedMe: everyone trains, those drawn are averaged."""
+    one, all_ = (
+        pf.federate(small_clients(), PFedMe(personal_lr=0.05), rounds=1, workers=0, clients_per_round=n)
+        for n in (1, 1.0)
+    )
+    assert [row.get("bytes_up") is not None for row in one.history[0]["clients"].values()].count(True) == 1
+    assert not torch.equal(one.last.state["model"]["head.weight"], all_.last.state["model"]["head.weight"])
+
+
+def test_replies_whose_networks_differ_have_no_mean():
+    intake = Intake(FedProx(), {"model": {}}, ["a", "b"], SIZES)
+    intake.came("a", reply("a"))
+    other = Message({"model": {"w": torch.zeros(3)}}, {"num_examples": 1})
+    with pytest.raises(
+        pf.UserError, match=r"FedProx: the tensors of 'b' are not those of 'a': tensor 'model/w' has shape \(3,\)"
+    ):
+        intake.came("b", other)

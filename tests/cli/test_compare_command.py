@@ -1,0 +1,187 @@
+"""`polyfed compare`: tables on standard output, one sentence for what can be mended, and going on in a directory."""
+
+import json
+
+import pytest
+
+from polyfed.cli.commands.asked import read_words
+from polyfed.cli.main import main
+from polyfed.core.errors import UserError
+
+SMALL = [
+    "--data.clients", "3", "--data.examples_per_client", "20", "--rounds", "2", "--model", "mlp",
+    "--parallel", "1", "--workers", "0", "--quiet",
+]  # fmt: skip
+PLAIN = ["--tune", "none", "--no-references"]
+
+
+@pytest.fixture
+def polyfed(tmp_path, monkeypatch, capsys):
+    """Runs a command in an empty folder: status, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def polyfed(*words):
+        capsys.readouterr()
+        status = main(words)
+        return status, *capsys.readouterr()
+
+    polyfed.here = tmp_path
+    return polyfed
+
+
+@pytest.mark.slow
+def test_a_comparison_from_a_recipe(polyfed):
+    """Tables; hyper-parameters from a file; the same command again repeats nothing; other readings of a directory."""
+    (polyfed.here / "hyper.yaml").write_text("strong: {name: fedprox, mu: 5.0}\npfedla: {hn_lr: 2e-3}\n")
+    words = [
+        "fedavg_digits",
+        *SMALL,
+        "--seeds",
+        "0,1",
+        "--algorithms",
+        "strong,pfedla",
+        "--method_config",
+        "hyper.yaml",
+        "--out",
+        "a",
+    ]
+    status, out, err = polyfed("compare", *words)
+    assert status == 0, err
+    for told in (
+        "95 % interval",
+        "worst client",
+        "points gained over local",
+        "of 3 clients, 2 seeds",
+        "strong",
+        "fedavg_ft",
+    ):
+        assert told in out
+    content = json.loads((polyfed.here / "a" / "comparison.json").read_text())
+    assert list(content["methods"]) == ["local", "fedavg", "fedavg_ft", "strong", "pfedla"]
+    fields = {label: method["fields"] for label, method in content["methods"].items()}
+    assert (fields["strong"]["mu"], fields["pfedla"]["hn_lr"]) == (5.0, 0.002)
+    assert {(f["lr"], f["local_epochs"], f["batch_size"]) for f in fields.values()} == {(0.1, 2, 16)}  # the recipe's
+    assert content["same_clients"] is False  # each seed deals the data
+    assert any("each seed deals the data anew" in note for note in content["notes"])
+    before = sorted((p, p.stat().st_mtime_ns) for p in polyfed.here.rglob("metrics.jsonl"))
+    assert len(before) == 10
+    assert polyfed("compare", *words)[1] == out
+    status, again, _ = polyfed("compare", "a", "--budget", "bytes", "--target", "0.05", "--quiet")
+    assert status == 0
+    assert "what the cheapest run spends in all" in again
+    assert "2 of 2" in again
+    assert sorted((p, p.stat().st_mtime_ns) for p in polyfed.here.rglob("metrics.jsonl")) == before
+    assert polyfed("resume", "a/local/seed-1", "--quiet")[0] == 0  # a run is described by its own config.yaml
+    status, _, err = polyfed("compare", "a", "--seeds", "5")
+    assert (status, "has decided what is compared, so --seeds has no place here" in err) == (2, True)
+
+
+def test_a_method_that_fails_is_told_and_the_status_is_1(polyfed):
+    (polyfed.here / "hyper.yaml").write_text("wild: {name: fedprox, lr: 1.0e+38}\n")
+    words = [
+        "fedavg_digits",
+        *SMALL,
+        *PLAIN,
+        "--algorithms",
+        "wild",
+        "--method_config",
+        "hyper.yaml",
+        "--seeds",
+        "0",
+        "--out",
+        "a",
+    ]
+    status, out, err = polyfed("compare", *words)
+    assert status == 1
+    assert "failed wild: round 1" in out
+    assert "lower lr or set clip_norm (method wild, seed 0)" in out
+    assert "no results of wild, for the reason told above" in err
+    content = json.loads((polyfed.here / "a" / "comparison.json").read_text())
+    assert list(content["methods"]) == ["local", "fedavg", "fedavg_ft"]
+    assert content["failed"].keys() == {"wild"}
+    status, out, _ = polyfed("report", "a", "--out", "report.html")
+    assert status == 0
+    assert "wild failed and is not in the table: round 1" in (polyfed.here / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_search_by_optuna_goes_on_from_the_directory(polyfed):
+    words = ["fedavg_digits", *SMALL, "--data.val_fraction", "0.3", "--tune", "lr=0.01..0.3", "--trials", "2"]
+    status, out, err = polyfed("compare", *words, "--algorithms", "fedavg", "--seeds", "0", "--out", "a")
+    assert status == 0, err
+    assert "searched lr, by Optuna: up to 2 runs of 2 rounds with seed 0 for each method that has the fields" in out
+    before = sorted((p, p.stat().st_mtime_ns) for p in polyfed.here.rglob("metrics.jsonl"))
+    assert len(before) == 9
+    assert polyfed("compare", "a", "--quiet")[1] == out
+    assert sorted((p, p.stat().st_mtime_ns) for p in polyfed.here.rglob("metrics.jsonl")) == before
+    status, _, err = polyfed("compare", "a", "--trials", "0")
+    assert (status, "has decided what is compared, so --trials has no place here" in err) == (2, True)
+    whole = (polyfed.here / "a" / "comparison.yaml").read_text()
+    (polyfed.here / "a" / "comparison.yaml").write_text(whole.replace("same_data:", "same_dater:"))
+    status, _, err = polyfed("compare", "a")
+    assert (status, "comparison.yaml is damaged: it has no same_data" in err) == (2, True)
+
+
+def test_one_dealing_for_all_seeds(polyfed):
+    status, out, err = polyfed(
+        "compare",
+        "fedavg_digits",
+        *SMALL,
+        *PLAIN,
+        "--seeds",
+        "0,1",
+        "--algorithms",
+        "fedavg",
+        "--same_data",
+        "--out",
+        "a",
+    )
+    assert status == 0, err
+    content = json.loads((polyfed.here / "a" / "comparison.json").read_text())
+    assert content["same_clients"] is True
+    assert content["data"]["0"] == content["data"]["1"]
+    assert {row["verdict"] for row in content["methods"]["fedavg"]["statistics"]["clients"].values()} <= {
+        "gains", "loses", "undecided",
+    }  # fmt: skip
+    assert "mean over clients: not decided: fedavg is between" in out  # by a handful of test examples
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["fedavg_digits", "--algorithms", "fedavgg"], "did you mean fedavg"),
+        (["fedavg_digits", "--algorithms", "fedavg,fedavg"], "--algorithms has 'fedavg' twice"),
+        (["fedavg_digits", "--seeds", "0,one"], "--seeds must be whole numbers"),
+        (["fedavg_digits", "--tune", "lr"], "--tune takes 'grid', or each field with its values"),
+        (["fedavg_digits", "--tune", "lr=0.1;lr=0.2"], "--tune takes 'grid', or each field with its values"),
+        (["fedavg_digits", "--tune", "lr=0.1..0.2"], "needs a number of runs a method"),
+        (["fedavg_digits", "--trials", "few"], "--trials must be a whole number"),
+        (["fedavg_digits", "--trials", "3"], "trials=3 searches nothing"),
+        (["fedavg_digits", "--seed", "3"], "polyfed compare takes no --seed; give --seeds"),
+        (["fedavg_digits", "--logger", "mlflow"], "polyfed compare takes no --logger; polyfed run has it"),
+        (["fedavg_digits", "--tune", "none", "--trials", "3"], "trials=3 searches nothing"),
+        (["fedavg_digits", "--target", "nan"], "a number such as 0.8, got nan"),
+        (["fedavg_digits", "--target", "80"], "a share such as 0.8 and not 80, got 80"),
+        (["fedavg_digits", "--method_config", "hyper.yaml"], "fedavg has no field 'mu'"),
+        (["fedavg_digits", "--method_config", "nothing.yaml"], "cannot read nothing.yaml"),
+        (["nothing"], "there is no recipe or file 'nothing'"),
+    ],
+)
+def test_what_is_refused(polyfed, words, sentence):
+    (polyfed.here / "hyper.yaml").write_text("fedavg: {mu: 1}\n")
+    status, out, err = polyfed("compare", *words, *SMALL, "--out", "a")
+    assert (status, out) == (2, "")
+    assert sentence in err
+    assert not (polyfed.here / "a").exists()
+
+
+def test_help_and_words(polyfed):
+    status, out, _ = polyfed("compare", "--help")
+    assert status == 0
+    assert "--algorithms NAMES" in out
+    words = ["--seeds=3", "--same-data", "--rounds", "2", "--parallel", "2"]
+    asked = read_words(words)
+    assert (asked.seeds, asked.same_data, asked.parallel, words) == ((3,), True, 2, ["--rounds", "2"])
+    with pytest.raises(UserError, match="--target must be a number, got 'high'"):
+        read_words(["--target", "high"])

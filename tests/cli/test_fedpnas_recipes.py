@@ -1,0 +1,245 @@
+"""The recipes of FedPNAS (Hoang and Kingsford): each is a whole configuration, has the paper's numbers, which are
+written here from the paper by hand, and runs at scale `smoke`."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+
+from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedAvg, FedDSNAS, FedPNAS
+from polyfed.algorithms.searching import Searching
+from polyfed.cli.commands import options
+from polyfed.cli.commands import recipes as shipped
+from polyfed.cli.commands.recipes import SCALES, recipes
+from polyfed.cli.main import main
+from polyfed.core.training import LocalTraining
+from polyfed.data import IID
+from polyfed.data.split import split
+from polyfed.models import ModelSpec
+from polyfed.simulation.experiment import from_config, participants
+from polyfed.simulation.runs.directory import read_config, read_metrics
+
+read = functools.cache(shipped.read)
+FEDPNAS = [name for name in recipes() if name.startswith("fedpnas_")]
+FEDERATIONS = [(name, variant) for name in FEDPNAS for variant in read(name).variants or [None]]
+CHOICES = [(name, scale, variant) for name, variant in FEDERATIONS for scale in SCALES]
+SETTINGS = {  # data, images of a client in the published training set, channels of Table 3
+    ("fedpnas_fig3", "mnist"): ("mnist", 12_000, 16),
+    ("fedpnas_fig3", "fashion-mnist"): ("fashion_mnist", 12_000, 16),
+    ("fedpnas_fig3", "cifar10"): ("cifar10", 10_000, 32),
+    ("fedpnas_table1", "low"): ("mnist", 12_000, 16),
+    ("fedpnas_table1", "high"): ("cifar10", 10_000, 32),
+    ("fedpnas_table2", None): ("cifar10", 10_000, 32),
+}
+SHAPES = {"mnist": (1, 28, 28), "fashion_mnist": (1, 28, 28), "cifar10": (3, 32, 32), "digits": (1, 8, 8)}
+ROTATIONS = [-30, -15, 0, 15, 30]
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    """The experiment of a recipe, at the paper's scale and its first variant unless said otherwise."""
+
+    @functools.cache
+    def experiment(name, scale="paper", variant=None):
+        return from_config(options.parse([], read(name).configuration(scale, variant), "polyfed run"))
+
+    return experiment
+
+
+@pytest.fixture
+def polyfed(tmp_path, monkeypatch, capsys):
+    """Runs a command in an empty folder and returns its standard output; the folder is `polyfed.here`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def polyfed(*arguments):
+        capsys.readouterr()
+        status = main(arguments)
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return out
+
+    polyfed.here = tmp_path
+    return polyfed
+
+
+def shifts(experiment):
+    """(rotation, hue) of each client."""
+    return [(shift.rotation, shift.hue) for shift in experiment.shifts]
+
+
+# -- what they hold ---------------------------------------------------------------------------------------------------
+
+
+def test_every_table_and_figure_has_a_recipe():
+    assert [f"fedpnas_{name}" for name in ("fig3", "table1", "table2")] == FEDPNAS
+    assert set(FEDERATIONS) == set(SETTINGS)
+
+
+@pytest.mark.parametrize(("name", "scale", "variant"), CHOICES)
+def test_every_choice_is_a_whole_configuration(name, scale, variant, experiment):
+    """With a network that can be built for the data, and all methods in the same search space and local training."""
+    found = experiment(name, scale, variant)
+    data = found.config["data"]["name"]
+    assert data == ("digits" if scale == "smoke" else SETTINGS[name, variant][0])
+    (model,) = found.models
+    assert model["name"] == "cnn_fedpnas"
+    ModelSpec(model["name"], {k: v for k, v in model.items() if k != "name"}, SHAPES[data], 10)()
+    assert isinstance(found.algorithm, CAFedPNAS)
+    assert (found.split.clients, len(found.shifts), type(found.partition)) == (5, 5, IID)
+    assert found.split.test_fraction > 0
+    shared = {*LocalTraining.__dataclass_fields__} - {"buffers"}
+    space = {"channels", "base_cells", "personal_cells", "base_nodes", "personal_nodes", "operations",
+             "personal_operations", "join", "stem_stride"}  # fmt: skip
+    for baseline in found.baselines.values():
+        fields = shared | (space if isinstance(baseline, Searching) else set())
+        assert [f for f in sorted(fields) if getattr(baseline, f) != getattr(found.algorithm, f)] == []
+
+
+@pytest.mark.parametrize("name", FEDPNAS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_methods_that_are_compared(name, scale, experiment):
+    four = {"fedavg": FedAvg, "feddsnas": FedDSNAS, "ca_feddsnas": CAFedDSNAS, "fedpnas": FedPNAS}
+    for variant in read(name).variants or [None]:
+        found = experiment(name, scale, variant)
+        wanted = four if name == "fedpnas_fig3" else {"feddsnas": FedDSNAS}
+        assert {baseline: type(method) for baseline, method in found.baselines.items()} == wanted
+        assert found.algorithm.finetune_epochs == 1
+        tuned = {n: m.finetune_epochs for n, m in found.baselines.items() if isinstance(m, Searching)}
+        assert tuned == {n: int(n == "fedpnas") for n in tuned}
+
+
+@pytest.mark.parametrize(("name", "variant"), FEDERATIONS)
+def test_the_papers_protocol(name, variant, experiment):
+    found = experiment(name, "paper", variant)
+    method, settings = found.algorithm, found.settings
+    _, images, channels = SETTINGS[name, variant]
+    assert found.split.examples_per_client is None
+    assert round(found.split.test_fraction * images) == 2000
+    assert (found.split.global_test, found.split.public_fraction, found.augment) == (0, 0, False)
+    assert (settings.rounds, settings.clients_per_round) == (1000, 1.0)
+    assert (method.batch_size, method.optimizer, method.lr, method.local_steps) == (48, "adam", 0.002, 10)
+    assert (method.channels, method.base_cells, method.personal_cells, method.stem_stride) == (channels, 3, 1, 1)
+    assert (len(method.operations), len(method.personal_operations)) == (9, 5)
+    assert (method.weighted, method.join, method.per) == (False, "sum", "example")
+    searching = [m for m in (method, *found.baselines.values()) if isinstance(m, Searching)]
+    assert {m.sampler_lr for m in searching} == {None}  # eq. 5: one rate for weights and samplers
+
+
+def test_the_paper_counts_more_edges_than_the_search_space_has(experiment):
+    """Table 3: "total of 32 edges"; `reduced` says how many there are here."""
+    for name in FEDPNAS:
+        plan = experiment(name).algorithm.plan(3, 10)
+        edges = sum(len(cell.edges) for cell in plan.base + plan.personal)
+        for scale in ("paper", "cpu"):
+            assert f"{edges} edges instead of 32" in read(name).reduced(scale)
+
+
+def test_the_partition_gives_the_papers_sizes(experiment):
+    """Of as many labels as MNIST and CIFAR-10 have for training."""
+    for variant, labels, train in (("mnist", 60_000, 10_000), ("cifar10", 50_000, 8_000)):
+        found = experiment("fedpnas_fig3", "paper", variant)
+        rows, public = split(np.arange(labels) % 10, found.split, found.partition, seed=0)
+        assert [(len(r.train), len(r.test)) for r in rows] == [(train, 2000)] * 5
+        assert len(public) == 0
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_shifts(scale, experiment):
+    slight = [(rotation, 0) for rotation in ROTATIONS]
+    for name, variant in FEDERATIONS:
+        if variant != "high":
+            assert shifts(experiment(name, scale, variant)) == slight
+    hues = [0, 0] if scale == "smoke" else [-0.5, 0.5]  # digits are grey
+    strong = [*((0, hue) for hue in hues), (0, 0), (-90, 0), (90, 0)]
+    assert shifts(experiment("fedpnas_table1", scale, "high")) == strong
+
+
+def test_hue_has_colours_to_change(experiment):
+    """On MNIST, which the paper names, it would change nothing, and is refused."""
+    for name, scale, variant in CHOICES:
+        found = experiment(name, scale, variant)
+        if any(shift.hue for shift in found.shifts):
+            assert SHAPES[found.config["data"]["name"]][0] == 3
+
+
+def test_table_2_is_the_federation_of_figure_3(experiment):
+    for scale in SCALES:
+        table, figure = experiment("fedpnas_table2", scale), experiment("fedpnas_fig3", scale, "cifar10")
+        for part in ("source", "split", "partition", "shifts", "models", "algorithm", "settings"):
+            assert getattr(table, part) == getattr(figure, part), part
+        assert table.baselines["feddsnas"] == figure.baselines["feddsnas"]
+
+
+@pytest.mark.parametrize(("name", "variant"), FEDERATIONS)
+def test_the_cpu_scale(name, variant, experiment):
+    found = experiment(name, "cpu", variant)
+    method, settings = found.algorithm, found.settings
+    assert (found.split.examples_per_client, found.split.test_fraction, found.split.num_examples) == (400, 0.4, 667)
+    assert (method.channels, method.stem_stride, method.local_epochs, method.local_steps) == (16, 2, 2, None)
+    assert (method.batch_size, method.lr) == (48, 0.01)
+    assert (settings.rounds, settings.evaluate_every, settings.checkpoint_every) == (40, 10, 10)
+    samplers = {n: m.sampler_lr for n, m in found.baselines.items() if isinstance(m, Searching)}
+    assert {**samplers, "ca_fedpnas": method.sampler_lr} == {
+        n: 0.05 if n.startswith("ca_") else 0.2 for n in (*samplers, "ca_fedpnas")
+    }
+
+
+@pytest.mark.parametrize("name", FEDPNAS)
+def test_scales_say_what_they_reduce(name):
+    recipe = read(name)
+    assert tuple(recipe.scales) == SCALES
+    assert recipe.scale() == "cpu"
+    assert re.search(r"2,000 of each client's .* training images are its test set", recipe.reduced("paper"))
+    assert re.search(r"400 training and 267 test images .* 40 rounds of 2 epochs .* 16 channels", recipe.reduced("cpu"))
+    assert re.search(r"digits of scikit-learn instead of .* 2 rounds", recipe.reduced("smoke"))
+    hue = name == "fedpnas_table1"
+    for scale in ("paper", "cpu"):
+        assert ("; high on CIFAR-10 instead of MNIST" in recipe.reduced(scale)) == hue
+    assert "per" not in recipe.configuration("cpu")["algorithm"]  # the default: one architecture for each image
+    assert ("without changes of hue" in recipe.reduced("smoke")) == hue
+
+
+def test_sizes_of_a_smoke_run(experiment):
+    clients = participants(experiment("fedpnas_table1", "smoke", "high")).clients
+    assert [len(c.train) for c in clients] == [20] * 5
+    assert [len(c.test) for c in clients] == [13] * 5
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def check_run(polyfed, name, variant, *words):
+    """Runs a recipe and checks that each of its methods has scored every client, those that adapt also what came from
+    the server, and that the networks which were found are kept."""
+    chosen, folder = ((), name) if variant is None else (("--variant", variant), variant)
+    out = polyfed("run", name, *chosen, "--scale", "smoke", *words, "--quiet", "--out", folder)
+    config = read_config(folder)
+    method = config["algorithm"]["name"]
+    baselines = [entry if isinstance(entry, str) else entry["name"] for entry in config["baselines"]]
+    assert {line.split(":")[0] for line in out.splitlines() if " MB down, " in line} == {method, *baselines}
+    for path in (folder, *(f"{folder}/baselines/{baseline}" for baseline in baselines)):
+        history = read_metrics(polyfed.here / path / "metrics.jsonl")
+        assert len(history) == config["rounds"]
+        rows = history[-1]["clients"].values()
+        assert len(rows) == 5
+        assert all(0 <= row["accuracy"] <= 1 for row in rows)
+        adapts = read_config(path)["algorithm"]["name"] in ("fedpnas", "ca_fedpnas")
+        assert all(("server_accuracy" in row) == adapts for row in rows)
+        assert len(list((polyfed.here / path / "models").glob("*.safetensors"))) == 5
+
+
+def test_a_run_of_one_round(polyfed):
+    check_run(polyfed, "fedpnas_table1", "high", "--rounds", "1", "--workers", "0")
+
+
+@pytest.mark.slow
+def test_the_figures_smoke_run(polyfed):
+    check_run(polyfed, "fedpnas_fig3", "mnist", "--workers", "0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "variant"), FEDERATIONS)
+def test_smoke_runs_with_all_baselines(polyfed, name, variant):
+    check_run(polyfed, name, variant)

@@ -1,0 +1,365 @@
+"""The recipes of FLHA-GHN (Litany et al. 2022): each is a whole configuration, and has the paper's numbers, which are
+written here from the paper by hand."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+
+from polyfed.algorithms import FLHAGHN, FedAvg, Local, PFedHN
+from polyfed.cli.commands import options
+from polyfed.cli.commands import recipes as shipped
+from polyfed.cli.commands.recipes import SCALES, recipes
+from polyfed.cli.main import main
+from polyfed.data import IID, Dirichlet
+from polyfed.simulation.experiment import from_config, participants
+
+read = functools.cache(shipped.read)
+FLHA = [name for name in recipes() if name.startswith("flha_")]
+CHOICES = [(name, scale, variant) for name in FLHA for scale in SCALES for variant in (read(name).variants or [None])]
+GHN = [name for name in FLHA if name != "flha_upper_bound"]
+ARCHITECTURES = ["resnet18", "flha_arch1", "flha_arch2", "flha_arch3"]  # Arch 0-3
+CLIENTS = {"25": 4, "12.5": 8, "6.25": 16}  # "data %" of Tables 1-3
+SOURCES = {"cifar10": "cifar10", "cifar100": "cifar100", "fashion_mnist": "fashion_mnist", "xray": "chest_xray14"}
+UNSEEN = ["flha_table6_fig3", "flha_fig7"]
+
+
+def once(parse):
+    """A pure function of a configuration's part, computed once for all recipes that have that part."""
+    known = {}
+
+    def parsed(entry, program):
+        key = (parse.__name__, repr(entry))
+        if key not in known:
+            known[key] = parse(entry, program)
+        return known[key]
+
+    return parsed
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    """The experiment of a recipe, at the paper's scale and its first variant unless said otherwise."""
+
+    @functools.cache
+    def experiment(name, scale="paper", variant=None):
+        configuration = read(name).configuration(scale, variant)
+        return from_config(options.parse([], configuration, "polyfed run"))
+
+    with pytest.MonkeyPatch.context() as patch:  # networks and baselines of many variants are alike
+        patch.setattr(options, "_one_model", once(options._one_model))
+        patch.setattr(options, "_one_baseline", once(options._one_baseline))
+        patch.setattr(options, "options_of", functools.cache(options.options_of))
+        yield experiment
+
+
+@pytest.fixture
+def polyfed(tmp_path, monkeypatch, capsys):
+    """Runs a command in an empty folder and returns its standard output; the folder is `polyfed.here`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def polyfed(*arguments):
+        capsys.readouterr()
+        status = main(arguments)
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return out
+
+    polyfed.here = tmp_path
+    return polyfed
+
+
+def variants(name):
+    return list(read(name).variants) or [None]
+
+
+def names(experiment):
+    return [model["name"] for model in experiment.models]
+
+
+def widths(experiment):
+    return {model["width"] for model in experiment.models}
+
+
+# -- what there is ----------------------------------------------------------------------------------------------------
+
+
+def test_every_table_and_figure_has_a_recipe():
+    wanted = [
+        "table1",
+        "table2",
+        "table3",
+        "table5",
+        "table6",
+        "table7",
+        "fig3",
+        "fig4",
+        "fig7",
+        "appendix_b",
+        "upper_bound",
+    ]
+    assert {
+        w for w in wanted if any(w in name.removeprefix("flha_").split("_") or name == f"flha_{w}" for name in FLHA)
+    } == set(wanted)
+
+
+def test_they_are_listed_with_their_variants(polyfed):
+    text = polyfed("list", "recipes")
+    for name in FLHA:
+        assert re.search(rf"^{name} +FLHA-GHN, ", text, re.MULTILINE)
+    for words in ("without-arch0, without-arch1", "alpha0.1-standard", "l1, l2, l5, l10, l20"):
+        assert words in text
+
+
+@pytest.mark.parametrize("name", FLHA)
+def test_scales_say_what_they_reduce(name, experiment):
+    recipe = read(name)
+    assert tuple(recipe.scales) == SCALES
+    assert recipe.scale() == "cpu"
+    own_test = {0.02: "2 % of each", 0.1: "a tenth of each"}[experiment(name).split.test_fraction]
+    assert recipe.reduced(
+        "paper"
+    ) == f"{own_test} client's training images is its own test set, and not trained on".replace(
+        "images is", "images are" if "2 %" in own_test else "images is"
+    )
+    for words in ("width 8 instead of 64", "40", "rate", "2,500" if name == "flha_fig7" else "2,000|500 training"):
+        assert re.search(words, recipe.reduced("cpu"))
+    assert "digits of scikit-learn instead of" in recipe.reduced("smoke")
+
+
+# -- what they hold ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "scale", "variant"), CHOICES)
+def test_every_choice_is_a_whole_configuration(name, scale, variant, experiment):
+    found = experiment(name, scale, variant)
+    split, config = found.split, found.config
+    assert config["data"]["name"] == ("digits" if scale == "smoke" else config["data"]["name"])
+    assert split.global_test == {"paper": -1, "cpu": 1000, "smoke": 100}[scale]
+    assert widths(found) == {{"paper": 64, "cpu": 8, "smoke": 4}[scale]}
+    assert split.unseen == (name in UNSEEN)
+    assert split.clients % len(found.models) == 0  # "an even distribution of the different architectures"
+    assert isinstance(found.partition, Dirichlet if name == "flha_table5" else IID)
+    assert (found.settings.clients_per_round, found.settings.seed) == (1.0, 0)
+    if scale == "paper":
+        assert split.examples_per_client is None
+        assert found.augment == (config["data"]["name"] != "chest_xray14")
+        assert not re.search("instead", read(name).reduced("paper"))
+    if scale == "cpu":
+        assert split.clients * split.examples_per_client == (2500 if name == "flha_fig7" else 2000)
+        assert not found.augment
+        assert found.settings.rounds * found.algorithm.local_epochs == 40
+    if scale == "smoke":
+        assert split.clients * split.examples_per_client <= 200
+        assert found.settings.rounds * found.algorithm.local_epochs <= 20
+    if scale != "paper":
+        assert (found.algorithm.clip_norm, found.algorithm.batch_size) == (5, {"cpu": 32, "smoke": 16}[scale])
+        averages = isinstance(found.algorithm, FedAvg)
+        assert found.algorithm.buffers == ("average" if averages else "recompute")
+        lrs = {method.lr for method in (found.algorithm, *found.baselines.values())}
+        assert all(re.search(rf"\b{lr:g}\b", read(name).reduced(scale)) for lr in lrs), (
+            f"`reduced` does not name all of {lrs}"
+        )
+
+
+@pytest.mark.parametrize("name", GHN)
+def test_at_paper_scale_the_method_has_the_papers_settings(name, experiment):
+    for variant in variants(name):
+        method = experiment(name, "paper", variant).algorithm
+        if variant is not None and variant.endswith("-standard"):
+            continue
+        assert isinstance(method, FLHAGHN)
+        assert (method.latent, method.hidden, method.lr, method.schedule) == (51, 16, 0.009, "cosine")  # section 4.3
+        assert (method.optimizer, method.refine_epochs, method.weighted, method.head) == ("sgd", 1, False, "mlp")
+        assert method.depth == (0 if "no-gnn" in str(variant) else 6)
+        assert method == FLHAGHN(depth=method.depth, local_epochs=method.local_epochs)
+
+
+@pytest.mark.parametrize("name", ["flha_table1", "flha_table2", "flha_table3", "flha_appendix_b", "flha_upper_bound"])
+def test_a_variant_names_the_data_set_and_the_share_of_a_client(name, experiment):
+    for variant in variants(name):
+        source, share = variant.split("-")[:2]
+        for scale in ("paper", "cpu"):
+            found = experiment(name, scale, variant)
+            assert (found.config["data"]["name"], found.split.clients) == (SOURCES[source], CLIENTS[share])
+            assert 100 / found.split.clients == float(share)
+        assert experiment(name, "smoke", variant).split.clients == min(8, CLIENTS[share])
+
+
+def test_table_1_and_3_are_the_papers(experiment):
+    rows = [f"{source}-{share}" for source in ("cifar10", "cifar100", "fashion_mnist") for share in CLIENTS]
+    assert variants("flha_table1") == rows
+    assert variants("flha_table3") == [f"xray-{share}" for share in CLIENTS]
+    for name, stem in (("flha_table1", "cifar"), ("flha_table3", "xray")):
+        for variant in variants(name):
+            found = experiment(name, "paper", variant)
+            assert names(found) == ARCHITECTURES
+            assert {model["stem"] for model in found.models} == {stem}
+            assert found.settings.rounds == 500
+            assert list(found.baselines) == ["local", "pfedhn", "fedavg_kd"]
+            assert [list(experiment(name, s, variant).baselines) for s in SCALES] == [list(found.baselines)] * 3
+    assert experiment("flha_table3").config["data"]["image_size"] == 224  # appendix A
+
+
+@pytest.mark.parametrize("name", ["flha_table1", "flha_table3"])
+def test_fedavg_kd_is_that_of_appendix_e_and_the_others_have_their_defaults(name, experiment):
+    found = experiment(name)
+    local, pfedhn, distillation = found.baselines.values()
+    assert (distillation.temperature, distillation.alpha, distillation.teacher_lr, distillation.lr) == (
+        20,
+        0.7,
+        0.1,
+        0.01,
+    )
+    assert distillation.teacher_rounds == 200
+    assert local == Local(lr=0.009, schedule="cosine", momentum=0.9, batch_size=64, clip_norm=FLHAGHN().clip_norm)
+    # What the paper says that it tuned, and does not tell, are the defaults of the method, in the epochs of the others.
+    assert pfedhn == PFedHN(local_steps=None, schedule="cosine")
+    stem = {"stem": "xray"} if name == "flha_table3" else {}
+    for scale, width in (("paper", {}), ("cpu", {"width": 8}), ("smoke", {"width": 4})):
+        teacher = experiment(name, scale).baselines["fedavg_kd"].teacher
+        assert dict(teacher) == {"name": "resnet18", **stem, **width}
+    for scale in ("cpu", "smoke"):
+        assert experiment(name, scale).baselines["fedavg_kd"].teacher_rounds is None  # half of the rounds
+
+
+def test_the_upper_bound_is_of_the_same_data(experiment):
+    columns = {"flha_table1": "cifar", "flha_table3": "xray"}
+    bound = variants("flha_upper_bound")
+    assert sorted(bound) == sorted(variant for name in columns for variant in variants(name))
+    for name in columns:
+        for variant in variants(name):
+            for scale in SCALES:
+                found, table = experiment("flha_upper_bound", scale, variant), experiment(name, scale, variant)
+                assert found.source == table.source
+                assert (found.split, found.partition, found.augment) == (table.split, table.partition, table.augment)
+                assert list(found.models) == [table.models[0]]  # Arch 0, as in that table
+            found = experiment("flha_upper_bound", "paper", variant)
+            # "set to 0.1 with cosine scheduling", "200 epochs" (appendix E)
+            assert found.algorithm == FedAvg(lr=0.1, schedule="cosine", momentum=0.9, batch_size=64)
+            assert found.settings.rounds * found.algorithm.local_epochs == 200
+
+
+def test_table_2_has_four_depths_with_and_without_gnn(experiment):
+    rows = [f"{source}-{share}" for source in ("cifar10", "cifar100", "fashion_mnist") for share in ("25", "12.5")]
+    assert variants("flha_table2") == [f"{row}-{gnn}" for row in rows for gnn in ("gnn", "no-gnn")]
+    for variant in variants("flha_table2"):
+        for scale in SCALES:
+            found = experiment("flha_table2", scale, variant)
+            assert names(found) == ["flha_chain"] * 4
+            assert [model["num_layers"] for model in found.models] == [4, 7, 10, 13]
+            assert found.algorithm.depth == (0 if variant.endswith("no-gnn") else 6)
+    pairs = zip(variants("flha_table2")[::2], variants("flha_table2")[1::2], strict=True)
+    for one, other in pairs:
+        assert experiment("flha_table2", "cpu", one).split == experiment("flha_table2", "cpu", other).split
+
+
+def test_table_5_deals_training_and_test_images_alike(experiment):
+    alphas = {"alpha100": 100, "alpha1": 1, "alpha0.1": 0.1}
+    assert variants("flha_table5") == [*alphas, *(f"{alpha}-standard" for alpha in alphas)]
+    for variant in variants("flha_table5"):
+        for scale in SCALES:
+            found = experiment("flha_table5", scale, variant)
+            assert found.partition == Dirichlet(alpha=alphas[variant.removesuffix("-standard")])
+            assert found.split.clients == 4
+            if variant.endswith("-standard"):
+                assert (names(found), type(found.algorithm), found.baselines) == (["resnet18"], FedAvg, {})
+            else:
+                assert (names(found), list(found.baselines)) == (ARCHITECTURES, ["local"])
+    standard, bound = experiment("flha_table5", "paper", "alpha1-standard"), experiment("flha_upper_bound")
+    assert (standard.algorithm, standard.settings.rounds) == (bound.algorithm, bound.settings.rounds)
+    assert experiment("flha_table5").config["data"]["name"] == "cifar10"
+    # Own test images of a skewed client are as skewed as its training images; the common ones have every class.
+    clients = participants(experiment("flha_table5", "smoke", "alpha0.1")).clients
+    for client in clients:
+        train, test = (
+            np.bincount(part.labels.numpy(), minlength=10) / len(part) for part in (client.train, client.test)
+        )
+        assert abs(train - test).max() < 0.1
+        assert (client.global_test.labels.bincount(minlength=10) > 5).all()
+    assert max(np.bincount(c.train.labels.numpy()).max() / len(c.train) for c in clients) > 0.4
+
+
+def test_table_6_leaves_out_each_architecture_in_turn(experiment):
+    assert variants("flha_table6_fig3") == [f"without-arch{i}" for i in range(4)]
+    for scale in SCALES:
+        for i, variant in enumerate(variants("flha_table6_fig3")):
+            found = experiment("flha_table6_fig3", scale, variant)
+            assert names(found) == [*ARCHITECTURES[:i], *ARCHITECTURES[i + 1 :], ARCHITECTURES[i]]
+            assert (found.split.clients, found.split.unseen) == (4, 1)
+    there = participants(experiment("flha_table6_fig3", "smoke", "without-arch2"))
+    assert [client.model.name for client in there.clients] == ["resnet18", "flha_arch1", "flha_arch3"]
+    assert [client.model.name for client in there.unseen] == ["flha_arch2"]
+
+
+def test_figure_7s_newcomer_is_the_small_network(experiment):
+    for scale in SCALES:
+        found = experiment("flha_fig7", scale)
+        assert names(found) == [*ARCHITECTURES, "flha_small"]
+        assert (found.split.clients, found.split.unseen) == (5, 1)
+    there = participants(experiment("flha_fig7", "smoke"))
+    assert [client.model.name for client in there.clients] == ARCHITECTURES
+    assert [client.model.name for client in there.unseen] == ["flha_small"]
+
+
+def test_table_7_replaces_each_architecture_in_turn(experiment):
+    assert variants("flha_table7") == ["none", "arch3", "arch2", "arch1", "arch0"]  # the order of the rows
+    for scale in SCALES:
+        for variant in variants("flha_table7"):
+            found = experiment("flha_table7", scale, variant)
+            wanted = list(ARCHITECTURES)
+            if variant != "none":
+                wanted[int(variant[-1])] = "flha_small"
+            assert (names(found), found.split.clients) == (wanted, 4)
+            assert list(found.baselines) == ["local"]
+    none, table1 = experiment("flha_table7", "paper", "none"), experiment("flha_table1", "paper", "cifar10-25")
+    assert (none.source, none.split, none.models) == (table1.source, table1.split, table1.models)
+    assert (none.algorithm, none.settings) == (table1.algorithm, table1.settings)
+
+
+def test_figure_4_keeps_epochs_times_communications(experiment):
+    for scale, product in (("paper", 1000), ("cpu", 40), ("smoke", 20)):
+        for variant, epochs in {"l1": 1, "l2": 2, "l5": 5, "l10": 10, "l20": 20}.items():
+            found = experiment("flha_fig4", scale, variant)
+            assert found.algorithm.local_epochs == epochs
+            assert found.settings.rounds == product / epochs
+            assert (names(found), found.split.clients) == (ARCHITECTURES, 4)
+            if scale != "smoke":
+                assert found.config["data"]["name"] == "cifar10"
+
+
+def test_appendix_b_has_resnet18_and_its_three_hybrids(experiment):
+    assert variants("flha_appendix_b") == [
+        f"{source}-{s}" for source in ("cifar10", "cifar100") for s in ("25", "12.5")
+    ]
+    for scale in SCALES:
+        for variant in variants("flha_appendix_b"):
+            found = experiment("flha_appendix_b", scale, variant)
+            assert names(found) == ["resnet18", *["resnet18_hybrid"] * 3]
+            assert [model.get("variant") for model in found.models] == [None, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["flha_table1", "flha_table3"])
+def test_client_k_has_architecture_k_mod_4(name, experiment):
+    there = participants(experiment(name, "smoke", variants(name)[-1]))
+    assert [client.model.name for client in there.clients] == ARCHITECTURES * 2
+    assert {client.model.arguments.get("stem") for client in there.clients} == {
+        "xray" if name == "flha_table3" else "cifar"
+    }
+    assert {(len(client.train), len(client.global_test)) for client in there.clients} == {(20, 100)}
+
+
+@pytest.mark.parametrize("name", GHN)
+def test_without_cifar_fashion_mnist_takes_its_place(name):
+    """As the comments say; the split stays."""
+    config = read(name).configuration("cpu")
+    parsed = options.parse(["--data", "fashion_mnist", "--data.path", "F"], config, "polyfed run")["data"]
+    kept = ("clients", "examples_per_client", "test_fraction", "global_test", "unseen")
+    given = {**options.parse([], config, "polyfed run")["data"]}
+    assert {key: parsed[key] for key in kept} == {key: given[key] for key in kept}
+    assert (parsed["name"], parsed["path"], parsed["partition"]) == ("fashion_mnist", "F", given["partition"])
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------

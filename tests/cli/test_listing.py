@@ -1,0 +1,64 @@
+"""`polyfed list`: an overview that can be taken in at once, and details with whole sentences."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from polyfed.algorithms import REGISTRY
+from polyfed.cli.commands.listing import show, summary
+from polyfed.cli.commands.recipes import recipes
+from polyfed.data import PARTITIONS, SOURCES
+from polyfed.models import MODELS
+
+KINDS = {"algorithms": REGISTRY, "data": {**SOURCES, **PARTITIONS}, "models": MODELS}
+THINGS = {name: thing for registry in KINDS.values() for name, thing in registry.items()}
+
+
+def printed(*kinds, width=80):
+    file = io.StringIO()
+    show(kinds, Console(file=file, width=width))
+    return file.getvalue()
+
+
+def test_the_overview_fits_two_screens_of_forty_lines_with_every_name_in_full():
+    lines = printed().splitlines()
+    assert len(lines) <= 80
+    assert max(map(len, lines[:-1])) <= 80
+    first = [line.split()[0] for line in lines if line.strip()]
+    assert [first.count(name) for name in THINGS] == [1] * len(THINGS)
+    words = " ".join(lines).split()
+    assert all(name in words for name in recipes())
+    assert "polyfed list recipes" in lines[-1]
+
+
+@pytest.mark.parametrize("name", THINGS)
+def test_a_sentence_is_whole(name):
+    sentence = summary(THINGS[name])
+    assert sentence.endswith(".")
+    assert sentence.count("(") == sentence.count(")")
+    assert not re.search(r"\b(eqs?|al|e\.g|i\.e|cf|figs?|vs|sec)\.$", sentence, re.IGNORECASE)
+    assert ". " not in re.sub(r"\b(eqs?|al|e\.g|i\.e|cf|Figs?|vs|sec)\. ", "", sentence)
+
+
+@pytest.mark.parametrize("word", ["(eq.", "et al.", "e.g.", "(e.g.", "i.e.", "cf.", "Fig.", "(Figs.", "vs.", "eqs."])
+def test_an_abbreviation_ends_no_sentence(word):
+    def thing():
+        pass
+
+    thing.__doc__ = f"The first {word} 3) goes on. The second."
+    assert summary(thing) == f"The first {word} 3) goes on."
+
+
+def test_a_symbol_or_a_number_may_begin_the_next_sentence():
+    def thing():
+        """The first of class C. 3 more."""
+
+    assert summary(thing) == "The first of class C."
+
+
+def test_details_have_what_the_overview_leaves_out():
+    assert "one_architecture" in printed("algorithms")
+    assert "what the scales reduce against the paper" in printed("recipes", width=200)
+    assert "what the scales reduce" not in printed()

@@ -1,0 +1,102 @@
+"""Outlines say of every choice what the class or function itself says."""
+
+import inspect
+from importlib import import_module
+
+import pytest
+
+from polyfed.algorithms import REGISTRY
+from polyfed.cli import outlines
+from polyfed.cli.commands.options import options_of
+from polyfed.cli.outlines import Registry, outline
+from polyfed.data import PARTITIONS, SOURCES
+from polyfed.models import MODELS
+
+PAIRS = {
+    "algorithm": (outlines.ALGORITHMS, REGISTRY),
+    "data": (outlines.SOURCES, SOURCES),
+    "data.partition": (outlines.PARTITIONS, PARTITIONS),
+    "model": (outlines.MODELS, MODELS),
+}
+CHOICES = [(section, name) for section, (_, registry) in PAIRS.items() for name in registry]
+
+
+@pytest.mark.parametrize("section", PAIRS)
+def test_registries_have_the_same_names_in_the_same_order(section):
+    read, real = PAIRS[section]
+    assert list(read) == list(real)
+    assert len(read) == len(real)
+
+
+@pytest.mark.parametrize(("section", "name"), CHOICES)
+def test_options_types_defaults_and_texts_are_the_same(section, name):
+    read, real = (registry[name] for registry in PAIRS[section])
+    assert options_of(read, section) == options_of(real, section)
+    assert inspect.getdoc(read) == inspect.getdoc(real)
+    assert (read.__name__, read.__module__) == (real.__name__, real.__module__)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_what_a_method_requires_and_discloses_is_the_same(name):
+    read, real = outlines.ALGORITHMS[name], REGISTRY[name]
+    assert (read.requires, read.discloses) == (real.requires, real.discloses)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("polyfed.core.training", "LocalTraining"),
+        ("polyfed.data.split", "Split"),
+        ("polyfed.simulation.settings", "Settings"),
+    ],
+)
+def test_classes_that_no_registry_names_are_the_same(module, name):
+    assert options_of(outline(module, name), "") == options_of(getattr(import_module(module), name), "")
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Writes a module `polyfed.made`, which cannot be imported, only read."""
+    monkeypatch.setattr(outlines, "_PACKAGE", tmp_path)
+
+    def write(text):
+        outlines._definitions.cache_clear()
+        outline.cache_clear()
+        (tmp_path / "made.py").write_text(text)
+
+    yield write
+    outlines._definitions.cache_clear()
+    outline.cache_clear()
+
+
+def test_no_code_of_a_module_runs(package):
+    package(
+        "import no_such_package as none\n"
+        "from no_such_package import Layer\n"
+        "raise SystemExit\n"
+        "STEP = 2**-1\n"
+        "def net(input_shape, *, layer: Layer | None = none.LAYER, widths: 'tuple[int, ...]' = (1, 2), step=-STEP):\n"
+        "    '''A network.'''\n"
+        "    raise SystemExit\n"
+        "NETS = {'net': net}\n"
+    )
+    net = Registry("polyfed.made", "NETS")["net"]
+    assert [(o.key, o.default) for o in options_of(net, "model")][1:] == [
+        ("model.widths", (1, 2)),
+        ("model.step", -0.5),
+    ]
+    assert options_of(net, "model")[1].type == tuple[int, ...]
+    with pytest.raises(TypeError, match=r"polyfed\.made\.net is an outline, which cannot be called"):
+        net((1,), 2)
+
+
+def test_a_registry_that_is_no_literal_dict_is_refused(package):
+    package("NETS = dict(net=int)\n")
+    with pytest.raises(TypeError, match=r"polyfed\.made\.NETS must be a literal dict, found dict\(net=int\)"):
+        Registry("polyfed.made", "NETS")
+
+
+def test_an_expression_that_only_running_the_module_could_tell_is_refused(package):
+    package("def net(width: int = [n for n in range(3)][0]): pass\nNETS = {'net': net}\n")
+    with pytest.raises(TypeError, match=r"polyfed\.made, line 1: .* cannot be read without importing the module"):
+        Registry("polyfed.made", "NETS")["net"]

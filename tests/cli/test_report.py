@@ -1,0 +1,62 @@
+"""`polyfed report`: scores of runs and baselines, and each method's own pictures."""
+
+import re
+
+import pytest
+
+from polyfed.cli.main import main
+
+TINY = [
+    "--data.examples_per_client", "20", "--data.clients", "2", "--rounds", "1", "--workers", "0", "--quiet",
+]  # fmt: skip
+SPACE = [
+    "--algorithm.channels", "4", "--algorithm.base_cells", "1", "--algorithm.base_nodes", "1",
+    "--algorithm.personal_nodes", "1", "--algorithm.operations", "[skip, max_pool_3]",
+]  # fmt: skip
+
+
+@pytest.fixture
+def polyfed(tmp_path, monkeypatch, capsys):
+    """Runs a command in an empty folder: status, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def polyfed(*words):
+        capsys.readouterr()
+        status = main(words)
+        return status, *capsys.readouterr()
+
+    polyfed.here = tmp_path
+    return polyfed
+
+
+def test_operations_of_a_search_and_a_baseline(polyfed):
+    words = ["--data", "digits", "--algorithm", "fedpnas", *SPACE, *TINY, "--baselines", "[local]", "--out", "a"]
+    assert polyfed("run", *words)[0] == 0
+    status, out, _ = polyfed("report", "a")
+    assert status == 0
+    firsts = re.findall(r"^│ ([\w-]+)", out, re.MULTILINE)
+    assert firsts[:4] == ["fedpnas", "local", "client-000", "client-001"]
+    assert "most probable operation of each edge" in out
+    assert "c(k-1) → 0" in out
+    assert "base cell 1" in out and "personal cell 1" in out  # noqa: PT018
+    pictures = {path.name for path in (polyfed.here / "a" / "report").iterdir()}
+    assert pictures == {"probabilities.png", "cells-client-000.png", "cells-client-001.png"}
+
+
+def test_pictures_of_other_methods(polyfed):
+    assert polyfed("run", "--data", "digits", "--algorithm", "pfedla", *TINY, "--out", "b")[0] == 0
+    aligned = ["--data.public_fraction", "0.1", "--algorithm.rad_size", "40", "--algorithm.rad_batch", "20"]
+    assert polyfed("run", "--data", "digits", "--algorithm", "fedhenn", *aligned, *TINY, "--out", "c")[0] == 0
+    status, out, _ = polyfed("report", "b", "c")
+    assert status == 0
+    assert "mean CKA between two clients" in out
+    assert (polyfed.here / "c" / "report" / "alignment.png").stat().st_size > 1000
+    assert any(path.name.startswith("weights-") for path in (polyfed.here / "b" / "report").iterdir())
+
+
+def test_what_is_refused(polyfed):
+    status, _, err = polyfed("report", "nothing")
+    assert (status, "is not a run directory" in err) == (2, True)
+    assert polyfed("report")[0] == 2
+    assert polyfed("report", "--help")[0] == 0

@@ -1,0 +1,301 @@
+"""`polyfed reproduce`: ours are what the runs have, finished runs are not repeated, stopped ones are gone on with."""
+
+import json
+import math
+import re
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from polyfed.cli.commands import running
+from polyfed.cli.commands.measures import Finished, measure
+from polyfed.cli.commands.papers import Cell, find, papers
+from polyfed.cli.commands.recipes import read
+from polyfed.cli.commands.reproduce import Found
+from polyfed.cli.main import main
+from polyfed.models import MODELS
+from polyfed.simulation.runs.directory import read_metrics
+from polyfed.simulation.runs.progress import Silent
+
+TABLES = [table for paper in papers().values() for table in paper.tables.values()]
+RUNNABLE = [(table.paper, table.name) for table in TABLES if table.cells]
+FEW = [
+    "fedhenn",
+    "table3",
+    "--scale",
+    "smoke",
+    "--variant",
+    "cifar10-linear",
+    "--workers",
+    "0",
+    "--quiet",
+    "--out",
+    "here",
+]
+
+
+@pytest.fixture
+def polyfed(tmp_path, monkeypatch, capsys):
+    """Runs a command in an empty folder and returns its status, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def polyfed(*arguments):
+        capsys.readouterr()
+        status = main(arguments)
+        return status, *capsys.readouterr()
+
+    polyfed.here = tmp_path
+    return polyfed
+
+
+def cells(path):
+    return {(c["row"], c["column"]): c for c in json.loads((path / "reproduce.json").read_text())["cells"]}
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["fedhen", "1"],
+            "there is no paper 'fedhen'; did you mean fedhenn or fedpnas? Choices: fedhenn, fedpnas, flha",
+        ),
+        (["fedhenn", "tabel2"], "fedhenn has no table or figure 'tabel2'; did you mean table2"),
+        (["fedhenn", "9"], "fedhenn has no table or figure '9'; Choices: fig1, fig3, table1, table2, table3"),
+        (["fedhenn", "1", "--scale", "smok"], "unknown scale 'smok'; did you mean smoke? Choices: cpu, paper, smoke"),
+        (["fedhenn", "1", "--variant", "cifar10-100-3"], "has no variant 'cifar10-100-3'; did you mean cifar10-100-"),
+        (["fedhenn", "1", "--seeds", "0,x"], "--seeds must be different whole numbers with commas between, e.g."),
+        (["fedhenn", "1", "--seeds", "2,2"], "--seeds must be different whole numbers with commas between, e.g."),
+        (["fedhenn", "1", "--scale", "smoke", "--roundz", "2"], "unknown option --roundz"),
+        (["fedhenn", "Table", "1", "2"], "fedhenn has no table or figure 'Table 1 2'; "),
+        (["--scale", "smoke"], "polyfed reproduce takes a paper and a table before its options"),
+        (["fedhenn", "1", "--scale", "smoke", "--seed", "2"], "polyfed reproduce takes --seeds, one or several"),
+        (["fedpnas", "3", "--variant", "x"], "fedpnas table3 has no variants; leave --variant x out"),
+        (["flha", "fig7", "--variant", "x"], "flha fig7 has no variants; leave --variant x out"),
+        (["flha", "Table 4"], "states no figure; `polyfed data flha_table5 --variant alpha1` prints and draws it"),
+        (["flha", "1", "--variant", "cifar10-25", "--data.path", "nowhere"], "nowhere"),
+        (["pfedla", "1", "--variant", "emnist-10,cifar10-10", "--data.path", "nowhere"], "nowhere"),
+    ],
+)
+def test_refused(polyfed, words, sentence):
+    status, out, err = polyfed("reproduce", *words)
+    assert (status, out) == (2, "")
+    assert sentence in err.splitlines()[-1]
+    assert not [path for path in polyfed.here.rglob("*") if path.name == "config.yaml"]
+
+
+def test_a_missing_source_is_found_before_the_first_run(polyfed, monkeypatch):
+    """Digits are there, the other recipe's files are not."""
+    monkeypatch.setattr(running, "run", lambda *_, **__: pytest.fail("something ran"))
+    words = ["flha", "1", "--scale", "smoke", "--variant", "cifar10-25", "--out", "here"]
+    config = read("flha_upper_bound").configuration
+    lost = {"name": "mnist", "path": "nowhere"}
+    monkeypatch.setattr(
+        "polyfed.cli.commands.recipes.Recipe.configuration",
+        lambda r, s=None, v=None: {**config.__func__(r, s, v), **({"data": lost} if r.name == "flha_table1" else {})},
+    )
+    status, out, err = polyfed("reproduce", *words)
+    assert (status, out) == (2, "")
+    assert "nowhere" in err
+
+
+def test_without_arguments_it_lists_papers_and_tables(polyfed):
+    status, out, err = polyfed("reproduce")
+    assert (status, err) == (0, "")
+    for table in TABLES:
+        assert re.search(rf"^{table.name}\b.*{re.escape(table.title[:30])}", out, re.MULTILINE)
+    status, alone, _ = polyfed("reproduce", "pfedla")
+    assert status == 0
+    assert "pFedLA (Ma et al." in alone
+    assert "FedHeNN" not in alone
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_that_needs_no_run_is_the_papers(polyfed):
+    """FedPNAS, Table 3: numbers of parameters are not a matter of scale."""
+    status, out, err = polyfed("reproduce", "fedpnas", "Table 3", "--out", "here")
+    assert (status, err) == (0, "")
+    found = cells(polyfed.here / "here")
+    assert len(found) == 18
+    assert {cell["difference"] for cell in found.values()} == {0}
+    assert "FedPNAS (Hoang and Kingsford), Table 3" in out
+
+
+def test_cells_are_what_the_runs_have_and_finished_runs_are_not_repeated(polyfed, monkeypatch):
+    status, out, err = polyfed("reproduce", *FEW)
+    assert (status, err) == (0, "")
+    found = cells(polyfed.here / "here")
+    run = polyfed.here / "here" / "fedhenn_table3-cifar10-linear-seed0"
+    rows = read_metrics(run / "metrics.jsonl")[-1]["clients"].values()
+    ours = 100 * sum(row["accuracy"] for row in rows) / len(rows)
+    cell = found["CIFAR-10", "linear CKA"]
+    assert cell["ours"] == pytest.approx(ours)
+    assert cell["difference"] == pytest.approx(ours - 94.47)
+    assert (cell["runs"], cell["seeds"]) == ([run.name], {"0": cell["ours"]})
+    assert re.search(rf"CIFAR-10 +│ linear CKA +│ +{ours:.1f} +│ +94.47 +│ +{ours - 94.47:+.1f}", out)
+    assert re.search(r"│ RBF CKA +│ +not run +│ +93.03 +│ +– ", out)
+    assert re.search(r"CIFAR-10 with 5 classes \(ours\) +│ linear CKA +│ +not run +│ +not stated", out)
+    assert f"reduced against the paper: {read('fedhenn_table3').reduced('smoke')}" in out
+    assert found["CIFAR-10", "RBF CKA"]["ours"] is None
+    # at this scale Sentiment140 is the same run
+    assert found["Sentiment140", "linear CKA"]["runs"] == [run.name]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("polyfed.simulation.federation.federate", lambda *_, **__: pytest.fail("ran again"))
+        patch.setattr("polyfed.simulation.federation.resume", lambda *_, **__: pytest.fail("went on"))
+        assert polyfed("reproduce", *FEW) == (0, out, "")
+    status, _, err = polyfed("reproduce", *FEW, "--rounds", "2")
+    assert status == 2
+    assert "is a run with other settings (rounds was 3 and is now 2); choose another --out" in err
+    # another variant later: both are in the table, but not with other settings
+    rbf = [word.replace("linear", "rbf") for word in FEW]
+    status, _, err = polyfed("reproduce", *rbf, "--rounds", "1")
+    assert status == 2
+    assert "is a run with other settings (rounds was 3 and is now 1); choose another --out" in err
+    status, out, _ = polyfed("reproduce", *rbf)
+    assert (status, out.count("not run")) == (0, 4)
+    assert "changed besides: --workers 0" in out
+
+
+def test_a_stopped_run_is_gone_on_with(polyfed, monkeypatch):
+    assert polyfed("reproduce", *FEW)[0] == 0
+    whole = cells(polyfed.here / "here")
+
+    class Stops(Silent.__base__):
+        def start(self, title, rounds, done):
+            pass
+
+        def client(self, phase, done, total):
+            pass
+
+        def round(self, record):
+            if record["round"] == 2:
+                raise KeyboardInterrupt
+
+        def say(self, sentence):
+            pass
+
+        def stop(self):
+            pass
+
+    words = [*FEW[:-1], "again"]
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "for_terminal", lambda **_: Stops())
+        assert polyfed("reproduce", *words)[0] == 130
+    run = polyfed.here / "again" / "fedhenn_table3-cifar10-linear-seed0"
+    assert len(read_metrics(run / "metrics.jsonl")) == 2
+    assert polyfed("reproduce", *words)[0] == 0
+    assert len(read_metrics(run / "metrics.jsonl")) == 3
+    assert cells(polyfed.here / "again") == whole
+
+
+def test_seeds(polyfed):
+    cell = Cell("r", "c", 3.0, None, "3.0", "x", None, "", "score", "%")
+    found = Found(cell, {0: 1.0, 1: 3.0}, ("a", "b"))
+    assert (found.ours, found.spread, found.difference) == (2.0, pytest.approx(math.sqrt(2)), -1.0)
+    assert Found(cell, {0: 1.0}, ("a",)).spread is None
+    assert Found(cell, {}, ()).difference is None
+
+
+# -- measures, on runs whose numbers are known ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with a configuration and the records given."""
+
+    def run(method, *records):
+        (tmp_path / "config.yaml").write_text(f"algorithm: {{name: {method}}}\nrounds: {len(records)}\n")
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return Finished(tmp_path, "smoke")
+
+    return run
+
+
+def cell_of(paper, table, row, column):
+    return next(c for c in find(paper, table).cells if (c.row, c.column) == (row, column))
+
+
+def test_scores_of_the_clients_of_an_architecture(run):
+    rows = {f"client-{k:03d}": {"accuracy": 0, "global_accuracy": k / 10} for k in reversed(range(8))}
+    done = run("flha_ghn", {"round": 1, "clients": {}}, {"round": 2, "clients": rows})
+    for arch in range(4):
+        cell = cell_of("flha", "table1", "12.5 %, FLHA-GHN", f"CIFAR-10, Arch {arch}")
+        assert measure(cell, done) == pytest.approx(100 * (arch + arch + 4) / 20)
+    upper = cell_of("flha", "table1", "12.5 %, upper bound", "CIFAR-10, Arch 0")
+    assert measure(upper, done) == pytest.approx(35)
+    assert measure(cell_of("flha", "table1", "12.5 %, local training", "CIFAR-10, Arch 0"), done) is None
+
+
+def test_auc_where_the_task_has_it(run):
+    rows = {"client-000": {"global_auc": 0.75}, "client-001": {"global_auc": None}}
+    done = run("flha_ghn", {"round": 1, "clients": rows})
+    assert measure(cell_of("flha", "table3", "25 %, FLHA-GHN", "Arch 0"), done) == 75
+    assert measure(cell_of("flha", "table3", "25 %, FLHA-GHN", "Arch 1"), done) is None
+
+
+@pytest.mark.parametrize(("data", "shape"), [("EMNIST", (1, 28, 28)), ("CIFAR10", (3, 32, 32))])
+def test_megabytes_of_the_papers_network_are_the_papers(run, data, shape):
+    """pFedLA moves a client's network down and up in each round."""
+    size = 4 * sum(p.numel() for p in MODELS["cnn_pfedla"](shape, 10, batch_norm=data == "CIFAR10").parameters())
+    rows = {f"client-{k:03d}": {"bytes_up": size, "accuracy": 0.5} for k in range(10)}
+    history = [
+        {"round": r, "bytes_down_total": 10 * r * size, "bytes_up_total": 10 * r * size, "clients": rows}
+        for r in (1, 2)
+    ]
+    cell = cell_of("pfedla", "table3", "megabytes", f"{data}, k = 0")
+    assert measure(cell, run("heur_pfedla", *history)) == pytest.approx(cell.paper, abs=0.03)
+
+
+def test_weights_after_the_last_round(run):
+    """α[i, l, j] = 100 i + 10 j + l, so that each mean can be told by hand."""
+    done = run("pfedla", {"round": 1, "clients": {}})
+    names = [f"client-{k:03d}" for k in range(8)]
+    alpha = np.array([[[100 * i + 10 * j + l for j in range(8)] for l in range(2)] for i in range(8)], np.float32)  # noqa: E741
+    (done.folder / "analysis").mkdir()
+    for number, values in ((0, np.zeros_like(alpha)), (1, alpha)):
+        file = done.folder / "analysis" / f"round-{number:06d}.npz"
+        np.savez(file, alpha=values, rows=np.array(names), layers=np.array(["conv1", "fc1"]), clients=np.array(names))
+    told = {c: measure(cell_of("pfedla", "fig5", "EMNIST", c), done) for c in
+            ("itself", "the same classes", "three of four classes", "each of the others")}  # fmt: skip
+    assert told == {"itself": 0.5, "the same classes": 10.5, "three of four classes": 20.5, "each of the others": 50.5}
+    assert measure(cell_of("pfedla", "fig7", "EMNIST", "fc1"), done) == 1
+    assert measure(cell_of("pfedla", "fig7", "EMNIST", "fc2"), done) is None
+    pairs = [(i, j) for i in range(8) for j in range(8) if abs(i - j) == 2]
+    expected = fmean(100 * i + 10 * j + 0.5 for i, j in pairs)
+    assert measure(cell_of("pfedla", "fig6", "EMNIST", "2 away, 2 of 4 classes"), done) == pytest.approx(
+        expected, rel=1e-6
+    )
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("paper", "name"), RUNNABLE)
+def test_every_table_at_smoke_scale(polyfed, paper, name):
+    status, out, err = polyfed(
+        "reproduce", paper, name, "--scale", "smoke", "--workers", "0", "--quiet", "--out", "here"
+    )
+    assert (status, err) == (0, "")
+    found = cells(polyfed.here / "here")
+    assert len(found) == len(find(paper, name).cells)
+    lacking = {key for key, cell in found.items() if cell["ours"] is None}
+    # the small network of this scale has four layers
+    assert lacking == (
+        {(row, "fc3, the classifier") for row in ("EMNIST", "CIFAR10")}
+        if name == "fig7" and paper == "pfedla"
+        else set()
+    )
+    for cell in found.values():
+        most = {"%": 100, "fraction": 1, "count": math.inf, "MB": math.inf}[cell["unit"]]
+        assert cell["ours"] is None or 0 <= cell["ours"] <= most
+        if cell["paper"] is not None:
+            assert cell["difference"] == pytest.approx(cell["ours"] - cell["paper"])
+    assert "not run" not in out

@@ -1,0 +1,262 @@
+"""Hyper-parameters of a comparison: found on validation examples, by a grid or by Optuna, also when a run diverges."""
+
+import copy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import polyfed as pf
+from polyfed.algorithms import FedProx
+from polyfed.comparison import tuning
+from polyfed.comparison.compare import carry_out
+from polyfed.comparison.contenders import methods_of
+from polyfed.comparison.directory import read
+from polyfed.comparison.plans import Cast, Plan
+from polyfed.data.held_out import with_validation
+from polyfed.simulation.checks import fingerprint
+from polyfed.simulation.runs.directory import read_manifest
+from polyfed.simulation.settings import Settings
+from polyfed.testing import small_clients
+
+# Whose labels are right is chosen here; the validation examples are those that were trained on.
+pytestmark = pytest.mark.filterwarnings("ignore:validation examples that are also training examples:UserWarning")
+
+QUICK = {"rounds": 2, "seeds": [0, 1], "references": False, "parallel": 1, "quiet": True}
+SHORT = QUICK | {"rounds": 1, "seeds": [0]}
+
+
+def misleading():
+    """Two clients whose test labels are wrong and whose validation labels are right."""
+    return [pf.Client(c.id, c.model, c.train, (c.test.x, (c.test.y + 1) % 3), val=c.train) for c in small_clients(2)]
+
+
+def files(folder):
+    return sorted((p, p.stat().st_mtime_ns) for p in folder.rglob("metrics.jsonl"))
+
+
+@pytest.mark.slow
+def test_the_grid_is_searched_on_validation_examples_alone(tmp_path):
+    """A rate of 1e-9 learns nothing and 0.5 does: validation finds it, though the test labels are wrong."""
+    clients, words = misleading(), QUICK | {"rounds": 8, "tune": {"lr": [1e-9, 0.5]}}
+    found = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
+    told = found.results["tuning"]
+    assert list(told["methods"]) == ["local", "fedavg", "fedavg_ft", "fedprox"]
+    assert all(entry["chosen"] == {"lr": 0.5} for entry in told["methods"].values())
+    assert all(entry["runs"] == 2 for entry in told["methods"].values())
+    assert found.results["methods"]["fedprox"]["fields"]["lr"] == 0.5
+    assert found.results["best_by"] == "validation"
+    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("metrics.jsonl"))
+    again = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
+    assert again.results == found.results
+    assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("metrics.jsonl")) == before  # nothing repeated
+
+
+@pytest.mark.slow
+def test_optuna_finds_a_rate_in_a_range_and_repeats_nothing(tmp_path):
+    """Half of the range, by its logarithm, learns nothing in eight rounds; what is found does."""
+    clients = misleading()
+    words = QUICK | {"rounds": 8, "tune": {"lr": "1e-7..0.5", "mu": [0.0, 0.01]}, "trials": 6}
+    found = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
+    told = found.results["tuning"]
+    assert "lr, mu, by Optuna: up to 6 runs" in told["told"]
+    for label, entry in told["methods"].items():
+        assert entry["runs"] == 6
+        assert set(entry["chosen"]) == ({"lr", "mu"} if label == "fedprox" else {"lr"})
+        rates = [one["fields"]["lr"] for one in entry["tried"]]
+        assert len(set(rates)) == 6
+        assert all(1e-7 <= rate <= 0.5 for rate in rates)
+        best = max(entry["tried"], key=lambda one: one["validation"])
+        assert entry["chosen"] == best["fields"]
+        assert entry["chosen"]["lr"] > 0.01
+        assert found.results["methods"][label]["fields"]["lr"] == entry["chosen"]["lr"]
+    before = files(tmp_path)
+    assert pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a").results == found.results
+    assert files(tmp_path) == before
+
+
+SCRIPT = """
+import sys
+import polyfed as pf
+from tests.comparison.test_tuning import misleading
+pf.compare(misleading(), ["fedprox"], rounds=25, seeds=[0], parallel=2, out=sys.argv[1], quiet=True,
+           tune={"lr": "0.001..0.5"}, trials=3)
+"""
+
+
+@pytest.mark.slow
+def test_a_search_by_optuna_that_was_killed_asks_for_the_same_runs_again(tmp_path):
+    def call(out):
+        return subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)])
+
+    assert call(tmp_path / "whole").wait() == 0
+    out = tmp_path / "killed"
+    process = call(out)
+    while len(list(out.glob("tuning/*/*/models"))) < 6:  # four methods: the second trial has begun
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert call(out).wait() == 0
+
+    def searched(folder):
+        return sorted(str(p.relative_to(folder)) for p in folder.glob("tuning/*/*/metrics.jsonl"))
+
+    assert searched(out) == searched(tmp_path / "whole")
+    contents = [read(folder).results for folder in (tmp_path / "whole", out)]
+    assert contents[0]["tuning"] == contents[1]["tuning"]
+    for label, method in contents[0]["methods"].items():
+        assert method["runs"]["0"]["scores"] == contents[1]["methods"][label]["runs"]["0"]["scores"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"tune": {"lr": [0.1, 1e38]}}, pytest.param({"tune": {"lr": [1e38, 0.1]}, "trials": 4}, marks=pytest.mark.slow)],
+)
+def test_a_rate_that_diverges_is_tried_and_does_not_win(asked):
+    found = pf.compare(misleading(), ["fedavg"], **(SHORT | {"rounds": 2} | asked))
+    assert found.failed == {}
+    for entry in found.results["tuning"]["methods"].values():
+        assert entry["chosen"] == {"lr": 0.1}
+        assert {one["fields"]["lr"]: one["validation"] is None for one in entry["tried"]} == {0.1: False, 1e38: True}
+
+
+def test_a_method_that_diverges_with_every_rate_has_failed():
+    """Of the methods only FedProx has mu, and 1e30 is beyond what it can bear."""
+    found = pf.compare(misleading(), [FedProx(batch_size=4)], **SHORT, tune={"mu": [1e30, 1e31]})
+    assert found.failed.keys() == {"fedprox"}
+    assert [row["method"] for row in found.table()] == ["local", "fedavg", "fedavg_ft"]
+
+
+def test_the_grid_is_around_what_each_method_has():
+    methods = {"mild": FedProx(mu=0.01), "bold": FedProx(mu=0.3)}
+    found = pf.compare(misleading(), methods, **SHORT, tune={"mu": "grid"})
+    told = found.results["tuning"]["methods"]
+    assert [one["fields"]["mu"] for one in told["mild"]["tried"]] == [0.001, 0.003, 0.01, 0.03, 0.1]
+    assert [one["fields"]["mu"] for one in told["bold"]["tried"]] == [0.03, 0.09, 0.3, 0.9, 3.0]
+    with pytest.raises(pf.UserError, match="schedule of a method is 'constant', of which there is no tenth"):
+        pf.compare(misleading(), methods, **SHORT, tune={"schedule": "grid"})
+
+
+def test_equal_values_are_tried_once_and_parts_of_whole_numbers_are_whole():
+    words = SHORT | {"parallel": 2}
+    found = pf.compare(misleading(), ["pfedme"], **words, tune={"lr": [0.1, 0.10], "k": "grid"})
+    tried = [one["fields"] for one in found.results["tuning"]["methods"]["pfedme"]["tried"]]
+    assert tried == [{"lr": 0.1, "k": k} for k in (1, 2, 5, 15, 50)]
+
+
+def test_values_that_only_the_clients_refuse_are_found_before_anything_is_written(tmp_path):
+    clients, words = misleading(), {**SHORT, "out": tmp_path / "a", "public": torch.randn(20, 6)}
+    with pytest.raises(pf.UserError, match="not all values that are to be searched for fedhenn suit these clients"):
+        pf.compare(clients, ["fedhenn"], **words, tune={"rad_size": [10, 5000]})
+    assert not (tmp_path / "a").exists()
+    found = pf.compare(clients, ["fedhenn"], **words, tune={"rad_size": [5, 10]})  # the default, 5,000, would not fit
+    assert found.results["methods"]["fedhenn"]["fields"]["rad_size"] in (5, 10)
+
+
+def test_values_may_be_numbers_of_numpy_and_mappings(tmp_path):
+    words = {**SHORT, "public": torch.randn(20, 6), "out": tmp_path / "a"}
+    found = pf.compare(misleading(), ["pfedme"], **words, tune={"k": list(np.array([1, 2])), "lr": [np.float32(0.5)]})
+    assert found.results == read(tmp_path / "a").results
+    teachers = [{"name": "mlp", "hidden": [8]}, "mlp", {"name": "mlp", "hidden": [8]}]
+    for asked in ({}, {"trials": 2}):
+        told = pf.compare(misleading(), ["fedavg_kd"], **(words | {"out": None}), tune={"teacher": teachers}, **asked)
+        assert told.results["tuning"]["methods"]["fedavg_kd"]["chosen"]["teacher"] in teachers
+        assert told.results["tuning"]["methods"]["fedavg_kd"]["runs"] == 2
+
+
+def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
+    """The mean over the clients that are left would."""
+    clients, good = misleading(), tuning.play
+
+    def diverging(plan, jobs):
+        played, failed = good(plan, jobs)
+        for job, one in played.items():
+            if getattr(job.method, "mu", None) == 0.3:
+                last = one.history[-1]
+                last["clients"]["client-0"]["val_accuracy"] = None
+                last["summary"]["val_accuracy"]["mean"] = 1.0
+        return played, failed
+
+    monkeypatch.setattr(tuning, "play", diverging)
+    for asked in ({}, {"trials": 4}):
+        found = pf.compare(clients, ["fedprox"], **SHORT, tune={"mu": [0.3, 0.1]}, **asked)
+        told = found.results["tuning"]["methods"]["fedprox"]
+        assert told["chosen"] == {"mu": 0.1}
+        assert {one["fields"]["mu"] for one in told["tried"] if one["validation"] is None} == {0.3}
+
+
+@pytest.mark.parametrize("asked", [{}, {"trials": 2}])
+def test_fields_of_methods_that_are_left_out_are_not_searched(asked):
+    first, second = misleading()
+    other = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    clients = [pf.Client(first.id, lambda: copy.deepcopy(other), first.train, first.test, first.val), second]
+    found = pf.compare(clients, ["fedprox", "fedavg_kd"], **SHORT, tune={"mu": [0.1, 1.0]}, **asked)
+    assert found.skipped.keys() == {"fedavg", "fedavg_ft", "fedprox"}
+    assert all(entry["runs"] == 0 for entry in found.results["tuning"]["methods"].values())
+
+
+def test_the_data_of_a_seed_are_dealt_once_however_many_runs_there_are():
+    dealt = []
+
+    def cast(seed):
+        dealt.append(seed)
+        return Cast(tuple(misleading()))
+
+    plan = Plan(
+        "", methods_of(["fedprox"]), (0, 1), Settings(rounds=1), cast, parallel=1, quiet=True,
+        search={"mu": [0.1, 1.0]}, trials=3,
+    )  # fmt: skip
+    carry_out(plan)
+    assert dealt == [0, 1, 0, 1, 0]  # looked at beforehand, run, and read
+
+
+def test_whole_numbers_stay_whole():
+    """pFedMe's k is a number of steps."""
+    found = pf.compare(misleading(), ["pfedme"], **SHORT, tune={"k": "1..3"}, trials=2)
+    assert isinstance(found.results["methods"]["pfedme"]["fields"]["k"], int)
+
+
+def bare(number=2):
+    """Clients without validation examples."""
+    return [pf.Client(c.id, c.model, c.train, c.test) for c in small_clients(number)]
+
+
+def test_every_method_is_tuned_unasked_and_trained_on_all_examples_afterwards(tmp_path):
+    """Without validation examples a fifth of the training examples is held out, for the search alone."""
+    clients = bare()
+    found = pf.compare(clients, ["fedavg"], **(SHORT | {"rounds": 2}), out=tmp_path / "a")
+    told = found.results["tuning"]
+    assert sorted(told["methods"]) == ["fedavg", "fedavg_ft", "local"]
+    assert {one["runs"] for one in told["methods"].values()} == {5}
+    for label, one in told["methods"].items():
+        best = max(value["validation"] for value in one["tried"])
+        chosen = [value["validation"] for value in one["tried"] if value["fields"] == one["chosen"]]
+        assert chosen == [best]
+        assert found.results["methods"][label]["fields"]["lr"] == one["chosen"]["lr"]
+        runs = found.results["methods"][label]["runs"].values()
+        assert {run["round"] for run in runs} == {told["rounds"][label]}
+    assert found.results["budget"]["told"].startswith("each method at its best round by validation examples")
+    assert len(told["losses"]["fedavg"]) == 2
+    trained = read_manifest(tmp_path / "a" / "fedavg" / "seed-0")["data_fingerprint"]
+    searched = read_manifest(next((tmp_path / "a" / "tuning" / "fedavg").iterdir()))["data_fingerprint"]
+    assert trained == fingerprint(clients)
+    assert searched == fingerprint(with_validation(clients, seed=0))
+    assert [len(c.train) + len(c.val) for c in with_validation(clients, seed=0)] == [len(c.train) for c in clients]
+
+
+def test_what_is_held_out_has_every_class_and_is_disjoint():
+    for before, after in zip(bare(3), with_validation(bare(3), seed=1), strict=True):
+        rows = torch.cat([after.train.x[after.train.index], after.val.x[after.val.index]])
+        assert torch.equal(rows.sort(dim=0).values, before.train.x.sort(dim=0).values)
+        assert set(after.val.labels.tolist()) == {0, 1, 2}
+    tiny = pf.Client("tiny", None, (torch.randn(4, 2), torch.arange(4) % 2), (torch.randn(4, 2), torch.arange(4) % 2))
+    assert with_validation([tiny], seed=0)[0].val is None
+
+
+def test_a_value_at_the_edge_of_what_was_tried_is_named():
+    found = pf.compare(misleading(), ["fedavg"], **(SHORT | {"rounds": 2}), tune={"lr": [1e-9, 1e-8, 0.5]})
+    assert "lr of local" in found.results["tuning"]["edge"]
+    assert any("at the edge of what was tried" in text for text in found.results["warnings"])

@@ -1,0 +1,235 @@
+"""What is said of results made by hand: the same words everywhere, and none that the intervals do not support."""
+
+import numpy as np
+import pytest
+import torch
+
+from polyfed.comparison.reading import Budget, Reading
+from polyfed.comparison.summary import Material, summarise
+from polyfed.core.metrics import METRICS
+
+SEEDS = (0, 1, 2)
+
+
+def rights(number, share, shift=0):
+    """Which of so many examples a network has right; the same hard ones for every network, but for a few."""
+    right = np.zeros(number, dtype=bool)
+    right[: round(share * number)] = True
+    return np.roll(right, shift)
+
+
+def outputs_of(right):
+    """Outputs for targets 0, 1, 0, ... that are right where asked for."""
+    targets = torch.arange(len(right)) % 2
+    return torch.eye(2)[torch.where(torch.as_tensor(right), targets, 1 - targets)].float() * 4 - 2
+
+
+def made(right, *, metric="accuracy", losses=None, **changes):
+    """Results of `right[method][client] = [which examples are right, a row a seed]`, by the last of one round."""
+    score = METRICS[metric]
+    clients = sorted(next(iter(right.values())))
+    seeds = SEEDS[: len(next(iter(right["local"].values())))]
+    outputs = {(m, s, c): outputs_of(right[m][c][k]) for m in right for c in clients for k, s in enumerate(seeds)}
+    targets = {c: torch.arange(len(right["local"][c][0])) % 2 for c in clients}
+    losses = losses or {}
+    histories = {}
+    for m in right:
+        for s in seeds:
+            spent = {"bytes_down_total": 5, "bytes_up_total": 5, "seconds_clients": 1.0, "seconds_server": 0.0}
+            rows = {c: {metric: score(outputs[m, s, c], targets[c])} for c in clients}
+            course = losses.get(m, [0.5] * 8)
+            mean = np.mean([row[metric] for row in rows.values()])
+            now = {"clients": rows, "summary": {metric: {"mean": mean}}, "best_round": None}
+            histories[m, s] = [{"round": t + 1, **spent, "train_loss": loss, **now} for t, loss in enumerate(course)]
+    description = {
+        "title": "t", "task": "classification", "seeds": list(seeds), "reference": "local", "evaluated": {}, "skipped": {},
+        "methods": {m: {"name": m} for m in right}, "same_clients": True, "settings": {"rounds": 8},
+        "tuning": {"told": "", "by": "validation", "methods": {}, "edge": []},
+    }  # fmt: skip
+    sizes = {c: {"train": 50, "test": len(targets[c]), "classes": None} for c in clients}
+    material = Material(
+        description | changes, {str(s): sizes for s in seeds}, None, histories, score,
+        lambda label, seed, client, number: outputs[label, seed, client], lambda seed, client: targets[client],
+    )  # fmt: skip
+    return summarise(material, Reading(), on_disk=False)
+
+
+def three_sites(number=400):
+    """North gains ten points on 400 examples, east loses ten, west stays as it is."""
+    local = {c: [rights(number, 0.7, k) for k in range(3)] for c in ("north", "east", "west")}
+    fed = {
+        "north": [rights(number, 0.8, k) for k in range(3)],
+        "east": [rights(number, 0.6, k) for k in range(3)],
+        "west": [rights(number, 0.7, -k) for k in range(3)],
+    }
+    return {"local": local, "fed": fed}
+
+
+def test_each_site_has_its_answer_in_words():
+    content = made(three_sites())
+    answers = {one["client"]: one for one in content["answers"]}
+    assert {client: one["answer"] for client, one in answers.items()} == {
+        "north": "join", "east": "stay", "west": "undecided"}  # fmt: skip
+    assert answers["north"]["sentence"].startswith("north: join with fed: ")
+    assert answers["north"]["sentence"].endswith(
+        "better than training alone on new examples (best estimate 10.0 points better; 400 test examples)"
+    )
+    assert answers["east"]["sentence"].startswith("east: stay alone: fed is ")
+    low, high = answers["north"]["interval"]
+    assert answers["north"]["gain"] == pytest.approx(0.1)
+    assert low < 0.1 < high
+    assert content["verdicts"] == [
+        content["mean_answer"]["sentence"], *(answers[c]["sentence"] for c in ("north", "east", "west"))
+    ]  # fmt: skip
+    assert content["mean_answer"]["answer"] == "undecided"
+    clients = content["methods"]["fed"]["statistics"]["clients"]
+    assert {c: row["verdict"] for c, row in clients.items()} == {"north": "gains", "east": "loses", "west": "undecided"}
+    assert {c: row["p"] <= 0.05 for c, row in clients.items()} == {"north": True, "east": True, "west": False}
+    assert content["methods"]["fed"]["statistics"]["losers"] == 1
+
+
+def test_few_test_examples_decide_nothing():
+    """The same shares of 20 examples: two of them changed sides."""
+    content = made(three_sites(20))
+    assert {one["answer"] for one in content["answers"]} == {"undecided"}
+    assert "not decided: fed is between " in content["verdicts"][1]
+    assert "20 test examples)" in content["verdicts"][1]
+
+
+def test_p_and_words_and_the_best_agree():
+    """With four methods: whichever leads, its words are those of its p, and no p is below what the sentence says."""
+    rng = np.random.default_rng(0)
+    for gain in (0.0, 0.03, 0.08, 0.35):
+        names = ("local", "a", "b", "c")
+        right = {
+            m: {c: [rng.random(200) < 0.6 + (gain if m == "b" else 0) for _ in SEEDS] for c in "xyz"} for m in names
+        }
+        content = made(right)
+        mean = content["mean_answer"]
+        assert mean["method"] == content["leader"]
+        found = content["methods"][content["leader"]]["statistics"]
+        assert (mean["answer"] != "undecided") == (found["p_reference"] <= 0.05)
+        assert content["best"] == max(content["methods"], key=lambda m: content["methods"][m]["statistics"]["mean"])
+        if mean["answer"] == "join":
+            assert content["best"] == content["leader"]
+    assert mean["answer"] == "join"
+    assert content["methods"]["a"]["statistics"]["p_best"] <= 0.05
+
+
+def test_one_seed_has_intervals_and_decides_nothing():
+    content = made({m: {c: rows[:1] for c, rows in of.items()} for m, of in three_sites().items()})
+    north = next(one for one in content["answers"] if one["client"] == "north")
+    assert north["interval"][0] > 0
+    assert north["answer"] == "undecided"
+    assert north["sentence"].endswith("400 test examples); one seed")
+    assert any("With one seed the intervals are of these very networks" in text for text in content["covers"])
+
+
+FALLING = [1.0 - 0.1 * t for t in range(8)]
+
+
+def test_no_answer_over_or_with_a_method_that_still_learns():
+    content = made(three_sites(), losses={"local": FALLING})
+    assert {one["answer"] for one in content["answers"]} == {"undecided"}
+    assert content["verdicts"][0].endswith("local had not converged")
+    assert content["convergence"]["local"]["converged"] is False
+    assert content["warnings"][0].startswith("Not converged: local.")
+    late = made(three_sites(), losses={"fed": FALLING})
+    assert {one["answer"] for one in late["answers"]} == {"undecided"}
+    assert late["verdicts"][0].endswith("fed had not converged")
+
+
+def test_the_best_of_those_that_had_converged_leads():
+    right = three_sites()
+    right["slow"] = {c: [rights(400, 0.95, k) for k in range(3)] for c in right["local"]}
+    assert made(right)["leader"] == "slow"
+    content = made(right, losses={"slow": FALLING})
+    assert content["leader"] == "fed"
+    assert content["best"] == "slow"
+    assert content["answers"][1]["answer"] == "join"
+
+
+def test_a_budget_that_is_asked_for_is_the_question():
+    right = three_sites()
+    material = made(right, losses={"local": FALLING})
+    assert material["budget"]["kind"] == "best"
+    assert not Budget().asked
+    assert all(Budget(kind).asked for kind in ("steps", "bytes", "seconds"))
+
+
+def test_methods_that_were_not_tuned_are_named_on_top():
+    assert any("not tuned (--tune none)" in text for text in made(three_sites(), tuning=None)["warnings"])
+
+
+def test_lower_losses_are_gains():
+    content = made(three_sites(), metric="brier")
+    north, east = (content["methods"]["fed"]["statistics"]["clients"][c] for c in ("north", "east"))
+    assert north["gain"] > 0 > east["gain"]
+    assert north["mean"] < east["mean"]  # the Brier score itself
+    assert {one["client"]: one["answer"] for one in content["answers"]}["north"] == "join"
+    assert "of Brier score better than training alone" in next(v for v in content["verdicts"] if v.startswith("north"))
+    worst = content["methods"]["fed"]["statistics"]["worst"]
+    assert worst == pytest.approx(east["mean"])
+
+
+def test_data_dealt_anew_have_no_answers_by_client_and_wider_intervals():
+    fixed, dealt = (made(three_sites(), same_clients=same) for same in (True, False))
+    assert dealt["answers"] == []
+    assert len(dealt["verdicts"]) == 1
+    assert {c["verdict"] for c in dealt["methods"]["fed"]["statistics"]["clients"].values()} == {None}
+    assert any("deals the data again" in text for text in dealt["covers"])
+    again = made(three_sites(), resplit=3)
+    assert {one["client"] for one in again["answers"]} == {"north", "east", "west"}
+    assert any("dealt 3 times" in text for text in again["covers"])
+    assert fixed["methods"]["fed"]["statistics"]["gain"] == again["methods"]["fed"]["statistics"]["gain"]
+
+
+def test_without_predictions_nothing_is_decided_and_that_is_said():
+    right = three_sites()
+    description = {
+        "title": "t", "task": "classification", "seeds": [0], "reference": "local", "evaluated": {}, "skipped": {},
+        "methods": {m: {"name": m} for m in right}, "same_clients": True, "settings": {"rounds": 1},
+    }  # fmt: skip
+    history = [{"round": 1, "bytes_down_total": 0, "bytes_up_total": 0, "seconds_clients": 1.0, "seconds_server": 0.0,
+                "train_loss": None, "best_round": None, "clients": {"north": {"accuracy": 0.5}},
+                "summary": {"accuracy": {"mean": 0.5}}}]  # fmt: skip
+    data = {"0": {"north": {"train": 1, "test": 10, "classes": None}}}
+    material = Material(description, data, None, {(m, 0): history for m in right}, METRICS["accuracy"])
+    content = summarise(material, Reading(Budget("steps")), on_disk=False)
+    assert content["verdicts"] == [
+        "mean over clients: not decided: one seed (10 test examples)",
+        "north: not decided: one seed (10 test examples)",
+    ]
+    assert content["predictions"] is False
+
+
+def test_equal_means_are_no_loss_whatever_the_rounding():
+    """0.8 - 0.7 is not 0.2 - 0.1 in floating point."""
+    number = 10
+    local = {"a": [rights(number, 0.7)] * 2, "b": [rights(number, 0.2)] * 2}
+    fed = {"a": [rights(number, 0.8), rights(number, 0.6)], "b": [rights(number, 0.1), rights(number, 0.3)]}
+    found = made({"local": local, "fed": fed})["methods"]["fed"]["statistics"]
+    assert (found["gain"], found["losers"], found["participants"]) == (0.0, 0, 2)
+
+
+def test_a_client_without_a_score_by_one_method_takes_its_mean():
+    """Whoever diverged would be left out of its mean, which would be the better for it."""
+    right = three_sites()
+    content = made(right)
+    assert content["methods"]["fed"]["statistics"]["mean"] is not None
+    histories = {}
+    for m in right:
+        rows = {c: {"accuracy": None if m == "fed" and c == "east" else 0.5} for c in right[m]}
+        known = [row["accuracy"] for row in rows.values() if row["accuracy"] is not None]
+        histories[m, 0] = [
+            {"round": 1, "bytes_down_total": 0, "bytes_up_total": 0, "seconds_clients": 1.0, "seconds_server": 0.0,
+             "train_loss": None, "best_round": None, "clients": rows, "summary": {"accuracy": {"mean": np.mean(known)}}}
+        ]  # fmt: skip
+    description = {
+        "title": "t", "task": "classification", "seeds": [0], "reference": "local", "evaluated": {}, "skipped": {},
+        "methods": {m: {"name": m} for m in right}, "same_clients": True, "settings": {"rounds": 1},
+    }  # fmt: skip
+    data = {"0": {c: {"train": 1, "test": 10, "classes": None} for c in right["local"]}}
+    content = summarise(Material(description, data, None, histories, METRICS["accuracy"]), Reading(), on_disk=False)
+    assert content["methods"]["fed"]["statistics"]["mean"] is None
+    assert content["notes"][0] == "fed has no score for east with seed 0, and so no mean next to the others"

@@ -1,0 +1,116 @@
+"""The contract itself: words are checked when a class is made, and states and scalars before they travel."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import polyfed as pf
+from polyfed.algorithms import REGISTRY
+from polyfed.algorithms.averaging import Averaging
+from polyfed.core.algorithm import DISCLOSURES, REQUIREMENTS, Algorithm, Message
+from polyfed.testing import small_clients
+
+
+def test_the_contract_is_short():
+    public = [name for name in vars(Algorithm) if not name.startswith("_")]
+    assert len(public) <= 14, public
+
+
+@pytest.mark.parametrize(
+    ("field", "word", "hint"), [("requires", "one_arch", "one_architecture"), ("discloses", "weight", "weights")]
+)
+def test_an_unknown_word_is_refused_when_the_class_is_made(field, word, hint):
+    with pytest.raises(TypeError, match=f"Typo.{field} has the unknown word '{word}'; did you mean {hint}"):
+        type("Typo", (Averaging,), {field: frozenset({word}), "__doc__": ""})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decides(Averaging):
+    """Sets its words for the instance."""
+
+    field: str = "requires"
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, self.field, frozenset({"wights"}))
+
+
+@pytest.mark.parametrize("field", ["requires", "discloses"])
+def test_an_unknown_word_of_an_instance_is_refused_before_the_first_round(field):
+    with pytest.raises(TypeError, match=f"_Decides.{field} has the unknown word 'wights'"):
+        pf.federate(small_clients(), _Decides(field=field), rounds=1, workers=0)
+
+
+def test_every_word_says_what_it_means():
+    for method in REGISTRY.values():
+        assert method.requires <= REQUIREMENTS.keys()
+        assert method.discloses <= DISCLOSURES.keys()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Keeps(Averaging):
+    """Puts something into the server's state, at the start or after a round."""
+
+    after: bool = False
+
+    def server_init(self, server):
+        return {**super().server_init(server), **({} if self.after else {"seen": (1, 2)})}
+
+    def server_step(self, state, mean, who):
+        return {**state, **mean, **({"seen": {1: "a"}} if self.after else {})}
+
+
+@pytest.mark.parametrize(("after", "what"), [(False, "at 'seen' is a tuple"), (True, "at 'seen' is a dict")])
+def test_server_state_that_would_not_come_back_is_refused(after, what):
+    """A tuple would come back from a checkpoint as a list, a key that is no string as a string."""
+    with pytest.raises(TypeError, match=f"the server's state {what}"):
+        pf.federate(small_clients(), _Keeps(after=after), rounds=1, workers=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sends(Averaging):
+    """Sends a scalar that is none."""
+
+    def dispatch(self, state, who):
+        down = super().dispatch(state, who)
+        return Message(down.tensors, {**down.scalars, "rate": torch.tensor(0.1)})
+
+
+def test_scalars_that_go_down_are_checked():
+    with pytest.raises(TypeError, match="the message to 'client-0': scalar 'rate' is tensor"):
+        pf.federate(small_clients(), _Sends(), rounds=1, workers=0)
+
+
+def test_a_method_must_say_what_it_sends():
+    parts = {n: lambda *a: None for n in ("server_init", "aggregate", "client_init", "local_update", "personal_model")}
+    with pytest.raises(TypeError, match="Mute must define dispatch or dispatch_all"):
+        type("Mute", (Algorithm,), parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Picky(Averaging):
+    """Requires what its field names."""
+
+    word: str = "classification"
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "requires", frozenset({"model", self.word}))
+
+
+def test_a_method_for_classes_refuses_other_tasks():
+    (one,) = small_clients(1)
+    numbers = pf.Client(
+        "n", one.model, (one.train.x, one.train.x[:, :3]), (one.test.x, one.test.x[:, :3]), task="regression"
+    )
+    with pytest.raises(pf.UserError, match="needs classes, one an example, but the task of 'n' is regression"):
+        pf.federate([numbers], _Picky(), rounds=1, workers=0)
+
+
+def test_widths_of_representations_are_compared_before_the_first_round():
+    one, other = small_clients(2)
+    wide = torch.nn.Sequential, torch.nn.Linear(6, 9), torch.nn.Linear(9, 3)
+    clients = [one, pf.Client("wide", lambda: wide[0](*wide[1:]), other.train, other.test)]
+    with pytest.raises(pf.UserError, match="the last layer of 'wide' takes 9 numbers, that of 'client-0' 8"):
+        pf.federate(clients, _Picky(word="one_representation"), rounds=1, workers=0)

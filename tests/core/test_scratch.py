@@ -1,0 +1,110 @@
+"""Scratch modules: what makes two architectures one, what is restored, and federations in two threads."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import polyfed as pf
+from polyfed.algorithms import FedAvg
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import fill, initial_state, new_module, scratch
+from polyfed.testing import SmallNet, assert_same_run, small_clients
+
+
+class Signed(nn.Module):
+    def __init__(self, sign=1, activation=torch.tanh):
+        super().__init__()
+        self.sign, self.activation, self.layer = sign, activation, nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.activation(self.layer(self.sign * x))
+
+
+class Printed(nn.Module):
+    """Prints its address."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def extra_repr(self):
+        return object.__repr__(self)
+
+
+def test_attributes_and_functions_tell_architectures_apart():
+    kinds = [lambda: Signed(), lambda: Signed(-1), lambda: Signed(activation=torch.relu), lambda: Signed()]
+    names = [scratch(kind).architecture for kind in kinds]
+    assert names[0] == names[3]
+    assert len(set(names)) == 3
+    clients = [pf.Client(c.id, kind, c.train, c.test) for c, kind in zip(small_clients(2), kinds[:2], strict=True)]
+    with pytest.raises(UserError, match="needs one architecture"):
+        pf.federate(clients, FedAvg(), rounds=1, workers=0)
+
+
+def test_a_printed_address_is_no_part_of_an_architecture():
+    assert scratch(lambda: Printed()).architecture == scratch(lambda: Printed()).architecture
+
+
+def test_the_draw_of_an_architecture_depends_on_the_seed_only():
+    state = torch.random.get_rng_state()
+    one, same, other = (initial_state(SmallNet, seed) for seed in (1, 1, 2))
+    assert torch.equal(one["head.weight"], same["head.weight"])
+    assert not torch.equal(one["head.weight"], other["head.weight"])
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_fill_wants_every_tensor_and_no_other():
+    module, state = new_module(SmallNet, 0), initial_state(SmallNet, 0)
+    fill(module, state)
+    with pytest.raises(ValueError, match=r"missing \['head.bias'\]"):
+        fill(module, {n: t for n, t in state.items() if n != "head.bias"})
+    with pytest.raises(ValueError, match=r"unknown \['tail'\]"):
+        fill(module, state, {"tail": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"'head.bias' is \(1,\), the model has \(3,\)"):
+        fill(module, {**state, "head.bias": torch.ones(1)})
+
+
+def tied():
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    net[2].weight = net[0].weight
+    return net
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_tied_weights_stay_tied(workers, tmp_path):
+    clients = [pf.Client(c.id, tied, c.train, c.test) for c in small_clients()]
+    run = pf.federate(clients, FedAvg(lr=0.1), rounds=2, workers=workers, out=tmp_path / "run")
+    model = run.model("client-0")
+    assert model[0].weight is model[2].weight
+    assert_same_run(run, pf.federate(clients, FedAvg(lr=0.1), rounds=2, workers=0))
+
+
+@pytest.mark.parametrize(
+    ("factory", "sentence"),
+    [
+        (lambda: 3, "must return a torch.nn.Module, got int"),
+        (lambda: nn.LazyLinear(3), "leaves 'weight' uninitialised"),
+        (lambda: nn.Linear(0.5, 1), "failed: TypeError"),
+    ],
+)
+def test_factories_that_give_no_network(factory, sentence):
+    with pytest.raises(UserError, match=sentence):
+        new_module(factory, 0)
+
+
+def test_federations_in_two_threads_do_not_disturb_one_another():
+    alone = pf.federate(small_clients(), FedAvg(lr=0.1), rounds=3, workers=0)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(pf.federate(small_clients(), FedAvg(lr=0.1), rounds=3, workers=0)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    for run in found:
+        assert_same_run(alone, run)

@@ -1,0 +1,227 @@
+"""Trees: exact bytes, exact means, and a serialisation that gives back what it was given."""
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyfed.core.errors import UserError
+from polyfed.core.seeds import torch_generator
+from polyfed.core.tree import (
+    RunningMean,
+    UnlikeTreesError,
+    check_scalars,
+    decode,
+    encode,
+    mismatch,
+    not_finite,
+    num_bytes,
+    spec,
+    weighted_mean,
+)
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+]  # fmt: skip
+tensors = st.builds(
+    lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+    st.lists(st.integers(0, 5), max_size=3),
+    st.sampled_from(DTYPES),
+)
+names = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=12).filter(
+    lambda n: n != "__metadata__"
+)
+
+
+@given(st.dictionaries(names, tensors, max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_num_bytes_is_the_size_of_the_file(tree):
+    assert num_bytes(tree) == (len(safetensors.torch.save(tree)) if tree else 0)
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=5)
+nested = st.recursive(
+    scalars | st.lists(st.floats(-1, 1), min_size=1, max_size=3).map(torch.tensor),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+@given(nested)
+@settings(max_examples=200, deadline=None)
+def test_encode_and_decode_are_inverse(value):
+    assert equal(decode(encode({"value": value})), {"value": value})
+
+
+def test_tensors_that_share_memory_or_are_views_survive():
+    base = torch.arange(12.0).view(3, 4)
+    value = {"a": base, "b": base, "row": base[1], "column": base[:, 1], "a/b": torch.ones(1), "x": {"y": base.t()}}
+    assert equal(decode(encode(value)), value)
+    clash = {"a": {"b": torch.zeros(1)}, "a/b": torch.ones(1)}
+    assert equal(decode(encode(clash)), clash)
+
+
+def test_shared_tensors_travel_by_name():
+    big = torch.zeros(1000)
+    data = encode({"model": {"w": big}}, shared={id(big): "t1"})
+    assert len(data) < 500
+    assert decode(data, shared={"t1": big})["model"]["w"] is big
+
+
+@pytest.mark.parametrize("value", [{"a": object()}, {1: 2}, {"a": {"b": {3}}}])
+def test_what_cannot_be_kept_is_refused_with_its_path(value):
+    with pytest.raises(TypeError, match="state at"):
+        encode(value)
+
+
+@pytest.mark.parametrize("cut", [0, 4, 9, 60, -1])
+def test_half_a_state_is_refused(cut):
+    data = encode({"w": torch.ones(5)})
+    with pytest.raises(UserError, match="not a complete polyfed state"):
+        decode(data[:cut])
+
+
+def test_mean_is_weighted_keeps_types_and_ignores_order():
+    trees = {
+        "b": {"w": torch.tensor([1.0, 2.0]), "count": torch.tensor(3)},
+        "a": {"w": torch.tensor([3.0, 6.0]), "count": torch.tensor(7)},
+    }
+    mean = weighted_mean(trees, {"a": 1, "b": 3})
+    assert mean["w"].tolist() == [1.5, 3.0]
+    assert mean["count"].dtype == torch.int64
+    assert int(mean["count"]) == 7
+    assert torch.equal(mean["w"], weighted_mean(dict(reversed(trees.items())), {"b": 3, "a": 1})["w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_mean_of_equal_trees_is_that_tree_bit_for_bit(dtype):
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    limits = torch.finfo(dtype)
+    edges = torch.tensor([0.0, -0.0, limits.max, limits.min, limits.tiny, limits.smallest_normal / 2], dtype=dtype)
+    tree = {"w": torch.cat([values.to(dtype), edges])}
+    for number in (1, 2, 3, 7, 10, 200):
+        ids = [str(i) for i in range(number)]
+        for weights in (None, {i: float(k + 1) for k, i in enumerate(ids)}, {i: 10.0**-k for k, i in enumerate(ids)}):
+            mean = weighted_mean(dict.fromkeys(ids, tree), weights)["w"]
+            assert mean.dtype == dtype
+            assert torch.equal(mean.view(torch.uint8), tree["w"].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_mean_of_finite_trees_is_finite_and_ignores_order(dtype):
+    top = torch.finfo(dtype).max
+    generator = torch.Generator().manual_seed(1)
+    trees = {
+        str(k): {
+            "w": torch.cat(
+                [
+                    torch.randn(50, generator=generator).to(dtype),
+                    torch.tensor([top if k % 2 else -top, top], dtype=dtype),
+                ]
+            )
+        }
+        for k in range(6)
+    }
+    mean = weighted_mean(trees)["w"]
+    assert bool(mean.isfinite().all())
+    assert abs(float(mean[-2])) < top / 1000
+    assert torch.equal(mean, weighted_mean(dict(reversed(trees.items())))["w"])
+    expected = torch.stack([t["w"].double()[:50] for t in trees.values()]).mean(0)
+    torch.testing.assert_close(mean[:50], expected.to(dtype))
+
+
+@pytest.mark.parametrize("weights", [{"a": 0.0, "b": 0.0}, {"a": -1.0, "b": 2.0}, {"a": float("nan"), "b": 1.0}])
+def test_mean_refuses_weights_that_are_none(weights):
+    with pytest.raises(ValueError, match="weights must be finite"):
+        weighted_mean({"a": {"w": torch.ones(1)}, "b": {"w": torch.ones(1)}}, weights)
+    with pytest.raises(ValueError, match="no trees"):
+        weighted_mean({})
+
+
+def test_mismatch_names_the_tensor_and_the_reason():
+    expected = spec({"w": torch.zeros(2, 3), "b": torch.zeros(3)})
+    good = {"w": torch.ones(2, 3), "b": torch.ones(3)}
+    assert mismatch(good, expected) is None
+    assert "'b' is missing" in mismatch({"w": good["w"]}, expected)
+    assert "'x' is unexpected" in mismatch({**good, "x": good["b"]}, expected)
+    assert "'w' has shape (3, 2)" in mismatch({**good, "w": torch.ones(3, 2)}, expected)
+    assert "'b' has dtype torch.float64" in mismatch({**good, "b": good["b"].double()}, expected)
+    assert mismatch({"a": torch.zeros(5, 3)}, {"a": ((None, 3), torch.float32)}) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_not_finite_finds_one_bad_value(value):
+    tree = {"a": torch.ones(1000), "n": torch.tensor([1]), "b": torch.ones(1000)}
+    assert not_finite(tree) is None
+    tree["b"][77] = value
+    assert not_finite(tree) == "b"
+    assert not_finite({"big": torch.full((4,), 3e38)}) is None  # the sum overflows, the values do not
+
+
+def shares(dtype, seed=0):
+    generator = torch_generator(seed)
+    trees = {f"c{k}": {"w": torch.randn(50, generator=generator).to(dtype), "n": torch.tensor(k)} for k in range(5)}
+    return trees, {i: float(3 + 7 * k) for k, i in enumerate(trees)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_running_mean_is_the_sum_of_shares(dtype):
+    """The mean of shares w_i/Σw in float64, as written out; also where it is not told who is expected."""
+    trees, weights = shares(dtype)
+    total = sum(weights.values())
+    expected = sum(trees[i]["w"].to(torch.float64) * (weights[i] / total) for i in trees)
+    for told in (weights, None, {**weights, "z": 100.0}):
+        mean = RunningMean(told)
+        for i, tree in trees.items():
+            mean.add(i, tree, weights[i])
+        assert mean.value()["w"].dtype == dtype
+        torch.testing.assert_close(
+            mean.value()["w"], expected.to(dtype), rtol=1e-13 if dtype == torch.float64 else 0, atol=0
+        )
+        assert mean.value()["n"] == 4
+        assert mean.ids == list(trees)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("told", [True, False])
+def test_the_running_mean_of_equal_trees_is_that_tree(dtype, told):
+    tree = {"w": torch.randn(200, generator=torch_generator(1)).to(dtype)}
+    weights = {f"c{k}": float(n) for k, n in enumerate((3, 7, 11, 13))}
+    mean = RunningMean(weights | {"missing": 5.0} if told else None)
+    for i, weight in weights.items():
+        mean.add(i, tree, weight)
+    assert torch.equal(mean.value()["w"], tree["w"])
+
+
+def test_what_a_running_mean_refuses():
+    mean = RunningMean({"a": 1.0, "b": 1.0})
+    mean.add("b", {"w": torch.zeros(2)})
+    with pytest.raises(ValueError, match="'a' comes after 'b'; add trees in the order of their ids"):
+        mean.add("a", {"w": torch.zeros(2)})
+    with pytest.raises(
+        UnlikeTreesError, match=r"of 'c' are not those of 'b': tensor 'w' has shape \(3,\), expected \(2,\)"
+    ):
+        mean.add("c", {"w": torch.zeros(3)})
+    with pytest.raises(ValueError, match="weights must be finite, not negative"):
+        mean.add("c", {"w": torch.zeros(2)}, float("nan"))
+    with pytest.raises(ValueError, match="the mean of no trees"):
+        RunningMean().value()
+
+
+def test_scalars_are_finite_numbers():
+    check_scalars({"a": 1, "b": 0.5}, "it")
+    for wrong in (True, "1", None, float("nan"), float("inf"), torch.tensor(1.0)):
+        with pytest.raises(TypeError, match="it: scalar 'a' is"):
+            check_scalars({"a": wrong}, "it")

@@ -1,0 +1,273 @@
+"""What a site can make the server spend: replies that are small on the wire and large to unpack, and claims that change."""
+
+import dataclasses
+import json
+import time
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from polyfed.algorithms import FedAvg, FedAvgKD, FedFomo, FedHeNN, FedRep
+from polyfed.core.algorithm import Message
+from polyfed.core.errors import UserError
+from polyfed.deploy import wire
+from polyfed.deploy.flower import FlowerEngine, from_record, to_record
+from polyfed.deploy.replies import result_of
+from polyfed.deploy.server import prepare
+from polyfed.deploy.wire import Letter, Packed, form_of, pack_tree, unpack_tree
+from polyfed.simulation.engines.work import Task
+from polyfed.testing import SmallNet, small_clients
+
+from .conftest import MemoryGrid, configuration
+from .test_faults import _StopAfter, _Told, head, instead
+
+pytestmark = pytest.mark.slow  # .ci/run has it
+
+HEAD = {"client": "client-0", "run": "a", "round": 1, "phase": "local"}
+STATE = dict(SmallNet().state_dict())
+DOWN = Message({"model": STATE}, {"lr": 0.1})
+
+
+def engine_of(tmp_path, method=None):
+    """The server's end for one site, and a task of it."""
+    (tmp_path / "server.py").write_text("from polyfed.testing import SmallNet as model\n")
+    words = {"sites": "client-0", "out": str(tmp_path / "run"), "file": str(tmp_path / "server.py")}
+    server = dataclasses.replace(prepare(configuration(method or FedAvg(), **words)), run="a")
+    engine = FlowerEngine(None, SimpleNamespace(told={"client-0": {"num_examples": 20}}), server)
+    return engine, Task("local", 1, "client-0", DOWN, None, 1, 1)
+
+
+def record(text=None, scalars=None, groups=None):
+    """A reply with parts of one's own."""
+    arrays = ArrayRecord({name: Array(np.frombuffer(data, dtype=np.uint8)) for name, data in (groups or {}).items()})
+    return RecordDict(
+        {
+            "head": ConfigRecord({"json": text or json.dumps(HEAD)}),
+            "scalars": MetricRecord(scalars if scalars is not None else {"num_examples": 20}),
+            "arrays": arrays,
+        }
+    )
+
+
+def header(content, data=b""):
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def empties(number):
+    """So many tensors without any numbers: 71 bytes each."""
+    entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    names = ",".join(f'"tensor-{k:012d}":{entry}' for k in range(number))
+    return header(f'{{"__metadata__":{{"order":"null"}},{names}}}'.encode())
+
+
+LARGE = {
+    "a head of 90 MB": (lambda: record('{"metrics":{"a":[' + "[]," * 30_000_000 + "0]}}"), "at most 65536 are read"),
+    "10^6 empty tensors": (lambda: record(groups={"model": empties(10**6)}), "at most 4194304 are read"),
+    "30,000 empty tensors": (lambda: record(groups={"model": empties(30_000)}), "at most 20000 are read"),
+    "10^6 numbers": (lambda: record(scalars={f"s{k}": 0.5 for k in range(10**6)}), "1000000 numbers and 0 groups"),
+    "10^4 groups": (lambda: record(groups={f"g{k}": b"" for k in range(10_000)}), "1 numbers and 10000 groups"),
+    "a list of 10^6": (
+        lambda: record(scalars={"num_examples": [1] * 10**6}),
+        "is a list of 1000000, which is no number",
+    ),
+    "a header of 2^60": (lambda: record(groups={"model": (2**60).to_bytes(8, "little") + b"{}"}), "at most 4194304"),
+    "nested": (lambda: record("[" * 60_000), "is not JSON"),
+    "nested tensors": (lambda: record(groups={"model": header(b"[" * 10**6)}), "cannot be read"),
+    "64 MB of another shape": (
+        lambda: record(groups={"model": pack_tree({**STATE, "head.weight": torch.zeros(2**24)})}),
+        "tensor 'head.weight' has shape (16777216,), expected (3, 8)",
+    ),
+    "64 MB too much": (
+        lambda: record(groups={"model": pack_tree({**STATE, "more": torch.zeros(2**24)})}),
+        "tensor 'more' is unexpected",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_a_large_reply_costs_no_more_than_it_brought(tmp_path, monkeypatch, case):
+    """Within a second of this process and 200 MB, of which 64 are the copy of the largest reply; nothing is unpacked."""
+    made, sentence = LARGE[case]
+    engine, task = engine_of(tmp_path)
+    engine._state = {"model": STATE}
+    answer = SimpleNamespace(content=made(), has_error=lambda: False)
+    monkeypatch.setattr(wire, "unpack_tree", lambda data: pytest.fail("tensors are unpacked"))
+    tracemalloc.start()
+    began = time.process_time()
+    found = engine._result(task, answer)
+    seconds, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sentence in found.failure.reason
+    assert len(found.failure.reason) <= 300
+    assert seconds < 5  # a tenth of that on a machine that does nothing else
+    assert peak < 200 * 2**20
+
+
+def test_every_part_of_a_reply_counts_against_the_limit(tmp_path):
+    """Names, numbers, lists and texts; also records that no reply has."""
+    engine, task = engine_of(tmp_path)
+    limits = dataclasses.replace(engine._server.deployment, max_megabytes=1.0)
+    engine._server = dataclasses.replace(engine._server, deployment=limits)
+    more = {"more": ConfigRecord({"texts": ["x" * 100] * 11_000})}
+    for content in (
+        record(scalars={f"{k:040d}": 0.5 for k in range(30_000)}),
+        record(scalars={"a": [1] * 200_000}),
+        record("x" * 1_100_000),
+        record(groups={"x" * 1_100_000: b""}),
+        RecordDict({**record(), **more}),
+    ):
+        reason = engine._result(task, SimpleNamespace(content=content, has_error=lambda: False)).failure.reason
+        assert "above max-megabytes = 1" in reason
+    small = RecordDict({**record(), "more": ConfigRecord({})})
+    reason = engine._result(task, SimpleNamespace(content=small, has_error=lambda: False)).failure.reason
+    assert "it holds the records ['arrays', 'head', 'more', 'scalars']" in reason
+
+
+@pytest.mark.parametrize("method", [FedAvg(), FedAvgKD(teacher_rounds=2), FedRep(), FedFomo(), FedHeNN()])
+def test_what_methods_can_tell_from_names_is_told_before_tensors_are_read(tmp_path, monkeypatch, method):
+    """FedFomo looks at the clients asked for, and FedHeNN at the values of representations: theirs are checked after."""
+    seen = []
+    monkeypatch.setattr(Packed, "body", lambda packed: seen.append(1) or Message())
+    state = {
+        "fedavg": {"model": STATE}, "fedavg_kd": {"model": STATE, "rounds_left": 1}, "fedrep": {"model": STATE},
+        "fedfomo": {"model": STATE, "models": [STATE, STATE]}, "fedhenn": {"public": None},
+    }[type(method).__name__.lower().replace("avgkd", "avg_kd")]  # fmt: skip
+    server = SimpleNamespace(algorithm=method, run="a", settings=SimpleNamespace(metrics=()))
+    task = Task("local", 1, "client-0", DOWN, None, 1, 1)
+    wrong = {"representations": {"a": torch.ones(4, 4)}} if isinstance(method, FedHeNN) else {}
+    wrong |= {"request": {"clients": torch.tensor([9])}} if isinstance(method, FedFomo) else {}
+    wrong |= {"other": {"w": torch.ones(3)}}
+    groups = {name: pack_tree(tree) for name, tree in wrong.items()}
+    packed = Packed(json.dumps(HEAD), {"num_examples": 20, "capacity": 9}, groups)
+    if isinstance(method, FedFomo | FedHeNN):
+        result_of(task, packed, server, {"num_examples": 20}, state)
+        assert seen == [1]
+    else:
+        with pytest.raises(UserError, match=r"the reply holds the groups|expected 'model'"):
+            result_of(task, packed, server, {"num_examples": 20}, state)
+        assert not seen
+
+
+def test_a_reply_over_which_a_method_stumbles_is_refused():
+    """Whatever its check raises of a reply that is nothing like its own."""
+
+    class Stumbles(FedAvg):
+        def reply_spec(self, state, down, reply):
+            return {"model": reply.tensors["model"]["w"].names_of_a_module}
+
+    server = SimpleNamespace(algorithm=Stumbles(), run="a", settings=SimpleNamespace(metrics=()))
+    task = Task("local", 1, "client-0", DOWN, None, 1, 1)
+    for groups, error in (({}, "KeyError"), ({"model": pack_tree({"w": torch.ones(1)})}, "AttributeError")):
+        with pytest.raises(UserError, match=rf"the method cannot check its form .{error}."):
+            result_of(task, Packed(json.dumps(HEAD), {"num_examples": 20}, groups), server, {"num_examples": 20}, None)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}},
+        {"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}},
+        {"w": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}},
+        {"w": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 4]}},
+        {"w": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}},
+        {"w": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}},
+        {"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}},
+        {"w": [1, 2]}, {"w": None}, [1], "w", 7, None,
+    ],
+)  # fmt: skip
+def test_a_header_that_lies_is_refused(content):
+    for read in (form_of, unpack_tree):
+        with pytest.raises(UserError, match="cannot be read"):
+            read(header(content, bytes(4)))
+
+
+def test_every_type_of_tensor_has_a_form():
+    types = set(wire._TYPES.values()) - {torch.uint16, torch.uint32, torch.uint64}
+    for dtype in sorted(types, key=str):
+        tree = {
+            "b": torch.zeros(2, 3, dtype=dtype),
+            "a": torch.zeros((), dtype=dtype),
+            "c": torch.zeros(0, 5, dtype=dtype),
+        }
+        packed = pack_tree(tree)
+        assert form_of(packed) == {name: (tuple(t.shape), dtype) for name, t in tree.items()}
+        assert list(unpack_tree(packed)) == ["b", "a", "c"]
+
+
+def test_a_head_from_the_server_may_be_larger_than_one_from_a_site():
+    letter = Letter({"algorithm": "x" * 100_000})
+    assert from_record(to_record(letter)).head == letter.head
+    with pytest.raises(UserError, match="at most 65536 are read"):
+        from_record(to_record(letter), wire.HEAD_BYTES)
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+def claiming(grid, **claims):
+    """After round 1 the first site comes back as another node, and says other things of itself."""
+
+    def move(round_record):
+        if round_record["round"] == 1:
+            node = grid.nodes.pop(101)
+            instead(head(**claims), "query")(node)
+            grid.nodes[999] = node
+
+    return _Told(move)
+
+
+@pytest.mark.parametrize(
+    ("claims", "sentence"),
+    [
+        ({"num_examples": 10**12}, "its num_examples is 1000000000000, and was 20 when the run began"),
+        ({"num_examples": 21}, "its num_examples is 21, and was 20"),
+        ({"architecture": "resnet"}, "its architecture is resnet, and was None"),
+        ({"form": [[9], 9]}, r"its form is [[9], 9], and was None"),
+        ({"task": "regression"}, "its task is regression, and was classification"),
+    ],
+)
+def test_a_site_that_comes_back_cannot_be_another(run, nodes, claims, sentence):
+    grid = MemoryGrid(nodes(small_clients()))
+    with pytest.warns(RuntimeWarning, match="does not take part any more: .*its model is not written"):
+        found = run(grid=grid, progress=claiming(grid, **claims), rounds=2)
+    assert not found.history[0]["failures"]
+    failures = [f for f in found.history[1]["failures"] if f["phase"] == "local"]
+    assert [f["client"] for f in failures] == ["client-0"]
+    assert f"does not take part any more: {sentence}" in failures[0]["reason"]
+
+
+def test_a_site_that_comes_back_as_it_was_takes_part(run, nodes):
+    grid = MemoryGrid(nodes(small_clients()))
+    assert not run(grid=grid, progress=claiming(grid), rounds=2).history[1]["failures"]
+
+
+def test_a_resumed_run_knows_what_its_sites_said(run, nodes):
+    grid = MemoryGrid(nodes(small_clients()))
+    with pytest.raises(KeyboardInterrupt):
+        run(grid=grid, rounds=4, progress=_StopAfter(2))
+    instead(head(num_examples=10**12), "query")(grid.nodes[101])
+    with pytest.raises(UserError, match="'client-0' does not take part: its num_examples is 1000000000000, and was 20"):
+        run(grid=grid, resume=True)
+
+
+def test_how_many_examples_a_site_has_is_said_at_the_beginning_or_never(run, nodes):
+    """A number that comes with a reply alone could change from round to round."""
+    grid = MemoryGrid(nodes(small_clients()))
+
+    def silent(letter):
+        return dataclasses.replace(letter, head={n: v for n, v in letter.head.items() if n != "num_examples"})
+
+    instead(silent, "query")(grid.nodes[101])
+    with pytest.raises(UserError, match="site 'client-0' does not tell its number of examples, which fedavg needs"):
+        run(grid=grid)
+    found = run(grid=grid, method=FedAvg(lr=0.05, weighted=False), out="b", rounds=1)
+    losses = [row["train_loss"] for row in found.history[0]["clients"].values()]
+    weights = [1.0, 26.0, 32.0]
+    mean = sum(w * v for w, v in zip(weights, losses, strict=True)) / sum(weights)
+    assert found.history[0]["train_loss"] == pytest.approx(mean)

@@ -1,0 +1,191 @@
+"""Checkpoints, metrics and configuration belong to one run: what was replaced or changed is named, never taken silently."""
+
+import json
+import re
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+
+import polyfed as pf
+from polyfed.algorithms import FedAvg, FedProx, Local
+from polyfed.cli.main import main
+from polyfed.comparison.directory import finished
+from polyfed.simulation.runs.configuration import described
+from polyfed.simulation.runs.directory import changes, read_config, read_manifest
+from polyfed.simulation.settings import Settings
+from polyfed.testing import assert_same_run, small_clients
+
+OPTIONS = {"rounds": 4, "workers": 0}
+
+
+def play(out, method=None, clients=None, **more):
+    return pf.federate(clients or small_clients(), method or FedAvg(lr=0.1), out=out, **{**OPTIONS, **more})
+
+
+@pytest.fixture
+def run(tmp_path):
+    play(tmp_path / "run")
+    return tmp_path / "run"
+
+
+OTHERS = {
+    "another rate": {"method": FedAvg(lr=0.4)},
+    "another seed": {"seed": 1},
+    "another method": {"method": FedProx(lr=0.1)},
+    "more rounds": {"rounds": 5},
+    "other clients": {"clients": small_clients(4)},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_a_checkpoint_of_another_run_is_not_taken(tmp_path, run, other):
+    """The review's: a checkpoint of another rate resumed silently, with a loss of 0.37 instead of 1.88."""
+    play(tmp_path / "other", **other)
+    shutil.rmtree(run / "checkpoint")
+    shutil.copytree(tmp_path / "other" / "checkpoint", run / "checkpoint")
+    with pytest.raises(pf.UserError, match=r"round-00000. is of a run with (another config|other data)") as told:
+        pf.resume(run, clients=small_clients())
+    assert "Put a copy of what was lost back, or delete the folder" in str(told.value)
+
+
+def test_metrics_of_another_run_are_not_taken(tmp_path, run):
+    play(tmp_path / "other", FedAvg(lr=0.4))
+    shutil.copy(tmp_path / "other" / "metrics.jsonl", run / "metrics.jsonl")
+    with pytest.raises(
+        pf.UserError, match=r"metrics.jsonl was changed in rounds 1 to 4 since .*, or is of another run"
+    ):
+        pf.resume(run, clients=small_clients())
+    assert any("metrics.jsonl was changed" in sentence for sentence in changes(run))
+
+
+@pytest.mark.parametrize("line", [0, 1, 2, 3])
+def test_one_changed_number_of_the_metrics_is_found(run, line):
+    """A change in the last round costs that round; one before all checkpoints that are left ends with a sentence."""
+    whole = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    changed = [dict(record) for record in whole]
+    changed[line]["train_loss"] += 1e-9
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in changed))
+    assert re.search(r"metrics.jsonl was changed in rounds 1 to 4", changes(run)[0])
+    if line == 3:
+        with pytest.warns(
+            RuntimeWarning, match=r"metrics.jsonl was changed in rounds 1 to 4 .*; the one before it is used"
+        ):
+            again = pf.resume(run, clients=small_clients())
+        assert again.history[3]["train_loss"] == whole[3]["train_loss"]
+        assert changes(run) == []
+    else:
+        with pytest.raises(pf.UserError, match=r"metrics.jsonl was changed in rounds 1 to 4 .*in rounds 1 to 3"):
+            pf.resume(run, clients=small_clients())
+
+
+def test_a_changed_configuration_is_named_and_where_it_runs_is_free(run):
+    config = read_config(run)
+    whole = (run / "config.yaml").read_text()
+    for name, value in {"rounds": 9, "seed": 3, "algorithm": {**config["algorithm"], "lr": 0.3}}.items():
+        (run / "config.yaml").write_text(yaml.safe_dump({**config, name: value}))
+        for action in (lambda: pf.resume(run, clients=small_clients()), lambda: pf.resume(run)):
+            with pytest.raises(pf.UserError, match=r"config.yaml was changed since the run began; put it back"):
+                action()
+        assert "config.yaml was changed" in changes(run)[0]
+    (run / "config.yaml").write_text(yaml.safe_dump({**config, "workers": 2, "engine": "inprocess"}))
+    assert changes(run) == []
+    assert pf.resume(run, clients=small_clients()).last.round == 4
+    (run / "config.yaml").write_text(whole)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "\x00" * 9])
+def test_a_damaged_manifest_says_so(run, content):
+    """It said that the clients were not those of the run."""
+    (run / "manifest.json").unlink()
+    if content is not None:
+        (run / "manifest.json").write_text(content)
+    with pytest.raises(pf.UserError, match=r"manifest.json is missing or damaged, .*; put back a copy of it"):
+        pf.resume(run, clients=small_clients())
+
+
+def test_models_and_predictions_that_were_changed_are_named_and_written_again(run):
+    whole = {path: path.read_bytes() for part in ("models", "predictions") for path in (run / part).iterdir()}
+    assert set(read_manifest(run)["files"]) == {path.relative_to(run).as_posix() for path in whole}
+    for path, content in whole.items():
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert sorted(
+        re.match(r"(\S+) was changed since the run wrote it; `polyfed resume", s)[1] for s in changes(run)
+    ) == sorted(map(str, whole))
+    for path in whole:
+        if path.suffix == ".parquet":
+            path.unlink()
+    assert len(changes(run)) == 3
+    with warnings.catch_warnings(action="ignore"):
+        pf.resume(run, clients=small_clients())
+    assert changes(run) == []
+
+
+def test_report_and_compare_name_what_was_changed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = ["--data.clients", "2", "--rounds", "2", "--workers", "0", "--quiet"]
+    one = ["--seeds", "0", "--tune", "none", "--no-references"]
+    assert main(["run", "--algorithm", "local", *small, "--out", "run"]) == 0
+    assert main(["compare", "--algorithms", "local", *small, *one, "--out", "c"]) == 0
+    for folder in ("run", "c/local/seed-0"):
+        text = Path(folder, "metrics.jsonl").read_text()
+        Path(folder, "metrics.jsonl").write_text(re.sub(r'"train_loss": [\d.]+', '"train_loss": 0.5', text, count=1))
+    for folder in ("run", "c"):
+        capsys.readouterr()
+        assert main(["report", folder]) == 0
+        sentence = "metrics.jsonl was changed in rounds 1 to 2 since they were written; put back a copy"
+        assert sentence in capsys.readouterr().out
+        assert sentence in Path(folder, "report.html").read_text()
+    assert main(["compare", "c", "--quiet"]) == 2
+    assert "local/seed-0/metrics.jsonl was changed" in capsys.readouterr().err
+
+
+def test_a_comparison_takes_no_changed_run(run):
+    method = described(FedAvg(lr=0.1), Settings())["algorithm"]
+    asked = (run, 4, [c.id for c in small_clients()], 0, method, read_manifest(run)["data_fingerprint"])
+    assert len(finished(*asked)) == 4
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("train_loss", "train_lass", 1))
+    with pytest.raises(pf.UserError, match=r"metrics.jsonl was changed"):
+        finished(*asked)
+
+
+def test_warm_starts_take_no_checkpoint_of_another_run(tmp_path):
+    from polyfed.algorithms import FLHAGHN
+    from polyfed.simulation.unseen import load_server
+
+    for name, rate in (("run", 0.1), ("other", 0.2)):
+        play(tmp_path / name, FLHAGHN(head="factored", lr=rate), rounds=1)
+    assert load_server(tmp_path / "run").round == 1
+    shutil.rmtree(tmp_path / "run" / "checkpoint")
+    shutil.copytree(tmp_path / "other" / "checkpoint", tmp_path / "run" / "checkpoint")
+    with pytest.raises(pf.UserError, match="is of a run with another configuration"):
+        load_server(tmp_path / "run")
+
+
+def test_a_run_that_goes_on_binds_as_one_that_was_not_stopped(tmp_path):
+    whole = play(tmp_path / "whole", Local(lr=0.1), rounds=6, checkpoint_every=2, keep=3)
+    out = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("polyfed.simulation.federation.play_round", _stop_after(4))
+        with pytest.raises(KeyboardInterrupt):
+            play(out, Local(lr=0.1), rounds=6, checkpoint_every=2, keep=3)
+    assert_same_run(pf.resume(out, clients=small_clients()), whole)
+    assert changes(out) == changes(tmp_path / "whole") == []
+    for folder in (out, tmp_path / "whole"):
+        for checkpoint in (folder / "checkpoint").iterdir():
+            bound = json.loads((checkpoint / "complete.json").read_text())["bound"]
+            assert set(bound) == {"config", "data", "metrics"}
+            assert all(len(value) >= 16 for value in bound.values())
+
+
+def _stop_after(last):
+    from polyfed.simulation.collecting import play_round
+
+    def playing(federation, now, *rest):
+        if now.round == last:
+            raise KeyboardInterrupt
+        return play_round(federation, now, *rest)
+
+    return playing

@@ -1,0 +1,141 @@
+"""Foreign text reaches the terminal as text: no escape sequences, no marks of direction, no markup of rich's."""
+
+import ast
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+import polyfed as pf
+from polyfed.cli.commands import compare, running
+from polyfed.cli.commands.report import show
+from polyfed.cli.commands.terminal import Table, say
+from polyfed.cli.commands.words import complain, warning
+from polyfed.cli.main import main
+from polyfed.core.text import clean
+from polyfed.simulation.experiment import Participants
+from polyfed.simulation.runs.progress import Bar, Lines
+
+SOURCE = Path(pf.__file__).parent
+EVIL = ["a[/b]", "b\x1b[2J\x1b]0;title\x07", "c\u202egnp.exe", "d[red]x[/red]", "e\nf\r\x08", "g\x9b31m",
+        "[link=file:///x]h[/link]"]  # fmt: skip
+FORBIDDEN = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def console():
+    return Console(file=io.StringIO(), width=220, force_terminal=False)
+
+
+def text_of(where):
+    text = where.file.getvalue()
+    assert not FORBIDDEN.search(text), FORBIDDEN.search(text)
+    return text
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    data = (torch.randn(12, 4), torch.arange(12) % 2), (torch.randn(6, 4), torch.arange(6) % 2)
+    clients = [pf.Client(name, lambda: torch.nn.Linear(4, 2), *data) for name in EVIL]
+    out = tmp_path_factory.mktemp("evil") / "[b]run\x1b[31m\u202e"
+    return pf.federate(clients, "local", rounds=1, workers=0, out=out)
+
+
+def test_letters_that_a_terminal_obeys_are_replaced():
+    for text in EVIL:
+        assert not FORBIDDEN.search(clean(text))
+    every = "".join(map(chr, range(0x2100)))
+    assert not FORBIDDEN.search(clean(every))
+    assert clean("Zürich 北京 ≥ – [/b]") == "Zürich 北京 ≥ – [/b]"
+
+
+def test_the_table_of_a_run(run):
+    found = Participants(tuple(run.federation.clients.values()), (), None, None, {}, "0")  # it needs no data
+    where = console()
+    running.show({"local[/b]\x1b[1m": run}, found, Path("out[/b]\x1b[31m"), where)
+    text = text_of(where)
+    assert "a[/b]" in text
+    assert "d[red]x[/red]" in text
+    assert "local[/b]" in text
+
+
+def test_the_terminal_of_a_report(run, tmp_path):
+    where = console()
+    show([run.out], where, out=tmp_path / "page.html")
+    text = text_of(where)
+    for shown in ("a[/b]", "d[red]x[/red]", "[link=file:///x]h[/link]"):
+        assert shown in text
+
+
+def test_the_tables_of_a_comparison(tmp_path):
+    data = (torch.randn(12, 4), torch.arange(12) % 2), (torch.randn(6, 4), torch.arange(6) % 2)
+    clients = [pf.Client(name, lambda: torch.nn.Linear(4, 2), *data) for name in EVIL[:3]]
+    out = tmp_path / "c"
+    words = {"rounds": 1, "seeds": [0], "out": out, "tune": None, "references": False, "parallel": 1}
+    known = pf.compare.__kwdefaults__
+    found = pf.compare(clients, ["local"], **{k: v for k, v in words.items() if k in known or k == "rounds"})
+    content = json.loads(json.dumps(found.results))
+    content["methods"]["m[/b]\x1b[31m"] = content["methods"].pop("local")
+    content["reference"] = content["best"] = "m[/b]\x1b[31m"
+    content["budget"]["told"] = "[/b]\x1b]0;x\x07"
+    content["notes"] = EVIL
+    content["skipped"] = {"[/i]\x1b": "\u202e"}
+    where = console()
+    compare.show(type(found)(content, out), where)
+    assert "m[/b]" in text_of(where)
+
+
+def test_errors_and_warnings_of_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words in (["report", "[/b]\x1b[31mdir"], ["resume", "\x1b]0;x\x07"], ["run", "\u202erecipe"], ["\x9bx"]):
+        assert main(words) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert not FORBIDDEN.search(told.err)
+    Path("c.yaml").write_text(yaml.safe_dump({"algorithm": {"name": "\x1b[31mx"}, "data": {"name": "[/b]"}}))
+    assert main(["run", "c.yaml"]) == 2
+    assert not FORBIDDEN.search(capsys.readouterr().err)
+    assert not FORBIDDEN.search(warning(UserWarning("a\x1b[2J\nb")).rstrip("\n"))
+    complain("a\x1b[2J", 2)
+    assert not FORBIDDEN.search(capsys.readouterr().err)
+
+
+def test_progress(capsys):
+    lines = Lines(stream := io.StringIO())
+    lines.start("[/b]\x1b[31m", 2, 0)
+    lines.say("site a[/b]: \x1b[2J")
+    assert not FORBIDDEN.search(stream.getvalue())
+    bar = Bar()
+    bar.start("[/b]\x1b[31m", 2, 0)
+    bar.client("[/b]", 1, 2)
+    bar.say("site a[/b]: \x1b[2J")
+    bar.stop()
+    assert "site a[/b]" in capsys.readouterr().err
+
+
+def test_tables_and_lines_are_plain():
+    where, table = console(), Table("[/b]", title="[/i]\x1b[31m", caption="[/u]\x07")
+    table.add_row("[/b]\x1b[31m")
+    where.print(table)
+    say(where, "[/b]\x1b[31m")
+    assert text_of(where).count("[/b]") == 3
+
+
+def test_nothing_is_printed_in_another_way():
+    """Commands print tables of `terminal.Table` and lines by `say`; a string given to a console would be read as markup."""
+    for file in SOURCE.joinpath("cli").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if file.name != "terminal.py":
+            imported = {
+                f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names
+            }
+            assert not imported & {"rich.table.Table", "rich.print", "rich.markup.escape"}, file
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("onsole.print"):
+                    (given,) = node.args
+                    assert not isinstance(given, ast.JoinedStr | ast.Constant), (file, ast.unparse(node))
+                    assert not node.keywords, (file, ast.unparse(node))

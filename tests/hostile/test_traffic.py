@@ -1,0 +1,81 @@
+"""What a site's replies reveal is what the method declares, and what the documentation says."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyfed.algorithms import REGISTRY, FedAvg
+from polyfed.algorithms.averaging import Averaging
+from polyfed.core.algorithm import Message
+from polyfed.simulation.traffic import allowed, receivers, revealed
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def tabulate():
+    sys.path.insert(0, str(DOCS))
+    try:
+        import tabulate_traffic
+    finally:
+        sys.path.pop(0)
+    return tabulate_traffic
+
+
+SLOW = {"fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in REGISTRY])
+def test_replies_reveal_what_the_method_declares(name, tabulate):
+    method = tabulate.small(name)
+    assert revealed(method, tabulate.public()) <= allowed(method)
+
+
+@pytest.mark.slow
+def test_the_documented_table_is_the_recorded_one(tabulate):
+    text = tabulate.PAGE.read_text(encoding="utf-8")
+    assert tabulate.written(text, tabulate.table()) == text, "run python docs/tabulate_traffic.py"
+
+
+def leaking(change):
+    @dataclass(frozen=True, kw_only=True)
+    class Leaks(Averaging):
+        weighted: bool = False
+
+        def reply_spec(self, state, down, reply):
+            return {
+                group: {n: (tuple(t.shape), t.dtype) for n, t in tree.items()} for group, tree in reply.tensors.items()
+            }
+
+        def local_update(self, down, own, client, seed):
+            reply, after = super().local_update(down, own, client, seed)
+            return Message(
+                {**reply.tensors, "model": {**reply.tensors["model"], **change(client)}}, reply.scalars
+            ), after
+
+        def aggregate(self, state, replies, server):
+            return state
+
+    return Leaks(lr=0.05)
+
+
+LEAKS = {
+    "number of examples": lambda client: {"rows": torch.zeros(len(client.train))},
+    "largest label": lambda client: {"head": torch.zeros(int(client.train.y.max()) + 1)},
+    "order of examples": lambda client: {f"first-{int(client.train.y[0])}": torch.zeros(1)},
+}
+
+
+@pytest.mark.parametrize("fact", LEAKS)
+def test_a_method_that_reveals_more_is_found(fact):
+    method = leaking(LEAKS[fact])
+    assert fact in revealed(method) - allowed(method)
+
+
+def test_who_gets_what_a_site_sends():
+    assert receivers(REGISTRY["local"]()) == "nobody"
+    assert receivers(FedAvg()) == "combined with others"
+    assert receivers(REGISTRY["fedfomo"](num_models=3)) == "as it is"

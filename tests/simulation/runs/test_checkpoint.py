@@ -1,0 +1,245 @@
+"""Checkpoints: whole or not there, never half."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from polyfed.core.errors import UserError
+from polyfed.simulation.runs import checkpoint as checkpoints
+from polyfed.simulation.runs.checkpoint import Checkpoint
+from polyfed.simulation.runs.directory import RunDirectory, plain, read_metrics
+from polyfed.simulation.runs.paths import file_name
+
+FILE = f"client-{file_name('a/b')}.safetensors"
+
+
+def make(number, value):
+    own = {"a/b": {"model": {"w": torch.full((3,), value)}}, "c": {"counter": 2}, "d": {}}
+    return Checkpoint(number, {"model": {"w": torch.full((2, 2), value)}, "list": [1, 2.5, "x", None, True]}, own)
+
+
+def test_round_trip_and_only_two_are_kept(tmp_path):
+    for number in (1, 2, 3):
+        checkpoints.save(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["round-000002", "round-000003"]
+    loaded, notes = checkpoints.load(tmp_path)
+    assert notes == []
+    assert (loaded.round, loaded.state["list"]) == (3, [1, 2.5, "x", None, True])
+    assert torch.equal(loaded.state["model"]["w"], torch.full((2, 2), 3.0))
+    assert loaded.client_states["c"] == {"counter": 2}
+    assert loaded.client_states["d"] == {}
+    assert torch.equal(loaded.client_states["a/b"]["model"]["w"], torch.full((3,), 3.0))
+
+
+def weights(folder):
+    return float(checkpoints.load(folder)[0].client_states["a/b"]["model"]["w"][0])
+
+
+def inodes(folder):
+    return [p.stat().st_ino for p in sorted(folder.glob(f"round-*/{FILE}"))]
+
+
+def test_unchanged_private_state_is_linked_but_never_shared_by_the_two_that_are_kept(tmp_path):
+    seen = []
+    for number in (1, 2, 3, 4):
+        checkpoints.save(tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1)
+        seen.append(inodes(tmp_path)[-1])
+        assert len(set(inodes(tmp_path))) == min(number, 2)
+    assert seen[0] == seen[2] != seen[1] == seen[3]
+    checkpoints.save(tmp_path, make(5, 9.0), {"a/b"}, 4)
+    assert weights(tmp_path) == 9.0
+    checkpoints.save(tmp_path, make(6, 9.0), set(), 5)  # the one before the previous has another state: not to be taken
+    assert weights(tmp_path) == 9.0
+
+
+@pytest.mark.parametrize("older", [0, 1])
+def test_one_damaged_file_of_an_idle_client_takes_one_checkpoint_and_is_not_carried_on(tmp_path, older):
+    for number in (1, 2, 3):
+        checkpoints.save(tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1)
+    path = sorted(tmp_path.glob(f"round-*/{FILE}"))[older]
+    data = path.read_bytes()
+    with path.open("r+b") as file:  # in place, as a disk does it
+        file.seek(len(data) - 3)
+        file.write(bytes([data[-3] ^ 1]))
+    loaded, notes = checkpoints.load(tmp_path)
+    assert (loaded.round, len(notes)) == ((3, 0), (2, 1))[older]
+    for number in (4, 5):  # the run that is in memory goes on
+        checkpoints.save(tmp_path, make(number, 1.0), set(), number - 1)
+        assert checkpoints.load(tmp_path)[1] == []
+    (tmp_path / "round-000005" / "complete.json").unlink()
+    assert checkpoints.load(tmp_path)[0].round == 4
+
+
+def test_nothing_is_taken_from_a_newer_damaged_checkpoint_and_it_does_not_count(tmp_path):
+    for number in (3, 6):
+        checkpoints.save(tmp_path, make(number, float(number)), {"a/b"}, number - 3)
+    (tmp_path / "round-000006" / "server.safetensors").write_bytes(b"")
+    assert checkpoints.load(tmp_path)[0].round == 3
+    checkpoints.save(tmp_path, make(4, 3.0), set(), 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["round-000003", "round-000004"]
+    assert checkpoints.load(tmp_path)[0].round == 4
+    assert weights(tmp_path) == 3.0
+
+
+def test_newer_checkpoints_can_be_dropped(tmp_path):
+    for number in (9, 10):
+        checkpoints.save(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
+    checkpoints.drop_newer(tmp_path, 9)
+    assert [p.name for p in tmp_path.iterdir()] == ["round-000009"]
+
+
+def test_a_checkpoint_ahead_of_the_metrics_is_not_used(tmp_path):
+    for number in (1, 2):
+        checkpoints.save(tmp_path / "checkpoint", make(number, float(number)), {"a/b"}, number - 1)
+    loaded, (note,) = checkpoints.load(tmp_path / "checkpoint", covered=1)
+    assert loaded.round == 1
+    assert "metrics.jsonl does not hold rounds 1 to 2, which checkpoint" in note
+    assert checkpoints.load(tmp_path / "checkpoint", covered=0)[0] is None
+
+
+def test_a_checkpoint_under_another_name_is_not_whole(tmp_path):
+    checkpoints.save(tmp_path, make(1, 1.0), {"a/b"}, 0)
+    (tmp_path / "round-000001").rename(tmp_path / "round-000002")
+    loaded, (note,) = checkpoints.load(tmp_path)
+    assert loaded is None
+    assert "it is of round 1" in note
+
+
+def test_where_links_are_not_to_be_had_files_are_written(tmp_path, monkeypatch):
+    def refuse(source, target):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(checkpoints.os, "link", refuse)
+    for number in (1, 2, 3):
+        checkpoints.save(tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1)
+    assert checkpoints.load(tmp_path)[0].round == 3
+
+
+def test_file_names_are_short_and_differ_where_case_does_not_count():
+    ids = ["a", "A", "é", "É", "a.b", "a%2Fb", "a/b", "a/B", "", "医" * 29, "医" * 30, "x" * 100, "x" * 101, "x" * 300]
+    found = [file_name(i) for i in ids]
+    assert len({name.lower() for name in found}) == len(ids)
+    assert all(len(f".partial-client-{name}.safetensors".encode()) <= 255 for name in found)
+    assert [i for i in ids if file_name(i) == i] == ["a", "a.b", "x" * 100]
+
+
+@pytest.mark.parametrize("name", ["server.safetensors", FILE, "complete.json"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(tmp_path, name, damage):
+    for number in (1, 2):
+        checkpoints.save(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
+    path = tmp_path / "round-000002" / name
+    data = path.read_bytes()
+    if damage == "truncate":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "flip":
+        path.write_bytes(data[:-10] + bytes([data[-10] ^ 1]) + data[-9:])
+    else:
+        path.unlink()
+    loaded, notes = checkpoints.load(tmp_path)
+    assert loaded.round == 1
+    assert len(notes) == 1
+    assert "round-000002 is damaged" in notes[0]
+
+
+def test_a_half_written_checkpoint_is_not_seen_and_is_cleaned_up(tmp_path):
+    checkpoints.save(tmp_path, make(1, 1.0), {"a/b"}, 0)
+    partial = tmp_path / ".partial-round-000002"
+    partial.mkdir()
+    (partial / "server.safetensors").write_bytes(b"half")
+    assert checkpoints.load(tmp_path)[0].round == 1
+    checkpoints.save(tmp_path, make(2, 2.0), {"a/b"}, 1)
+    assert not partial.exists()
+    assert checkpoints.load(tmp_path)[0].round == 2
+
+
+def test_a_failure_while_writing_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
+    checkpoints.save(tmp_path, make(1, 1.0), {"a/b"}, 0)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoints.save(tmp_path, make(2, 2.0), {"a/b"}, 1)
+    assert checkpoints.load(tmp_path)[0].round == 1
+
+
+def test_nothing_to_load(tmp_path):
+    assert checkpoints.load(tmp_path / "nowhere") == (None, [])
+
+
+def test_metrics_after_the_checkpoint_and_half_lines_are_dropped(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run")
+    for number in (1, 2, 3):
+        directory.append({"round": number})
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 4, "se')
+    assert [r["round"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert [r["round"] for r in directory.keep_rounds(2)] == [1, 2]
+    assert [r["round"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    with pytest.raises(UserError, match="does not hold rounds 1 to 5"):
+        directory.keep_rounds(5)
+    directory.close()
+
+
+def test_a_run_directory_has_one_writer(tmp_path):
+    """The lock is per process, so another process has to try."""
+    import subprocess
+    import sys
+
+    directory = RunDirectory.create(tmp_path / "run")
+    directory.write_config({})
+    code = f"from polyfed.simulation.runs.directory import RunDirectory; RunDirectory.open({str(tmp_path / 'run')!r})"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "another process is writing to the run directory" in other.stderr
+    directory.close()
+    RunDirectory.open(tmp_path / "run").close()
+
+
+@pytest.mark.parametrize("content", ["", '{"round": 1}\n{"round": 3}\n', '{"round": 1}\n{"rou', '{"round": 2}\n'])
+def test_rounds_told_are_those_without_a_gap(tmp_path, content):
+    directory = RunDirectory.create(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(content)
+    assert directory.rounds_told() == int(content.startswith('{"round": 1}'))
+    directory.close()
+
+
+def test_a_round_is_on_the_disk_when_it_has_been_appended(tmp_path, monkeypatch):
+    directory, synced = RunDirectory.create(tmp_path), []
+    monkeypatch.setattr(checkpoints.os, "fsync", lambda d: synced.append(os.readlink(f"/proc/self/fd/{d}")))
+    directory.append({"round": 1})
+    assert synced == [str(tmp_path / "metrics.jsonl"), str(tmp_path)]
+    directory.append({"round": 2})
+    assert synced[2:] == [str(tmp_path / "metrics.jsonl")]
+    directory.close()
+
+
+def test_what_a_start_left_behind_counts_as_empty_and_anything_else_does_not(tmp_path):
+    for name in (".lock", ".partial-config.yaml", "manifest.json"):
+        (tmp_path / name).touch()
+    RunDirectory.create(tmp_path).close()
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="is not empty; choose another"):
+        RunDirectory.create(tmp_path)
+
+
+@dataclass
+class Odd:
+    x: int = 1
+
+
+@pytest.mark.parametrize("value", [Odd(), torch.zeros(1), Path("a"), {1, 2}, np.zeros(2), 1j])
+def test_what_yaml_cannot_hold_is_refused_with_its_place(value):
+    with pytest.raises(UserError, match=r"method.steps\[1\] is a .*, which config.yaml cannot hold"):
+        plain({"steps": (1, value)}, "method")
+
+
+def test_numpy_scalars_and_tuples_become_plain():
+    value = plain({"a": np.float32(0.5), "b": (np.int64(2), np.bool_(True), None), "c": np.str_("x")}, "method")
+    assert value == {"a": 0.5, "b": [2, True, None], "c": "x"}
+    assert [type(v) for v in (value["a"], *value["b"], value["c"])] == [float, int, bool, type(None), str]

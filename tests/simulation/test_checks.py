@@ -1,0 +1,290 @@
+"""What is checked before the first round, and the fingerprint by which a resumed run knows its clients."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import polyfed as pf
+from polyfed.algorithms import FedAvg, FedAvgFT, FedProx, Local
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples, Normalise
+from polyfed.core.scratch import scratch
+from polyfed.simulation import checks
+from polyfed.testing import small_clients
+
+# What is proved here holds of the examples that were trained on.
+pytestmark = pytest.mark.filterwarnings("ignore:test examples that are also training examples:UserWarning")
+
+
+def linear():
+    return nn.Linear(4, 3)
+
+
+def wide():
+    return nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
+
+
+X, Y = torch.arange(24.0).view(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+def client(name="a", model=linear, x=X, y=Y, **more):
+    return Client(name, model, (x, y), (x, y), **more)
+
+
+@dataclass(frozen=True)
+class NeedsPublic(FedAvg):
+    requires: ClassVar[frozenset[str]] = frozenset({"public_data"})
+
+
+class TestClients:
+    def test_none(self):
+        with pytest.raises(UserError, match="a federation needs at least one client, got none"):
+            checks.check_clients([])
+
+    def test_something_else(self):
+        with pytest.raises(UserError, match=r"clients must be polyfed.Client objects, got tuple"):
+            checks.check_clients([(X, Y)])
+
+    def test_an_id_twice(self):
+        with pytest.raises(UserError, match="two clients have the id 'a'; ids must differ"):
+            checks.check_clients([client("a"), client("b"), client("a")])
+
+    def test_two_tasks(self):
+        labels = torch.eye(3)[Y]
+        with pytest.raises(UserError, match="must have one task, got classification and multilabel"):
+            checks.check_clients([client("a"), client("b", y=labels, task="multilabel")])
+
+
+class TestRequirements:
+    @pytest.mark.parametrize("method", [FedAvg, FedAvgFT, FedProx])
+    def test_mixed_architectures(self, method):
+        mixed = [client("north"), client("south"), client("west", wide)]
+        with pytest.raises(UserError) as error:
+            pf.federate(mixed, method(), rounds=1)
+        assert "needs one architecture, but the 3 clients have 2: 'west' differs from 'north'" in str(error.value)
+        assert str(error.value).endswith(
+            "Methods for different architectures: fedavg_kd, fedhenn, flha_ghn, local, pfedhn"
+        )
+        checks.check_requirements(mixed, Local(), None)
+
+    def test_the_same_architecture_from_other_factories_is_one(self):
+        checks.check_requirements([client("a", lambda: nn.Linear(4, 3)), client("b")], FedAvg(), None)
+
+    def test_public_examples(self):
+        with pytest.raises(
+            UserError, match=r"NeedsPublic needs public examples .*; give public=\.\.\. \(federate\) or"
+        ):
+            pf.federate([client()], NeedsPublic(), rounds=1)
+        checks.check_requirements([client()], NeedsPublic(), Examples(X, Y))
+
+    @pytest.mark.parametrize("method", [FedAvg(), Local()])
+    def test_a_client_without_a_network(self, method):
+        with pytest.raises(UserError, match="trains each client's own network, but client 'b' has model=None"):
+            checks.check_requirements([client("a"), client("b", None)], method, None)
+
+    def test_a_method_with_its_own_network_takes_clients_without(self):
+        checks.check_requirements([client("a", None)], NeedsPublic(), Examples(X, Y))
+        checks.check_models([client("a", None)])
+
+
+class TestModels:
+    def test_a_network_that_fails_on_the_data(self):
+        with pytest.raises(
+            UserError, match=r"client 'a': its network fails on a batch of shape \(2, 4\) \(torch.float32\)"
+        ):
+            checks.check_models([client("a", lambda: nn.Linear(5, 3))])
+
+    def test_a_network_that_fails_on_one_clients_data_only(self):
+        other = client("b", x=torch.zeros(6, 5))
+        with pytest.raises(UserError, match="client 'b': its network fails"):
+            checks.check_models([client("a"), other])
+
+    def test_raw_images_need_a_transform(self):
+        def net():
+            return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+
+        images = torch.zeros(6, 1, 4, 4, dtype=torch.uint8)
+        raw, ready = Examples(images, Y), Examples(images, Y, transform=Normalise((0.5,), (0.5,)))
+        with pytest.raises(UserError, match=r"torch.uint8"):
+            checks.check_models([Client("a", net, raw, raw)])
+        checks.check_models([Client("a", net, ready, ready)])
+        checks.check_models([client("a", net, x=images)])
+
+    def test_a_label_beyond_the_outputs(self):
+        beyond = client("a", y=torch.tensor([0, 1, 2, 3, 0, 0]))
+        with pytest.raises(
+            UserError, match=r"client 'a': train has label 3, but the network has 3 outputs \(classes 0 to 2\)"
+        ):
+            checks.check_models([beyond])
+        only_in_test = Client("a", linear, (X, Y), (X, torch.full((6,), 7)))
+        with pytest.raises(UserError, match="client 'a': test has label 7"):
+            checks.check_models([only_in_test])
+
+    def test_more_outputs_than_classes_seen_are_allowed_unless_the_classes_are_known(self):
+        few = client("a", y=torch.zeros(6, dtype=torch.int64))
+        checks.check_models([few])
+        checks.check_models([few], num_outputs=3)
+        for number in (2, 4):
+            with pytest.raises(
+                UserError, match=f"client 'a': its network has 3 outputs, but the data have {number} classes"
+            ):
+                checks.check_models([few], num_outputs=number)
+
+    def test_outputs_that_are_no_logits(self):
+        cases = {
+            r"its network must return a tensor of logits, got Tuple": lambda: Two(),
+            r"turns 2 examples into an output of shape \(3, 2\)": lambda: Turned(),
+            r"logits of shape \(batch, classes\), got \('batch', 4, 1\)": lambda: nn.Sequential(
+                nn.Linear(4, 4), nn.Unflatten(1, (4, 1))
+            ),
+        }
+        for sentence, factory in cases.items():
+            with pytest.raises(UserError, match=sentence.replace("Tuple", "tuple")):
+                checks.check_models([client("a", factory)])
+
+    def test_multilabel_outputs(self):
+        with pytest.raises(UserError, match="they must have the same form"):
+            checks.check_models([client("a", y=torch.eye(3)[Y][:, :2], task="multilabel")])
+        checks.check_models([client("a", y=torch.eye(3)[Y], task="multilabel")])
+
+    def test_regression_targets_are_columns(self):
+        one = client("a", lambda: nn.Linear(4, 1), y=torch.arange(6), task="regression")
+        checks.check_models([one])
+        with pytest.raises(UserError, match=r"output is \('batch',\), the labels are \(6, 1\)"):
+            checks.check_models([client("a", Flat, y=torch.arange(6.0), task="regression")])
+
+    def test_float64_inputs_and_a_float32_network(self):
+        with pytest.raises(
+            UserError,
+            match=r"weights of torch.float32, but its inputs are torch.float64; convert the inputs, x.float()",
+        ):
+            checks.check_models([client(x=X.double())])
+        checks.check_models([client(x=X.double(), model=lambda: linear().double())])
+        checks.check_models([client(x=X.double().numpy())])
+
+    def test_a_network_with_nothing_to_train(self):
+        for factory in (nn.Identity, lambda: linear().requires_grad_(False)):
+            with pytest.raises(UserError, match="client 'a': its network has no parameters that can be trained"):
+                pf.federate([client(model=factory)], FedAvg(), rounds=1)
+
+    def test_a_network_with_a_state_that_is_no_tensor(self):
+        with pytest.raises(UserError, match=r"client 'a': '_extra_state' in its network's state_dict is a dict"):
+            pf.federate([client(model=WithExtraState)], FedAvg(), rounds=1)
+        with pytest.raises(UserError, match="_extra_state"):
+            checks.check_models([client(model=WithExtraState)])
+
+    def test_one_training_example_and_batch_norm(self):
+        def net():
+            return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+        def per_pixel():  # several values a channel even in a batch of one
+            return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+        def lone(model):
+            return Client("lone", model, (X[:1], Y[:1]), (X, Y))
+
+        with pytest.raises(UserError, match="client 'lone' has one training example, and its network cannot"):
+            checks.check_models([client("a", net), lone(net)])
+        checks.check_models([client("a", net), Client("b", net, (X[:2], Y[:2]), (X[:1], Y[:1])), lone(linear)])
+        checks.check_models([lone(per_pixel)])
+
+    def test_trying_a_network_leaves_no_trace(self):
+        for rows in (6, 1):
+            one = Client("a", Caching, (X[:rows], Y[:rows]), (X, Y))
+            state = torch.random.get_rng_state()
+            checks.check_models([one])
+            module = scratch(Caching).module
+            assert module.cached is None
+            assert int(module.calls) == 0
+            assert torch.equal(state, torch.random.get_rng_state())
+            pf.federate([one], FedAvg(), rounds=2, workers=0)
+
+
+class Flat(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+
+    def forward(self, x):
+        return super().forward(x).squeeze(1)
+
+
+class WithExtraState(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def get_extra_state(self):
+        return {"steps": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Caching(nn.Linear):
+    """Keeps a tensor of its first forward pass, counts calls, and uses random numbers in evaluation too."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.cached = None
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x):
+        self.calls += 1
+        if self.cached is None:
+            self.cached = torch.rand(4)
+        return super().forward(x * self.cached)
+
+
+class Two(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        return x, x
+
+
+class Turned(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        return super().forward(x).T
+
+
+class TestFingerprint:
+    def test_the_same_clients_have_the_same_whatever_their_order(self):
+        one, other = small_clients(), small_clients()[::-1]
+        assert checks.fingerprint(one) == checks.fingerprint(other)
+        assert len(checks.fingerprint(one)) == 16
+
+    @pytest.mark.parametrize("part", ["train", "test", "val", "global_test"])
+    def test_a_single_label_changes_it(self, part):
+        sets = {"train": (X, Y), "test": (X, Y), "val": (X, Y), "global_test": (X, Y)}
+        changed = Y.clone()
+        changed[4] = 0
+        before = Client("a", linear, **sets)
+        after = Client("a", linear, **(sets | {part: (X, changed)}))
+        assert checks.fingerprint([before]) != checks.fingerprint([after])
+
+    def test_everything_else_that_matters_changes_it(self):
+        nudged = X.clone()
+        nudged[5, 3] += 1e-4
+        half = torch.arange(3)
+        variants = [
+            client(),
+            client("b"),
+            client(model=wide),
+            client(model=None),
+            client(x=nudged),
+            client(val=(X, Y)),
+            Client("a", linear, Examples(X, Y, index=half), (X, Y)),
+            Client("a", linear, Examples(X, Y, index=half.flip(0)), (X, Y)),
+            Client("a", linear, Examples(X, Y, transform=Normalise((0.0,), (1.0,))), (X, Y)),
+            Client("a", linear, Examples(X, Y, transform=Normalise((0.0,), (2.0,))), (X, Y)),
+        ]
+        prints = [checks.fingerprint([variant]) for variant in variants]
+        prints += [checks.fingerprint([client()], Examples(X, Y)), checks.fingerprint([client()], Examples(nudged, Y))]
+        assert len(set(prints)) == len(prints)

@@ -1,0 +1,130 @@
+"""What a start may cost: names are imported when they are used, and nothing imports torch before it must."""
+
+import ast
+import json
+import os
+import pickle
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import polyfed as pf
+
+
+def in_a_new_process(code):
+    return subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_import_polyfed_imports_neither_torch_nor_anything_heavy():
+    code = (
+        "import sys, polyfed; print(*sorted({m.partition('.')[0] for m in sys.modules} - set(sys.stdlib_module_names)))"
+    )
+    done = in_a_new_process(code)
+    assert done.returncode == 0, done.stderr
+    assert [name for name in done.stdout.split() if not name.startswith("_")] == ["polyfed"]
+
+
+def test_the_public_names_are_those_that_type_checkers_see():
+    """One list for type checkers, one for `import *`, one of places: the same names, and the same things."""
+    tree = ast.parse(Path(pf.__file__).read_text(encoding="utf-8"))
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in checked.body for alias in node.names}
+    assert sorted(seen) == pf.__all__ == sorted(pf.__all__)
+    for name, module in seen.items():
+        wanted = import_module("polyfed.algorithms") if name == "algorithms" else getattr(import_module(module), name)
+        assert getattr(pf, name) is wanted
+    assert set(pf.__all__) <= set(dir(pf))
+
+
+EVERY_WAY = """
+import pickle, sys
+import polyfed as pf
+assert not hasattr(pf, "fedrate")
+assert "torch" not in sys.modules
+assert pf.UserError and pf.algorithms.FedAvg and pf.search.operations and pf.testing.AlgorithmContract
+assert "torch" in sys.modules
+from polyfed import Client, federate
+from polyfed import *
+import polyfed.models.mlp
+assert polyfed.Client is Client is pf.Client and algorithms is pf.algorithms
+print(pickle.loads({content!r})[2].lr)
+"""
+
+
+def test_names_can_be_reached_in_every_way_and_classes_pickled_from_one_process_to_another():
+    content = pickle.dumps((pf.Message({}), pf.Client, pf.algorithms.FedAvg(lr=0.5)))
+    done = in_a_new_process(EVERY_WAY.format(content=content))
+    assert (done.stdout, done.stderr) == ("0.5\n", "")
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'polyfed' has no attribute 'fedrate'"):
+        _ = pf.fedrate
+    with pytest.raises(ImportError, match="cannot import name 'fedrate' from 'polyfed'"):
+        from polyfed import fedrate  # noqa: F401
+
+
+QUICK = [  # words, exit status, and what is said
+    ("--help", 0, "usage: polyfed COMMAND"),
+    ("--version", 0, "polyfed "),
+    ("list", 0, "flha_ghn"),
+    ("list algorithms data", 0, "one_architecture"),
+    ("list models recipes", 0, "what the scales reduce against the paper"),
+    ("reproduce fedhenn", 0, "table1"),
+    ("run --help", 0, "--algorithm.momentum"),
+    ("run quickstart --help", 0, "--algorithm.catalogue"),
+    ("run --print_config", 0, "partition:"),
+    ("compare --help", 0, "--algorithms NAMES"),
+    ("warmstart --help", 0, "--data.augment"),
+    ("rnu", 2, "unknown command 'rnu'; did you mean run?"),
+    ("run --roundz 3", 2, "unknown option --roundz; did you mean --rounds?"),
+    ("run --rounds many", 2, "--rounds must be a whole number, got 'many'"),
+    ("run quikstart", 2, "no recipe or file 'quikstart'; did you mean quickstart?"),
+    ("run --algorithm fedavgg", 2, "unknown algorithm 'fedavgg'; did you mean fedavg or"),
+    ("run --algorithm.mu 1", 2, "fedavg has no 'mu', but fedprox has: give --algorithm fedprox"),
+    ("run --model cnn_smal", 2, "unknown model 'cnn_smal'; did you mean cnn_small"),
+    ("run quickstart --scale cpu", 2, "quickstart has no scales; leave --scale cpu out"),
+    ("data --data.partition dirichlt", 2, "did you mean dirichlet?"),
+    ("compare x --algorithm fedavgg", 2, "there is no recipe or file 'x'"),
+    ("compare quickstart --algorithm fedavgg", 2, "unknown algorithm 'fedavgg'; did you mean fedavg or"),
+    ("compare --seed 1", 2, "polyfed compare takes no --seed; give --seeds"),
+    ("resume --quite x", 2, "unknown option --quite; polyfed resume has --quiet"),
+    ("report --outt x", 2, "polyfed report takes run directories"),
+    ("warmstart x --epoch 3", 2, "unknown option --epoch; did you mean --epochs"),
+    ("graph mlp --inputs 3", 2, "unknown option --inputs; did you mean --input?"),
+    ("reproduce fedhenn tabel1", 2, "no table or figure 'tabel1'; did you mean table1"),
+    ("reproduce fedhenn table1 --roundz 3", 2, "unknown option --roundz; did you mean --rounds?"),
+    ("flower stats x", 2, "did you mean status?"),
+]
+PLAY = """
+import contextlib, io, json, sys
+from polyfed.cli.main import main
+found = []
+for words in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = main(words)
+    found.append([status, said.getvalue(), sorted({"torch", "numpy", "pandas", "sklearn"} & set(sys.modules))])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    lines = json.dumps([words.split() for words, _, _ in QUICK])
+    where = {"cwd": tmp_path_factory.mktemp("quick"), "env": {**os.environ, "COLUMNS": "200"}}
+    command = [sys.executable, "-W", "error", "-c", PLAY, lines]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **where)
+    assert done.returncode == 0, done.stderr
+    return dict(zip([words for words, _, _ in QUICK], json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize(("words", "status", "text"), QUICK, ids=[words for words, _, _ in QUICK])
+def test_help_lists_and_mistakes_are_answered_before_torch_is_imported(answers, words, status, text):
+    found = answers[words]
+    assert found[0] == status, found[1]
+    assert text in " ".join(found[1].split())
+    assert found[2] == []
