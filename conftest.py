@@ -2,6 +2,7 @@
 garbage collection where it costs seconds and finds nothing."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -40,4 +41,13 @@ def _workers_are_asked_for() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "usable_cores", lambda: 1)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _disks_do_not_wait() -> Iterator[None]:
+    """A write is not forced to the disk: that saves from a power cut, which no test causes, and is most of the time that a
+    tiny run directory takes. Tests that count such calls, or let them fail, put their own in place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield

@@ -32,7 +32,7 @@ class TestRegistered(AlgorithmContract):
 
 
 POLICIES = [(name, policy) for name in ("fedavg", "fedprox", "fedavg_ft") for policy in ("local", "recompute")]
-FAST = [("fedavg", "recompute"), ("fedavg_ft", "local")]
+FAST = [("fedavg", "recompute")]
 
 
 @pytest.mark.parametrize(

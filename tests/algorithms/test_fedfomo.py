@@ -17,11 +17,12 @@ from polyfed.testing import AlgorithmContract, SmallNet, small_clients
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}
 
 
+@pytest.mark.slow
 class TestContract(AlgorithmContract):
     published = frozenset({"model", "before"})
 
-    # test_contract.py has it with validation examples
-    @pytest.fixture(params=[pytest.param("validation", marks=pytest.mark.slow), "holdout"])
+    # test_contract.py has it with validation examples and other options
+    @pytest.fixture(params=["validation", "holdout"])
     def algorithm(self, request):
         self.validation = request.param == "validation"
         return FedFomo(num_models=1, **OPTIONS)

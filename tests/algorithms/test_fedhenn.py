@@ -134,10 +134,11 @@ def test_the_homogeneous_form_evaluates_the_trained_model_and_beside_it_the_glob
         assert (row["server_loss"] == row["loss"]) == (i not in trained)
 
 
-SHARED = [{}, {"rank": 3}, {"normalise": True}, {"weighting": "capacity"}, {"kernel": "rbf", "rank": 4}]
+SHARED = [{"normalise": True}, {"kernel": "rbf", "rank": 4}]
+SLOW = [pytest.param(fields, marks=pytest.mark.slow) for fields in ({}, {"rank": 3}, {"weighting": "capacity"})]
 
 
-@pytest.mark.parametrize("fields", SHARED)
+@pytest.mark.parametrize("fields", [*SHARED, *SLOW])
 def test_sharing_weights_is_sharing_representations(fields: Mapping[str, Any]) -> None:
     options = OPTIONS | {"eta0": 3.0} | fields
     one, other = (

@@ -38,10 +38,10 @@ CONTRACT = {
     "homogeneous, pool once": FedHeNNHomo(pool_once=True, kernel="rbf", buffers="local", **OPTIONS),
 }
 PUBLISHED = {"weights": frozenset({"model"}), "homogeneous, pool once": frozenset({"trained"})}
-SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in CONTRACT if n != "homogeneous, pool once"]
 
 
-@pytest.mark.parametrize("name", ["homogeneous, pool once", *SLOW])
+@pytest.mark.slow  # test_contract.py has both methods with the default options
+@pytest.mark.parametrize("name", CONTRACT)
 class TestOptions(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, name: str) -> pf.Algorithm:

@@ -22,7 +22,7 @@ OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}
 @pytest.mark.parametrize(
     ("method", "policy"),
     [
-        (PFedMe(**OPTIONS), "average"),
+        pytest.param(PFedMe(**OPTIONS), "average", marks=pytest.mark.slow),
         (PerFedAvg(**OPTIONS), "recompute"),
         pytest.param(PFedMe(**OPTIONS), "recompute", marks=pytest.mark.slow),
         pytest.param(PerFedAvg(**OPTIONS), "average", marks=pytest.mark.slow),

@@ -70,9 +70,8 @@ def messages(method, clients, rounds=2):
     return told
 
 
-@pytest.mark.parametrize(
-    "policy", ["average", *(pytest.param(p, marks=pytest.mark.slow) for p in ("local", "recompute"))]
-)
+@pytest.mark.slow  # test_contract.py has it with the default policy
+@pytest.mark.parametrize("policy", ["average", "local", "recompute"])
 class TestFedRepContract(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, policy):

@@ -41,6 +41,7 @@ class TestContract(AlgorithmContract):
         return PFedHN(**OPTIONS)
 
 
+@pytest.mark.slow
 class TestContractOfTwoArchitectures(AlgorithmContract):
     def clients(self, number=3):
         return mixed_clients(number)

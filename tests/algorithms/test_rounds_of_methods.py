@@ -1,7 +1,5 @@
 """What a round makes of each field, where the method's parts are proved elsewhere: that they are put together rightly."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -145,5 +143,4 @@ def test_messages_do_not_outlive_their_block(monkeypatch):
     monkeypatch.setattr("polyfed.algorithms.pfedla._BLOCK", 1)
     found = collect(federation, engine, "evaluate", list(federation.clients), 1, at, Silent())
     assert len(found.results) == 6
-    gc.collect()
     assert not list(tensors_of([result.task.down.tensors for result in found.results.values()]))

@@ -103,7 +103,7 @@ def test_where_most_examples_are_equal_the_width_is_of_those_that_differ(width: 
         torch.testing.assert_close(rbf_kernel(a).double(), torch.from_numpy(rbf(a)), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("number", [ROWS, 1000])
+@pytest.mark.parametrize("number", [ROWS, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sigma", [5.0, 10.0, 30.0])
 def test_rbf_cka_of_a_wide_kernel_is_accurate_in_float32(sigma: float, number: int) -> None:
     """Its entries are near 1, and differ by 1/σ²."""

@@ -177,7 +177,10 @@ def test_at_paper_scale_the_method_has_the_papers_settings(name, experiment):
         assert method == FLHAGHN(depth=method.depth, local_epochs=method.local_epochs)
 
 
-@pytest.mark.parametrize("name", ["flha_table1", "flha_table2", "flha_table3", "flha_appendix_b", "flha_upper_bound"])
+OTHER = ("flha_table2", "flha_table3", "flha_appendix_b", "flha_upper_bound")
+
+
+@pytest.mark.parametrize("name", ["flha_table1", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHER)])
 def test_a_variant_names_the_data_set_and_the_share_of_a_client(name, experiment):
     for variant in variants(name):
         source, share = variant.split("-")[:2]

@@ -144,15 +144,8 @@ def test_the_configuration_of_a_run_is_complete_and_repeats_it(polyfed, here):
 
 def test_a_table_that_is_too_wide_has_a_row_for_each_method(polyfed, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    words = [
-        "--rounds",
-        "1",
-        "--workers",
-        "0",
-        "--quiet",
-        "--baselines",
-        "[local, fedprox, fedavg_ft, per_fedavg, fedrep]",
-    ]
+    methods = "[local, fedprox, fedavg_ft, per_fedavg, fedrep]"
+    words = ["--rounds", "1", "--workers", "0", "--quiet", "--data.clients", "2", "--baselines", methods]
     status, out, err = polyfed("run", "fedavg_digits", *words, "--out", "run")
     assert (status, err) == (0, "")
     assert "…" not in out

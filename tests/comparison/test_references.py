@@ -195,11 +195,8 @@ def test_other_inputs_have_the_constant_alone(x, transform):
     "labels",
     [
         [1] * 30,  # one class
-        [0] * 29 + [3],  # one that occurs once
-        [0] * 28 + [1, 2],
-        [0, 1],
-        [2],
-        [0] * 15 + [1] * 15,
+        [0] * 28 + [1, 2],  # two that occur once
+        *(pytest.param(y, marks=pytest.mark.slow) for y in ([0] * 29 + [3], [0, 1], [2], [0] * 15 + [1] * 15)),
     ],
 )
 def test_clients_that_are_hard_to_fit(labels):
@@ -253,6 +250,7 @@ def test_the_same_call_gives_the_same_whoever_else_takes_part():
         assert torch.equal(a.outputs["client-0"], c.outputs["client-0"])
 
 
+@pytest.mark.slow
 def test_it_is_quick():
     data = [pf.Client(f"{k}", None, (normal(100, 30, seed=k), torch.arange(100) % 2), separable(50, 9, features=30))
             for k in range(4)]  # fmt: skip

@@ -58,6 +58,7 @@ def test_sparse_gradients_are_taken_as_by_torch():
     assert torch.equal(tables[0].weight, tables[1].weight)
 
 
+@pytest.mark.slow  # tests/test_layout.py has the same of a round
 def test_a_step_does_not_import_the_compiler():
     code = """
 import sys, torch

@@ -66,7 +66,9 @@ def test_classes_per_client_has_the_cells_of_their_deterministic_mode(labels):
     assert np.array_equal(np.sort(flwr, axis=None), np.sort(ours, axis=None))
 
 
-@pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize(
+    "alpha", [pytest.param(0.1, marks=pytest.mark.slow), 1.0, pytest.param(10.0, marks=pytest.mark.slow)]
+)
 def test_dirichlet_has_their_concentration(labels, alpha):
     num_clients, draws = 5, 40
     labels = np.repeat(np.arange(CLASSES), 200)

@@ -113,14 +113,14 @@ BROKEN = {
 @pytest.fixture(scope="module")
 def without_the_first():
     """The history of the same run of the other two sites."""
-    return pf.federate(small_clients()[1:], FedAvg(lr=0.05), rounds=2, seed=3, workers=0).history
+    return pf.federate(small_clients()[1:], FedAvg(lr=0.05), rounds=1, seed=3, workers=0).history
 
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_reply_that_cannot_be_used_costs_the_round_of_that_site_only(run, fault, without_the_first):
     change, sentence = BROKEN[fault]
     words = {"round-seconds": 0.3 if fault == "hangs" else 60.0, "max-megabytes": 1.0}
-    found = run(instead(change), rounds=2, **words)
+    found = run(instead(change), rounds=1, **words)
     for record in found.history:
         (failure,) = record["failures"]
         assert failure["client"] == "client-0"
@@ -152,9 +152,9 @@ def test_sites_that_hang_share_one_limit_of_time(run, nodes, monkeypatch):
     for node in list(grid.nodes.values())[:2]:
         instead(lambda letter: None)(node)
     began = time.monotonic()
-    found = run(grid=grid, method=PFedLA(lr=0.05), rounds=1, **{"round-seconds": 3.0})
+    found = run(grid=grid, method=PFedLA(lr=0.05), rounds=1, **{"round-seconds": 1.0})
     assert len(found.history[0]["failures"]) == 2
-    assert time.monotonic() - began < 5.9
+    assert time.monotonic() - began < 1.95
 
 
 def test_a_late_reply_is_discarded(run, nodes):
@@ -310,7 +310,7 @@ def dataclasses_client(name):
     return pf.Client(name, first.model, first.train, first.test)
 
 
-@pytest.mark.parametrize("when", [1, 2, 3])
+@pytest.mark.parametrize("when", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, run, nodes, when):
     """The sites have trained a round further than the server's checkpoint: their private state of that round is used."""
     method = PFedLA(lr=0.05)

@@ -76,7 +76,8 @@ def zoo(name, **sizes):
     return model, torch.ones(2, *shape, dtype=torch.int64 if name == "lstm" else torch.float32)
 
 
-ALIKE = {"flha_arch0", "flha_arch1", "flha_arch2", "flha_small"}  # have no layer that the others have not
+# Have no layer that the others have not.
+ALIKE = {"flha_arch0", "flha_arch1", "flha_arch2", "flha_small", "resnet18", "cnn_fedhenn", "cnn_pfedla", "cnn_582k"}
 SLOW = [pytest.param(name, {}, marks=pytest.mark.slow) for name in MODELS if name in ALIKE]
 
 

@@ -255,12 +255,8 @@ def test_a_quarter_of_them_does_no_harm_to_fedavg():
     assert not harms("fedavg", list(KINDS)[::4])
 
 
-FAST = {"fedbn"}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in REGISTRY]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REGISTRY)
 def test_no_hostile_reply_ends_or_poisons_a_run(name):
     assert not harms(name, KINDS)
 

@@ -59,7 +59,7 @@ def test_a_training_that_diverged_leaves_a_gap():
 
 
 def test_many_newcomers_have_panels_of_their_own(tmp_path):
-    curves = {str(k): Curves("accuracy", (0.1, k / 10), (0.1, 0.2)) for k in range(6)}
+    curves = {str(k): Curves("accuracy", (0.1, k / 10), (0.1, 0.2)) for k in range(4)}
     figure = draw_curves(curves)
     assert [axes.get_title() for axes in figure.axes if axes.get_visible()] == list(curves)
     for name in ("one.svg", "two.svg"):

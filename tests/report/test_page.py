@@ -171,7 +171,7 @@ def test_a_page_that_cannot_be_written(write_run, tmp_path):
         show([tmp_path / "a"], Console(quiet=True), out=tmp_path / "nowhere" / "page.html")
 
 
-@pytest.mark.parametrize("clients", [1, 200])
+@pytest.mark.parametrize("clients", [1, pytest.param(200, marks=pytest.mark.slow)])
 def test_one_client_and_two_hundred(write_run, learning, page, tmp_path, clients):
     methods = ("pfedla", *(f"method_{k}" for k in range(11)), "local")
     for k, name in enumerate(methods):

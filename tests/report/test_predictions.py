@@ -189,6 +189,7 @@ def test_names_of_sites_and_columns_stay_text(write_comparison, tmp_path):
     assert evil in json.loads(told)["sites"]
 
 
+@pytest.mark.slow
 def test_a_page_of_many_sites_stays_small(write_comparison, tmp_path):
     sites = {f"site-{k:02d}": 40 for k in range(44)}
     folder = write_comparison(tmp_path / "mine", sites, seeds=(0, 1))

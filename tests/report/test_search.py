@@ -183,7 +183,7 @@ def assert_drawn(path):
         assert path.read_text().count("<path") > 20
 
 
-@pytest.mark.parametrize("ending", ["png", "svg"])
+@pytest.mark.parametrize("ending", ["png", pytest.param("svg", marks=pytest.mark.slow)])
 def test_heat_maps(folder, tmp_path, ending):
     found = read_search(folder)
     figure = draw_probabilities(found, tmp_path / f"one.{ending}")

@@ -58,7 +58,7 @@ def test_the_best_round_survives_a_stop(tmp_path, every):
     whole = wild()
     best = whole.best_round
     assert 1 < best < 6
-    for stop in range(1, 6):
+    for stop in range(1, 6) if every == 1 else (best, best + 1):
         out = tmp_path / f"stopped-{stop}"
         with pytest.raises(KeyboardInterrupt):
             wild(out, checkpoint_every=every, progress=Stop(stop))
