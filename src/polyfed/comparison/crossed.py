@@ -75,9 +75,9 @@ def parts(metric: Metric, ours: Sequence[Tensor], theirs: Sequence[Tensor] | Non
     """Of one site.
 
     Args:
-        metric: what is scored. Differences are positive where `polyfed's choice` is better, also for losses.
-        polyfed's choice: outputs of one method, one tensor a seed, each of shape (n, outputs).
-        theirs: those of the method it is compared with, by the same seeds; None for the score of `polyfed's choice` itself.
+        metric: what is scored. Differences are positive where `ours` is better, also for losses.
+        ours: outputs of one method, one tensor a seed, each of shape (n, outputs).
+        theirs: those of the method it is compared with, by the same seeds; None for the score of `ours` itself.
         targets: of the n examples.
 
     Returns:
@@ -125,8 +125,8 @@ def scored(metric: Metric, outputs: Sequence[Tensor], targets: Tensor) -> Scored
 
 
 def difference(ours: Scored, theirs: Scored | None) -> Parts:
-    """Of two methods on the same examples, positive where `polyfed's choice` is better; of None, the score of
-    `polyfed's choice` itself."""
+    """Of two methods on the same examples, positive where `ours` is better; of None, the score of
+    `ours` itself."""
     share = ours.metric.parts is not None and ours.metric.unit == "%"
     if theirs is None:
         extra = (0.0, 0.0, 1.0, 1.0) if share else ()
@@ -265,7 +265,7 @@ def score_interval(
 def gain_interval(
     metric: Metric, ours: Sequence[Tensor], theirs: Sequence[Tensor], targets: Tensor, level: float = LEVEL
 ) -> tuple[float, float, float] | None:
-    """As `score_interval`, for the difference of two methods on the same examples; positive where `polyfed's choice`
+    """As `score_interval`, for the difference of two methods on the same examples; positive where `ours`
     is better."""
     return _alone(parts(metric, ours, theirs, targets), level)
 

@@ -244,7 +244,7 @@ def _where(error: BaseException, root: Root) -> str:
 
 
 def _sentence(error: BaseException) -> str:
-    """The error's class, if it is not polyfed's choice, and the first line of its message, without the full stop."""
+    """The error's class, if it is not one of polyfed's, and the first line of its message, without the full stop."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     first = first if len(first) <= 240 else f"{first[:240]}…"
     kind = "" if isinstance(error, UserError) else type(error).__name__
