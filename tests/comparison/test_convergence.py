@@ -29,7 +29,7 @@ def test_exponential_decays(time_constant, converged, noise):
 def test_the_sentence_tells_how_much():
     """A straight line over 11 rounds: the last four are three of its ten steps."""
     found = judge([curve(1 - 0.1 * np.arange(11), every=5)])
-    assert found.told == (
+    assert found.sentence == (
         "the validation loss still fell at round 55: by 30 % of its whole fall over the last 4 evaluated rounds; "
         "give more rounds"
     )
@@ -55,13 +55,13 @@ def test_a_curve_that_rises_again_has_converged():
     t = np.arange(20)
     found = judge([curve((t - 6) ** 2 / 100)])
     assert found.converged
-    assert found.told == "the validation loss no longer fell at round 20; it was lowest at round 7"
+    assert found.sentence == "the validation loss no longer fell at round 20; it was lowest at round 7"
 
 
 def test_a_fall_after_a_rise_from_the_first_value_counts():
     found = judge([curve([1, 4, 5, 6, 5, 4, 3, 2])], kind="training loss")
     assert found.converged is False
-    assert "after it had risen" in found.told
+    assert "after it had risen" in found.sentence
 
 
 @pytest.mark.parametrize("values", [[0.1] * 12, [1 / 3] * 7])
@@ -73,7 +73,7 @@ def test_a_constant_has_converged(values):
 def test_too_few_rounds_are_not_judged(curves):
     found = judge(curves)
     assert found.converged is None
-    assert "cannot be judged" in found.told
+    assert "cannot be judged" in found.sentence
 
 
 def test_values_that_are_not_finite_are_skipped():
@@ -81,5 +81,5 @@ def test_values_that_are_not_finite_are_skipped():
     for whole in (falling, flat):
         holes = [(t, math.nan if t % 5 == 2 else math.inf if t == 30 else loss) for t, loss in whole]
         assert judge([holes, whole]).converged is judge([whole]).converged
-    assert "round 29" in judge([[(t, math.nan if t == 30 else loss) for t, loss in falling]]).told
+    assert "round 29" in judge([[(t, math.nan if t == 30 else loss) for t, loss in falling]]).sentence
     assert judge([[(t, math.nan) for t, _ in flat]]).converged is None

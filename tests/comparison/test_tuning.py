@@ -62,7 +62,7 @@ def test_optuna_finds_a_rate_in_a_range_and_repeats_nothing(tmp_path):
     words = QUICK | {"rounds": 8, "tune": {"lr": "1e-7..0.5", "mu": [0.0, 0.01]}, "trials": 6}
     found = pf.compare(clients, ["fedprox"], **words, out=tmp_path / "a")
     told = found.results["tuning"]
-    assert "lr, mu, by Optuna: up to 6 runs" in told["told"]
+    assert "lr, mu, by Optuna: up to 6 runs" in told["sentence"]
     for label, entry in told["methods"].items():
         assert entry["runs"] == 6
         assert set(entry["chosen"]) == ({"lr", "mu"} if label == "fedprox" else {"lr"})
@@ -238,7 +238,7 @@ def test_every_method_is_tuned_unasked_and_trained_on_all_examples_afterwards(tm
         assert found.results["methods"][label]["fields"]["lr"] == one["chosen"]["lr"]
         runs = found.results["methods"][label]["runs"].values()
         assert {run["round"] for run in runs} == {told["rounds"][label]}
-    assert found.results["budget"]["told"].startswith("each method at its best round by validation examples")
+    assert found.results["budget"]["sentence"].startswith("each method at its best round by validation examples")
     assert len(told["losses"]["fedavg"]) == 2
     trained = read_manifest(tmp_path / "a" / "fedavg" / "seed-0")["data_fingerprint"]
     searched = read_manifest(next((tmp_path / "a" / "tuning" / "fedavg").iterdir()))["data_fingerprint"]

@@ -44,7 +44,7 @@ def made(right, *, metric="accuracy", losses=None, **changes):
     description = {
         "title": "t", "task": "classification", "seeds": list(seeds), "reference": "local", "evaluated": {}, "skipped": {},
         "methods": {m: {"name": m} for m in right}, "same_clients": True, "settings": {"rounds": 8},
-        "tuning": {"told": "", "by": "validation", "methods": {}, "edge": []},
+        "tuning": {"sentence": "", "by": "validation", "methods": {}, "edge": []},
     }  # fmt: skip
     sizes = {c: {"train": 50, "test": len(targets[c]), "classes": None} for c in clients}
     material = Material(

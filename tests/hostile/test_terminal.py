@@ -81,7 +81,7 @@ def test_the_tables_of_a_comparison(tmp_path):
     content = json.loads(json.dumps(found.results))
     content["methods"]["m[/b]\x1b[31m"] = content["methods"].pop("local")
     content["reference"] = content["best"] = "m[/b]\x1b[31m"
-    content["budget"]["told"] = "[/b]\x1b]0;x\x07"
+    content["budget"]["sentence"] = "[/b]\x1b]0;x\x07"
     content["notes"] = EVIL
     content["skipped"] = {"[/i]\x1b": "\u202e"}
     where = console()

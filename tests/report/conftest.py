@@ -103,8 +103,8 @@ def comparison_of():
             "format": FORMAT, "title": "mine", "task": "classification", "score": "accuracy", "rounds": 2, "seeds": [*first],
             "clients": sorted(next(iter(first.values()))), "same_clients": True, "class_names": ["cat", "dog"],
             "data": {str(seed): dict.fromkeys(found, told) for seed, found in first.items()},
-            "budget": {"kind": "steps", "limit": None, "told": "equal local steps"}, "reference": reference,
-            "best": "fedavg", "best_by": "test", "target": {"score": 0.55, "told": "asked for"},
+            "budget": {"kind": "steps", "limit": None, "sentence": "equal local steps"}, "reference": reference,
+            "best": "fedavg", "best_by": "test", "target": {"score": 0.55, "sentence": "asked for"},
             "methods": methods, "skipped": {"fedbn": "fedbn needs one architecture"},
             "failed": {"fedprox": "round 1, client 'north', phase 'reply': it diverged"},
             "verdicts": ["north gains 4.1 to 6.0 points with fedavg"], "notes": ["3 seeds: intervals are wide"],
@@ -187,9 +187,9 @@ def write_comparison(write_run, write_predictions, comparison_of):
                "mean_answer": mean, "covers": ["The gain is what is expected on new examples of the site.",
                "It does not cover a change of patients or of devices."],
                "warnings": ["Methods were not tuned (--tune none)"],
-               "convergence": {"fedavg": {"converged": True, "told": "the score no longer rises"}},
+               "convergence": {"fedavg": {"converged": True, "sentence": "the score no longer rises"}},
                "class_names": ["healthy", "sick"] if classes == 2 else [str(k) for k in range(classes)],
-               "references": {"logistic_regression": {"told": "Logistic regression of each site alone.",
+               "references": {"logistic_regression": {"sentence": "Logistic regression of each site alone.",
                               "scores": dict.fromkeys(sites, 0.71), "mean": 0.71}}}  # fmt: skip
         content = comparison_of(scores, **{**new, **more})
         content["notes"] = ["the test gives p = 0.5"]

@@ -60,7 +60,7 @@ def test_ties_are_ties_whatever_the_rounding(stopped):
 def test_what_the_command_tells_of_a_comparison_is_on_the_page(comparison_of, tmp_path):
     content = comparison_of({"local": {0: {"x": 0.5}}, "fedavg": {0: {"x": 0.6}}})
     one = {"chosen": {"lr": 0.0312345}, "runs": 3, "tried": []}
-    content["tuning"] = {"told": "lr, by Optuna", "by": "validation", "methods": {"fedavg": one}}
+    content["tuning"] = {"sentence": "lr, by Optuna", "by": "validation", "methods": {"fedavg": one}}
     (tmp_path / "comparison.yaml").write_text("title: mine\n")
     (tmp_path / "comparison.json").write_text(json.dumps(content))
     ((setting,), _) = gather([tmp_path])

@@ -255,7 +255,7 @@ def _references(plan: Plan, methods: Mapping[str, Method], data: Mapping[str, st
         defined = [
             score for score in known.values() if score is not None
         ]  # a site of one class has no AUC by any method
-        told[one.name] = {"told": one.told + once, "scores": known, "mean": fmean(defined) if defined else None}
+        told[one.name] = {"sentence": one.sentence + once, "scores": known, "mean": fmean(defined) if defined else None}
     return told
 
 

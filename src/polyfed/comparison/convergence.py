@@ -21,11 +21,11 @@ _ROUNDING = 1e-9  # of the loss, below which it has not moved
 class Course:
     """How a loss went.
 
-    Attributes: `converged`, None where it cannot be judged; `told`, a sentence for people.
+    Attributes: `converged`, None where it cannot be judged; `sentence`, a sentence for people.
     """
 
     converged: bool | None
-    told: str
+    sentence: str
 
 
 def judge(curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation loss") -> Course:
@@ -42,7 +42,7 @@ def judge(curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation
     Returns:
         `converged` is None with fewer than `FEWEST` such rounds.
 
-    >>> judge([[(t, 0.9**t) for t in range(1, 21)]], "loss").told
+    >>> judge([[(t, 0.9**t) for t in range(1, 21)]], "loss").sentence
     'the loss still fell at round 20: by 14 % of its whole fall over the last 7 evaluated rounds; give more rounds'
     >>> judge([[(t, 0.2**t) for t in range(1, 21)]]).converged
     True

@@ -23,8 +23,8 @@ A comparison directory holds one run directory per method and seed, `METHOD/seed
   "resplit": null | 5,                       how many times each client's examples were dealt again, one seed each
   "class_names": ["0", ...] or null,
   "data": {"0": {"north": {"train": 24, "test": 14, "classes": [3, 0, ...] or null}, ...}, "1": ...},   by seed
-  "budget": {"kind": "best" | "steps" | "bytes" | "seconds", "limit": null | number, "told": "a sentence"},
-  "target": {"score": 0.81 or null, "told": "a sentence"},      mean of those of "to_target" below
+  "budget": {"kind": "best" | "steps" | "bytes" | "seconds", "limit": null | number, "sentence": "a sentence"},
+  "target": {"score": 0.81 or null, "sentence": "a sentence"},      mean of those of "to_target" below
   "reference": "local" or null,              label of the method that trains alone, which gains are over
   "best": "fedhenn",                         label of the best mean; null if no method has one
   "best_by": "validation" | "test",          what it was chosen on
@@ -35,8 +35,8 @@ A comparison directory holds one run directory per method and seed, `METHOD/seed
   "verdicts": ["mean over clients: ...", "north: join with fedhenn: ...", ...],      the sentences of these answers
   "covers": [sentences: what is estimated, and what is not covered],
   "warnings": [sentences for the top],
-  "convergence": {"local": {"converged": true | false | null, "told": "a sentence"}, ...},
-  "references": {"logistic_regression": {"told": "a sentence", "scores": {"north": Score, ...}, "mean": Score}, ...},
+  "convergence": {"local": {"converged": true | false | null, "sentence": "a sentence"}, ...},
+  "references": {"logistic_regression": {"sentence": "a sentence", "scores": {"north": Score, ...}, "mean": Score}, ...},
   "predictions": true,                       whether predictions of the compared rounds were kept; without, no intervals
   "methods": {                               in the order of the table; by label, which is also the folder
     "local": {
@@ -75,7 +75,7 @@ A comparison directory holds one run directory per method and seed, `METHOD/seed
   "skipped": {"fedavg": "fedavg needs one architecture, but ..."},       methods that the federation does not suit, and why
   "failed": {"fedprox": "round 3, ...: training diverged ..."},            methods of which a run failed, and why
   "notes": ["...", ...],                                                   what else to bear in mind, sentences
-  "tuning": null or {"told": "a sentence", "by": "validation", "edge": ["lr of fedavg"], "methods": {"fedavg": {"chosen":
+  "tuning": null or {"sentence": "a sentence", "by": "validation", "edge": ["lr of fedavg"], "methods": {"fedavg": {"chosen":
             {"lr": 0.1}, "runs": 5, "tried": [{"fields": {"lr": 0.1}, "validation": 0.8}, ...]}},
             "rounds": {"fedavg": 12}, "losses": {"fedavg": [[1, 0.9], ...]}}     rounds: chosen on held-out examples
 }

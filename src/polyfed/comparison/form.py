@@ -111,13 +111,13 @@ class Course(TypedDict, total=False):
     """Whether a method had converged."""
 
     converged: Required[bool | None]
-    told: Required[str]
+    sentence: Required[str]
 
 
 class Reference(TypedDict, total=False):
     """A simple model."""
 
-    told: Required[str]
+    sentence: Required[str]
     scores: Required[dict[str, Score]]
     mean: Score
 
@@ -133,7 +133,7 @@ class Tuned(TypedDict, total=False):
 class Tuning(TypedDict, total=False):
     """A search."""
 
-    told: Required[str]
+    sentence: Required[str]
     by: str
     edge: list[str]
     methods: Required[dict[str, Tuned]]
@@ -142,14 +142,14 @@ class Tuning(TypedDict, total=False):
 class Told(TypedDict, total=False):
     """A sentence."""
 
-    told: Required[str]
+    sentence: Required[str]
 
 
 class Target(TypedDict, total=False):
     """The score to reach."""
 
     score: Score
-    told: Required[str]
+    sentence: Required[str]
 
 
 class Results(TypedDict, total=False):

@@ -47,7 +47,7 @@ class Reference:
 
     Args:
         name: "majority", "mean", "logistic_regression", "gradient_boosting", "ridge" or "pooled".
-        told: what it is, in a plain sentence.
+        sentence: what it is, in a plain sentence.
         outputs: client id -> outputs on its test examples in their order, float32, shape (n, outputs), as networks give
             them: logits for classes and labels, values for regression.
 
@@ -56,7 +56,7 @@ class Reference:
     """
 
     name: str
-    told: str
+    sentence: str
     outputs: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:

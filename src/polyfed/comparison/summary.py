@@ -91,9 +91,9 @@ def summarise(of: Material, reading: Reading, *, on_disk: bool) -> dict[str, Any
     content["budget"] = {
         "kind": kind,
         "limit": limit,
-        "told": told_budget(kind, limit, asked=asked, validated=validated),
+        "sentence": told_budget(kind, limit, asked=asked, validated=validated),
     }
-    content["target"] = {"score": target, "told": told_target(reading.target, reference)}
+    content["target"] = {"score": target, "sentence": told_target(reading.target, reference)}
     content |= {
         "reference": reference,
         "best": max(ranks, key=ranks.__getitem__) if ranks else None,
@@ -168,7 +168,7 @@ def _convergence(label: str, of: Material) -> dict[str, Any]:
         kind = "training loss"
         curves = [[(r["round"], r["train_loss"]) for r in h if r.get("train_loss") is not None] for h in histories]
     course = judge(curves, kind)
-    return {"converged": course.converged, "told": course.told}
+    return {"converged": course.converged, "sentence": course.sentence}
 
 
 def _leader(content: Mapping[str, Any], ranks: Mapping[str, float], budget: Budget) -> tuple[str | None, str]:

@@ -183,7 +183,7 @@ def search(plan: Plan, methods: Mapping[str, Method]) -> tuple[dict[str, Method]
             "; clients without validation examples held out a fifth of their training examples for the search, which also "
             "chose the number of rounds, and train on all of them afterwards"
         )
-    entry = {"told": sentence, "by": "validation", "methods": told, "edge": edge, "losses": losses}
+    entry = {"sentence": sentence, "by": "validation", "methods": told, "edge": edge, "losses": losses}
     return found, entry | ({"rounds": rounds} if held_out else {}), failed
 
 

@@ -120,7 +120,7 @@ def _methods(setting: Setting, level: float) -> str:
         )
     columns = ["method", f"mean {scale.label}", percent, "gain over alone", percent, "worst site"]
     better = "" if scale.higher_is_better else f" A lower {scale.label} is better; a positive gain is always better."
-    notes = [f"{name.replace('_', ' ')}: {one['told']}" for name, one in references.items() if one.get("told")]
+    notes = [f"{name.replace('_', ' ')}: {one['sentence']}" for name, one in references.items() if one.get("sentence")]
     caption = f"Methods, best first: {scale.label} on each site's own test examples, mean over sites.{better}"
     return table(caption, columns, rows) + "".join(f'<p class="caption">{escape(note)}</p>' for note in notes)
 

@@ -298,7 +298,7 @@ def _compared(folder: Path, notes: list[str]) -> Setting:
             if (runs := tuple(_compared_runs(folder, content, scale, method, notes)))
         ]
         _ = [content[name] for name in ("notes", "verdicts", "skipped", "best", "best_by", "tuning")]
-        _ = [content[name]["told"] for name in ("budget", "target")]
+        _ = [content[name]["sentence"] for name in ("budget", "target")]
         _ = [read_answers(content), read_mean(content)]
         lines.sort(key=lambda line: line.label == content["reference"])
         alike = bool(content["same_clients"])

@@ -77,7 +77,7 @@ def _decided(setting: Setting, beside: Beside, key: str, curves: dict[str, Any],
     """What is to be decided first; all else opens below it."""
     said = f"{paragraphs(words.summary(setting))}{paragraphs(words.notes(setting))}"
     convergence = setting.results.get("convergence") or {}
-    ended = paragraphs([f"{label}: {one['told']}" for label, one in convergence.items() if one.get("told")])
+    ended = paragraphs([f"{label}: {one['sentence']}" for label, one in convergence.items() if one.get("sentence")])
     below = [
         *((name, shown) for name, shown in _by_example(setting, beside, key)),
         ("Learning curves", f"{ended}{course(setting, key, curves)}"),

@@ -108,7 +108,7 @@ def _target(setting: Setting) -> str:
         cost = [math.nan if found[n] is None else found[n] for n in ("round", "bytes", "seconds")]
         rows.append([label, f"{found['reached']} of {len(method['runs'])}", _short(cost[0]), _short(cost[1] / 2**20),
                      _short(cost[2])])  # fmt: skip
-    reach = f"{number(target['score'], setting.scale.unit)} ({target['told']})"
+    reach = f"{number(target['score'], setting.scale.unit)} ({target['sentence']})"
     shown = table(f"To a mean of {reach}", ["method", "seeds that reach it", "rounds", "MB", "seconds"], rows)
     return f"<details><summary>What it costs to reach {escape(reach)}</summary>{shown}</details>"
 

@@ -105,10 +105,10 @@ def notes(setting: Setting) -> list[str]:
         found.append(f"The best by {told['best_by']} examples is {told['best']}, with which p (best) compares.")
     found += [f"Left out: {_sentence(text)}" for text in told["skipped"].values()]
     if told["tuning"]:
-        found.append(f"Searched {_sentence(told['tuning']['told'])}")
+        found.append(f"Searched {_sentence(told['tuning']['sentence'])}")
         found += [f"{label} got {fields} of {many(one['runs'], 'run')}." for label, one in told["tuning"]["methods"].items()
                   if (fields := ", ".join(f"{name} {_value(value)}" for name, value in one["chosen"].items()))]  # fmt: skip
-    return [*found, f"Rounds: {_sentence(told['budget']['told'])}"]
+    return [*found, f"Rounds: {_sentence(told['budget']['sentence'])}"]
 
 
 def _value(value: object) -> str:

@@ -189,7 +189,7 @@ def show(found: Comparison, console: Console) -> None:
     who = f"{len(content['clients'])} clients, {_many(len(content['seeds']), 'seed')}"
     for sentence in (*content["warnings"], *found.verdicts, *content["covers"]):
         say(console, sentence)
-    console.print(_scores(content, f"{content['score_label']} of {who}; {content['budget']['told']}"))
+    console.print(_scores(content, f"{content['score_label']} of {who}; {content['budget']['sentence']}"))
     if content["reference"] is not None:
         console.print(_gains(content))
     console.print(_costs(content))
@@ -198,14 +198,14 @@ def show(found: Comparison, console: Console) -> None:
     for label, reason in found.failed.items():
         say(console, f"failed {label}: {reason}")
     if content["tuning"] is not None:
-        say(console, f"searched {content['tuning']['told']}")
+        say(console, f"searched {content['tuning']['sentence']}")
         for label, one in content["tuning"]["methods"].items():
             if one["chosen"]:
                 chosen = ", ".join(f"{name} {_value(value)}" for name, value in one["chosen"].items())
                 say(console, f"  {label}: {chosen} of {_many(one['runs'], 'run')}")
     for label, course in content["convergence"].items():
         if course["converged"] is not True:
-            say(console, f"{label}: {course['told']}")
+            say(console, f"{label}: {course['sentence']}")
     for note in content["notes"]:
         say(console, f"note: {note}")
     if found.out is not None:
@@ -256,7 +256,7 @@ def _gains(content: Mapping[str, Any]) -> Table:
 
 def _costs(content: Mapping[str, Any]) -> Table:
     target, unit = content["target"]["score"], _unit(content)
-    goal = "a target (none)" if target is None else f"{_score(target, unit)} ({content['target']['told']})"
+    goal = "a target (none)" if target is None else f"{_score(target, unit)} ({content['target']['sentence']})"
     columns = ("round", "MB", "seconds", "reached", "round", "MB", "seconds")
     table = _table(f"cost of a run up to there, and to reach {goal}", columns)
     for label, method in content["methods"].items():
