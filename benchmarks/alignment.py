@@ -25,8 +25,8 @@ import torch
 import polyfed as pf
 from polyfed.alignment import representations
 from polyfed.alignment.similarity import mean_similarity
-from polyfed.cli.commands import experiment as experiments
 from polyfed.cli.commands import options
+from polyfed.simulation import experiment as experiments
 from polyfed.simulation.runs.progress import Silent
 
 IMAGES = {
@@ -90,7 +90,8 @@ def measure(method, experiment, participants):
     return {
         "accuracy": mean["accuracy"],
         "validation": mean["val_accuracy"],
-        "global": mean.get("server_accuracy"),
+        "global": mean.get("server_accuracy"),  # of `final`: the mean over all clients' latest, or the last cohort's
+        "cohort": mean.get("cohort_accuracy"),  # the last cohort's, where that is not the result
         "cka": mean_similarity(parts),
         "mb_down": last["bytes_down_total"] / told,
         "mb_up": last["bytes_up_total"] / told,
@@ -100,14 +101,14 @@ def measure(method, experiment, participants):
 
 
 def percent(values):
-    if None in values:
+    if None in values:  # a method without such a model
         return "-"
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{100 * statistics.mean(values):.1f} ± {100 * spread:.1f}"
 
 
 def printed(name, runs):
-    cells = [name, *(percent([run[k] for run in runs]) for k in ("accuracy", "global", "validation"))]
+    cells = [name, *(percent([run[k] for run in runs]) for k in ("accuracy", "global", "cohort", "validation"))]
     cells += [f"{statistics.mean(run['cka'] for run in runs):.3f}"]
     cells += [f"{statistics.mean(run[k] for run in runs):.2f}" for k in ("mb_down", "mb_up")]
     cells += [f"{statistics.mean(run['seconds'] for run in runs):.0f}"]
@@ -149,7 +150,8 @@ def main():
                 head = {"setting": given.setting, "settings": SETTINGS[given.setting], "options": further}
                 Path(given.out).write_text(json.dumps({**head, "methods": {**before, **results}}, indent=1) + "\n")
     print(
-        "\n| method | personal | global | validation | CKA | MB down | MB up | s |\n|---|---|---|---|---|---|---|---|"
+        "\n| method | personal | global | last cohort | validation | CKA | MB down | MB up | s |\n"
+        "|---|---|---|---|---|---|---|---|---|"
     )
     for name, runs in results.items():
         print(printed(name, runs))

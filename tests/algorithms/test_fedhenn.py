@@ -109,12 +109,15 @@ def test_without_the_term_each_client_trains_alone_bit_for_bit(fields: Mapping[s
 def test_without_the_term_the_homogeneous_form_is_fedavg_bit_for_bit(
     policy: Literal["average", "local", "recompute"], weighted: bool
 ) -> None:
-    """Identity 2."""
+    """Identity 2, for both means; the default returns that of all clients."""
     options = TRAINING | {"buffers": policy, "weighted": weighted}
     rad: dict[str, Any] = {"rad_size": 20, "rad_batch": 8}
     found = federate(FedHeNNHomo(eta0=0.0, **rad, **options), small_clients(), clients_per_round=2)
     fedavg = federate(FedAvg(**options), small_clients(), clients_per_round=2)
-    assert measured(found, "server_") == measured(fedavg)
+    assert measured(found, "cohort_") == measured(fedavg)
+    assert measured(found, "server_") == measured(
+        federate(FedAvg(final="all", **options), small_clients(), clients_per_round=2)
+    )
     assert measured(found) != measured(fedavg)
     ours, theirs = found.last.state["model"], fedavg.last.state["model"]
     assert ours.keys() == theirs.keys()

@@ -1,5 +1,5 @@
 """What the two forms of FedHeNN share: the schedule of η, the public examples on which networks are aligned, and the term
-η·(1 − CKA) of the local loss."""
+η·d of the local loss, d being 1 − CKA or the Procrustes distance."""
 
 import hashlib
 import math
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from polyfed.alignment.rad import noise_like, rad_rows
 from polyfed.alignment.representations import differentiable, representation_name
-from polyfed.alignment.target import Target
+from polyfed.alignment.target import Distance, Target
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.examples import Examples
@@ -26,18 +26,23 @@ from polyfed.models import FrozenArguments
 
 @dataclass(frozen=True, kw_only=True)
 class Aligning(LocalTraining, ABC):
-    """Hyper-parameters of the alignment term, η_t·(1 − CKA(K_i, ·)) on the RAD, with η_t = η_0·f(t).
+    """Hyper-parameters of the alignment term, η_t·d(K_i, ·) on the RAD, with η_t = η_0·f(t), d = 1 − CKA by default.
 
     Args:
         eta0: η_0 (0.001, paper, tuned for CIFAR; 0.01 for Sentiment140). It is small: with few rounds, tune it upwards.
-        growth: f(t): "sqrt" √t (polyfed's choice; the paper leaves f open, and says that η is low in the first
+        growth: f(t): "sqrt" √t (authors' code; the paper leaves f open, and says that η is low in the first
             rounds), "linear" t, "constant" 1.
-        rad: where the RAD comes from ("public", unlabelled examples that are no client's; polyfed's choice, the
-            paper's server "generates" it "by random sampling"). "noise" needs no public
+        rad: where the RAD comes from ("public", unlabelled examples that are no client's; polyfed's choice; the
+            paper's server "generates" it "by random sampling", the authors' code draws it from the clients' training
+            images). "noise" needs no public
             data: 2·rad_size random inputs that each client makes from a common seed.
-        rad_size: L, examples in the RAD of a round (5000, paper); not more than there are public examples.
+        rad_size: L, examples in the RAD of a round (5000, paper; the authors' code has 1,000); not more than there are
+            public examples.
         rad_batch: examples of the RAD, drawn afresh, at each minibatch (256, polyfed's choice: all 5,000 at every
             step are out of reach); 0 takes the whole RAD (paper).
+        distance: d: "cka", 1 − CKA (paper), or "procrustes", the orthogonal Procrustes distance of centred representations
+            of norm 1, from 0 to 2, which the paper finds comparable for one architecture (93.7 against 94.7). It depends on
+            linear kernels alone, so that here it is also for networks of different widths.
         kernel: "linear" or "rbf" (both in the paper, which finds them alike).
         sigma: width of the RBF kernel, as a fraction of the median distance between two examples (0.5, polyfed's
             choice; the paper tried several).
@@ -46,7 +51,7 @@ class Aligning(LocalTraining, ABC):
         pool_once: send the public examples to a client once, and afterwards their numbers (False, polyfed's choice).
             Clients keep them, in memory and in checkpoints.
         local_epochs: passes over the client's training examples in a round (20, paper).
-        momentum: of SGD (0.5, polyfed's choice: the paper has momentum, and does not tell its size).
+        momentum: of SGD (0.5, authors' code; the paper has momentum, and does not tell its size).
     """
 
     local_epochs: int = 20
@@ -56,6 +61,7 @@ class Aligning(LocalTraining, ABC):
     rad: Literal["public", "noise"] = "public"
     rad_size: int = 5000
     rad_batch: int = 256
+    distance: Distance = "cka"
     kernel: Literal["linear", "rbf"] = "linear"
     sigma: float = 0.5
     module: str | Mapping[str, str] | None = None
@@ -68,6 +74,10 @@ class Aligning(LocalTraining, ABC):
         enough = self.rad_batch == 0 or self.rad_batch >= 2
         self._require(enough, "rad_batch", "at least 2, or 0 for the whole RAD")
         self._require(0 < self.sigma < float("inf"), "sigma", "positive")
+        fits = self.distance == "cka" or self.kernel == "linear"
+        self._require(
+            fits, "kernel", "'linear' with distance='procrustes', which compares representations, not kernels"
+        )
         if isinstance(self.module, Mapping):
             object.__setattr__(self, "module", FrozenArguments(self.module))
         if self.rad == "noise":  # instead of public data, inputs of one form
@@ -196,12 +206,12 @@ class Aligning(LocalTraining, ABC):
     def _term(
         self, model: nn.Module, module: str, target: Target, pool: Examples, rows: Tensor, eta: float, seed: int
     ) -> Callable[[], Tensor] | None:
-        """η·(1 − CKA(K_i, K̄)) at the present parameters of `model` (eq. 5, 6), on `rad_batch` rows of X that are drawn at
+        """η·d(K_i, K̄) at the present parameters of `model` (eq. 5, 6), on `rad_batch` rows of X that are drawn at
         each call; None if η is 0."""
         if eta == 0:
             return None
         generator, device = torch_generator(derive(seed, "rad")), rows.device
-        target = replace(target, matrix=target.matrix.to(device))
+        target = replace(target, matrix=target.matrix.to(device), measure=self.distance)
         number = min(self.rad_batch or len(rows), len(rows))
 
         def term() -> Tensor:
@@ -217,8 +227,8 @@ class Aligning(LocalTraining, ABC):
             if number == len(rows):
                 # Order decides which examples BatchNorm sees together, and nothing else: the client's own representation is
                 # put back into the order of X, since K̄ is the larger one to copy.
-                return eta * (1 - target.alignment(a[drawn.argsort()]))
-            return eta * (1 - target.alignment(a, drawn))
+                return eta * target.distance(a[drawn.argsort()])
+            return eta * target.distance(a, drawn)
 
         return term
 

@@ -1,9 +1,9 @@
 """The base of methods whose server half is a weighted mean: FedAvg and its relatives."""
 
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 from torch import Tensor, nn
 
@@ -12,8 +12,9 @@ from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import Scratch, initial_state, scratch
 from polyfed.core.training import LocalTraining, fit
-from polyfed.core.tree import RunningMean, Spec, Tree, UnlikeTreesError, spec
+from polyfed.core.tree import RunningMean, Spec, Tree, UnlikeTreesError, spec, weighted_mean
 
+Final = Literal["cohort", "all"]
 ServerState = dict[str, Any]  # the groups that are averaged, and what a method adds
 ClientState = dict[str, Any]
 
@@ -25,8 +26,8 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     `groups`), how a client trains (`local_update`), what is made of the mean (`server_step`), which model is evaluated
     (`personal_model`).
 
-    The server half never sees a single reply: replies are summed as they come, in the order of the clients' ids, and the
-    server holds one model, whatever their number.
+    The server half never sees a single reply (`sums_suffice`): replies are summed as they come, in the order of the
+    clients' ids, and the server holds one model, whatever their number.
 
     Args:
         weighted: by the number of training examples; False counts every client the same.
@@ -45,6 +46,12 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     groups: ClassVar[tuple[str, ...]] = ("model",)
     """What a reply holds; all of it is averaged."""
     weighted: bool = True
+
+    @property
+    def sums_suffice(self) -> bool:
+        """Whether the server half needs the sum of a round's replies and no single one of them. What hides single replies
+        from the server, such as a secure sum, is for methods of which this is true."""
+        return True
 
     # -- server ---------------------------------------------------------------------------------------------------
 
@@ -87,6 +94,10 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         """The next state, from the mean of the replies, group -> tree, and from who replied, in the order of ids."""
         return {**state, **mean}
 
+    def keep_replies(self, state: ServerState, replies: Mapping[str, Message]) -> ServerState:
+        """The state after `server_step` with what it keeps of single replies; asked for only without `sums_suffice`."""
+        return state
+
     def unlike(self, error: UnlikeTreesError) -> UserError:
         """What to say where replies have no mean, because their tensors differ."""
         return UserError(f"{type(self).__name__}: {error}; the clients' networks must have one form")
@@ -108,6 +119,82 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         return ready(receive(client, down.tensors["model"], own, self.buffers), client, own, self.buffers)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OneModel(Averaging, ABC):
+    """An averaging method of one global model that is the result of the run. Which mean that is, `final` says:
+
+    - "cohort": θ(t), the mean over the clients of the last round, with which training would go on.
+    - "all": the mean over all clients' latest models, θ_all(t) = Σ_i n_i θ_i / Σ_i n_i, θ_i being what client i sent when it
+      last took part (FedHeNN, algorithm 1, last line). With few clients a round and different data θ(t) has just been pulled
+      towards the few; θ_all has not.
+
+    Training is the same with both, bit for bit: θ(t) is what goes down in the next round. What is evaluated, returned and
+    given to unseen clients differs. With "all", θ(t) is evaluated next to it, as `cohort_...`.
+
+    A client that has never replied is left out of θ_all: the paper defines θ_i by local training only, and the server
+    learns n_i with a reply. (In the paper's 200 rounds of a tenth of the clients everybody has been drawn.) If all clients
+    replied in the last round, θ_all is θ(t), bit for bit.
+
+    "all" costs the server memory and checkpoints of N models instead of one, since to exchange a client's part of the sum
+    it needs the part before: so it holds each client's latest weights by themselves, and `sums_suffice` is false.
+    """
+
+    final: Final = "cohort"
+
+    @property
+    def sums_suffice(self) -> bool:
+        """Only where the last cohort's mean is returned."""
+        return self.final == "cohort"
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """The initial global model θ(0), and nobody's latest model yet."""
+        return {**super().server_init(server), **({} if self.sums_suffice else {"latest": {}, "examples": {}})}
+
+    def keep_replies(self, state: ServerState, replies: Mapping[str, Message]) -> ServerState:
+        """θ_i and n_i of those who replied take the place of their last ones."""
+        latest = {**state["latest"], **{i: dict(reply.tensors["model"]) for i, reply in replies.items()}}
+        counted = {i: float(reply.scalars["num_examples"]) for i, reply in replies.items()} if self.weighted else {}
+        examples = {**state["examples"], **counted}
+        return {**state, "latest": _by_id(latest), "examples": _by_id(examples)}
+
+    dispatch = Algorithm.dispatch  # that of `dispatch_all`, for one client
+
+    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+        """To train with, θ(t); as the result, what `result` has, computed once for all."""
+        result: Mapping[str, Tree] = {}
+        for who in everyone:
+            result = result or (self.result(state) if who.purpose == "personal" else {})
+            down = result if who.purpose == "personal" else {"model": state["model"]}
+            yield Message(down, {"lr": self.lr_at(who.round, who.rounds)})
+
+    def result(self, state: ServerState) -> dict[str, Tree]:
+        """The result after this round, the group "model"; with "all" the last cohort's mean too, as "cohort"."""
+        if self.sums_suffice:
+            return {"model": state["model"]}
+        mean = weighted_mean(state["latest"], state["examples"] or None) if state["latest"] else state["model"]
+        return {"model": mean, "cohort": state["model"]}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def other_models(
+        self, down: Message, own: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The last cohort's mean, where it is not the result."""
+        if "cohort" in down.tensors:
+            yield "cohort", self.personal_model(_only_cohort(down), own, client, seed)
+
+
+def _only_cohort(down: Message) -> Message:
+    """The message as it would be if the last cohort's mean were the result."""
+    return Message({"model": down.tensors["cohort"]}, down.scalars)
+
+
+def _by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
+    return {client: by_client[client] for client in sorted(by_client)}
+
+
 @final
 class Summing:
     """The replies of a round to a method, summed as they come; see `Averaging.summing`."""
@@ -116,9 +203,10 @@ class Summing:
         if expected is not None and not method.weighted:
             expected = dict.fromkeys(expected, 1.0)
         self._method, self._mean = method, RunningMean(expected)
+        self._replies: dict[str, Message] = {}
 
     def add(self, client: str, reply: Message) -> None:
-        """Takes in one reply, which is not needed after.
+        """Takes in one reply, which is not needed after if sums suffice.
 
         Raises:
             UserError: its tensors are not those of the first reply.
@@ -129,6 +217,8 @@ class Summing:
             self._mean.add(client, tree, reply.scalars["num_examples"] if self._method.weighted else 1.0)
         except UnlikeTreesError as error:
             raise self._method.unlike(error) from error
+        if not self._method.sums_suffice:
+            self._replies[client] = reply
 
     def state_after(self, state: ServerState) -> ServerState:
         """The server's next state."""
@@ -136,7 +226,8 @@ class Summing:
         for key, tensor in self._mean.value().items():
             group, _, name = key.partition("/")
             mean[group][name] = tensor
-        return self._method.server_step(state, mean, self._mean.ids)
+        after = self._method.server_step(state, mean, self._mean.ids)
+        return after if self._method.sums_suffice else self._method.keep_replies(after, self._replies)
 
 
 def reply(net: Scratch, client: Client, loss: float, policy: Policy) -> tuple[Message, ClientState]:

@@ -5,7 +5,7 @@ from typing import final
 
 from torch import nn
 
-from polyfed.algorithms.averaging import Averaging, ClientState
+from polyfed.algorithms.averaging import ClientState, Final, OneModel
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.buffers import ready, receive, recompute
 from polyfed.core.training import fit
@@ -13,12 +13,14 @@ from polyfed.core.training import fit
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedAvgFT(Averaging):
+class FedAvgFT(OneModel):
     """FedAvg, then `finetune_epochs` on the client's own training data before evaluation: an honest baseline of
     personalisation (Cheng et al., 2021). Evaluated model: θ after fine-tuning. Neither θ nor the replies depend on it.
 
     Args:
         weighted: by the number of training examples (FedAvg's paper); False counts every client the same.
+        final: which mean is the result: "cohort", that of the last round's clients (paper), or "all", that of all clients'
+            latest models, for which the server keeps each of them (see `OneModel`).
         finetune_epochs: epochs of fine-tuning (1, polyfed's choice).
         finetune_lr: its learning rate; None takes the round's (polyfed's choice).
 
@@ -28,6 +30,7 @@ class FedAvgFT(Averaging):
     """
 
     weighted: bool = True
+    final: Final = "cohort"
     finetune_epochs: int = 1
     finetune_lr: float | None = None
 

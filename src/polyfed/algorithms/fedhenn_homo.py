@@ -8,7 +8,7 @@ from typing import ClassVar, final
 from torch import Tensor, nn
 
 from polyfed.algorithms.aligning import Aligning
-from polyfed.algorithms.averaging import Averaging, ClientState, ServerState, reply
+from polyfed.algorithms.averaging import ClientState, Final, OneModel, ServerState, reply
 from polyfed.alignment.representations import representations
 from polyfed.alignment.target import Target, mean_rbf_kernel
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
@@ -17,20 +17,24 @@ from polyfed.core.scratch import fill, scratch
 from polyfed.core.training import fit
 from polyfed.core.tree import Tree
 
-# The server keeps "model": Ŵ; "public", "seed", "holders": see `Aligning`. A client keeps "trained": W_i with buffers;
-# "buffers"; "public", where it is sent once.
+# The server keeps "model": Ŵ(t); "latest", "examples": see `OneModel`; "public", "seed", "holders": see `Aligning`. A client
+# keeps "trained": W_i with buffers; "buffers"; "public", where it is sent once.
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedHeNNHomo(Aligning, Averaging):
+class FedHeNNHomo(Aligning, OneModel):
     """Each client minimises F(W_i) + η_t·(1 − CKA(K_i, K_global(t−1))) (eq. 5), started at the global model Ŵ that it
-    received, whose kernel on X, the RAD of the round, is K_global; Ŵ ← Σ_i (n_i/n) W_i. One architecture. η_0 = 0 is FedAvg,
-    bit for bit. Evaluated model: W_i after its last local training (Ŵ for a client that never trained); next to it Ŵ, as
-    `server_...`.
+    received, whose kernel on X, the RAD of the round, is K_global; Ŵ ← Σ_i (n_i/n) W_i over the clients of the round. After
+    the last round Ŵ(T) is the mean over all clients' latest networks (algorithm 1, last line). One architecture. η_0 = 0 is
+    FedAvg, bit for bit. Evaluated model: W_i after its last local training (Ŵ(T) for a client that never trained); next to
+    it Ŵ(T), as `server_...`, and Ŵ(t), the mean over the clients of the last round, as `cohort_...`.
 
     Args:
-        weighted: the mean by the number of training examples (True, paper); False counts every client the same.
+        weighted: the mean by the number of training examples (True, paper; the authors' code counts every client the
+            same); False counts every client the same.
+        final: which mean is Ŵ(T): "all", that of all clients' latest networks (paper), for which the server keeps each of
+            them; or "cohort", that of the last round's clients. Training is the same. See `OneModel`.
         buffers: ("average", polyfed's choice, as FedAvg).
 
     The other fields are those of `Aligning` and `LocalTraining`.
@@ -41,6 +45,7 @@ class FedHeNNHomo(Aligning, Averaging):
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture", "public_data"})
     weighted: bool = True
+    final: Final = "all"
 
     # -- server ---------------------------------------------------------------------------------------------------
 
@@ -51,11 +56,13 @@ class FedHeNNHomo(Aligning, Averaging):
     dispatch = Algorithm.dispatch  # that of `dispatch_all`, for one client
 
     def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Ŵ, and to train with, η and X, drawn once for all."""
+        """To train with, Ŵ(t), η and X, drawn once for all; as the result, Ŵ(T)."""
         rad: dict[str, Tensor] = {}
+        result: dict[str, Tree] = {}
         for who in everyone:
             if who.purpose == "personal":
-                yield Message({"model": state["model"]})
+                result = result or self.result(state)
+                yield Message(result)
                 continue
             rad = rad or self._rad(state, who, whole=False)
             yield Message({"model": state["model"], **self._public(state, who, rad)}, self._scalars(state, who))
@@ -95,8 +102,10 @@ class FedHeNNHomo(Aligning, Averaging):
     def other_models(
         self, down: Message, own: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Ŵ."""
+        """Ŵ(T), and the last cohort's mean where it is another."""
         yield "server", self._global(down, own, client)
+        if "cohort" in down.tensors:
+            yield "cohort", self._global(down, own, client, "cohort")
 
-    def _global(self, down: Message, own: ClientState, client: Client) -> nn.Module:
-        return ready(receive(client, down.tensors["model"], own, self.buffers), client, own, self.buffers)
+    def _global(self, down: Message, own: ClientState, client: Client, group: str = "model") -> nn.Module:
+        return ready(receive(client, down.tensors[group], own, self.buffers), client, own, self.buffers)

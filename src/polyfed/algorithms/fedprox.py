@@ -5,7 +5,7 @@ from typing import final
 
 from torch import Tensor
 
-from polyfed.algorithms.averaging import Averaging, ClientState, reply
+from polyfed.algorithms.averaging import ClientState, Final, OneModel, reply
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.buffers import receive
 from polyfed.core.training import fit
@@ -13,19 +13,22 @@ from polyfed.core.training import fit
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedProx(Averaging):
+class FedProx(OneModel):
     """FedAvg with a proximal term: each client minimises L_i(θ) + μ/2·‖θ − θ̄‖², θ̄ being the model it received. The norm is
     over parameters, not over buffers. μ = 0 is FedAvg, bit for bit. Evaluated model: the average θ.
 
     Args:
         weighted: by the number of training examples (polyfed's choice: as FedAvg; the paper draws clients with such
             probabilities instead); False counts every client the same.
+        final: which mean is the result: "cohort", that of the last round's clients (paper), or "all", that of all clients'
+            latest models, for which the server keeps each of them (see `OneModel`).
         mu: μ ≥ 0 (0.01, polyfed's choice; the paper chooses among 0.001, 0.01, 0.1 and 1).
 
     The other fields are those of `LocalTraining`.
     """
 
     weighted: bool = True
+    final: Final = "cohort"
     mu: float = 0.01
 
     def __post_init__(self) -> None:

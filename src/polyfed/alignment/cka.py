@@ -77,7 +77,7 @@ def cka(k: Tensor, m: Tensor) -> Tensor:
     >>> round(cka(linear_kernel(a), linear_kernel(3 * a.flip(1))).item(), 6)
     1.0
     """
-    _check_rows(k, m)
+    check_rows(k, m)
     one, other = _double_centred(k), _double_centred(m)
     return _cosine(_unit(one, k), _unit(other, m))
 
@@ -166,14 +166,14 @@ def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
     >>> linear_cka(a, torch.ones(3, 5)).item(), round(linear_cka(a, a[:, :1]).item(), 4)
     (0.0, 0.7906)
     """
-    _check_rows(a, b.unit if isinstance(b, CentredFeatures) else b)
+    check_rows(a, b.unit if isinstance(b, CentredFeatures) else b)
     # CKA does not depend on scale: with norm 1 no product over- or underflows. The norm is a constant to the gradient, whose
     # part through it is 0.
     one, found = _unit(_centred(a), a), b if isinstance(b, CentredFeatures) else CentredFeatures.of(b)
     other = found.unit
     if len(a) * (a.shape[1] + other.shape[1]) < a.shape[1] * other.shape[1]:
         return _cosine(one @ one.T, other @ other.T)
-    return _quotient((other.T @ one).square().sum(), _squared_norm(one), found.squared_norm)
+    return quotient((other.T @ one).square().sum(), _squared_norm(one), found.squared_norm)
 
 
 def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block: int = _BLOCK) -> Tensor:
@@ -193,7 +193,7 @@ def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block
     >>> round(rbf_cka(a, rbf_kernel(a)).item(), 6)
     1.0
     """
-    _check_rows(a, target.kernel if isinstance(target, CentredKernel) else target)
+    check_rows(a, target.kernel if isinstance(target, CentredKernel) else target)
     wanted = target if isinstance(target, CentredKernel) else CentredKernel.of(target, block)
     centred = _centred(a)
     if not bool(spread(centred, a)):
@@ -202,7 +202,7 @@ def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block
     again = partial(checkpoint, _width, use_reentrant=False, preserve_rng_state=False) if len(a) > block else _width
     given = centred, again(centred, sigma), wanted.kernel, wanted.means.detach(), wanted.scale, block
     inner, own = _RbfSums.apply(*given)  # type: ignore[no-untyped-call]
-    return _quotient(inner, own.clamp(min=0), wanted.squares).to(a.dtype)
+    return quotient(inner, own.clamp(min=0), wanted.squares).to(a.dtype)
 
 
 class _RbfSums(torch.autograd.Function):
@@ -275,7 +275,7 @@ def rbf_blocks(a: Tensor, sigma: float = 0.5, block: int = _BLOCK) -> Iterator[t
         yield places, _rbf_rows(centred[places], centred, s_squared)
 
 
-def _quotient(inner: Tensor, one: Tensor, other: Tensor) -> Tensor:
+def quotient(inner: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """inner/√(one·other); 0, with gradient 0, where a norm is 0."""
     norm = one * other
     defined = norm > 0
@@ -284,7 +284,7 @@ def _quotient(inner: Tensor, one: Tensor, other: Tensor) -> Tensor:
 
 
 def _cosine(k: Tensor, m: Tensor) -> Tensor:
-    return _quotient((k * m).sum(), k.square().sum(), m.square().sum())
+    return quotient((k * m).sum(), k.square().sum(), m.square().sum())
 
 
 def _squared_norm(a: Tensor) -> Tensor:
@@ -353,7 +353,8 @@ def _width(centred: Tensor, sigma: float) -> Tensor:
     return sigma**2 * median
 
 
-def _check_rows(a: Tensor, b: Tensor) -> None:
+def check_rows(a: Tensor, b: Tensor) -> None:
+    """Raises a `UserError` unless both have a row for each of the same L ≥ 2 examples."""
     if a.dim() != 2 or b.dim() != 2 or len(a) != len(b):
         raise UserError(
             f"CKA compares representations of the same examples, one row each, got shapes {tuple(a.shape)} and "

@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 from polyfed.alignment.cka import CentredFeatures, CentredKernel, linear_cka, rbf_blocks, rbf_cka, spread
+from polyfed.alignment.procrustes import procrustes
 from polyfed.core.seeds import torch_generator
 
+Distance = Literal["cka", "procrustes"]
 _EXACT_WIDTH = 1024
 """Up to this width a representation is reduced by the eigenvectors of ÃᵀÃ, beyond it by a randomised search."""
 
@@ -23,6 +25,7 @@ class Target:
     Attributes:
         matrix: of a linear kernel, features F, shape (L, width), with K̄ = FFᵀ; of an RBF kernel K̄ itself, shape (L, L).
         sigma: None for a linear kernel; else the RBF kernel's width, see `rbf_kernel`.
+        measure: of `distance`; "procrustes" is for linear kernels.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> round(Target(a).alignment(2 * a, torch.arange(3)).item(), 6)
@@ -31,6 +34,18 @@ class Target:
 
     matrix: Tensor
     sigma: float | None = None
+    measure: Distance = "cka"
+
+    def distance(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
+        """d(K_i, K̄), arguments as in `alignment`: 1 − CKA, or the orthogonal Procrustes distance of A_i and F.
+
+        >>> b = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> round(Target(b, measure="procrustes").distance(-2 * b.flip(1)).item(), 5) + 0.0
+        0.0
+        """
+        if self.measure == "cka":
+            return 1 - self.alignment(a, rows)
+        return procrustes(a, self._features if rows is None else self.matrix[rows])
 
     def alignment(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
         """CKA(K_i, K̄) on the RAD, or on some of its rows: a scalar.
