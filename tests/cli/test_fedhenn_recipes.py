@@ -3,6 +3,7 @@ written here from the paper by hand, and runs at scale `smoke`."""
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -27,11 +28,12 @@ SETTINGS = {  # data, clients, classes a client
     "cifar100-100-20": ("cifar100", 100, 20),
     "sentiment140-100": ("sentiment140", 100, 2),
 }
-TRAINING = {"cifar10": 50_000, "cifar100": 50_000, "digits": 1_797, "sentiment140": 1_600_000}
+TRAINING = {"cifar10": 50_000, "cifar100": 50_000, "digits": 1_797, "fashion_mnist": 60_000, "sentiment140": 1_600_000}
 SHAPES = {
     "cifar10": ((3, 32, 32), 10),
     "cifar100": ((3, 32, 32), 100),
     "digits": ((1, 8, 8), 10),
+    "fashion_mnist": ((1, 28, 28), 10),
     "sentiment140": ((25,), 2),
 }
 FRACTIONS = ["0", "0.2", "0.4", "0.6", "0.8", "1.0"]
@@ -78,7 +80,7 @@ def networks(experiment):
 
 
 def test_every_table_and_figure_has_a_recipe():
-    assert [f"fedhenn_{name}" for name in ("fig1", "fig3", "table1", "table2", "table3")] == FEDHENN
+    assert [f"fedhenn_{name}" for name in ("effects", "fig1", "fig3", "table1", "table2", "table3")] == FEDHENN
 
 
 @pytest.mark.parametrize(("name", "scale", "variant"), CHOICES)
@@ -95,10 +97,12 @@ def test_every_choice_is_a_whole_configuration(name, scale, variant, experiment)
     if isinstance(found.algorithm, FedHeNN | FedHeNNHomo):
         held_out = round(found.split.public_fraction * TRAINING[data])
         wanted = {"paper": 5000, "cpu": 500, "smoke": 64}[scale]
+        if "-rad-" in variant:
+            wanted = int(wanted * float(variant.rpartition("-")[2]))
         assert (found.algorithm.rad_size, held_out >= wanted) == (wanted, True)
+        assert found.algorithm.rad_batch == {"paper": 256, "cpu": 64, "smoke": 32}[scale]
         if scale == "cpu":
-            assert held_out >= 1000
-            assert found.algorithm.rad_batch == 64
+            assert held_out >= (600 if variant.startswith("fashion") else 1000)
 
 
 @pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in FEDHENN for variant in variants(name)])
@@ -106,13 +110,16 @@ def test_the_papers_protocol(name, variant, experiment):
     found = experiment(name, "paper", variant)
     method, settings = found.algorithm, found.settings
     assert (settings.rounds, settings.clients_per_round) == (200, 0.1)
-    assert (method.local_epochs, method.momentum) == (20, 0.5)
+    epochs = 20 * (float(variant.rpartition("-")[2]) if "-epochs-" in variant else 1)
+    assert (method.local_epochs, method.momentum, method.lr) == (epochs, 0.5, 0.01)
     assert isinstance(found.partition, ClassesPerClient)
     text = found.config["data"]["name"] == "sentiment140"
     if not isinstance(method, FedAvg):
-        assert method.eta0 == (0.01 if text else 0.001)
+        asked = float(variant.rpartition("-")[2]) if "-eta-" in variant else 0.01 if text else 0.001
+        assert (method.eta0, method.growth, method.rad_batch) == (asked, "sqrt", 256)
+        assert method.distance == ("procrustes" if variant.endswith("procrustes") else "cka")
         assert method.normalise is False if isinstance(method, FedHeNN) else True
-    assert {baseline.local_epochs for baseline in found.baselines.values()} <= {20}
+    assert {baseline.local_epochs for baseline in found.baselines.values()} <= {epochs}
 
 
 @pytest.mark.parametrize("name", FEDHENN)
@@ -120,8 +127,10 @@ def test_scales_say_what_they_reduce(name):
     recipe = read(name)
     assert tuple(recipe.scales) == SCALES
     assert recipe.scale() == "cpu"
-    assert recipe.reduced("paper") == ""
-    assert re.search(r"20 clients of 200 .* 25 rounds of 4 epochs .* RAD of 500 .* η_0 1", recipe.reduced("cpu"))
+    several = any("rank" in v.get("algorithm", {}) for v in recipe.variants.values())
+    assert "256 of the RAD's 5,000 examples" in recipe.reduced("paper")
+    assert ("reduced to 128 columns" in recipe.reduced("paper")) == several
+    assert re.search(r"20 clients of 100 .* 50 rounds of 4 epochs .* RAD of 500 .* η_0 1", recipe.reduced("cpu"))
     assert "digits of scikit-learn instead of" in recipe.reduced("smoke")
 
 
@@ -129,14 +138,14 @@ def test_the_cpu_scale_of_cifar_10(experiment):
     for name, variant in (("fedhenn_table1", "cifar10-100-2"), ("fedhenn_table2", "cifar10-100-2-hetero")):
         found = experiment(name, "cpu", variant)
         split, method, settings = found.split, found.algorithm, found.settings
-        assert (split.clients, split.examples_per_client, split.test_fraction) == (20, 200, 0.3)
-        assert (settings.rounds, settings.clients_per_round, settings.evaluate_every) == (25, 0.5, 5)
+        assert (split.clients, split.examples_per_client, split.test_fraction) == (20, 100, 0.3)
+        assert (settings.rounds, settings.clients_per_round, settings.evaluate_every) == (50, 0.2, 10)
         assert (method.local_epochs, method.batch_size, method.lr, method.eta0) == (4, 32, 0.02, 1.0)
         if name == "fedhenn_table2":
             assert (method.normalise, method.rank) == (True, 64)
     for variant in ("cifar10-500-2", "cifar10-500-5"):
         split = experiment("fedhenn_table1", "cpu", variant).split
-        assert (split.clients, split.examples_per_client) == (40, 100)
+        assert (split.clients, split.examples_per_client) == (40, 50)
 
 
 def test_table_1_compares_global_models(experiment):
@@ -148,6 +157,7 @@ def test_table_1_compares_global_models(experiment):
             found = experiment("fedhenn_table1", scale, variant)
             assert isinstance(found.algorithm, FedHeNNHomo)
             assert list(found.baselines) == ["fedavg", "fedprox"]
+            assert {method.final for method in (found.algorithm, *found.baselines.values())} == {"all"}
             assert len(found.models) == 1
     wide = experiment("fedhenn_table1", "paper", "cifar100-100-20").models[0]
     assert (wide["channels"], wide["hidden"]) == ((64, 128), (256, 128))
@@ -155,16 +165,20 @@ def test_table_1_compares_global_models(experiment):
 
 def test_table_2_has_one_architecture_and_several(experiment):
     both = [f"{setting}-{form}" for setting in SETTINGS for form in ("homo", "hetero")]
+    few = {"fashion-100-5": ("fashion_mnist", 100, 5)}
+    both += [f"fashion-100-5-{form}" for form in ("homo", "hetero")]
     assert variants("fedhenn_table2") == [*both, "cifar10-100-2-vit"]
     levels = [f"cnn_fedhenn{i}" for i in range(1, 6)]
     for variant in variants("fedhenn_table2"):
         setting, _, form = variant.rpartition("-")
-        data, clients, classes = SETTINGS[setting]
+        data, clients, classes = {**SETTINGS, **few}[setting]
         found = experiment("fedhenn_table2", "paper", variant)
         assert (found.config["data"]["name"], found.split.clients, found.partition.k) == (data, clients, classes)
-        if form == "homo":
+        if form == "homo" and setting not in few:
             one = experiment("fedhenn_table1", "paper", setting)
             assert (found.models, found.algorithm, found.split) == (one.models, one.algorithm, one.split)
+        elif form == "homo":
+            assert (networks(found), found.split.examples_per_client) == (["cnn_fedhenn_homo"], 40)
         elif data == "sentiment140":
             assert [(m["name"], m["num_layers"]) for m in found.models] == [("lstm", 1), ("lstm", 2)]
         else:
@@ -228,6 +242,28 @@ def test_figure_3_halves_the_data_of_some_clients(experiment):
     for fraction, halved in (("0.4", 2), ("1.0", 5)):
         sizes = [len(c.train) for c in participants(experiment("fedhenn_fig3", "smoke", f"homo-{fraction}")).clients]
         assert (sizes.count(15), sizes.count(30)) == (halved, 5 - halved)
+
+
+def test_effects_vary_one_thing(experiment):
+    """Everything but the named field is that of the base, which is Table 2's first row."""
+    for scale in SCALES:
+        for form in ("homo", "hetero"):
+            base = experiment("fedhenn_effects", scale, f"{form}-base")
+            table = experiment("fedhenn_table2", scale, f"cifar10-100-2-{form}")
+            assert (base.models, base.algorithm, base.split) == (table.models, table.algorithm, table.split)
+            for variant in (v for v in variants("fedhenn_effects") if v.startswith(form)):
+                found, effect = experiment("fedhenn_effects", scale, variant), variant.removeprefix(f"{form}-")
+                field, value = {
+                    "base": ("eta0", base.algorithm.eta0),
+                    "procrustes": ("distance", "procrustes"),
+                }.get(effect) or {
+                    "eta": lambda x: ("eta0", x),
+                    "rad": lambda x: ("rad_size", int(x * base.algorithm.rad_size)),
+                    "epochs": lambda x: ("local_epochs", max(1, int(x * base.algorithm.local_epochs))),
+                }[effect.split("-")[0]](float(effect.split("-")[1]))
+                assert found.algorithm == replace(base.algorithm, **{field: value})
+                assert (found.models, found.split, found.partition) == (base.models, base.split, base.partition)
+                assert list(found.baselines) == (["fedavg"] if variant.startswith("homo-epochs") else [])
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

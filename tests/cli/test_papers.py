@@ -89,7 +89,7 @@ def test_fedpnas_table_3_adds_up(column, skipped):
 
 def test_not_stated_is_not_a_number():
     drawn = {(t.paper, t.name) for t in TABLES if t.cells and all(c.paper is None for c in t.cells)}
-    assert drawn == {("fedhenn", "fig1"), ("fedhenn", "fig3"), ("flha", "fig4"), ("flha", "fig7"),
+    assert drawn == {("fedhenn", "effects"), ("fedhenn", "fig1"), ("fedhenn", "fig3"), ("flha", "fig4"), ("flha", "fig7"),
                      *(("pfedla", f"fig{n}") for n in (1, 5, 6, 7))}  # fmt: skip
     stated = [c.paper for t in TABLES for c in t.cells if c.paper is not None and c.unit == "%"]
     assert all(0 < value < 100 for value in stated)
@@ -103,7 +103,7 @@ def test_not_stated_is_not_a_number():
 def test_every_recipe_of_the_papers_is_in_a_table():
     known = {name for name in recipes() if name.startswith(tuple(papers()))}
     assert {recipe for table in TABLES for recipe in table.variants()} == known
-    assert len(known) == 25
+    assert len(known) == 26
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.paper} {table.name}")
@@ -143,6 +143,14 @@ def test_the_smoke_scale_needs_no_files(table):
 )
 def test_names_may_be_written_as_one_likes(words):
     assert find(*words.split()) == find("fedhenn", "Table 1")
+
+
+@pytest.mark.parametrize(
+    ("web", "content", "table"),
+    [("Web Table 1", "kernels", "table3"), ("web table 2", "global", "table1"), ("web table 3", "personal", "table2")],
+)
+def test_fedhenns_tables_by_the_numbers_of_its_web_text(web, content, table):
+    assert find("fedhenn", web) == find("fedhenn", content) == find("fedhenn", table)
 
 
 def test_a_figure_by_its_number_alone_where_there_is_no_such_table():

@@ -71,6 +71,12 @@ def _score(prefix: str) -> Callable[[Cell, Any], float | None]:
     return found
 
 
+def _mean_cka(cell: Cell, run: Finished) -> float | None:
+    """FedHeNN's mean CKA between two clients' representations of public examples, after the last round."""
+    value = read_metrics(run.of(cell.method) / "metrics.jsonl")[-1].get("analysis", {}).get("mean_cka")
+    return None if value is None else float(value)
+
+
 def _megabytes(cell: Cell, run: Finished) -> float:
     """What one client moves in a round, both ways, times the number that the paper has."""
     history = read_metrics(run.of(cell.method) / "metrics.jsonl")
@@ -140,7 +146,9 @@ def _parameters(cell: Cell, run: None) -> float:
 METRICS: Mapping[str, Callable[[Cell, Any], float | None]] = {
     "score": _score(""),
     "server_score": _score("server_"),
+    "cohort_score": _score("cohort_"),
     "global_score": _score("global_"),
+    "mean_cka": _mean_cka,
     "megabytes": _megabytes,
     "weight": _weight,
     "warm_start": _warm_started("warm"),

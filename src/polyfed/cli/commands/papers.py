@@ -72,12 +72,12 @@ class PaperTable:
     def number(self) -> str:
         """Its name as the paper writes it.
 
-        >>> [find("flha", name).number for name in ("table1", "fig7", "appendix b")]
-        ['Table 1', 'Fig. 7', 'Appendix B']
+        >>> [find("flha", name).number for name in ("table1", "fig7", "appendix b")], find("fedhenn", "effects").number
+        (['Table 1', 'Fig. 7', 'Appendix B'], 'Effects')
         """
-        words = {"table": "Table", "fig": "Fig.", "appendix_": "Appendix"}
+        words = {"table": "Table", "fig": "Fig.", "appendix_": "Appendix", "effects": "Effects"}
         kind = next(kind for kind in words if self.name.startswith(kind))
-        return f"{words[kind]} {self.name.removeprefix(kind).upper()}"
+        return f"{words[kind]} {self.name.removeprefix(kind).upper()}".rstrip()
 
     def variants(self) -> dict[str, tuple[str | None, ...]]:
         """The variants that make a cell, by recipe, in the order of the cells.
