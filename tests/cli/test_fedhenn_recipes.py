@@ -253,15 +253,16 @@ def test_effects_vary_one_thing(experiment):
             assert (base.models, base.algorithm, base.split) == (table.models, table.algorithm, table.split)
             for variant in (v for v in variants("fedhenn_effects") if v.startswith(form)):
                 found, effect = experiment("fedhenn_effects", scale, variant), variant.removeprefix(f"{form}-")
-                field, value = {
-                    "base": ("eta0", base.algorithm.eta0),
-                    "procrustes": ("distance", "procrustes"),
-                }.get(effect) or {
-                    "eta": lambda x: ("eta0", x),
-                    "rad": lambda x: ("rad_size", int(x * base.algorithm.rad_size)),
-                    "epochs": lambda x: ("local_epochs", max(1, int(x * base.algorithm.local_epochs))),
-                }[effect.split("-")[0]](float(effect.split("-")[1]))
-                assert found.algorithm == replace(base.algorithm, **{field: value})
+                kind, _, factor = effect.partition("-")
+                value = float(factor or 1)
+                changed = {
+                    "base": {},
+                    "procrustes": {"distance": "procrustes"},
+                    "eta": {"eta0": value},
+                    "rad": {"rad_size": int(value * base.algorithm.rad_size)},
+                    "epochs": {"local_epochs": max(1, int(value * base.algorithm.local_epochs))},
+                }[kind]
+                assert found.algorithm == replace(base.algorithm, **changed)
                 assert (found.models, found.split, found.partition) == (base.models, base.split, base.partition)
                 assert list(found.baselines) == (["fedavg"] if variant.startswith("homo-epochs") else [])
 
