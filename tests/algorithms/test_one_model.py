@@ -14,7 +14,7 @@ from polyfed.core.examples import as_examples
 from polyfed.core.threads import one_thread
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.testing import _StopAfter, assert_same_run, small_clients
+from polyfed.testing import AlgorithmContract, _StopAfter, assert_same_run, small_clients
 
 TRAINING: dict[str, Any] = {"lr": 0.05, "batch_size": 8}
 RAD: dict[str, Any] = {"rad_size": 20, "rad_batch": 8, "eta0": 1.0, "local_epochs": 1}
@@ -169,3 +169,11 @@ def test_a_mean_of_all_is_nearer_to_everyones_optimum() -> None:
         next(c for k, c in enumerate(centres) if "bytes_up" in run.history[-1]["clients"].get(f"client-{k}", {})),
         abs=1e-5,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedavg", "unweighted", "fedprox", "fedavg_ft"])
+class TestContract(AlgorithmContract):
+    @pytest.fixture
+    def algorithm(self, name: str) -> Any:
+        return made(name, "all")
