@@ -130,6 +130,18 @@ def test_a_target_measures_the_distance_from_the_mean_kernel(rows: Tensor | None
     assert torch.equal(Target(f).distance(a[some], rows), 1 - Target(f).alignment(a[some], rows))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_gives_a_distance_that_is_not(value: float) -> None:
+    """As CKA does; an SVD would raise."""
+    for width in (3, 30):
+        a = random(1, 10, width)
+        a[4, 1] = value
+        found = procrustes(a.requires_grad_(), random(2, 10, 4))
+        (slope,) = torch.autograd.grad(found, a)
+        assert found.isnan()
+        assert slope.isnan().any()
+
+
 def test_representations_of_other_examples_are_refused() -> None:
     with pytest.raises(pf.UserError, match="same examples"):
         procrustes(random(1, 5, 2), random(2, 6, 2))

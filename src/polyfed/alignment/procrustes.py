@@ -52,7 +52,11 @@ class _NuclearNorm(torch.autograd.Function):
         left, of_a = _reduced(a)
         right, of_b = _reduced(b)
         # In float64: near the optimum the norm is 1 up to squares of what is left.
-        u, values, v = torch.linalg.svd((right.T @ left).double(), full_matrices=False)
+        product = (right.T @ left).double()
+        if not bool(product.isfinite().all()):  # where an SVD raises, a training that diverged is to be told by its loss
+            ctx.save_for_backward(torch.full_like(a, float("nan")), torch.full_like(b, float("nan")))
+            return a.new_full((), float("nan"))
+        u, values, v = torch.linalg.svd(product, full_matrices=False)
         some = values > values.max().clamp(min=0) * max(right.shape[1], left.shape[1]) * torch.finfo(a.dtype).eps
         polar = ((u * some) @ v).to(a.dtype)
         # ∂/∂A = B·UVᵀ, ∂/∂B = A·VUᵀ, with the full singular vectors.
