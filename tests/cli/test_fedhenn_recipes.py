@@ -12,7 +12,7 @@ from polyfed.cli.commands import options
 from polyfed.cli.commands import recipes as shipped
 from polyfed.cli.commands.recipes import SCALES, recipes
 from polyfed.cli.main import main
-from polyfed.data import ClassesPerClient
+from polyfed.data import ClassesPerClient, Dirichlet
 from polyfed.models import ModelSpec
 from polyfed.simulation.experiment import from_config, participants
 from polyfed.simulation.runs.directory import read_config, read_metrics
@@ -134,7 +134,7 @@ def test_scales_say_what_they_reduce(name):
     assert "digits of scikit-learn instead of" in recipe.reduced("smoke")
 
 
-def test_the_cpu_scale_of_cifar_10(experiment):
+def test_the_cpu_scale(experiment):
     for name, variant in (("fedhenn_table1", "cifar10-100-2"), ("fedhenn_table2", "cifar10-100-2-hetero")):
         found = experiment(name, "cpu", variant)
         split, method, settings = found.split, found.algorithm, found.settings
@@ -143,6 +143,10 @@ def test_the_cpu_scale_of_cifar_10(experiment):
         assert (method.local_epochs, method.batch_size, method.lr, method.eta0) == (4, 32, 0.02, 1.0)
         if name == "fedhenn_table2":
             assert (method.normalise, method.rank) == (True, 64)
+    for name, variant in (("fedhenn_table1", "sentiment140-100"), ("fedhenn_table2", "sentiment140-100-hetero")):
+        found = experiment(name, "cpu", variant)  # those of benchmarks/alignment.py
+        assert (found.split.clients, found.split.examples_per_client, found.partition) == (20, 200, Dirichlet(1.0))
+        assert (found.settings.rounds, found.settings.clients_per_round, found.algorithm.optimizer) == (25, 0.5, "adam")
     for variant in ("cifar10-500-2", "cifar10-500-5"):
         split = experiment("fedhenn_table1", "cpu", variant).split
         assert (split.clients, split.examples_per_client) == (40, 50)

@@ -53,7 +53,9 @@ class _NuclearNorm(torch.autograd.Function):
         right, of_b = _reduced(b)
         # In float64: near the optimum the norm is 1 up to squares of what is left.
         product = (right.T @ left).double()
-        if not bool(product.isfinite().all()):  # where an SVD raises, a training that diverged is to be told by its loss
+        if not bool(
+            product.isfinite().all()
+        ):  # where an SVD raises, a training that diverged is to be told by its loss
             ctx.save_for_backward(torch.full_like(a, float("nan")), torch.full_like(b, float("nan")))
             return a.new_full((), float("nan"))
         u, values, v = torch.linalg.svd(product, full_matrices=False)
