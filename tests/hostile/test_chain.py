@@ -189,3 +189,47 @@ def _stop_after(last):
         return play_round(federation, now, *rest)
 
     return playing
+
+
+def copied(source):
+    """A client's file of another checkpoint or of another client, in place of its own."""
+
+    def put(file):
+        file.write_bytes((file.parent / source).read_bytes())
+
+    return put
+
+
+DAMAGE = {
+    "a byte": lambda file: file.write_bytes(file.read_bytes()[:-9] + b"?" + file.read_bytes()[-8:]),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-9]),
+    "missing": lambda file: file.unlink(),
+    "an older round's": copied("../round-000001/client-client-1.safetensors"),
+    "another client's": copied("client-client-0.safetensors"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_private_state_is_named_and_the_run_goes_on_from_before_or_not_at_all(tmp_path, damage):
+    whole = play(tmp_path / "run", Local(lr=0.1), rounds=3, keep=1)
+    DAMAGE[damage](tmp_path / "run" / "checkpoint" / "round-000003" / "client-client-1.safetensors")
+    with pytest.warns(
+        RuntimeWarning, match=r"round-000003 is damaged .*client-1.safetensors.*the one before it is used"
+    ):
+        assert_same_run(pf.resume(tmp_path / "run", clients=small_clients()), whole)
+    for folder in (tmp_path / "run" / "checkpoint").iterdir():
+        (folder / "client-client-1.safetensors").write_bytes(b"x")
+    with pytest.raises(pf.UserError, match=r"client-1.safetensors does not match its checksum.*Put a copy of what was"):
+        pf.resume(tmp_path / "run", clients=small_clients())
+
+
+def test_a_changed_fingerprint_of_the_data_is_the_manifests_not_the_clients(run):
+    """The review's: of 88 damaged manifests 45 made `resume` say that the clients are not those of the run."""
+    manifest = read_manifest(run)
+    changed = {**manifest, "data_fingerprint": "0" * len(manifest["data_fingerprint"])}
+    (run / "manifest.json").write_text(json.dumps(changed))
+    with pytest.raises(pf.UserError, match=r"manifest.json was changed since the run began: its data_fingerprint"):
+        pf.resume(run, clients=small_clients())
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(pf.UserError, match="the clients are not those of the run"):
+        pf.resume(run, clients=small_clients(4))

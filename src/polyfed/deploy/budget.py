@@ -13,16 +13,24 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict
 
 from scipy.special import log_ndtr
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import replace_file
+from polyfed.core.typed import conforms, from_json
 from polyfed.deploy.privacy import Protection
-from polyfed.simulation.runs.directory import replace_file
 
 _LOG = logging.getLogger("polyfed.site")
 _STEPS = 200  # of bisection: more than float64 can tell apart
+
+
+class _Book(TypedDict):
+    """What the book holds: data set -> noise multiplier -> number of messages."""
+
+    version: Literal[1]
+    data_sets: dict[str, dict[str, int]]
 
 
 def epsilon(messages: Mapping[float, int], delta: float) -> float:
@@ -103,22 +111,22 @@ def _pages(book: Path) -> dict[str, dict[float, int]]:
     """
     advice = "put back a copy of it; without one, nobody knows what has been spent, and nothing is sent"
     if not book.exists():
-        if any('"epsilon"' in file.read_text(encoding="utf-8") for file in book.parent.glob("*/metrics.jsonl")):
+        if any(b'"epsilon"' in file.read_bytes() for file in book.parent.glob("*/metrics.jsonl")):
             raise UserError(f"{book} is missing, and runs beside it have sent messages; {advice}")
         return {}
     try:
-        found = json.loads(book.read_text(encoding="utf-8"))
-        if found.keys() != {"version", "data_sets"} or found["version"] != 1:
-            raise ValueError("it is of another version")
+        found = from_json(book.read_bytes())
+        if wrong := conforms(found, _Book):
+            raise ValueError(wrong)
         return {
             name: dict(_entry(z, number) for z, number in page.items()) for name, page in found["data_sets"].items()
         }
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{book} is damaged ({error}); {advice}") from error
 
 
-def _entry(multiplier: str, number: Any) -> tuple[float, int]:
+def _entry(multiplier: str, number: int) -> tuple[float, int]:
     z = float(multiplier)
-    if not 0 <= z < math.inf or isinstance(number, bool) or not isinstance(number, int) or number < 1:
+    if not 0 <= z < math.inf or number < 1:
         raise ValueError(f"it has the entry {multiplier!r}: {number!r}")
     return z, number

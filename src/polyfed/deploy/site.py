@@ -21,19 +21,21 @@ from polyfed.algorithms import get
 from polyfed.core.algorithm import CONSENT, Algorithm, BringsNetwork, Client, Message
 from polyfed.core.code import function_of, trust_code
 from polyfed.core.errors import UserError, nearest
+from polyfed.core.files import append_line, make_folder, open_lock
 from polyfed.core.metrics import Metric, is_built_in, metrics_of
 from polyfed.core.scratch import scratch
 from polyfed.core.threads import one_thread
-from polyfed.core.tree import Nested, decode, encode, not_finite
+from polyfed.core.tree import not_finite
 from polyfed.deploy.budget import spend
 from polyfed.deploy.privacy import Protection, protect
+from polyfed.deploy.private import NotItsOwnError, check_marks, read_state, write_state
 from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, Letter
 from polyfed.simulation import checks
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.machine import choose_device
 from polyfed.simulation.engines.work import Phase, Task
 from polyfed.simulation.runs import parquet
-from polyfed.simulation.runs.directory import replace_file, write_weights
+from polyfed.simulation.runs.directory import write_weights
 from polyfed.simulation.runs.paths import file_name
 
 _LOG = logging.getLogger("polyfed.site")
@@ -91,7 +93,7 @@ class Site:
                 if letter.head["kind"] == "introduce":
                     return self._introduce(letter.head, algorithm)
                 return self._work(letter, algorithm)
-        except _RefusalError as refusal:
+        except (_RefusalError, NotItsOwnError) as refusal:
             _LOG.warning("refused: %s", refusal)
             return Letter({"client": self.name, "refused": str(refusal)})
         except Exception as error:  # whatever the site's own code raises: it is reported, never swallowed
@@ -154,7 +156,7 @@ class Site:
         # whether its architecture is this one or that one.
         if "one_architecture" in needs and architecture != head["architecture"]:
             raise _RefusalError("its network is not that of the federation, and this method needs one architecture")
-        self._marks(folder, client)
+        check_marks(folder, client.id, checks.fingerprint([client]))
         told: dict[str, Any] = {"client": client.id, "task": client.task}
         if "num_examples" in self.disclose | algorithm.scalars_needed:
             self._entered("num_examples")
@@ -182,8 +184,8 @@ class Site:
             )
         client = self._own()
         metrics = _metrics(head.get("metrics", []), client.task)
-        self._marks(folder, client)
-        own = _read_state(folder, head["state"])
+        check_marks(folder, client.id, checks.fingerprint([client]))
+        own = read_state(folder, self.name, head["state"], head["algorithm"])
         task = Task(phase, number, self.name, letter.body, own, int(head["seed"]), int(head["run_seed"]))
         with one_thread():
             engine = InProcessEngine(algorithm, [client], choose_device(self.device), metrics)
@@ -210,14 +212,14 @@ class Site:
         body = Message()
         if phase == "local":
             assert result.reply is not None
-            _write_state(folder, number, result.own, keep=int(head["keep"]))
+            write_state(folder, self.name, number, head["algorithm"], result.own, keep=int(head["keep"]))
             record |= result.reply.scalars
             body = self._sent(result.reply, letter.body, algorithm)
             record["bytes_up"] = body.nbytes
             record |= self._entered(body.tensors or body.scalars)
         elif phase == "export":
             path = folder / "models" / f"{file_name(self.name)}.safetensors"
-            path.parent.mkdir(exist_ok=True)
+            make_folder(path.parent)
             write_weights(path, result.weights or {}, result.description)
             record["model"] = str(path)
         elif result.predictions:
@@ -226,8 +228,7 @@ class Site:
             record["predictions"] = str(path)
         if phase == "evaluate":
             self._entered(answer["metrics"])
-        with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_line(folder / "metrics.jsonl", json.dumps(record))
         return Letter(answer, body)
 
     def _entered(self, leaving: object) -> dict[str, float | None]:
@@ -247,19 +248,6 @@ class Site:
         scalars = {name: value for name, value in reply.scalars.items() if name in allowed}
         return protect(Message(reply.tensors, scalars), down, self.protection)
 
-    def _marks(self, folder: Path, client: Client) -> None:
-        """Checks that the run knows its client again; the first time what it knows it by is written down.
-
-        Raises:
-            _RefusalError: it was another.
-        """
-        file, marks = folder / "run.json", {"client": client.id, "data_fingerprint": checks.fingerprint([client])}
-        if not file.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(file, json.dumps(marks).encode())
-        elif json.loads(file.read_text()) != marks:
-            raise _RefusalError("its data or network are not those with which it began this run; start another run")
-
 
 @final
 class _RefusalError(Exception):
@@ -269,10 +257,10 @@ class _RefusalError(Exception):
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """One message at a time, should a process of an earlier one still be at work; files are closed to other users."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder.resolve(), parents=True)  # its owner may have put a link there
     before = os.umask(0o077)  # what is written below is for the site's own eyes, whatever its unit says
     try:
-        with (folder / ".lock").open("a") as file:
+        with open_lock(folder / ".lock") as file:
             try:
                 import fcntl
             except ImportError:  # Windows has no advisory locks
@@ -314,36 +302,6 @@ def _code_in(value: Any) -> str | None:
     if isinstance(value, list | tuple):
         return next((found for item in value if (found := _code_in(item))), None)
     return value if isinstance(value, str) and _FACTORY.fullmatch(value) else None
-
-
-def _state_file(folder: Path, number: int) -> Path:
-    return folder / "private" / f"round-{number:06d}.safetensors"
-
-
-def _read_state(folder: Path, number: int | None) -> Nested:
-    """The private state as it was after round `number`."""
-    if number is None:
-        return None
-    try:
-        return decode(_state_file(folder, number).read_bytes())
-    except (OSError, UserError) as error:
-        raise _RefusalError(
-            f"its private state after round {number} is lost or damaged; put back a copy of its state-dir, or start "
-            "another run"
-        ) from error
-
-
-def _write_state(folder: Path, number: int, own: Nested, keep: int) -> None:
-    """Writes the private state after round `number`; removes what the server cannot come back to, what is older than the
-    newest state up to round `keep`. (Rounds after this one are overwritten when they come again.)"""
-    target = _state_file(folder, number)
-    target.parent.mkdir(exist_ok=True)
-    replace_file(target, encode(own))
-    files = {int(file.stem.removeprefix("round-")): file for file in target.parent.glob("round-*.safetensors")}
-    oldest = max((n for n in files if n <= keep), default=0)
-    for n, file in files.items():
-        if n < oldest:
-            file.unlink()
 
 
 _PROTECTION = {word: word.replace("-", "_") for word in ("clip-norm", "noise-multiplier", "delta", "max-epsilon")}

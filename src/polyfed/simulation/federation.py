@@ -168,6 +168,7 @@ def resume(
         federation = _checked(clients, algorithm, settings, public, metrics, out)
         before = directory.manifest().get("data_fingerprint")
         if before != (now := _fingerprint(federation)):
+            chain.check_data(directory.path, now)
             raise UserError(
                 f"the clients are not those of the run in {out}: its data fingerprint is {before}, theirs is {now}; "
                 "resume with the same ids, data and networks"

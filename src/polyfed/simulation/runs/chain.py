@@ -102,6 +102,19 @@ def check_config(folder: Path, config: Mapping[str, Any], manifest: Mapping[str,
         raise UserError(sentence)
 
 
+def check_data(folder: Path, fingerprint: str) -> None:
+    """Raises if these are the data to which the checkpoints of a run are bound, so that its manifest is what differs.
+
+    Raises:
+        UserError: `manifest.json` was changed.
+    """
+    if newest_binding(folder / "checkpoint").get("data") == fingerprint:
+        raise UserError(
+            f"{folder / 'manifest.json'} was changed since the run began: its data_fingerprint is not that of the run, to "
+            "which the checkpoints are bound; put back a copy of it"
+        )
+
+
 def _changed_config(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     if manifest.get("config_sha256") in (None, of_config(config)):
         return ""
