@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from polyfed.core.errors import UserError
+from polyfed.simulation.forms import Forms, explained
 from polyfed.simulation.rounds import Federation, best_round
 from polyfed.simulation.runs import chain
 from polyfed.simulation.runs import checkpoint as checkpoints
@@ -24,9 +25,16 @@ def go_back(directory: RunDirectory, federation: Federation) -> tuple[Checkpoint
     chain.check_config(directory.path, config, directory.manifest())
     expected = chain.expected_at(config, directory.manifest(), read_text(metrics))
 
+    forms: list[Forms] = []  # made once, if there is a checkpoint
+
     def check(found: Checkpoint) -> None:
+        forms.extend([Forms(federation)] if not forms else [])
+        kept = None
         if federation.settings.keep != "last":
-            kept_state(directory, federation, records[: found.round], found, expected)
+            kept = kept_state(directory, federation, records[: found.round], found, expected)
+        for state in [found] if kept is None or kept is found else [found, kept]:
+            if wrong := forms[0].flaw(state, records[: state.round]):
+                raise UserError(explained(wrong, directory.checkpoints, federation, state.round))
 
     start, notes = checkpoints.load(directory.checkpoints, directory.rounds_told(), check, expected)
     if start is None and notes:

@@ -1,0 +1,249 @@
+"""Forged checkpoints, whose checksums are right and whose form is not the method's: refused with a sentence that names the
+tensor. And what the methods themselves keep is never refused."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+from test_replies import clients_of, method_of
+from torch import nn
+
+import polyfed as pf
+from polyfed.algorithms import REGISTRY, FedAvg, Local
+from polyfed.core.seeds import torch_generator
+from polyfed.simulation.forms import Forms
+from polyfed.simulation.runs import checkpoint as checkpoints
+from polyfed.simulation.runs.checkpoint import Checkpoint
+from polyfed.testing import assert_same_run, small_clients
+
+LARGE = {"fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas", "flha_ghn"}
+FAST = {"local", "fedavg", "fedrep", "fedfomo"}
+METHODS = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in REGISTRY]
+
+
+# Whole numbers without a form.
+SKIPPED = {"requests"}
+
+
+def ran(name, rounds=2, clients=None, **words):
+    """A run of a method, in memory."""
+    fields = words.pop("fields", {})
+    method = method_of(name) if not fields else type(method_of(name))(lr=0.05, **fields)
+    if "public_data" in method.requires:
+        words["public"] = torch.randn(60, 6, generator=torch_generator(8)), torch.zeros(60, dtype=torch.int64)
+    with warnings.catch_warnings(action="ignore"):
+        return pf.federate(clients or clients_of(name), method, rounds=rounds, workers=0, evaluate_every=9, **words)
+
+
+def flaw(run, state=None, own=None, history=None):
+    last = run.last
+    own = last.client_states if own is None else own
+    found = Checkpoint(last.round, last.state if state is None else state, own)
+    return Forms(run.federation).flaw(found, run.history if history is None else history)
+
+
+class Tied(nn.Module):
+    """Frozen and tied parameters, and buffers of several types."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second, self.head = (
+            nn.Linear(6, 6),
+            nn.BatchNorm1d(6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 3),
+        )
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        return self.head(self.second(self.norm(self.first(x)).relu()))
+
+
+def tied():
+    return [pf.Client(c.id, Tied, c.train, c.test) for c in small_clients()]
+
+
+OPTIONS = {
+    "fedavg": [{"buffers": policy} for policy in ("average", "local", "recompute")],
+    "fedrep": [{"head": ["head"]}, {"head": ["head"], "buffers": "local"}, {"buffers": "average"}],
+    "pfedme": [{"buffers": "local"}, {"buffers": "average"}],
+    "fedhenn": [{"share": "weights", "rad_size": 20}, {"pool_once": True, "rad_size": 20},
+                {"weighting": "capacity", "rad_size": 20, "kernel": "rbf"}],
+    "fedhenn_homo": [{"pool_once": True, "rad_size": 20}, {"buffers": "local", "rad_size": 20}],
+    "heur_pfedla": [{"k": 1}, {"buffers": "recompute"}],
+    "pfedla": [{"buffers": "recompute"}],
+    "pfedhn": [{"hn_momentum": 0.0}],
+    "fedavg_kd": [{"teacher_rounds": 2}],
+    "fedfomo": [{"num_models": 1}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_keeps_is_not_refused(name):
+    for words in ({}, {"clients_per_round": 1}, {"clients_per_round": 2, "rounds": 5 if name not in LARGE else 2}):
+        assert not flaw(ran(name, **words))
+    if name not in LARGE:
+        with warnings.catch_warnings(action="ignore"):
+            assert not flaw(ran(name, clients=tied(), clients_per_round=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nor_what_its_options_make_of_that(name):
+    known = set(REGISTRY[name].__dataclass_fields__)
+    for fields in OPTIONS[name]:
+        assert fields.keys() <= known, fields.keys() - known
+        assert not flaw(ran(name, rounds=3, clients_per_round=2, fields=fields)), fields
+
+
+def tensors(value, way=()):
+    """The way to each tensor."""
+    if isinstance(value, torch.Tensor):
+        yield way
+    elif isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors(item, (*way, key))
+
+
+def forged(value, way, change):
+    """A copy in which the tensor at this place is changed."""
+    value = copy.deepcopy(value)
+    owner = value
+    for key in way[:-1]:
+        owner = owner[key]
+    change(owner, way[-1])
+    return value
+
+
+def replaced(change):
+    return lambda owner, key: owner.__setitem__(key, change(owner[key]))
+
+
+def renamed(owner, key):
+    owner[f"{key}x"] = owner.pop(key)
+
+
+FORGED = {
+    "another shape": replaced(lambda t: torch.cat([t.reshape(-1), t.reshape(-1)])),
+    "another type": replaced(lambda t: t.double() if t.dtype != torch.float64 else t.int()),
+    "NaN": replaced(lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t[None]),
+    "infinite": replaced(lambda t: torch.full_like(t, torch.inf) if t.is_floating_point() else t.float()),
+    "a text": replaced(str),
+    "nothing": replaced(lambda t: None),
+    "another name": renamed,
+    "missing": lambda owner, key: owner.pop(key),
+}
+
+# What comes with the rounds is of no form that is known before: of these, only numbers that are none are found.
+FREE = {"fedfomo": {"preferences"}, "fedhenn": {"representations"}, "fedavg_kd": {"teacher", "model"}}
+
+
+def free(name, way):
+    return bool(FREE.get(name, set()) & {str(part) for part in way})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_forged_tensors_are_refused_and_named(name):
+    run = ran(name)
+    own, missed = run.last.client_states, []
+    assert not flaw(run)
+    places = [("server", way) for way in tensors(run.last.state)]
+    places += [("client-1", way) for way in tensors(own.get("client-1"))]
+    forms, last, history = Forms(run.federation), run.last, run.history
+    places = [(where, way) for where, way in places if not SKIPPED & {str(part) for part in way}]
+    for where, way in places[:: len(places) // 24 + 1]:
+        for kind, change in FORGED.items():
+            if free(name, way) and kind not in ("NaN", "infinite"):
+                continue
+            if name == "fedrep" and where == "server" and kind == "missing":
+                continue  # what of the network is the body, only the clients know
+            if where == "server":
+                found = Checkpoint(last.round, forged(last.state, way, change), own)
+            else:
+                found = Checkpoint(last.round, last.state, {**own, where: forged(own[where], way, change)})
+            told = forms.flaw(found, history)
+            if not told:
+                missed.append((where, way, kind))
+            elif kind != "missing" and str(way[-1]) not in told:
+                missed.append((where, way, kind, told))
+    assert not missed, (len(missed), missed[:6])
+
+
+def test_clients_that_are_missing_or_strangers_are_named():
+    run = ran("local", clients_per_round=2)
+    own = dict(run.last.client_states)
+    gone = sorted(own)[0]
+    assert "is missing, who has trained" in flaw(run, own={i: s for i, s in own.items() if i != gone})
+    assert "'x', who is not in the federation" in flaw(run, own={**own, "x": {}})
+    assert "the private state of 'client-1': 'it' is a list, not a mapping" in flaw(run, own={**own, "client-1": [1]})
+
+
+def test_a_state_of_another_kind_is_refused():
+    run = ran("fedavg")
+    for state in (None, [], "x", 3, {}, {"model": {}}, {"model": [1]}, {"model": None}):
+        assert flaw(run, state=state) if state is not None else True
+    assert "'model' is missing" in flaw(run, state={"x": 1})
+    assert not flaw(run)
+
+
+def save(out, state, own, number):
+    """Writes a checkpoint in place of another, with checksums that fit."""
+    bound = json.loads((out / "checkpoint" / f"round-{number:06d}" / "complete.json").read_text())["bound"]
+    keep = [int(p.name.removeprefix("round-")) for p in (out / "checkpoint").iterdir()]
+    checkpoints.save(out / "checkpoint", Checkpoint(number, state, own), set(own), 0, keep, bound)
+
+
+def test_a_forged_checkpoint_on_the_disk_is_not_taken(tmp_path):
+    out = tmp_path / "run"
+    whole = pf.federate(small_clients(), Local(lr=0.1), rounds=3, workers=0, out=out)
+    good, _ = checkpoints.load(out / "checkpoint")
+    bad = {**good.client_states, "client-1": {"model": {**good.client_states["client-1"]["model"]}}}
+    bad["client-1"]["model"]["head.bias"] = torch.zeros(9)
+    save(out, good.state, bad, 3)
+    sentence = (
+        r"round 3 in .*checkpoint is not what local wrote .*'client-1': tensor 'model/head.bias' has shape \(9,\)"
+    )
+    with pytest.warns(RuntimeWarning, match=f"{sentence}.*the one before it is used"):
+        assert_same_run(pf.resume(out, clients=small_clients()), whole)
+    for number in (2, 3):
+        save(out, good.state, {i: s for i, s in good.client_states.items() if i != "client-2"}, number)
+    with pytest.raises(pf.UserError, match=r"no checkpoint of the run .*'client-2' is missing, who has trained"):
+        pf.resume(out, clients=small_clients())
+
+
+def test_the_state_of_the_best_round_is_compared_too(tmp_path):
+    out = tmp_path / "run"
+    pf.federate(small_clients(), FedAvg(lr=0.1), rounds=4, workers=0, out=out, keep=1)
+    good = checkpoints.load_round(out / "checkpoint", 1)
+    save(
+        out,
+        {"model": {n: t / 0 if t.is_floating_point() else t for n, t in good.state["model"].items()}},
+        good.client_states,
+        1,
+    )
+    with pytest.raises(pf.UserError, match=r"round 1 in .*: the server's state: tensor 'model/body.0.weight' has NaN"):
+        pf.resume(out, clients=small_clients())
+
+
+class Grows(FedAvg.__base__):  # Averaging
+    """A method of one's own, whose state changes its form as it likes."""
+
+    def server_init(self, server):
+        return {**super().server_init(server), "seen": torch.zeros(1), "first": 1}
+
+    def server_step(self, state, mean, who):
+        return {**mean, "seen": torch.zeros(len(state["seen"]) + 1), "most": float("inf")}
+
+
+def test_a_method_of_ones_own_may_change_its_form(tmp_path):
+    run = pf.federate(small_clients(), Grows(lr=0.1), rounds=3, workers=0, out=tmp_path / "run")
+    again = pf.resume(tmp_path / "run", clients=small_clients(), algorithm=Grows(lr=0.1))
+    assert_same_run(again, run)
+    for number in (2, 3):
+        save(tmp_path / "run", run.last.state, {}, number)
+    with pytest.raises(pf.UserError, match="is missing, who has trained"):
+        pf.resume(tmp_path / "run", clients=small_clients(), algorithm=Grows(lr=0.1))
