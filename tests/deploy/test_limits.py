@@ -130,27 +130,54 @@ def test_every_part_of_a_reply_counts_against_the_limit(tmp_path):
 
 @pytest.mark.parametrize("method", [FedAvg(), FedAvgKD(teacher_rounds=2), FedRep(), FedFomo(), FedHeNN()])
 def test_what_methods_can_tell_from_names_is_told_before_tensors_are_read(tmp_path, monkeypatch, method):
-    """FedFomo looks at the clients asked for, and FedHeNN at the values of representations: theirs are checked after."""
-    seen = []
-    monkeypatch.setattr(Packed, "body", lambda packed: seen.append(1) or Message())
+    """FedFomo looks at the clients asked for: those few numbers are read before the model is."""
+    monkeypatch.setattr(Packed, "body", lambda packed: pytest.fail("tensors are unpacked"))
     state = {
         "fedavg": {"model": STATE}, "fedavg_kd": {"model": STATE, "rounds_left": 1}, "fedrep": {"model": STATE},
-        "fedfomo": {"model": STATE, "models": [STATE, STATE]}, "fedhenn": {"public": None},
+        "fedfomo": {"model": STATE, "models": [STATE, STATE, STATE]}, "fedhenn": {"public": None},
     }[type(method).__name__.lower().replace("avgkd", "avg_kd")]  # fmt: skip
     server = SimpleNamespace(algorithm=method, run="a", settings=SimpleNamespace(metrics=()))
     task = Task("local", 1, "client-0", DOWN, None, 1, 1)
-    wrong = {"representations": {"a": torch.ones(4, 4)}} if isinstance(method, FedHeNN) else {}
-    wrong |= {"request": {"clients": torch.tensor([9])}} if isinstance(method, FedFomo) else {}
-    wrong |= {"other": {"w": torch.ones(3)}}
-    groups = {name: pack_tree(tree) for name, tree in wrong.items()}
-    packed = Packed(json.dumps(HEAD), {"num_examples": 20, "capacity": 9}, groups)
-    if isinstance(method, FedFomo | FedHeNN):
-        result_of(task, packed, server, {"num_examples": 20}, state)
-        assert seen == [1]
-    else:
-        with pytest.raises(UserError, match=r"the reply holds the groups|expected 'model'"):
+    large = torch.zeros(2**20)
+    fomo = {"model": STATE, "request": {"clients": torch.tensor([1, 2])}}
+    several = {"nothing it knows": {"other": {"w": torch.ones(3)}}}
+    if isinstance(method, FedHeNN):
+        several = {
+            "rows": {"representations": {"a": torch.ones(4, 4)}},
+            "a type": {"representations": {"a": torch.ones(64, 4, dtype=torch.float64)}},
+            "a name": {"representations": {"b": torch.ones(64, 4)}},
+            "a group": {"representations": {"a": torch.ones(64, 4)}, "more": {"w": large}},
+        }
+    if isinstance(method, FedFomo):
+        several = {
+            "nobody": {**fomo, "request": {"clients": torch.tensor([1, 9])}},
+            "twice": {**fomo, "request": {"clients": torch.tensor([1, 1])}},
+            "many": {**fomo, "request": {"clients": torch.zeros(2**20, dtype=torch.int64)}},
+            "a type": {**fomo, "request": {"clients": torch.tensor([1.0, 2.0])}},
+            "more beside few": {**fomo, "request": {"clients": torch.tensor([1, 2]), "more": large}},
+            "a model": {**fomo, "model": {**STATE, "head.weight": large}},
+        }
+    for case, wrong in several.items():
+        groups = {name: pack_tree(tree) for name, tree in wrong.items()}
+        packed = Packed(json.dumps(HEAD), {"num_examples": 20, "capacity": 9}, groups)
+        with pytest.raises(UserError) as told:
             result_of(task, packed, server, {"num_examples": 20}, state)
-        assert not seen
+        assert len(str(told.value)) < 400, case
+
+
+def test_what_two_methods_can_only_tell_from_values_is_taken_where_it_is_right():
+    for method, state, reply in (
+        (
+            FedFomo(),
+            {"model": STATE, "models": [1, 2, 3]},
+            {"model": STATE, "request": {"clients": torch.tensor([1, 2])}},
+        ),
+        (FedHeNN(), {"public": None}, {"representations": {"a": torch.ones(2 * FedHeNN().rad_size, 4)}}),
+    ):
+        server = SimpleNamespace(algorithm=method, run="a", settings=SimpleNamespace(metrics=()))
+        packed = Packed(json.dumps(HEAD), {"num_examples": 20}, {name: pack_tree(tree) for name, tree in reply.items()})
+        found = result_of(Task("local", 1, "client-0", DOWN, None, 1, 1), packed, server, {"num_examples": 20}, state)
+        assert found.reply.tensors.keys() == reply.keys()
 
 
 def test_a_reply_over_which_a_method_stumbles_is_refused():

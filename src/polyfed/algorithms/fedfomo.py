@@ -110,13 +110,14 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
 
     def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
         """The client's parameters, and min(M, N−1) different positions of other clients."""
-        wanted = reply.tensors.get("request", {}).get("clients", torch.zeros(0)).flatten().tolist()
+        number = min(self.num_models, len(state["models"]) - 1)
+        asked = reply.tensors.get("request", {}).get("clients", torch.zeros(0))
+        wanted = asked.tolist() if asked.shape == (number,) else []  # of another shape, it is refused for that
         if len(set(wanted)) < len(wanted) or not all(0 <= k < len(state["models"]) for k in wanted):
             raise ValueError(
                 f"it asks for the models of clients {wanted}; a request names different positions from 0 to "
                 f"{len(state['models']) - 1}: mend the client's software"
             )
-        number = min(self.num_models, len(state["models"]) - 1)
         request: dict[str, Spec] = {"request": {"clients": ((number,), torch.int64)}} if number else {}
         return {"model": spec(state["model"]), **request}
 

@@ -204,7 +204,10 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
             raise ValueError(
                 f"its representation has {a.shape[1]} columns; it must have from 1 to {self.rank or 'any number'}"
             )
-        if a is not None and a.is_floating_point() and a.numel() and bool(torch.isfinite(a).all()) and _broken(a):
+        here = (
+            a is not None and not a.is_meta and a.is_floating_point() and a.numel()
+        )  # else only its form is asked for
+        if a is not None and here and bool(torch.isfinite(a).all()) and _broken(a):
             raise ValueError(
                 f"its representation has values beyond {_LARGEST:g}; its training diverged: lower lr or set clip_norm"
             )

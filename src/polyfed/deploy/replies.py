@@ -16,11 +16,12 @@ from polyfed.core.evaluation import split_name
 from polyfed.core.metrics import METRICS, named
 from polyfed.core.tree import mismatch
 from polyfed.deploy.server import Server
-from polyfed.deploy.wire import Packed, plain_head
+from polyfed.deploy.wire import Packed, plain_head, small_tensors
 from polyfed.simulation.engines.work import Result, Task
 
 _LONGEST = 300  # characters of a site's sentence
 _LARGEST = 1e12  # of its numbers
+_SMALL = 2**13  # bytes of a tensor that is read to tell whether the form of all is right
 _PREFIX = re.compile(r"([a-z]{1,20}_){0,2}")
 
 
@@ -92,14 +93,20 @@ def form_flaw(packed: Packed, down: Message, server: Server, state: Any, scalars
     """How names, shapes and types of a reply differ from what the method takes; None if they do not, or if the method must
     see the tensors to tell."""
     forms = packed.forms()
-    meta = {
+    meta: dict[str, Mapping[str, torch.Tensor]] = {
         group: {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in form.items()}
         for group, form in forms.items()
     }
     try:
-        wanted = server.algorithm.reply_spec(state, down, Message(meta, scalars))
+        try:
+            wanted = server.algorithm.reply_spec(state, down, Message(meta, scalars))
+        except RuntimeError:  # it asks for values: small tensors are read, such as which clients FedFomo asks for
+            meta = {group: {**tree, **small_tensors(packed.groups[group], _SMALL)} for group, tree in meta.items()}
+            wanted = server.algorithm.reply_spec(state, down, Message(meta, scalars))
+    except UserError:
+        raise
     except ValueError as flaw:
-        return str(flaw)
+        return one_line(flaw)
     except RuntimeError:  # a tensor without values was asked for one; `Federation.flaw` checks it again with them
         return None
     except Exception as error:  # nothing that a site sends may end the run of the others

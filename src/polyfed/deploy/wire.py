@@ -94,6 +94,25 @@ def _form(entry: Mapping[str, Any], space: int) -> Form:
     return shape, dtype
 
 
+def small_tensors(data: bytes, most: int) -> dict[str, torch.Tensor]:
+    """Of a group that `pack_tree` wrote the tensors of at most so many bytes; the others are not looked at.
+
+    Raises:
+        UserError: as `form_of`.
+
+    >>> small_tensors(pack_tree({"large": torch.zeros(9), "small": torch.arange(2)}), 16)
+    {'small': tensor([0, 1])}
+    """
+    forms, start, found = form_of(data), 8 + int.from_bytes(data[:8], "little"), {}
+    header = json.loads(data[8:start])
+    for name, (shape, dtype) in forms.items():
+        begin, end = header[name]["data_offsets"]
+        if end - begin <= most:
+            flat = torch.frombuffer(bytearray(data[start + begin : start + end]), dtype=dtype) if end > begin else ()
+            found[name] = torch.as_tensor(flat, dtype=dtype).reshape(shape)
+    return found
+
+
 def unpack_tree(data: bytes) -> dict[str, torch.Tensor]:
     """The group that `pack_tree` wrote.
 
