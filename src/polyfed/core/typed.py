@@ -18,7 +18,18 @@ from polyfed.core.errors import UserError, nearest
 Made = TypeVar("Made")
 DEEPEST, MOST = 60, 2_000_000  # of nested lists and mappings, and of values in all
 _LARGEST = 2**63
-MISTAKES = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError, RecursionError)
+# What NumPy, Arrow, torch and yaml raise of bytes that are damaged. It is for a single call of such a library, never around
+# polyfed's own code, where it would call a programming error a damaged file.
+UNREADABLE = (
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    RecursionError,
+)
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
@@ -35,6 +46,29 @@ def from_json(text: str | bytes) -> Any:
         value = json.loads(text, parse_constant=_no_number)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    if wrong := too_much(value):
+        raise ValueError(wrong)
+    return value
+
+
+def from_yaml(text: str | bytes) -> Any:
+    """The value of a YAML text, which has no tags of Python.
+
+    Raises:
+        ValueError: it is no YAML, too deep or too much; with line and column where they are known.
+
+    >>> from_yaml("lr: 0.5")
+    {'lr': 0.5}
+    """
+    import yaml
+
+    try:
+        value = yaml.safe_load(text.decode() if isinstance(text, bytes) else text)
+    except (yaml.YAMLError, *UNREADABLE) as error:  # ValueError: dates that are none, say
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{where}{problem or first}") from error
     if wrong := too_much(value):
         raise ValueError(wrong)
     return value
@@ -204,7 +238,8 @@ def made(kind: Callable[..., Made], given: Any, what: str) -> Made:
 
 
 def guarded(action: Callable[[], Made], what: str) -> Made:
-    """What an action makes of values that a file holds; whatever they make it raise is an error about them.
+    """What an action makes of values that a file holds, whose types are right; values that it cannot take are an error about
+    them. Other exceptions are of the program, and pass.
 
     Raises:
         UserError: it cannot be made of them.
@@ -213,6 +248,6 @@ def guarded(action: Callable[[], Made], what: str) -> Made:
         return action()
     except UserError:
         raise
-    except MISTAKES as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{what} holds what it cannot hold ({type(error).__name__}: {reason})") from error

@@ -1,7 +1,6 @@
 """Files: IDX, and Parquet tables as the Hugging Face hub lays them out."""
 
 import gzip
-import json
 import re
 import struct
 import zlib
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
+from polyfed.core.typed import from_json
 
 Table = Any
 """A `pyarrow.Table`; pyarrow is imported only where it is used."""
@@ -155,6 +155,10 @@ def class_names(table: Table, name: str) -> tuple[str, ...] | None:
     metadata = (table.schema.metadata or {}).get(b"huggingface")
     if metadata is None:
         return None
-    feature = json.loads(metadata).get("info", {}).get("features", {}).get(name, {})
-    names = feature.get("names") if isinstance(feature, dict) else None
-    return tuple(map(str, names)) if names else None
+    try:
+        found = from_json(metadata)
+    except ValueError:
+        return None
+    for key in ("info", "features", name, "names"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return tuple(map(str, found)) if isinstance(found, list) and found else None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
+from polyfed.core.typed import conforms, from_json
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
 _TOKEN = re.compile(r"https?://\S+|www\.\S+|@\w+|\w+(?:['’]\w+)*|[^\w\s]")
@@ -97,10 +98,10 @@ def load_vocabulary(file: Path) -> Vocabulary:
         UserError: the file is no JSON list of strings, or no vocabulary.
     """
     try:
-        tokens = json.loads(file.read_text(encoding="utf-8"))
+        tokens = from_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read a vocabulary from {str(file)!r} ({error})") from error
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+    if conforms(tokens, list[str]):
         raise UserError(f"{str(file)!r} is no vocabulary: it must hold a JSON list of strings")
     return Vocabulary(tuple(tokens))
 

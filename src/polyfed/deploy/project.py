@@ -57,11 +57,16 @@ class Project:
         """
         file = self.app / "pyproject.toml"
         try:
-            return dict(tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"])
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{file} is not valid TOML: {error}") from error
-        except KeyError as error:
-            raise UserError(f"{file} lacks the table [tool.flwr.app.config]") from error
+            found: Any = tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file} is not valid TOML: {error or 'it is nested too deeply'}") from error
+        for name in ("tool", "flwr", "app", "config"):
+            found = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            raise UserError(f"{file} lacks the table [tool.flwr.app.config]")
+        return found
 
     def sites(self) -> list[str]:
         """Ids of the sites in the configuration."""

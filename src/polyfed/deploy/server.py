@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final, get_args
 
-import yaml
-
 from polyfed.algorithms import get, name_of
 from polyfed.core.algorithm import CONSENT, Algorithm, Architecture, DataSpec
 from polyfed.core.algorithm import Task as Kind
@@ -23,6 +21,7 @@ from polyfed.core.examples import as_examples
 from polyfed.core.metrics import METRICS, is_built_in
 from polyfed.core.scratch import scratch
 from polyfed.core.threads import one_thread
+from polyfed.core.typed import from_yaml
 from polyfed.deploy.wire import FORM_WORDS, PROTOCOL
 from polyfed.simulation.engines.work import Engine, Task
 from polyfed.simulation.federation import play, score_of
@@ -248,7 +247,10 @@ def prepare(config: Mapping[str, Any]) -> Server:
 def _value(value: Any) -> Any:
     """A field of a method: Flower's configuration has no lists and no null, so that text may hold them as YAML does."""
     if isinstance(value, str) and (value[:1] in "[{" or value in ("null", "none")):
-        return None if value == "none" else yaml.safe_load(value)
+        try:
+            return None if value == "none" else from_yaml(value)
+        except ValueError as error:
+            raise UserError(f"{value[:60]!r} in the configuration is no list, mapping or null: {error}") from error
     return value
 
 

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, Any, TypedDict, final
 
 from polyfed.core.errors import RoundError, UserError
+from polyfed.core.typed import conforms, from_json
 from polyfed.deploy.project import Project, closed, write_key
 from polyfed.simulation.runs.directory import replace_file
 
@@ -102,12 +103,21 @@ def folder_of(project: Project) -> Path:
     return project.path / "trial"
 
 
+class _Noted(TypedDict):
+    """What `Trial.note` writes."""
+
+    port: int
+    sites: list[str]
+    processes: dict[str, int]
+
+
 def read_trial(project: Project) -> dict[str, Any] | None:
-    """What `Trial.note` wrote: port, sites and process ids; None if no trial runs."""
+    """What `Trial.note` wrote: port, sites and process ids; None if no trial runs, or the file is damaged."""
     try:
-        return dict(json.loads((folder_of(project) / "trial.json").read_text()))
+        noted = from_json((folder_of(project) / "trial.json").read_bytes())
     except (OSError, ValueError):
         return None
+    return None if conforms(noted, _Noted) else dict(noted)
 
 
 @contextmanager

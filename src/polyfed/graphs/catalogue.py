@@ -8,6 +8,7 @@ from typing import Any, final
 import yaml
 
 from polyfed.core.errors import UserError, nearest
+from polyfed.core.typed import conforms, from_yaml
 from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType, Mark
 
 
@@ -66,8 +67,8 @@ class LayerCatalogue:
             UserError: the file cannot be read, or says something that is no layer type.
         """
         try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            content = from_yaml(Path(path).read_bytes())
+        except (OSError, ValueError) as error:
             raise UserError(f"the layer catalogue {path} cannot be read: {error}") from error
         rows = content.get("layer_types") if isinstance(content, Mapping) else None
         if not isinstance(rows, list) or not rows:
@@ -77,11 +78,14 @@ class LayerCatalogue:
         return cls(tuple(_layer_type(row, f"{path}, layer type {k}") for k, row in enumerate(rows, start=1)))
 
 
+_FORM = {"kind": str, "c_in": int, "c_out": int, "kernel": list[int], "stride": list[int], "groups": int, "bias": bool}
+
+
 def _layer_type(row: Any, where: str) -> LayerType:
     known = [field.name for field in fields(LayerType)]
     if not isinstance(row, Mapping) or not {"kind", "c_in", "c_out"} <= row.keys():
         raise UserError(f"{where} must give kind, c_in and c_out, got {row!r}")
-    if unknown := sorted(set(map(str, row)) - set(known)):
+    if unknown := sorted(map(str, row.keys() - set(known))):
         raise UserError(f"{where}: there is no {unknown[0]!r}; {nearest(unknown[0], known)}")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     if not isinstance(values.get("bias", True), bool):
@@ -89,6 +93,10 @@ def _layer_type(row: Any, where: str) -> LayerType:
     for name in ("kernel", "stride"):
         if not isinstance(values.get(name, ()), tuple):
             raise UserError(f"{where}: {name} must be a list, got {values[name]!r}")
+    if wrong := next(
+        filter(None, (conforms(row[name], kind, name) for name, kind in _FORM.items() if name in row)), ""
+    ):
+        raise UserError(f"{where}: {wrong}")
     try:
         return LayerType(**values)
     except UserError as error:

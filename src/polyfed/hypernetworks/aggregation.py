@@ -12,6 +12,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
+from polyfed.core.room import within_memory
 from polyfed.core.seeds import derive, torch_generator
 from polyfed.core.threads import in_threads
 from polyfed.core.tree import Tree
@@ -43,15 +44,20 @@ def create(num_clients: int, num_layers: int, embedding_dim: int, hidden: int, s
     def uniform(name: str, *shape: int) -> Tensor:
         return torch.rand(shape, generator=torch_generator(derive(seed, "aggregation hypernetwork", name)))
 
-    normal = torch_generator(derive(seed, "aggregation hypernetwork", "embedding"))
-    made = {"embedding": torch.randn(n, embedding_dim, generator=normal)}
-    for k in range(_DEPTH):
-        inputs = hidden if k else embedding_dim
-        for part, shape in {"weight": (n, hidden, inputs), "bias": (n, hidden)}.items():
-            name = f"trunk.{k}.{part}"
-            made[name] = (2 * uniform(name, *shape) - 1) / inputs**0.5
-    made["heads.weight"] = uniform("heads.weight", n, num_layers, n, hidden)
-    return made | {"heads.bias": torch.zeros(n, num_layers, n)}
+    def networks() -> dict[str, Tensor]:
+        normal = torch_generator(derive(seed, "aggregation hypernetwork", "embedding"))
+        made = {"embedding": torch.randn(n, embedding_dim, generator=normal)}
+        for k in range(_DEPTH):
+            inputs = hidden if k else embedding_dim
+            for part, shape in {"weight": (n, hidden, inputs), "bias": (n, hidden)}.items():
+                name = f"trunk.{k}.{part}"
+                made[name] = (2 * uniform(name, *shape) - 1) / inputs**0.5
+        made["heads.weight"] = uniform("heads.weight", n, num_layers, n, hidden)
+        return made | {"heads.bias": torch.zeros(n, num_layers, n)}
+
+    return within_memory(
+        f"hypernetworks of {n} clients with embedding_dim={embedding_dim} and hidden={hidden}", networks
+    )
 
 
 def scores(networks: Hypernetworks) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polyfed.core.room import within_memory
 from polyfed.core.seeds import derive, local_rng, torch_generator
 from polyfed.core.tree import Tree
 from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType
@@ -215,6 +216,13 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def _within_memory(form: Form) -> GHN:
+    told = f"depth={form.depth}, latent={form.latent} and hidden={form.hidden}"
+    return within_memory(
+        f"a graph hypernetwork of {len(form.catalogue.types)} layer types with {told}", lambda: GHN(form)
+    )
+
+
 def create(form: Form, init: Init, seed: int) -> dict[str, Tensor]:
     """The initial tensors (W_G, W_H), by name.
 
@@ -233,7 +241,7 @@ def create(form: Form, init: Init, seed: int) -> dict[str, Tensor]:
     (200, 16)
     """
     with local_rng(derive(seed, "graph hypernetwork")):
-        ghn = GHN(form)
+        ghn = _within_memory(form)
         if form.normalise:
             _reset_trunk(ghn)
         energies = _energies(ghn, form, seed) if init == "kaiming" else {}
@@ -318,4 +326,4 @@ def catalogue_of(tensors: Tree) -> LayerCatalogue:
 @lru_cache(maxsize=4)
 def scratch_ghn(form: Form, device: torch.device) -> GHN:
     """One hypernetwork of this form a process, to be filled before each use."""
-    return GHN(form).to(device)
+    return _within_memory(form).to(device)

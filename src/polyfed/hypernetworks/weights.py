@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from polyfed.core.room import within_memory
 from polyfed.core.seeds import derive, torch_generator
 from polyfed.core.tree import Tree
 
@@ -55,15 +56,20 @@ def create(
             f"{name}.bias": torch.empty([*outputs], dtype=dtype).uniform_(-bound, bound, generator=generator),
         }
 
-    generator = torch_generator(derive(seed, "weight hypernetwork", "embeddings"))
-    network = {"embeddings": torch.randn(num_clients, embedding_dim, generator=generator, dtype=own_type)}
-    for k in range(depth + 1):
-        network |= linear(f"trunk.{k}", [hidden], hidden if k else embedding_dim, own_type)
-    for key, tensors in architectures.items():
-        for name, tensor in tensors.items():
-            network |= linear(f"heads.{key}.{name}", tensor.shape, hidden, tensor.dtype)
-        network |= {f"heads.{key}.{name}.bias": offset.clone() for name, offset in offsets.get(key, {}).items()}
-    return network
+    def network() -> dict[str, Tensor]:
+        generator = torch_generator(derive(seed, "weight hypernetwork", "embeddings"))
+        found = {"embeddings": torch.randn(num_clients, embedding_dim, generator=generator, dtype=own_type)}
+        for k in range(depth + 1):
+            found |= linear(f"trunk.{k}", [hidden], hidden if k else embedding_dim, own_type)
+        for key, tensors in architectures.items():
+            for name, tensor in tensors.items():
+                found |= linear(f"heads.{key}.{name}", tensor.shape, hidden, tensor.dtype)
+            found |= {f"heads.{key}.{name}.bias": offset.clone() for name, offset in offsets.get(key, {}).items()}
+        return found
+
+    return within_memory(
+        f"a hypernetwork with embedding_dim={embedding_dim}, hidden={hidden} and hn_depth={depth}", network
+    )
 
 
 def head_names(network: Tree, architecture: str) -> list[str]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from polyfed.core.code import named
 from polyfed.core.errors import UserError, nearest
+from polyfed.core.room import within_memory
 from polyfed.models.cnn import cnn_582k, cnn_fedhenn, cnn_fedhenn_homo, cnn_fedpnas, cnn_pfedla, cnn_small
 from polyfed.models.factory import call_factory
 from polyfed.models.flha import flha_arch1, flha_arch2, flha_arch3, flha_chain, flha_small, resnet18, resnet18_hybrid
@@ -53,7 +54,8 @@ def build(
 
     Raises:
         UserError: an unknown name or argument, a module or attribute that is not there, or that nobody allowed, sizes that
-            do not fit the shape, or a factory whose result is no nn.Module.
+            do not fit the shape, or, of a network of polyfed's, this machine's memory; or a factory whose result is no
+            nn.Module.
 
     >>> build("mlp", (1, 8, 8), 10, hidden=(16,)).fc2
     Linear(in_features=16, out_features=10, bias=True)
@@ -69,7 +71,9 @@ def build(
         raise UserError(
             f"there is no model {model!r}; {nearest(model, MODELS)}. A network of your own is given as module:factory"
         )
-    return call_factory(model, MODELS[model], tuple(input_shape), num_classes, arguments)
+    told = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    what = f"model {model}({told[:200]}) on inputs {tuple(input_shape)} with {num_classes} outputs"
+    return within_memory(what, lambda: call_factory(model, MODELS[model], tuple(input_shape), num_classes, arguments))
 
 
 @final

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, nearest
-from polyfed.core.typed import MISTAKES
+from polyfed.core.typed import UNREADABLE
 from polyfed.data.plot import save_figure
 
 if TYPE_CHECKING:
@@ -116,11 +116,12 @@ def read(run_directory: str | Path) -> Aggregation:
 
 def _content(file: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a file, checked."""
-    try:
-        int(file.stem.removeprefix("round-"))
+    if not file.stem.removeprefix("round-").isdecimal():
+        raise UserError(f"{file} is not named after a round; take it out of the folder")
+    try:  # NumPy alone reads here
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             found = {key: arrays[key] for key in _KEYS if key in arrays}
-    except (OSError, *MISTAKES, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, *UNREADABLE, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{file} is damaged ({error}); restore it, or run again") from error
     if missing := [key for key in _KEYS if key not in found]:
         raise UserError(f"{file} has no {missing[0]!r}; it is not of a pfedla or heur_pfedla run")

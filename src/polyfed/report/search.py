@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from polyfed.core.algorithm import BringsNetwork
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.threads import one_thread
-from polyfed.core.typed import MISTAKES, from_json
+from polyfed.core.typed import from_json
 from polyfed.data.plot import picture_path, save_figure
-from polyfed.search.found import FORMAT
+from polyfed.search.found import FORMAT, check_cells
 from polyfed.simulation.runs.directory import read_config, read_metrics
 from polyfed.simulation.runs.paths import file_name
 from polyfed.simulation.runs.results import Run
@@ -256,13 +256,12 @@ def _cells(description: Any, place: str) -> tuple[FoundCell, ...]:
         found = description.get("format") if isinstance(description, Mapping) else type(description).__name__
         raise UserError(f"{place} has the format {found!r}, expected {FORMAT!r}; give a run of {_METHODS}")
     try:
+        check_cells(description)
         cells = tuple(_cell(cell) for cell in description["cells"])
         if not cells:
             raise ValueError("no cells")
-    except MISTAKES as error:
-        raise UserError(
-            f"{place} does not describe cells ({type(error).__name__}: {error}); restore it, or run again"
-        ) from error
+    except ValueError as error:
+        raise UserError(f"{place} does not describe cells ({error}); restore it, or run again") from error
     return cells
 
 

@@ -196,7 +196,7 @@ def warm_starts(folder: Path, key: str) -> str:
         curves = {
             name: Curves(str(one["score"]), tuple(one["warm"]), tuple(one["scratch"])) for name, one in content.items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{file} is damaged ({error}); run polyfed warmstart again") from error
     panels = {}
     for n, (name, found) in enumerate(sorted(curves.items())[:MOST]):

@@ -1,9 +1,10 @@
 """The architecture that was found for a client: as a network of its own, as a description, and read back from files."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 import safetensors.torch
 import torch
@@ -14,11 +15,56 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples, split_rows
 from polyfed.core.layout import arrange
 from polyfed.core.scratch import new_module
-from polyfed.core.typed import MISTAKES, from_json
+from polyfed.core.typed import conforms, from_json, made
 from polyfed.search.cells import CellPlan
 from polyfed.search.network import Network, Plan, Sampled
 
 FORMAT = "polyfed.search 1"
+_MOST = 10**9  # numbers of noise of one cell
+_Edge = TypedDict(
+    "_Edge",
+    {
+        "from": int, "to": int, "operations": list[str],
+        "candidates": NotRequired[list[str]], "probabilities": NotRequired[list[float]],
+    },
+)  # fmt: skip
+
+
+class _CellTold(TypedDict):
+    stack: str
+    inputs: int
+    edges: list[_Edge]
+
+
+class _Cells(TypedDict):
+    """What `describe` gives for people."""
+
+    cells: list[_CellTold]
+
+
+class _Description(_Cells):
+    """All that it gives."""
+
+    plan: dict[str, Any]
+    sampled: NotRequired[dict[str, list[int]]]
+    mean: NotRequired[Literal["probabilities", "outputs"]]
+
+
+class _PlanTold(TypedDict):
+    base: list[dict[str, Any]]
+    personal: list[dict[str, Any]]
+
+
+def check_cells(description: Any) -> None:
+    """Raises unless the cells have the form of what `describe` gives.
+
+    Raises:
+        ValueError: what is wrong with them, as half a sentence.
+    """
+    if wrong := conforms(description, _Cells):
+        raise ValueError(wrong)
+    if any(not edge["operations"] for cell in description["cells"] for edge in cell["edges"]):
+        raise ValueError("an edge without operations")
 
 
 def fixed(network: Network, choices: Sequence[Tensor | None]) -> Network:
@@ -150,29 +196,44 @@ def rebuild(description: Mapping[str, Any]) -> nn.Module:
             f"this is no description of a network by polyfed.search: its format is {told!r}, expected {FORMAT!r}"
         )
     try:
+        check_cells(description)
+        if wrong := conforms(description, _Description) or conforms(description["plan"], _PlanTold, "plan"):
+            raise ValueError(wrong)
         fields: dict[str, Any] = dict(description["plan"])
         for stack in ("base", "personal"):
             fields[stack] = tuple(_cell_plan(cell) for cell in fields[stack])
-        network = new_module(Plan(**fields), seed=0)
+        network = new_module(made(Plan, fields, "plan"), seed=0)
         assert isinstance(network, Network)
         network.known = [_known(cell["edges"]) for cell in description["cells"]]
         network.supernet = _supernet(network.plan, description["cells"])
         if "sampled" not in description:
             return network.eval()
-        noise = {int(k): torch.zeros(shape) for k, shape in description["sampled"].items()}
-        return Sampled(network, noise, description["mean"] == "probabilities").eval()
+        return Sampled(network, _noise(description["sampled"]), description.get("mean") == "probabilities").eval()
     except UserError:
         raise
-    except MISTAKES as error:
-        raise UserError(f"the description of the network is not whole: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise UserError(f"the description of the network is not whole: {error}") from error
 
 
-def _known(edges: Sequence[Mapping[str, Any]]) -> Tensor | None:
+def _noise(shapes: Mapping[str, Sequence[int]]) -> dict[int, Tensor]:
+    """Of the sampled cells, by their number."""
+    if wrong := next((s for s in shapes.values() if len(s) > 8 or not 0 < math.prod(s) <= _MOST or min(s) < 1), None):
+        raise ValueError(f"noise of the shape {wrong}")
+    return {int(k): torch.zeros(tuple(shape)) for k, shape in shapes.items()}
+
+
+class _CellFields(TypedDict):
+    candidates: list[list[str]]
+
+
+def _known(edges: Sequence[_Edge]) -> Tensor | None:
     """The probabilities of a cell's edges, None where there was no choice."""
-    return torch.tensor([edge["probabilities"] for edge in edges]) if "probabilities" in edges[0] else None
+    if not edges or "probabilities" not in edges[0]:
+        return None
+    return torch.tensor([edge.get("probabilities", []) for edge in edges])  # of one length, or a ValueError
 
 
-def _supernet(plan: Plan, cells: Sequence[Mapping[str, Any]]) -> Plan:
+def _supernet(plan: Plan, cells: Sequence[_CellTold]) -> Plan:
     """The form of the supernet from which a network was found."""
     wholes = [
         replace(cell, candidates=tuple(tuple(e.get("candidates", e["operations"])) for e in told["edges"]))
@@ -182,7 +243,11 @@ def _supernet(plan: Plan, cells: Sequence[Mapping[str, Any]]) -> Plan:
 
 
 def _cell_plan(fields: Mapping[str, Any]) -> CellPlan:
-    return CellPlan(**{**fields, "candidates": tuple(tuple(names) for names in fields["candidates"])})
+    if wrong := conforms(fields, _CellFields, "a cell of plan"):
+        raise ValueError(wrong)
+    return made(
+        CellPlan, {**fields, "candidates": tuple(tuple(names) for names in fields["candidates"])}, "a cell of plan"
+    )
 
 
 def load(path: str | Path) -> nn.Module:

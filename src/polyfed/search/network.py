@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
+from polyfed.core.room import within_memory
 from polyfed.search.cells import Cell, CellPlan, Join
 from polyfed.search.operations import NAMES, SMALL
 from polyfed.search.sampling import Choice, ContextAware, ContextFree, Sampler, draw, most_probable
 
 Context = Literal["free", "aware"]
 Per = Literal["example", "batch"]
+
+_MOST_EDGES = 10_000  # the largest supernet of the papers has 18
 
 
 @final
@@ -51,8 +54,14 @@ class Plan:
     stem_stride: int = 1
 
     def __call__(self) -> "Network":
-        """A network of this form, its weights drawn from torch's default generator."""
-        return Network(self)
+        """A network of this form, its weights drawn from torch's default generator.
+
+        Raises:
+            UserError: no machine like this could hold it.
+        """
+        cells = f"{len(self.base)} base cells and {len(self.personal)} personal cells"
+        what = f"a supernet of {cells} with channels={self.channels} and sampler_width={self.sampler_width}"
+        return within_memory(what, lambda: Network(self))
 
 
 def stacks(
@@ -67,7 +76,7 @@ def stacks(
     base stack halve the image, and so does the last personal cell (which ones is from the authors' code).
 
     Raises:
-        UserError: a size below 1.
+        UserError: a size below 1, or too many edges.
 
     >>> base, personal = stacks()
     >>> [cell.reduces for cell in base + personal], sum(len(cell.edges) for cell in base + personal)
@@ -79,6 +88,12 @@ def stacks(
         raise UserError(
             "a supernet has at least 1 base cell, 1 personal cell and 1 node in each, got "
             f"{base_cells}, {personal_cells}, {base_nodes} and {personal_nodes}"
+        )
+    edges = base_cells * _edges(2, base_nodes) + personal_cells * _edges(1, personal_nodes)
+    if edges > _MOST_EDGES:
+        raise UserError(
+            f"a supernet of {base_cells} base cells with {base_nodes} nodes and {personal_cells} personal cells with "
+            f"{personal_nodes} would have {edges} edges; at most {_MOST_EDGES} are built"
         )
     reducing = {base_cells // 3, 2 * base_cells // 3}
     base = (
@@ -95,7 +110,7 @@ def stacks(
 
 
 def _edges(inputs: int, nodes: int) -> int:
-    return sum(range(inputs, inputs + nodes))
+    return nodes * inputs + nodes * (nodes - 1) // 2
 
 
 @final

@@ -14,10 +14,11 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypedDict, final
 
 from polyfed.core.errors import UserError, check_extra, nearest
 from polyfed.core.files import make_folder, replace_file
+from polyfed.core.typed import conforms, from_json
 from polyfed.simulation.runs.directory import read_config, read_metrics
 from polyfed.simulation.runs.progress import Progress, for_terminal
 
@@ -111,9 +112,10 @@ class MLflow(Logger):
 
     def _before(self, folder: Path) -> str | None:
         try:
-            run_id = str(json.loads((folder / LINK).read_text())["run_id"])
-            self._client.get_run(run_id)
-        except (OSError, ValueError, KeyError, self._mlflow.MlflowException):
+            run_id = run_of(folder)
+            if run_id is not None:
+                self._client.get_run(run_id)
+        except self._mlflow.MlflowException:
             return None
         return run_id
 
@@ -128,6 +130,21 @@ class MLflow(Logger):
     def close(self, *, finished: bool) -> None:
         """Says how the run ended."""
         self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
+
+
+def run_of(folder: Path) -> str | None:
+    """The run of MLflow that the link file of a run directory names; None without one, or if it is damaged."""
+    try:
+        link = from_json((folder / LINK).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return None if conforms(link, _Link) else str(link["run_id"])
+
+
+class _Link(TypedDict):
+    """What the link file holds."""
+
+    run_id: str
 
 
 def _whole_last(item: tuple[str, float]) -> bool:

@@ -12,8 +12,10 @@ import torch
 from polyfed.algorithms import name_of
 from polyfed.cli.commands.papers import Cell
 from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
 from polyfed.core.evaluation import SCORE
 from polyfed.core.files import replace_file
+from polyfed.core.typed import conforms, from_json
 from polyfed.data import Shift
 from polyfed.report import aggregation
 from polyfed.search import operations
@@ -165,14 +167,30 @@ def _once(
 ) -> dict[str, float | None]:
     """What `compute` finds of the run of the cell's method; written beside the run, and not computed a second time."""
     file, folder = run.folder / KEPT, run.of(cell.method)
-    kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    kept = _kept(file)
     experiment = from_config(read_config(folder))
     key = f"{name_of(experiment.algorithm)}, {key}"
     if key not in kept:
         kept[key] = compute(folder, experiment, run.scale)
         replace_file(file, json.dumps(kept, indent=1).encode())
-    found: dict[str, float | None] = kept[key]
-    return found
+    return kept[key]
+
+
+def _kept(file: Path) -> dict[str, dict[str, float | None]]:
+    """What was measured before.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    if not file.exists():
+        return {}
+    try:
+        kept: dict[str, dict[str, float | None]] = from_json(file.read_bytes())
+        if wrong := conforms(kept, dict[str, dict[str, float | None]]):
+            raise ValueError(wrong)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is damaged ({error}); delete it, and what it holds is computed again") from error
+    return kept
 
 
 def _slice(text: str) -> slice:

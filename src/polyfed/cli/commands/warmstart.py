@@ -295,7 +295,7 @@ def _keep_curves(file: Path, curves: Mapping[str, Curves]) -> None:
             kept = from_json(file.read_text(encoding="utf-8"))
             if wrong := conforms(kept, dict[str, dict[str, Any]]):
                 raise ValueError(wrong)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"{file} is damaged ({error}); delete it") from error
     kept |= {i: {"score": c.score, "warm": c.warm, "scratch": c.scratch} for i, c in curves.items()}
     replace_file(file, json.dumps(kept, indent=1).encode())

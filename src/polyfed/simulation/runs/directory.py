@@ -14,7 +14,7 @@ import yaml
 from polyfed.core.errors import UserError
 from polyfed.core.files import append_line, make_folder, open_lock
 from polyfed.core.files import replace_file as replace_file  # deployments take it from here
-from polyfed.core.typed import conforms, from_json, too_much
+from polyfed.core.typed import conforms, from_json, from_yaml
 from polyfed.simulation.runs.chain import changes as changes_of
 from polyfed.simulation.runs.chain import newest_binding, of_config
 from polyfed.simulation.runs.paths import file_name
@@ -238,22 +238,16 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / "config.yaml" if Path(path).is_dir() else Path(path)
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = from_yaml(file.read_bytes())
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:  # ValueError: dates that are none, say
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise UserError(f"{file} is not valid YAML{where}: {problem or _first_line(error)}") from error
+    except ValueError as error:
+        raise UserError(f"{file} is not valid YAML{', ' if str(error).startswith('line ') else ': '}{error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} must hold a mapping of settings, found {type(content).__name__}")
-    if wrong := too_much(content) or _not_plain(content):
+    if wrong := _not_plain(content):
         raise UserError(f"{file} is no configuration: {wrong}")
     return content
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _not_plain(value: Any, place: str = "") -> str:

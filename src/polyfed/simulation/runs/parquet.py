@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
 from polyfed.core.files import make_folder, replaced
-from polyfed.core.typed import MISTAKES, conforms, from_json
+from polyfed.core.typed import UNREADABLE, conforms, from_json
 
 if TYPE_CHECKING:
     import pyarrow
@@ -90,14 +90,14 @@ def read(path: Path, split: str, round: int) -> tuple[Tensor, Tensor, dict[str, 
     import pyarrow as pa
 
     table = _read(path, split, round, None)
-    try:
-        told = from_json((table.schema.metadata or {})[_KEY])
+    told = _told(path, table)
+    try:  # NumPy and Arrow alone read here
         outputs = _tensor(table.column("output"), told["output"])
         targets = _tensor(table.column("target"), told["target"])
         columns = {name: np.asarray(table.column(short)) for short, name in told["columns"].items()}
         if len(targets) != len(outputs) or outputs.dim() < 2 or not outputs.is_floating_point():
             raise ValueError("outputs and targets do not fit")
-    except (*MISTAKES, pa.ArrowException) as error:
+    except (*UNREADABLE, pa.ArrowException) as error:
         raise UserError(_damaged(path, error)) from error
     return outputs, targets, columns
 
@@ -109,10 +109,28 @@ def _read(path: Path, split: str, round: int | None, columns: list[str] | None) 
     import pyarrow.parquet as pq
 
     wanted = [("split", "=", split)] + ([] if round is None else [("round", "=", round)])
-    try:
+    try:  # Arrow alone reads here
         return pq.read_table(path, columns=columns, filters=wanted)
-    except (OSError, *MISTAKES, pa.ArrowException) as error:
+    except (OSError, *UNREADABLE, pa.ArrowException) as error:
         raise UserError(_damaged(path, error)) from error
+
+
+class _Told(TypedDict):
+    """What the file says of itself: shapes of an example's outputs and targets, and whose column is which."""
+
+    output: list[int]
+    target: list[int]
+    columns: dict[str, str]
+
+
+def _told(path: Path, table: "pyarrow.Table") -> _Told:
+    try:
+        told: _Told = from_json((table.schema.metadata or {}).get(_KEY, b"null"))
+        if wrong := conforms(told, _Told):
+            raise ValueError(wrong)
+    except ValueError as error:
+        raise UserError(_damaged(path, error)) from error
+    return told
 
 
 def _damaged(path: Path, error: Exception) -> str:
