@@ -73,11 +73,15 @@ def extracted():
 
 @pytest.fixture
 def told():
-    """A graph as text: a line a node, with its predecessors."""
+    """A graph as text: a line a node, with its predecessors; of types without dilation and activation, which
+    test_activations.py has."""
+
+    def short(kind):
+        return kind if isinstance(kind, str) else kind.key[: kind.key.index("-d")]
 
     def told(graph):
         return [
-            f"{node.name}: {node.type if isinstance(node.type, str) else node.type.key} < "
+            f"{node.name}: {short(node.type)} < "
             + " ".join(graph.nodes[a].name for a, b in graph.edges if b == position)
             for position, node in enumerate(graph.nodes)
         ]

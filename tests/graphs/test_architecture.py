@@ -6,10 +6,11 @@ import yaml
 from polyfed.core.errors import UserError
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node
 
-CONV = LayerType("conv2d", 4, 8, (3, 3), (2, 2), 2, False)
+CONV = LayerType("conv2d", 4, 8, (3, 3), (2, 2), 2, False, activation="relu")
 LINE = LayerType("linear", 8, 3)
 NORM = LayerType("batch_norm", 8, 8)
-TYPES = [CONV, LINE, NORM, LayerType("conv1d", 1, 2, (5,), (1,)), LayerType("conv3d", 1, 2, (1, 2, 3), (1, 1, 2))]
+DILATED = LayerType("conv1d", 1, 2, (5,), (1,), dilation=(2,), activation="sigmoid+tanh")
+TYPES = [CONV, LINE, NORM, DILATED, LayerType("conv3d", 1, 2, (1, 2, 3), (1, 1, 2))]
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda t: t.key)
@@ -34,6 +35,11 @@ def test_shapes_and_fan_in():
         (("conv2d", 2, 3), "2 entries in kernel"),
         (("linear", 2, 3, (1,), (1,)), "0 entries"),
         (("linear", 2, 4, (), (), 2), "groups=1"),
+        (("linear", 2, 4, (), (), 1, True, (1,)), "0 entries in kernel, stride and dilation"),
+        (("conv1d", 2, 4, (3,), (1,), 1, True, (0,)), "at least 1"),
+        (("linear", 2, 4, (), (), 1, True, (), "tan"), "unknown activation 'tan': it is 'none', or of celu, "),
+        (("linear", 2, 4, (), (), 1, True, (), "tanh+relu"), "in this order"),
+        (("linear", 2, 4, (), (), 1, True, (), ["relu"]), "unknown activation"),
         (("conv1d", 3, 4, (1,), (1,), 2), "groups=2 does not divide"),
         (("batch_norm", 3, 4), "as many channels"),
     ],
@@ -43,10 +49,25 @@ def test_types_that_are_no_layers_are_refused(fields, part):
         LayerType(*fields)
 
 
-@pytest.mark.parametrize("key", ["", "linear-8-3", "linear-8-3-k-s-g1-b2", "conv2d-1-1-k3-s1-g1-b1"])
-def test_keys_that_are_none_are_refused(key):
-    with pytest.raises(UserError):
+@pytest.mark.parametrize(
+    ("key", "part"),
+    [
+        ("", "is no layer type; an example is"),
+        ("linear-8-3", "is no layer type"),
+        ("linear-8-3-k-s-g1-b2-d-none", "is no layer type"),
+        ("conv2d-1-1-k3-s1-g1-b1-d1-none", "2 entries"),
+        ("linear-8-3-k-s-g1-b1-d-tan", "unknown activation"),
+        ("linear-8-3-k-s-g1-b1", "of an earlier version of polyfed; train the hypernetwork anew"),
+    ],
+)
+def test_keys_that_are_none_are_refused(key, part):
+    with pytest.raises(UserError, match=part):
         LayerType.from_key(key)
+
+
+def test_dilation_is_one_in_each_dimension_unless_it_is_given():
+    assert LayerType("conv2d", 1, 1, (3, 3), (1, 1)) == LayerType("conv2d", 1, 1, (3, 3), (1, 1), dilation=(1, 1))
+    assert LINE.dilation == ()
 
 
 def graph():
@@ -100,13 +121,23 @@ def test_catalogue_files_round_trip(tmp_path):
         ("{", "cannot be read"),
         ("layer_types: []", "must have a list"),
         ("[1]", "must have a list"),
-        ("layer_types: [3]", "layer type 1 must give kind, c_in and c_out"),
-        ("layer_types: [{kind: linear, c_in: 1, c_out: 2, grops: 1}]", "did you mean groups"),
-        ("layer_types: [{kind: linear, c_in: 1, c_out: 2, bias: 3}]", "bias must be true or false"),
-        ("layer_types: [{kind: conv1d, c_in: 1, c_out: 2, kernel: 3, stride: [1]}]", "kernel must be a list"),
-        ("layer_types: [{kind: linear, c_in: 1.5, c_out: 2}]", "layer type 1: c_in must be a whole number"),
-        ("layer_types: [{kind: lnear, c_in: 1, c_out: 2}]", "did you mean linear"),
-        ("layer_types: [{kind: [1], c_in: 1, c_out: 2}]", "kind must be text"),
+        (
+            "layer_types: [{kind: linear, c_in: 1, c_out: 2}]",
+            "of format 1, and this version of polyfed reads format 2, in ",
+        ),
+        ("format: 3\nlayer_types: [3]", "delete it and write it anew, with `polyfed graph"),
+        ("format: 2\nlayer_types: [{kind: linear, c_in: 1, c_out: 2, dilation: 1}]", "dilation must be a list"),
+        ("format: 2\nlayer_types: [{kind: linear, c_in: 1, c_out: 2, activation: rel}]", "unknown activation 'rel'"),
+        ("format: 2\nlayer_types: [3]", "layer type 1 must give kind, c_in and c_out"),
+        ("format: 2\nlayer_types: [{kind: linear, c_in: 1, c_out: 2, grops: 1}]", "did you mean groups"),
+        ("format: 2\nlayer_types: [{kind: linear, c_in: 1, c_out: 2, bias: 3}]", "bias must be true or false"),
+        (
+            "format: 2\nlayer_types: [{kind: conv1d, c_in: 1, c_out: 2, kernel: 3, stride: [1]}]",
+            "kernel must be a list",
+        ),
+        ("format: 2\nlayer_types: [{kind: linear, c_in: 1.5, c_out: 2}]", "layer type 1: c_in must be a whole number"),
+        ("format: 2\nlayer_types: [{kind: lnear, c_in: 1, c_out: 2}]", "did you mean linear"),
+        ("format: 2\nlayer_types: [{kind: [1], c_in: 1, c_out: 2}]", "kind must be text"),
     ],
 )
 def test_catalogue_files_with_mistakes_are_refused(tmp_path, text, part):
@@ -121,4 +152,4 @@ def test_catalogue_files_are_yaml_that_people_can_write(tmp_path):
     path = tmp_path / "catalogue.yaml"
     LayerCatalogue((CONV,)).write(path)
     (row,) = yaml.safe_load(path.read_text())["layer_types"]
-    assert row["kernel"] == [3, 3]
+    assert (row["kernel"], row["dilation"], row["activation"]) == ([3, 3], [1, 1], "relu")

@@ -160,7 +160,7 @@ def test_inverted_residual_with_depthwise_convolution(extracted, told):
         nn.Conv2d(24, 4, 1, bias=False), nn.BatchNorm2d(4),
     )  # fmt: skip
     graph = extracted(Net(lambda net, x: x + net.block(x), block=block), IMAGES.repeat(1, 2, 1, 1)[:, :4])
-    assert graph.nodes[2].type == LayerType("conv2d", 24, 24, (3, 3), (1, 1), 24, False)
+    assert graph.nodes[2].type == LayerType("conv2d", 24, 24, (3, 3), (1, 1), 24, False, activation="relu6")
     assert told(graph)[-2:] == ["block.7: batch_norm-4-4-k-s-g1-b1 < block.6", "add: add < block.7"]
 
 
@@ -280,8 +280,16 @@ def test_layers_of_every_kind(extracted):
     )  # fmt: skip
     graph = extracted(net, torch.randn(2, 2, 8))
     assert [node.type.key for node in graph.nodes] == [
-        "conv1d-2-6-k3-s2-g1-b1", "group_norm-6-6-k-s-g1-b1", "instance_norm-6-6-k-s-g1-b1", "batch_norm-6-6-k-s-g1-b1",
-        "layer_norm-4-4-k-s-g1-b1", "rms_norm-4-4-k-s-g1-b0", "batch_norm-6-6-k-s-g1-b1", "conv1d-6-8-k3-s1-g2-b1",
-        "conv3d-8-3-k1x2x1-s2x1x1-g1-b1", "batch_norm-3-3-k-s-g1-b1", "linear-3-2-k-s-g1-b0",
-    ]  # fmt: skip
+        "conv1d-2-6-k3-s2-g1-b1-d1-none",
+        "group_norm-6-6-k-s-g1-b1-d-none",
+        "instance_norm-6-6-k-s-g1-b1-d-none",
+        "batch_norm-6-6-k-s-g1-b1-d-none",
+        "layer_norm-4-4-k-s-g1-b1-d-none",
+        "rms_norm-4-4-k-s-g1-b0-d-none",
+        "batch_norm-6-6-k-s-g1-b1-d-none",
+        "conv1d-6-8-k3-s1-g2-b1-d1-none",
+        "conv3d-8-3-k1x2x1-s2x1x1-g1-b1-d1x1x1-none",
+        "batch_norm-3-3-k-s-g1-b1-d-none",
+        "linear-3-2-k-s-g1-b0-d-none",
+    ]
     assert graph.edges == tuple((i, i + 1) for i in range(10))

@@ -267,12 +267,12 @@ def test_functions_with_the_models_own_parameters(extracted):
     graph = extracted(Functional(), torch.randn(2, 2, 9, 9))
     types = [getattr(node.type, "key", node.type) for node in graph.nodes]
     assert types == [
-        "conv2d-2-4-k3x3-s2x1-g2-b0",
+        "conv2d-2-4-k3x3-s2x1-g2-b0-d1x1-none",
         "other",
         "other",
-        "layer_norm-16-16-k-s-g1-b0",
-        "linear-16-16-k-s-g1-b0",
-        "linear-16-3-k-s-g1-b1",
+        "layer_norm-16-16-k-s-g1-b0-d-none",
+        "linear-16-16-k-s-g1-b0-d-relu",
+        "linear-16-3-k-s-g1-b1-d-none",
     ]
     assert graph.edges == tuple((i, i + 1) for i in range(5))
     assert graph.nodes[5].parameters == {"weight": "weights.1", "bias": "last"}

@@ -71,12 +71,12 @@ def test_tables_of_a_users_network(polyfed, here):
     status, out, err = polyfed("graph", "own_nets:Learner", "--input", "4", "--model.width", "4", "--model.classes=3")
     assert (status, err) == (0, "")
     assert cells(out) == [
-        ["0", "", "a", "linear-4-4-k-s-g1-b1", "20", "generated"],
+        ["0", "", "a", "linear-4-4-k-s-g1-b1-d-none", "20", "generated"],
         ["1", "0", "gain", "other", "4", "local"],
         ["2", "1", "add", "add", "", ""],
-        ["3", "2", "b", "linear-4-3-k-s-g1-b1", "15", "generated"],
-        ["linear-4-3-k-s-g1-b1", "1", "15"],
-        ["linear-4-4-k-s-g1-b1", "1", "20"],
+        ["3", "2", "b", "linear-4-3-k-s-g1-b1-d-none", "15", "generated"],
+        ["linear-4-3-k-s-g1-b1-d-none", "1", "15"],
+        ["linear-4-4-k-s-g1-b1-d-none", "1", "20"],
         ["gain", "4", "Learner uses it outside the layers of the catalogue"],
         ["unused.weight", "1", "the output does not depend on it"],
         ["unused.bias", "1", "the output does not depend on it"],
@@ -93,7 +93,10 @@ def test_networks_of_the_zoo(polyfed, here):
     arguments = ["--input", "1,8,8", "--plot", "one.svg"]
     status, out, err = polyfed("graph", "mlp", *arguments, "--classes", "3", "--model.hidden", "[16]")
     assert (status, err) == (0, "")
-    assert [row[2:4] for row in cells(out)[:2]] == [["fc1", "linear-64-16-k-s-g1-b1"], ["fc2", "linear-16-3-k-s-g1-b1"]]
+    assert [row[2:4] for row in cells(out)[:2]] == [
+        ["fc1", "linear-64-16-k-s-g1-b1-d-relu"],
+        ["fc2", "linear-16-3-k-s-g1-b1-d-none"],
+    ]
     assert "stay with the client" not in out
     first = (here / "one.svg").read_bytes()
     assert b"<svg" in first
@@ -109,10 +112,21 @@ def test_a_catalogue_grows(polyfed, here):
     status, out, _ = polyfed(*command, "--model.hidden", "[16]")
     assert status == 0
     assert "2 layer types in layers.yaml, 2 of them new" in out
-    assert "3 layer types in layers.yaml, 1 of them new" in polyfed(*command, "--model.hidden", "[16, 10]")[1]
-    assert "3 layer types in layers.yaml, 0 of them new" in polyfed(*command, "--model.hidden", "[16]")[1]
-    sizes = [(64, 16), (16, 10), (10, 10)]
-    assert LayerCatalogue.read("layers.yaml") == LayerCatalogue(tuple(LayerType("linear", *size) for size in sizes))
+    assert "4 layer types in layers.yaml, 2 of them new" in polyfed(*command, "--model.hidden", "[16, 12]")[1]
+    assert "4 layer types in layers.yaml, 0 of them new" in polyfed(*command, "--model.hidden", "[16]")[1]
+    sizes = {(64, 16): "relu", (16, 10): "none", (16, 12): "relu", (12, 10): "none"}
+    types = (LayerType("linear", *size, activation=activation) for size, activation in sizes.items())
+    assert LayerCatalogue.read("layers.yaml") == LayerCatalogue(tuple(types))
+
+
+def test_a_catalogue_of_an_earlier_version_is_not_added_to(polyfed, here):
+    text = "layer_types:\n- {kind: linear, c_in: 64, c_out: 16, kernel: [], stride: [], groups: 1, bias: true}\n"
+    (here / "layers.yaml").write_text(text)
+    status, _, err = polyfed("graph", "mlp", "--input", "1,8,8", "--catalogue", "layers.yaml")
+    assert status == 2
+    assert "layers.yaml is of format 1, and this version of polyfed reads format 2" in err
+    assert "delete it and write it anew, with `polyfed graph MODEL --catalogue FILE` for each network" in err
+    assert (here / "layers.yaml").read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -188,4 +202,6 @@ def test_pictures_of_odd_graphs(here):
     assert label(node) == "…lock.block.block.block.block.gain\nother"
     pointwise = LayerType("conv2d", 8, 8, (1, 3), (2, 1), groups=8)
     assert label(Node("c", pointwise, {})) == "c\nconv2d 8→8, 1×3 /2×1, 8 groups"
+    dilated = LayerType("conv1d", 8, 4, (3,), (1,), dilation=(2,), activation="tanh")
+    assert label(Node("c", dilated, {})) == "c\nconv1d 8→4, 3, dilated 2, tanh"
     assert [label(Node("block.add", mark, {})) for mark in ("add", "other")] == ["block.add", "block.add\nother"]

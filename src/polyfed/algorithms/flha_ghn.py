@@ -121,7 +121,8 @@ class FLHAGHN(Averaging):
         if not graph.generated:
             warnings.warn(
                 f"FLHAGHN: nothing of the network of client {client.id!r} is generated, so that it trains alone: none of "
-                "its layers is of a type of the catalogue (kind, channels, kernel, stride, groups, bias)",
+                "its layers is of a type of the catalogue (kind, channels, kernel, stride, dilation, groups, bias and "
+                "activation)",
                 RuntimeWarning,
                 stacklevel=2,
             )

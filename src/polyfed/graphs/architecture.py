@@ -15,10 +15,19 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Role = Literal["weight", "bias"]
 Mark = Literal["add", "concat", "other"]
+NONE = "none"
+"""The activation of a layer whose output reaches the next layers, or the end, without one."""
+ACTIVATIONS = (
+    "celu", "elu", "erf", "gelu", "glu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid",
+    "mish", "prelu", "relu", "relu6", "rrelu", "selu", "sigmoid", "silu", "sin", "softplus", "softshrink", "softsign",
+    "tanh", "tanhshrink", "threshold",
+)  # fmt: skip
+"""Activations that are told apart. Their own numbers (a slope, say) are not."""
 MARKS: tuple[Mark, ...] = ("add", "concat", "other")
 """Nodes without generated weights: the two joins, and "other", a layer outside the catalogue, which passes messages on."""
 
-_KEY = re.compile(r"([a-z0-9_]+)-(\d+)-(\d+)-k([\dx]*)-s([\dx]*)-g(\d+)-b([01])")
+_FORMER_KEY = re.compile(r"([a-z0-9_]+)-(\d+)-(\d+)-k([\dx]*)-s([\dx]*)-g(\d+)-b([01])")
+_KEY = re.compile(_FORMER_KEY.pattern + r"-d([\dx]*)-([a-z0-9_+]+)")
 
 
 @final
@@ -32,13 +41,16 @@ class LayerType:
         kernel, stride: one entry a dimension of the convolution; empty for the other kinds.
         groups: of the convolution; 1 for the other kinds.
         bias: whether there is a bias (of a norm: a shift).
+        dilation: as `stride`; () is 1 in each dimension.
+        activation: the first one that the output reaches before another layer, through norms, joins, pooling and reshapes
+            alone; "none", or several with "+" between them, sorted (section 4.2: a type specifies the activation).
 
     Raises:
-        UserError: an unknown kind, or numbers that make no layer.
+        UserError: an unknown kind or activation, or numbers that make no layer.
 
-    >>> conv = LayerType("conv2d", 64, 128, (3, 3), (2, 2), 1, False)
+    >>> conv = LayerType("conv2d", 64, 128, (3, 3), (2, 2), 1, False, activation="relu")
     >>> conv.key, conv.shapes, conv.fan_in
-    ('conv2d-64-128-k3x3-s2x2-g1-b0', {'weight': (128, 64, 3, 3)}, 576)
+    ('conv2d-64-128-k3x3-s2x2-g1-b0-d1x1-relu', {'weight': (128, 64, 3, 3)}, 576)
     """
 
     kind: Kind
@@ -48,22 +60,32 @@ class LayerType:
     stride: tuple[int, ...] = ()
     groups: int = 1
     bias: bool = True
+    dilation: tuple[int, ...] = ()
+    activation: str = NONE
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UserError(f"unknown kind of layer {self.kind!r}; {nearest(str(self.kind), KINDS)}")
-        numbers = (self.c_in, self.c_out, self.groups, *self.kernel, *self.stride)
+        if not self.dilation:
+            object.__setattr__(self, "dilation", (1,) * len(self.kernel))
+        numbers = (self.c_in, self.c_out, self.groups, *self.kernel, *self.stride, *self.dilation)
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in numbers):
             raise UserError(f"a {self.kind} layer needs whole numbers of at least 1, got {self}")
         dimensions = int(self.kind[4]) if self.kind.startswith("conv") else 0
-        if (len(self.kernel), len(self.stride)) != (dimensions, dimensions):
-            raise UserError(f"a {self.kind} layer has {dimensions} entries in kernel and in stride, got {self}")
+        if {len(self.kernel), len(self.stride), len(self.dilation)} != {dimensions}:
+            raise UserError(f"a {self.kind} layer has {dimensions} entries in kernel, stride and dilation, got {self}")
         if not self.is_conv and self.groups != 1:
             raise UserError(f"a {self.kind} layer has groups=1, got {self.groups}")
         if self.c_in % self.groups or self.c_out % self.groups:
             raise UserError(f"groups={self.groups} does not divide {self.c_in} and {self.c_out} channels, of {self}")
         if self.is_norm and self.c_in != self.c_out:
             raise UserError(f"a {self.kind} layer has as many channels after it as before, got {self}")
+        names = self.activation.split("+") if isinstance(self.activation, str) else []
+        if self.activation != NONE and not (names and sorted(set(names)) == names and set(names) <= set(ACTIVATIONS)):
+            raise UserError(
+                f"unknown activation {self.activation!r}: it is 'none', or of {', '.join(ACTIVATIONS)}; several have a + "
+                "between them, in this order"
+            )
 
     @property
     def is_conv(self) -> bool:
@@ -89,25 +111,32 @@ class LayerType:
     @property
     def key(self) -> str:
         """The type as text without dots, as part of tensors' names."""
-        kernel, stride = ("x".join(map(str, numbers)) for numbers in (self.kernel, self.stride))
-        return f"{self.kind}-{self.c_in}-{self.c_out}-k{kernel}-s{stride}-g{self.groups}-b{int(self.bias)}"
+        k, s, d = ("x".join(map(str, numbers)) for numbers in (self.kernel, self.stride, self.dilation))
+        start = f"{self.kind}-{self.c_in}-{self.c_out}-k{k}-s{s}-g{self.groups}-b{int(self.bias)}"
+        return f"{start}-d{d}-{self.activation}"
 
     @classmethod
     def from_key(cls, key: str) -> "LayerType":
         """The type that has this key.
 
         Raises:
-            UserError: no type has it.
+            UserError: no type has it, or only in a version in which types had no dilation and activation.
 
-        >>> LayerType.from_key("linear-64-10-k-s-g1-b1")
-        LayerType(kind='linear', c_in=64, c_out=10, kernel=(), stride=(), groups=1, bias=True)
+        >>> LayerType.from_key("linear-64-10-k-s-g1-b1-d-tanh").activation
+        'tanh'
         """
+        if _FORMER_KEY.fullmatch(key):
+            raise UserError(
+                f"{key!r} is a layer type without dilation and activation, of an earlier version of polyfed; train the "
+                "hypernetwork anew"
+            )
         found = _KEY.fullmatch(key)
         if found is None:
-            raise UserError(f"{key!r} is no layer type; an example is 'conv2d-64-128-k3x3-s2x2-g1-b0'")
-        kind, c_in, c_out, kernel, stride, groups, bias = found.groups()
-        k, s = (tuple(int(n) for n in numbers.split("x")) if numbers else () for numbers in (kernel, stride))
-        return cls(cast(Kind, kind), int(c_in), int(c_out), k, s, int(groups), bias == "1")
+            raise UserError(f"{key!r} is no layer type; an example is 'conv2d-64-128-k3x3-s2x2-g1-b0-d1x1-relu'")
+        kind, c_in, c_out, kernel, stride, groups, bias, dilation, activation = found.groups()
+        texts = (kernel, stride, dilation)
+        k, s, d = (tuple(int(n) for n in numbers.split("x")) if numbers else () for numbers in texts)
+        return cls(cast(Kind, kind), int(c_in), int(c_out), k, s, int(groups), bias == "1", d, activation)
 
 
 @final

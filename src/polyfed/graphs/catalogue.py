@@ -11,6 +11,8 @@ from polyfed.core.errors import UserError, nearest
 from polyfed.core.typed import conforms, from_yaml
 from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType, Mark
 
+_FORMAT = 2  # of the file; before it, types had no dilation and no activation
+
 
 @final
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class LayerCatalogue:
             for t in self.types
         ]
         text = "# Layer types that the federation's hypernetwork generates; public. Layers of other types stay local.\n"
-        text += yaml.safe_dump({"layer_types": rows}, sort_keys=False, default_flow_style=None)
+        text += yaml.safe_dump({"format": _FORMAT, "layer_types": rows}, sort_keys=False, default_flow_style=None)
         Path(path).write_text(text, encoding="utf-8")
 
     @classmethod
@@ -64,7 +66,7 @@ class LayerCatalogue:
         """The catalogue in a file that `write` wrote, or a person.
 
         Raises:
-            UserError: the file cannot be read, or says something that is no layer type.
+            UserError: the file cannot be read, is of another format, or says something that is no layer type.
         """
         try:
             content = from_yaml(Path(path).read_bytes())
@@ -75,10 +77,19 @@ class LayerCatalogue:
             raise UserError(
                 f"the layer catalogue {path} must have a list layer_types; `polyfed graph MODEL --catalogue FILE` writes one"
             )
+        if (stated := content.get("format", 1)) != _FORMAT:
+            raise UserError(
+                f"the layer catalogue {path} is of format {stated!r}, and this version of polyfed reads format {_FORMAT}, "
+                "in which a layer type has a dilation and an activation; delete it and write it anew, with `polyfed graph "
+                "MODEL --catalogue FILE` for each network"
+            )
         return cls(tuple(_layer_type(row, f"{path}, layer type {k}") for k, row in enumerate(rows, start=1)))
 
 
-_FORM = {"kind": str, "c_in": int, "c_out": int, "kernel": list[int], "stride": list[int], "groups": int, "bias": bool}
+_FORM = {
+    "kind": str, "c_in": int, "c_out": int, "kernel": list[int], "stride": list[int], "dilation": list[int], "groups": int,
+    "bias": bool, "activation": str,
+}  # fmt: skip
 
 
 def _layer_type(row: Any, where: str) -> LayerType:
@@ -90,7 +101,7 @@ def _layer_type(row: Any, where: str) -> LayerType:
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     if not isinstance(values.get("bias", True), bool):
         raise UserError(f"{where}: bias must be true or false, got {values['bias']!r}")
-    for name in ("kernel", "stride"):
+    for name in ("kernel", "stride", "dilation"):
         if not isinstance(values.get(name, ()), tuple):
             raise UserError(f"{where}: {name} must be a list, got {values[name]!r}")
     if wrong := next(

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean
 
 from polyfed.data.plot import save_figure
-from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
+from polyfed.graphs.architecture import NONE, ArchitectureGraph, LayerType, Node
 
 _COLOURS = {"conv": "#cfe2f3", "linear": "#d9ead3", "norm": "#eeeeee", "join": "#fce5cd", "other": "#ffffff"}
 _Point = tuple[float, float]
@@ -107,8 +107,12 @@ def label(node: Node) -> str:
         text += f", {'×'.join(map(str, t.kernel))}"
     if set(t.stride) - {1}:
         text += f" /{t.stride[0] if len(set(t.stride)) == 1 else '×'.join(map(str, t.stride))}"
+    if set(t.dilation) - {1}:
+        text += f", dilated {t.dilation[0] if len(set(t.dilation)) == 1 else '×'.join(map(str, t.dilation))}"
     if t.groups > 1:
         text += f", {t.groups} groups"
+    if t.activation != NONE:
+        text += f", {t.activation}"
     return f"{name}\n{text}"
 
 

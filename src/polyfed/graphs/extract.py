@@ -28,8 +28,9 @@ def extract(model: nn.Module, example_input: Tensor) -> ArchitectureGraph:
     what the model does on the example, and misses no parameter on which the output depends.
 
     Convolutions, linear and norm layers, classes derived from them and calls of their functions are nodes of a
-    `LayerType`; sums and concatenations of what comes from different layers are joins; everything else that has
-    parameters is "other" and stays local, with a reason. What has no parameters is passed through.
+    `LayerType`, which has the activation that follows; sums and concatenations of what comes from different layers are
+    joins; everything else that has parameters is "other" and stays local, with a reason. What has no parameters is
+    passed through.
 
     Args:
         model: any network whose `forward` needs one tensor; its parameters are initialised.
@@ -42,7 +43,7 @@ def extract(model: nn.Module, example_input: Tensor) -> ArchitectureGraph:
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
     >>> graph = extract(net, torch.zeros(2, 1, 8, 8))
     >>> [node.type.key for node in graph.nodes], graph.edges, graph.coverage
-    (['conv2d-1-4-k3x3-s1x1-g1-b0', 'linear-144-2-k-s-g1-b1'], ((0, 1),), 1.0)
+    (['conv2d-1-4-k3x3-s1x1-g1-b0-d1x1-relu', 'linear-144-2-k-s-g1-b1-d-none'], ((0, 1),), 1.0)
     """
     _check(model, example_input)
     x = example_input.detach()

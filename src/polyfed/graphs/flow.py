@@ -6,7 +6,7 @@ a parameter from a constant, and, by autograd's version counters, what an operat
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, final
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from polyfed.graphs.architecture import LayerType, Mark, Node
+from polyfed.graphs.activations import activation_of
+from polyfed.graphs.architecture import NONE, LayerType, Mark, Node
 from polyfed.graphs.layers import call_layer, join_of, kind_of, module_layer, operands, operation
 
 _INPUT = -1  # stands for the model's input, which is no node, among the positions of nodes
@@ -81,12 +82,27 @@ def follow(program: Program, model: nn.Module, x: Tensor) -> Flow:
         ahead = {start for start, end in follower.edges if end in ahead} - alive
     position = {old: new for new, old in enumerate(sorted(alive - {_INPUT}))}
     return Flow(
-        tuple(follower.nodes[old] for old in position),
+        _typed([(follower.nodes[old], follower.activations[old]) for old in position]),
         tuple(sorted((position[a], position[b]) for a, b in follower.edges if a in position and b in position)),
         {name: reason for old in position for name, reason in follower.reasons[old].items()},
         tuple(follower.nodes[old].name for old in position if old in follower.opaque),
         output,
     )
+
+
+def _typed(found: Sequence[tuple[Node, Collection[str]]]) -> tuple[Node, ...]:
+    """The nodes with the activations found of them in their types. Uses of shared weights have those of all uses: they get
+    one set of weights, and so have one type."""
+    shared: dict[tuple[str, ...], set[str]] = {}
+    for node, activations in found:
+        shared.setdefault(tuple(sorted(node.parameters.values())), set()).update(activations)
+    nodes = []
+    for node, _ in found:
+        if isinstance(node.type, LayerType):
+            names = "+".join(sorted(shared[tuple(sorted(node.parameters.values()))]))
+            node = replace(node, type=replace(node.type, activation=names or NONE))
+        nodes.append(node)
+    return tuple(nodes)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -119,7 +135,8 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 class _Follower(fx.Interpreter):
     """Runs a program; its attributes are what was found so far, dead ends included.
 
-    Attributes: `nodes` and their `edges`; `reasons` of each node; the `opaque` nodes; `ends`, where the output comes from.
+    Attributes: `nodes` and their `edges`; `reasons` of each node, and the `activations` that its output reaches first; the
+    `opaque` nodes; `ends`, where the output comes from.
     """
 
     def __init__(self, program: Program, model: nn.Module) -> None:
@@ -128,6 +145,7 @@ class _Follower(fx.Interpreter):
         self.nodes: list[Node] = []
         self.edges: set[tuple[int, int]] = set()
         self.reasons: list[Mapping[str, str]] = []
+        self.activations: list[set[str]] = []
         self.opaque: set[int] = set()
         self.ends: frozenset[int] = frozenset()
         self._model = model
@@ -139,19 +157,44 @@ class _Follower(fx.Interpreter):
         }
         self._sources: dict[fx.Node, frozenset[int]] = {}
         self._raw: dict[str, frozenset[int]] = {}  # parameters that are nodes by themselves
-        # Storage -> what an in-place operation left there; the tensor is kept so that no other gets its storage.
-        self._written: dict[int, tuple[Tensor, frozenset[int]]] = {}
+        # Value -> the layers whose output it is up to norms, joins and what has no node: the next activation is theirs.
+        self._linear: dict[fx.Node, frozenset[int]] = {}
+        # Storage -> what an in-place operation left there: both of these, and the tensor, so that no other gets its storage.
+        self._written: dict[int, tuple[Tensor, frozenset[int], frozenset[int]]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """Computes the value and notes from which nodes it comes."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         versions = [(operand, operand._version) for operand in tensors((args, kwargs))]
         value = getattr(self, n.op)(n.target, args, kwargs)
+        before = len(self.nodes)
         self._sources[n] = self._placed(n, args, kwargs)
+        self._linear[n] = self._activated(n, args, kwargs, before)
         for operand, version in versions:
             if operand._version != version:
-                self._written[_storage(operand)] = (operand, self._sources[n])
+                self._written[_storage(operand)] = (operand, self._sources[n], self._linear[n])
         return value
+
+    def _activated(self, n: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: int) -> frozenset[int]:
+        """Gives layers the activation that the operation is, if it is one; returns the layers that await theirs after it.
+        Nodes from `before` on were added by the operation."""
+        waiting = frozenset[int]().union(*(self._awaiting(operand) for operand in operands(n)))
+        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        if (name := activation_of(n, module, args, kwargs)) is not None:
+            for position in waiting:
+                self.activations[position].add(name)
+            return frozenset()
+        (position, *others) = self._sources[n] or (_INPUT,)
+        if others or position < before:
+            return waiting
+        kind = self.nodes[position].type
+        if isinstance(kind, LayerType):
+            return waiting | {position} if kind.is_norm else frozenset({position})
+        return frozenset() if kind == "other" else waiting
+
+    def _awaiting(self, operand: fx.Node) -> frozenset[int]:
+        found = [self._written.get(_storage(tensor)) for tensor in tensors(self.env[operand])]
+        return frozenset[int]().union(*(self._linear[operand] if one is None else one[2] for one in found))
 
     def _placed(self, n: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[int]:
         """Adds the node that the operation is, if it is one; returns the nodes that its result comes from."""
@@ -196,8 +239,8 @@ class _Follower(fx.Interpreter):
         for tensor in tensors(self.env[operand]):
             name = self._name(tensor)
             if name is None:
-                _, sources = self._written.get(_storage(tensor), (tensor, self._sources[operand]))
-                found |= sources
+                written = self._written.get(_storage(tensor))
+                found |= self._sources[operand] if written is None else written[1]
             elif name not in owned:
                 if name not in self._raw:
                     self._raw[name] = self._added(name, "other", {name: name}, frozenset(), self._reasons([name]))
@@ -233,6 +276,7 @@ class _Follower(fx.Interpreter):
         self.nodes.append(Node(name, kind, parameters))
         self.edges |= {(source, position) for source in sources}
         self.reasons.append(reasons)
+        self.activations.append(set())
         return frozenset({position})
 
     def _reasons(self, names: Collection[str]) -> dict[str, str]:

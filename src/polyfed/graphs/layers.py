@@ -66,13 +66,14 @@ def module_layer(module: nn.Module) -> Layer | None:
     """The layer that a call of this module is; None if it is of no kind or has other parameters than the kind has.
 
     >>> module_layer(nn.Conv1d(4, 6, 3, stride=2, groups=2)).type.key, module_layer(nn.PReLU())
-    ('conv1d-4-6-k3-s2-g2-b1', None)
+    ('conv1d-4-6-k3-s2-g2-b1-d1-none', None)
     """
     kind = kind_of(module)
     if kind is None or not has_only_weight_and_bias(module):
         return None
     own: dict[Role, Any] = {"weight": getattr(module, "weight", None), "bias": getattr(module, "bias", None)}
-    return _layer(kind, own, getattr(module, "stride", ()), getattr(module, "groups", 1))
+    stride, groups, dilation = (getattr(module, name, 1) for name in ("stride", "groups", "dilation"))
+    return _layer(kind, own, stride, groups, dilation)
 
 
 def call_layer(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Layer | None:
@@ -95,10 +96,12 @@ def call_layer(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         weight_at = 3  # the Python functions, other than the operators, have the running statistics first
     own: dict[Role, Any] = {"weight": argument(weight_at, "weight")}
     own["bias"] = None if name == "rms_norm" else argument(weight_at + 1, "bias")
-    return _layer(kind, own, argument(3, "stride", 1), argument(6, "groups", 1))
+    return _layer(kind, own, argument(3, "stride", 1), argument(6, "groups", 1), argument(5, "dilation", 1))
 
 
-def _layer(kind: Kind, own: Mapping[Role, Any], stride: int | Sequence[int], groups: int) -> Layer | None:
+def _layer(
+    kind: Kind, own: Mapping[Role, Any], stride: int | Sequence[int], groups: int, dilation: int | Sequence[int]
+) -> Layer | None:
     parameters = {role: value for role, value in own.items() if isinstance(value, Tensor)}
     if "weight" not in parameters:
         return None
@@ -106,15 +109,20 @@ def _layer(kind: Kind, own: Mapping[Role, Any], stride: int | Sequence[int], gro
     dimensions = int(kind[4]) if kind.startswith("conv") else 0
     if len(shape) != (1 if kind.endswith("_norm") else 2 + dimensions) or 0 in shape:
         return None
-    if dimensions:
-        stride = (stride,) if isinstance(stride, int) else tuple(stride)
-        stride = stride * dimensions if len(stride) == 1 else stride
-    else:
-        stride, groups = (), 1
+    groups = groups if dimensions else 1
     c_in = shape[0] if kind.endswith("_norm") else shape[1] * groups
-    layer = LayerType(kind, c_in, shape[0], shape[2:], stride, groups, "bias" in parameters)
+    steps, gaps = _each(stride, dimensions), _each(dilation, dimensions)
+    layer = LayerType(kind, c_in, shape[0], shape[2:], steps, groups, "bias" in parameters, gaps)
     fits = {role: tuple(value.shape) for role, value in parameters.items()} == layer.shapes
     return Layer(layer, parameters) if fits else None
+
+
+def _each(numbers: int | Sequence[int], dimensions: int) -> tuple[int, ...]:
+    """One number a dimension, of what torch takes for it: a number for all of them, or each."""
+    if not dimensions:
+        return ()
+    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    return found * dimensions if len(found) == 1 else found
 
 
 def join_of(node: fx.Node) -> Literal["add", "concat"] | None:

@@ -237,7 +237,7 @@ def create(form: Form, init: Init, seed: int) -> dict[str, Tensor]:
 
     >>> from polyfed.graphs import LayerType
     >>> tensors = create(Form(LayerCatalogue((LayerType("linear", 20, 10),))), "kaiming", seed=0)
-    >>> tuple(tensors["heads.linear-20-10-k-s-g1-b1.out.weight"].shape)
+    >>> tuple(tensors["heads.linear-20-10-k-s-g1-b1-d-none.out.weight"].shape)
     (200, 16)
     """
     with local_rng(derive(seed, "graph hypernetwork")):
