@@ -354,3 +354,14 @@ def test_one_factory_may_be_used_under_two_catalogues():
         for norms in ("generate", "local", "generate")
     )
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("fields", [{"gnn": "gated"}, {"gnn": "sage", "passing": "asynchronous"}])
+def test_other_graph_networks_train_and_do_not_take_each_others_weights(fields):
+    everyone, method = clients(Distinct), FLHAGHN(**OPTIONS, **fields)
+    _, downs, ups = first_round(method, everyone)
+    assert all(torch.isfinite(tensor).all() for tensor in ups["c0"][0].tensors["ghn"].values())
+    before, after = downs["c0"].tensors["ghn"], ups["c0"][0].tensors["ghn"]
+    assert {name for name in before if not torch.equal(before[name], after[name])} >= {"embed.weight"}
+    with pytest.raises(ValueError, match="not of the form of this client.s settings"):
+        FLHAGHN(**OPTIONS).local_update(downs["c0"], {}, everyone[0], 1)

@@ -9,7 +9,8 @@ from torch import nn
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node, extract
 from polyfed.hypernetworks.generated import GeneratedNetwork
-from polyfed.hypernetworks.ghn import GHN, Factored, Form, GraphConv, create, tensors_of_graph
+from polyfed.hypernetworks.ghn import GHN, Factored, Form, create, tensors_of_graph
+from polyfed.hypernetworks.ghn_layers import GraphConv
 from polyfed.models import build
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from polyfed.core.training import Schedule, fit
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.graphs.cached import graph_of
 from polyfed.hypernetworks.generated import GeneratedNetwork, aliases, assembled
-from polyfed.hypernetworks.ghn import Form, Head, Init, catalogue_of, create
+from polyfed.hypernetworks.ghn import Form, Gnn, Head, Init, Passing, catalogue_of, create
 
 
 @final
@@ -32,6 +32,10 @@ class FLHAGHN(Averaging):
     "generated" is the same without the refinement.
 
     Args:
+        gnn: layers of the graph neural network: "graphconv" (eq. 2, paper), "gated" (GRU) or "sage" (means), the other two
+            of appendix D.
+        passing: of messages: "synchronous" (paper), or "asynchronous", in the order of the data flow and back (section 4.3
+            tried it without an advantage).
         depth: T of eq. 2 (6, paper); 0 is Table 2's ablation without GNN, one set of weights a layer type.
         latent: entries of h_v (51, paper).
         hidden: hidden entries of a head H_l (16, paper).
@@ -67,6 +71,8 @@ class FLHAGHN(Averaging):
     discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "hypernetwork", "weights"})
     """The paper has the server see neither graph nor weights; but heads of layer types that a client lacks come back as they
     went, which reveals its layers, and whoever has W_c and the graph can generate its weights (docs/methods/flha_ghn.md)."""
+    gnn: Gnn = "graphconv"
+    passing: Passing = "synchronous"
     depth: int = 6
     latent: int = 51
     hidden: int = 16
@@ -182,4 +188,5 @@ class FLHAGHN(Averaging):
         return network, filled(net, aliases(net.module, weights), own, self.buffers), graph
 
     def _form(self, catalogue: LayerCatalogue) -> Form:
-        return Form(catalogue, self.depth, self.latent, self.hidden, self.head, self.rank, self.normalise)
+        sizes = (self.depth, self.latent, self.hidden, self.head, self.rank, self.normalise)
+        return Form(catalogue, *sizes, self.gnn, self.passing)

@@ -65,8 +65,8 @@ def assembled(
         network.ghn.load_state_dict(dict(ghn))
     except RuntimeError as error:
         raise ValueError(
-            "the hypernetwork that came down is not of the form of this client's settings (depth, latent, hidden, head, "
-            f"rank): {str(error).splitlines()[-1].strip()}"
+            "the hypernetwork that came down is not of the form of this client's settings (gnn, passing, depth, latent, "
+            f"hidden, head, rank): {str(error).splitlines()[-1].strip()}"
         ) from error
     return network, own
 

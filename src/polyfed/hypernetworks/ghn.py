@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,11 @@ from polyfed.core.seeds import derive, local_rng, torch_generator
 from polyfed.core.tree import Tree
 from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.hypernetworks.ghn_layers import GatedGraphConv, GraphConv, Level, gathered, sweeps
 
+Gnn = Literal["graphconv", "gated", "sage"]
 Head = Literal["mlp", "factored"]
+Passing = Literal["synchronous", "asynchronous"]
 Init = Literal["kaiming", "paper"]
 _TINY = 1e-12  # added to mean squares before a division
 _CHAINS = 16  # random graphs on which the heads' activations are measured at initialisation
@@ -43,6 +46,11 @@ class Form:
             1 (polyfed's choice). As PyG and torch initialise, differences between nodes shrink in each layer to 3 %
             of ‖h‖, and z is
             about 0.05: nearly all of a step then goes into the last layers' biases, the same for all nodes of a type.
+        gnn: layers of the graph neural network: "graphconv" (paper, eq. 2), or the two others that appendix D tried,
+            "gated" (`GatedGraphConv`) and "sage" (`GraphConv` with means).
+        passing: "synchronous" (paper): in a layer all nodes are updated at once. "asynchronous" (tried in section 4.3): in
+            a layer nodes are updated in the order of the data flow, and then against it, each from what the others have by
+            then, with the same parameters in both directions (Zhang et al. 2019).
     """
 
     catalogue: LayerCatalogue
@@ -52,6 +60,8 @@ class Form:
     head: Head = "mlp"
     rank: int = 16
     normalise: bool = True
+    gnn: Gnn = "graphconv"
+    passing: Passing = "synchronous"
 
 
 @final
@@ -60,12 +70,14 @@ class GraphTensors:
     """A graph as the hypernetwork reads it.
 
     Attributes: `features` X, one-hot, (V, k); `edges`, int64 (2, E), from and to; `sets`, by layer type, the nodes that use
-    weights of this type (m,), to which of the n sets each belongs (m,), and of each set role -> parameter's name.
+    weights of this type (m,), to which of the n sets each belongs (m,), and of each set role -> parameter's name; `sweeps`,
+    the levels of asynchronous passing.
     """
 
     features: Tensor
     edges: Tensor
     sets: Mapping[LayerType, tuple[Tensor, Tensor, tuple[Mapping[str, str], ...]]]
+    sweeps: tuple[Level, ...] = ()
 
 
 def tensors_of_graph(graph: ArchitectureGraph, catalogue: LayerCatalogue, device: torch.device) -> GraphTensors:
@@ -79,7 +91,8 @@ def tensors_of_graph(graph: ArchitectureGraph, catalogue: LayerCatalogue, device
         nodes = [(node, row) for row, made in enumerate(members) for node in made.nodes]
         positions, rows = (torch.tensor(column, device=device) for column in zip(*nodes, strict=True))
         sets[kind] = (positions, rows, tuple(made.parameters for made in members))
-    return GraphTensors(F.one_hot(types, len(columns)).float(), edges, sets)
+    order = sweeps(graph.edges, len(graph.nodes), device)
+    return GraphTensors(F.one_hot(types, len(columns)).float(), edges, sets, order)
 
 
 @final
@@ -88,7 +101,8 @@ class GHN(nn.Module):
 
     Layer t of the GNN is eq. 2, a `GraphConv` with ReLU: h_v ← σ(A h_v + B Σ_{u→v} h_u + b). Weights are eq. 3,
     θ^v = H_l(h_v^T); those that several nodes share are made of the mean of their h_v^T, so that no order of the nodes
-    matters.
+    matters. Where a layer needs h_v of d entries before it (a GRU, or passing in an order), a linear map makes them of X
+    (polyfed's choice; Li et al. append zeros, which takes fewer types than entries).
 
     `forward` takes `GraphTensors` and returns name -> generated parameter, in its shape.
     """
@@ -96,21 +110,46 @@ class GHN(nn.Module):
     def __init__(self, form: Form) -> None:
         super().__init__()
         columns = len(form.catalogue.features)
-        self.gnn = nn.ModuleList(GraphConv(form.latent if t else columns, form.latent) for t in range(form.depth))
+        self.form, gated = form, form.gnn == "gated"
+        embedded = form.depth > 0 and (gated or form.passing == "asynchronous")
+        self.gnn = nn.ModuleList(
+            GatedGraphConv(form.latent)
+            if gated
+            else GraphConv(form.latent if t or embedded else columns, form.latent, mean=form.gnn == "sage")
+            for t in range(form.depth)
+        )
+        if embedded:
+            self.embed = nn.Linear(columns, form.latent, bias=False)
+        if gated and form.depth:
+            self.cell = nn.GRUCell(form.latent, form.latent)
         self.heads = nn.ModuleDict({
             kind.key: TypeHead(kind, form.latent if form.depth else columns, form) for kind in form.catalogue.types
         })  # fmt: skip
 
-    def latent(self, features: Tensor, edges: Tensor) -> Tensor:
-        """h^T of every node, (V, d), from X (V, k) and edges (2, E)."""
-        h = features
+    def latent(self, features: Tensor, edges: Tensor, order: tuple[Level, ...] = ()) -> Tensor:
+        """h^T of every node, (V, d), from X (V, k) and edges (2, E); asynchronous passing needs the levels of the graph."""
+        h = self.embed(features) if hasattr(self, "embed") else features
+        sources, targets = edges
+        mean = self.form.gnn == "sage"
         for layer in self.gnn:
-            h = layer(h, edges).relu()  # eq. 2
+            if self.form.passing == "synchronous":
+                h = self._updated(layer, h, gathered(h, sources, targets, len(h), mean))
+                continue
+            for nodes, those, places in order:
+                incoming = gathered(h, those, places, len(nodes), mean)
+                h = h.index_copy(0, nodes, self._updated(layer, h[nodes], incoming))
         return h
+
+    def _updated(self, layer: Any, own: Tensor, incoming: Tensor) -> Tensor:
+        if self.form.gnn == "gated":
+            gated: Tensor = layer.update(own, incoming, self.cell)
+            return gated
+        new: Tensor = layer.update(own, incoming).relu()  # eq. 2
+        return new
 
     def forward(self, graph: GraphTensors) -> dict[str, Tensor]:
         """All weights of the graph; the nodes of one type go through their head as one batch."""
-        h = self.latent(graph.features, graph.edges)
+        h = self.latent(graph.features, graph.edges, graph.sweeps)
         generated: dict[str, Tensor] = {}
         for kind, (nodes, rows, parameters) in graph.sets.items():
             own = h[nodes]
@@ -120,33 +159,6 @@ class GHN(nn.Module):
             for role, made in self.heads[kind.key](own).items():  # eq. 3
                 generated |= {names[role]: made[row] for row, names in enumerate(parameters)}
         return generated
-
-
-@final
-class GraphConv(nn.Module):
-    """Eq. 2 before its ReLU: A h_v + B Σ_{u→v} h_u + b (Morris et al. 2019). A is `lin_root`, B and b are `lin_rel`.
-
-    Shapes: h (V, d_in) and edges (2, E), each from row 0 to row 1, to (V, d_out).
-
-    >>> layer = GraphConv(3, 2)
-    >>> layer(torch.eye(3), torch.tensor([[0, 0], [1, 2]])).shape
-    torch.Size([3, 2])
-    """
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.lin_rel = nn.Linear(inputs, outputs)
-        self.lin_root = nn.Linear(inputs, outputs, bias=False)
-        # PyG's layer of this name draws its weights twice; with the same draws a seed keeps its hypernetwork.
-        self.lin_rel.reset_parameters()
-        self.lin_root.reset_parameters()
-
-    def forward(self, h: Tensor, edges: Tensor) -> Tensor:
-        """The new entries of every node."""
-        sources, targets = edges
-        incoming = torch.zeros_like(h).index_add(0, targets, h[sources])
-        out: Tensor = self.lin_rel(incoming) + self.lin_root(h)
-        return out
 
 
 @final
@@ -255,10 +267,13 @@ def create(form: Form, init: Init, seed: int) -> dict[str, Tensor]:
 
 
 def _reset_trunk(ghn: GHN) -> None:
-    """Activations keep their variance from layer to layer: after one other node, A h and B Σ h have half of it each."""
+    """Activations keep their variance from layer to layer: after one other node, A h and B Σ h have half of it each. A GRU's
+    matrices stay as they are drawn."""
     for name, parameter in ghn.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith("bias") or name.startswith("cell.bias"):
             nn.init.zeros_(parameter)
+        elif name == "embed.weight":
+            nn.init.normal_(parameter)  # so that each node's h has the variance 1
         elif ".lin_" in name:
             nn.init.kaiming_normal_(parameter)
             parameter.data.mul_(2**-0.5)
@@ -296,14 +311,18 @@ def _paper_variance(kind: LayerType, form: Form) -> float:
 @torch.no_grad()
 def _energies(ghn: GHN, form: Form, seed: int) -> dict[LayerType, float]:
     """H·E[z²] of each type: the mean of ‖z‖² over random circles, each of which has every node type once. With normalised z
-    it is H up to rounding."""
+    it is H up to rounding. Asynchronous passing has a beginning and an end, and so chains instead of circles."""
     features = len(form.catalogue.features)
     totals = dict.fromkeys(form.catalogue.types, 0.0)
     generator = torch_generator(derive(seed, "graph hypernetwork", "chains"))
     for _ in range(_CHAINS):
         order = torch.randperm(features, generator=generator)
         edges = torch.stack([order, order.roll(-1)])
-        h = ghn.latent(torch.eye(features), edges)
+        levels: tuple[Level, ...] = ()
+        if form.passing == "asynchronous":
+            edges = edges[:, :-1]
+            levels = sweeps([(int(a), int(b)) for a, b in edges.T], features, edges.device)
+        h = ghn.latent(torch.eye(features), edges, levels)
         for column, kind in enumerate(form.catalogue.types, start=len(MARKS)):
             head = ghn.heads[kind.key]
             assert isinstance(head, TypeHead)

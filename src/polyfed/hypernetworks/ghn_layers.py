@@ -1,0 +1,121 @@
+"""Layers of a graph hypernetwork's graph neural network, and the order in which asynchronous passing visits the nodes.
+
+FLHA-GHN names three layers (appendix D) and two orders (section 4.3), and gives the equation of the first of each. The
+others are those of the works that it cites: gated graph sequence networks (Li et al. 2016), GraphSAGE (Hamilton et al.
+2017), and forward-backward propagation (Zhang et al. 2019, graph hypernetworks for architecture search).
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.errors import UserError
+
+Level = tuple[Tensor, Tensor, Tensor]
+"""Nodes that are updated at once (m,), and the edges by which messages reach them: from which node (e,), and to which of the
+m (e,)."""
+
+
+@final
+class GraphConv(nn.Module):
+    """Eq. 2 before its ReLU: A h_v + B Σ_{u→v} h_u + b (Morris et al. 2019). A is `lin_root`, B and b are `lin_rel`.
+
+    With `mean` it is GraphSAGE's layer with the mean aggregator (Hamilton et al. 2017, algorithm 1, lines 4 and 5):
+    W·[h_v, mean_{u→v} h_u] + b, where W = [A, B] and a node without predecessors has a mean of 0. The paper's line 7, which
+    divides h_v by its norm, is left out, as in PyG.
+
+    Shapes: h (V, d_in) and edges (2, E), each from row 0 to row 1, to (V, d_out).
+
+    >>> layer = GraphConv(3, 2)
+    >>> layer(torch.eye(3), torch.tensor([[0, 0], [1, 2]])).shape
+    torch.Size([3, 2])
+    """
+
+    def __init__(self, inputs: int, outputs: int, mean: bool = False) -> None:
+        super().__init__()
+        self.mean = mean
+        self.lin_rel = nn.Linear(inputs, outputs)
+        self.lin_root = nn.Linear(inputs, outputs, bias=False)
+        # PyG's layer of this name draws its weights twice; with the same draws a seed keeps its hypernetwork.
+        self.lin_rel.reset_parameters()
+        self.lin_root.reset_parameters()
+
+    def forward(self, h: Tensor, edges: Tensor) -> Tensor:
+        """The new entries of every node."""
+        return self.update(h, gathered(h, edges[0], edges[1], len(h), self.mean))
+
+    def update(self, own: Tensor, incoming: Tensor) -> Tensor:
+        """The new entries of nodes, from their own and what reached them, both (m, d_in)."""
+        out: Tensor = self.lin_rel(incoming) + self.lin_root(own)
+        return out
+
+
+@final
+class GatedGraphConv(nn.Module):
+    """GRU(Θ Σ_{u→v} h_u, h_v) (Li et al. 2016, in PyG's form): Θ is this layer's `lin_rel`, the GRU is one for all layers.
+    Messages go along the data flow, as in eq. 2; Li et al. send them against it too.
+
+    Shapes: h (V, d) and edges (2, E) to (V, d).
+
+    >>> cell = nn.GRUCell(3, 3)
+    >>> GatedGraphConv(3)(torch.eye(3), torch.tensor([[0, 0], [1, 2]]), cell).shape
+    torch.Size([3, 3])
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lin_rel = nn.Linear(width, width, bias=False)
+
+    def forward(self, h: Tensor, edges: Tensor, cell: nn.GRUCell) -> Tensor:
+        """The new entries of every node."""
+        return self.update(h, gathered(h, edges[0], edges[1], len(h)), cell)
+
+    def update(self, own: Tensor, incoming: Tensor, cell: nn.GRUCell) -> Tensor:
+        """The new entries of nodes, from their own and what reached them, both (m, d)."""
+        out: Tensor = cell(self.lin_rel(incoming), own)
+        return out
+
+
+def gathered(h: Tensor, sources: Tensor, targets: Tensor, nodes: int, mean: bool = False) -> Tensor:
+    """The sum or the mean of what reaches each of so many nodes, (nodes, d): 0 where nothing does.
+
+    >>> h = torch.tensor([[1.0], [3.0]])
+    >>> gathered(h, torch.tensor([0, 1]), torch.tensor([1, 1]), 2, mean=True).tolist()
+    [[0.0], [2.0]]
+    """
+    incoming = h.new_zeros(nodes, h.shape[1]).index_add(0, targets, h[sources])
+    return incoming / targets.bincount(minlength=nodes).clamp(min=1)[:, None] if mean else incoming
+
+
+def sweeps(edges: Sequence[tuple[int, int]], nodes: int, device: torch.device) -> tuple[Level, ...]:
+    """The levels of one round of asynchronous passing: forward, a node after all that it gets messages from, then backward,
+    against the edges, a node after all that it gave messages to. Nodes of a level do not wait for each other.
+
+    Raises:
+        UserError: the edges go round in a circle.
+
+    >>> [level[0].tolist() for level in sweeps([(0, 1), (0, 2), (1, 3), (2, 3)], 4, torch.device("cpu"))]
+    [[0], [1, 2], [3], [3], [1, 2], [0]]
+    """
+    against = [(end, start) for start, end in edges]
+    return (*_levels(edges, nodes, device), *_levels(against, nodes, device))
+
+
+def _levels(edges: Sequence[tuple[int, int]], nodes: int, device: torch.device) -> list[Level]:
+    before: list[set[int]] = [set() for _ in range(nodes)]
+    for start, end in edges:
+        before[end].add(start)
+    levels: list[Level] = []
+    done: set[int] = set()
+    while len(done) < nodes:
+        ready = [node for node in range(nodes) if node not in done and before[node] <= done]
+        if not ready:
+            raise UserError("asynchronous passing needs a graph without circles; take passing='synchronous'")
+        place = {node: k for k, node in enumerate(ready)}
+        coming = [(start, place[end]) for start, end in edges if end in place]
+        sources, targets = torch.tensor(coming, dtype=torch.int64, device=device).reshape(-1, 2).T
+        levels.append((torch.tensor(ready, device=device), sources, targets))
+        done |= set(ready)
+    return levels
