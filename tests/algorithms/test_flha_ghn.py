@@ -363,5 +363,5 @@ def test_other_graph_networks_train_and_do_not_take_each_others_weights(fields):
     assert all(torch.isfinite(tensor).all() for tensor in ups["c0"][0].tensors["ghn"].values())
     before, after = downs["c0"].tensors["ghn"], ups["c0"][0].tensors["ghn"]
     assert {name for name in before if not torch.equal(before[name], after[name])} >= {"embed.weight"}
-    with pytest.raises(ValueError, match="not of the form of this client.s settings"):
+    with pytest.raises(ValueError, match="not of the form of this client"):
         FLHAGHN(**OPTIONS).local_update(downs["c0"], {}, everyone[0], 1)

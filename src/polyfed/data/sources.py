@@ -1,5 +1,6 @@
 """Every data set by name."""
 
+from polyfed.data.mosaics import FashionMosaics
 from polyfed.data.own import ImageFolder, Npz, Parquet
 from polyfed.data.pool import Source
 from polyfed.data.tweets import Sentiment140
@@ -9,6 +10,7 @@ from polyfed.data.xray import ChestXray14
 SOURCES: dict[str, type[Source]] = {
     "digits": Digits,
     "fashion_mnist": FashionMNIST,
+    "fashion_mosaics": FashionMosaics,
     "mnist": MNIST,
     "emnist": EMNIST,
     "cifar10": CIFAR10,

@@ -1,0 +1,84 @@
+"""Mosaics of clothes: a multi-label data set made of Fashion-MNIST, where no published one is at hand."""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import UserError
+from polyfed.core.seeds import derive, torch_generator
+from polyfed.data.images import image_statistics
+from polyfed.data.pool import Pool, Source, make_pool
+from polyfed.data.vision import FashionMNIST
+
+_PLACES = 4
+
+
+@final
+@dataclass(frozen=True)
+class FashionMosaics(Source):
+    """Multi-label pictures of 28×28, each with four places of 14×14; in a place is a picture of Fashion-MNIST at half its
+    size, or nothing. A label says whether a picture of the class is in it; all zeros where every place is empty.
+
+    A stand-in, made by polyfed, for multi-label images that cannot be had offline (chest X-rays). Training mosaics are made
+    of training pictures and test mosaics of test pictures, the same ones at every call.
+
+    Args:
+        path: folder with Fashion-MNIST's four IDX files or Parquet files; None for the Hugging Face hub.
+        filled: probability that a place has a picture. At 0.3 a label is 1 in 11 % of the mosaics, and 24 % have none.
+        num_train, num_test: how many mosaics.
+
+    Raises:
+        UserError: a probability or number that is none.
+    """
+
+    path: str | None = None
+    filled: float = 0.3
+    num_train: int = 20_000
+    num_test: int = 5_000
+
+    def __post_init__(self) -> None:
+        if not 0 < self.filled <= 1:
+            raise UserError(f"filled must be above 0 and at most 1, got {self.filled}")
+        if self.num_train < 1 or self.num_test < 1:
+            raise UserError(f"num_train and num_test must be at least 1, got {self.num_train} and {self.num_test}")
+
+    def load(self) -> Pool:
+        """The mosaics."""
+        pictures = FashionMNIST(path=self.path).load()
+        assert pictures.test is not None
+        parts = (("train", pictures.train, self.num_train), ("test", pictures.test, self.num_test))
+        train, test = (
+            mosaics(part.x, part.labels, number, filled=self.filled, seed=derive(0, "mosaics", name))
+            for name, part, number in parts
+        )
+        return make_pool(train, test, pictures.class_names, image_statistics(train[0]))
+
+
+def mosaics(x: Tensor, y: Tensor, number: int, *, filled: float, seed: int, classes: int = 10) -> tuple[Tensor, Tensor]:
+    """Mosaics of pictures, and which classes are in each.
+
+    Args:
+        x: uint8 (num, 1, h, w) with even h and w.
+        y: their classes, int64 (num,).
+        number: of mosaics.
+        filled: probability that a place has a picture, drawn with replacement.
+        seed: of the draws.
+        classes: number of labels.
+
+    Returns:
+        uint8 (number, 1, h, w), and float 0 or 1 (number, classes).
+
+    >>> x, y = mosaics(torch.full((1, 1, 4, 4), 8, dtype=torch.uint8), torch.tensor([2]), 3, filled=1, seed=0, classes=3)
+    >>> x.unique().tolist(), y.tolist()
+    ([8], [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    """
+    generator = torch_generator(seed)
+    chosen = torch.randint(len(x), (number, _PLACES), generator=generator)
+    there = torch.rand(number, _PLACES, generator=generator) < filled
+    small = torch.nn.functional.avg_pool2d(x.float(), 2).round().to(torch.uint8)
+    tiles = small[chosen, 0] * there[:, :, None, None]  # (number, place, h/2, w/2)
+    rows = [torch.cat([tiles[:, k], tiles[:, k + 1]], dim=2) for k in (0, 2)]
+    labels = torch.zeros(number, classes).scatter_reduce(1, y[chosen], there.float(), "amax")
+    return torch.cat(rows, dim=1)[:, None], labels
