@@ -23,9 +23,9 @@ import yaml
 
 import polyfed as pf
 from polyfed.algorithms import name_of
-from polyfed.cli.commands import experiment as experiments
 from polyfed.cli.commands import options
 from polyfed.cli.commands.recipes import load_recipe
+from polyfed.simulation import experiment as experiments
 from polyfed.simulation.runs.progress import Silent
 
 UPPER = "upper bound"

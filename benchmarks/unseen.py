@@ -15,11 +15,11 @@ import statistics
 from pathlib import Path
 
 import polyfed as pf
-from polyfed.cli.commands import experiment as experiments
 from polyfed.cli.commands import options
 from polyfed.cli.commands.recipes import load_recipe, read
 from polyfed.data.plot import save_figure
 from polyfed.report.generation import draw_curves
+from polyfed.simulation import experiment as experiments
 from polyfed.simulation.runs.progress import Silent
 from polyfed.simulation.unseen import Server, compare_curves, warmstart
 

@@ -17,7 +17,11 @@ from polyfed.core.evaluation import SCORE
 from polyfed.core.files import replace_file
 from polyfed.core.typed import conforms, from_json
 from polyfed.data import Shift
+from polyfed.graphs import LayerCatalogue, LayerType, extract
+from polyfed.hypernetworks.ghn import Form
+from polyfed.models import build
 from polyfed.report import aggregation
+from polyfed.report.generation import fresh_weights
 from polyfed.search import operations
 from polyfed.simulation import federation
 from polyfed.simulation.experiment import Experiment, from_config, participants
@@ -145,6 +149,21 @@ def _parameters(cell: Cell, run: None) -> float:
     return float(sum(p.numel() for p in (edge if name == "all" else edge[name]).parameters()))
 
 
+def _fresh_deviation(cell: Cell, run: None) -> float:
+    """Standard deviation of a fresh hypernetwork's weights for a convolution of the small CNN, over Kaiming's √(2/fan_in);
+    needs no run. Three hypernetworks of the paper's sizes, of that network's layer types."""
+    shape = (1, 28, 28)
+    graph = extract(build("flha_small", shape, 10), torch.zeros(2, *shape))
+    form = Form(LayerCatalogue.of([graph]), normalise=cell.part["normalise"])
+    parameter = next(
+        n.parameters["weight"]
+        for n in graph.nodes
+        if isinstance(n.type, LayerType) and n.type.key.startswith(cell.part["layer"])
+    )
+    weights = [fresh_weights(graph, parameter, cell.part["start"], form=form, seed=seed) for seed in range(3)]
+    return fmean(float(weight.std()) * (weight[0].numel() / 2) ** 0.5 for weight in weights)
+
+
 METRICS: Mapping[str, Callable[[Cell, Any], float | None]] = {
     "score": _score(""),
     "server_score": _score("server_"),
@@ -158,6 +177,7 @@ METRICS: Mapping[str, Callable[[Cell, Any], float | None]] = {
     "unseen": _unseen("before"),
     "unseen_retrained": _unseen("after"),
     "parameters": _parameters,
+    "fresh_deviation": _fresh_deviation,
 }
 """What a cell can be."""
 
