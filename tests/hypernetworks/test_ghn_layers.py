@@ -93,7 +93,7 @@ def by_loops(ghn, h):
 @pytest.mark.parametrize(("gnn", "passing"), FORMS)
 def test_latents_are_those_of_loops(gnn, passing, normalise):
     ghn, form = ghn_of(gnn=gnn, passing=passing, normalise=normalise)
-    tensors = tensors_of_graph(graph(), form.catalogue, CPU)
+    tensors = tensors_of_graph(graph(), form.catalogue, CPU, form.passing)
     found = ghn.latent(tensors.features.double(), tensors.edges, tensors.sweeps)
     wanted = torch.tensor(by_loops(ghn, tensors.features.tolist()), dtype=torch.float64)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
@@ -105,7 +105,7 @@ def test_the_order_of_the_nodes_does_not_matter_and_all_is_trained(gnn, passing)
     ghn, form = ghn_of(gnn=gnn, passing=passing)
     made = []
     for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
-        tensors = tensors_of_graph(graph(order), form.catalogue, CPU)
+        tensors = tensors_of_graph(graph(order), form.catalogue, CPU, form.passing)
         tensors.features.data = tensors.features.double()
         made.append(ghn(tensors))
     for name, tensor in made[0].items():
@@ -123,7 +123,9 @@ def test_messages_go_back_in_asynchronous_passing_only():
         first = []
         for last in (A, B):
             nodes = tuple(Node(f"n{k}", kind, {"weight": f"{k}"}) for k, kind in enumerate((B, B, last)))
-            tensors = tensors_of_graph(ArchitectureGraph(nodes, ((0, 1), (1, 2)), {}, {}), form.catalogue, CPU)
+            tensors = tensors_of_graph(
+                ArchitectureGraph(nodes, ((0, 1), (1, 2)), {}, {}), form.catalogue, CPU, form.passing
+            )
             first.append(ghn.latent(tensors.features, tensors.edges, tensors.sweeps)[0])
         assert torch.allclose(*first) != differs
 
@@ -137,7 +139,7 @@ def test_generated_weights_start_with_kaimings_variance_in_each_form(gnn, passin
     ghn.load_state_dict(create(form, init, seed=0))
     nodes = tuple(Node(f"n{k}", kinds[k == 3], {"weight": f"{k}.w", "bias": f"{k}.b"}) for k in range(4))
     with torch.no_grad():
-        made = ghn(tensors_of_graph(ArchitectureGraph(nodes, EDGES, {}, {}), form.catalogue, CPU))
+        made = ghn(tensors_of_graph(ArchitectureGraph(nodes, EDGES, {}, {}), form.catalogue, CPU, form.passing))
     wanted = math.sqrt(2 / 64) if init == "kaiming" else math.sqrt(2 / (16 + 64**2) * 2 * 64)
     for k in range(4):
         assert float(made[f"{k}.w"].std()) == pytest.approx(wanted, rel=0.1)

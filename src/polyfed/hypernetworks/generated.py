@@ -86,7 +86,7 @@ class _Same:
 
 
 def _build(factory: Architecture, graph: _Same, form: Form, device: torch.device) -> tuple[GeneratedNetwork, Scratch]:
-    tensors, own = tensors_of_graph(graph.graph, form.catalogue, device), scratch(factory, device)
+    tensors, own = tensors_of_graph(graph.graph, form.catalogue, device, form.passing), scratch(factory, device)
     return GeneratedNetwork(scratch_ghn(form, device), own.module, tensors), own
 
 

@@ -71,7 +71,7 @@ class GraphTensors:
 
     Attributes: `features` X, one-hot, (V, k); `edges`, int64 (2, E), from and to; `sets`, by layer type, the nodes that use
     weights of this type (m,), to which of the n sets each belongs (m,), and of each set role -> parameter's name; `sweeps`,
-    the levels of asynchronous passing.
+    the levels of asynchronous passing, empty for synchronous.
     """
 
     features: Tensor
@@ -80,7 +80,9 @@ class GraphTensors:
     sweeps: tuple[Level, ...] = ()
 
 
-def tensors_of_graph(graph: ArchitectureGraph, catalogue: LayerCatalogue, device: torch.device) -> GraphTensors:
+def tensors_of_graph(
+    graph: ArchitectureGraph, catalogue: LayerCatalogue, device: torch.device, passing: Passing = "synchronous"
+) -> GraphTensors:
     """The tensors of a graph whose layer types are all in the catalogue (see `ArchitectureGraph.restricted`)."""
     columns = {kind: column for column, kind in enumerate(catalogue.features)}
     types = torch.tensor([columns[node.type] for node in graph.nodes], device=device)
@@ -91,7 +93,7 @@ def tensors_of_graph(graph: ArchitectureGraph, catalogue: LayerCatalogue, device
         nodes = [(node, row) for row, made in enumerate(members) for node in made.nodes]
         positions, rows = (torch.tensor(column, device=device) for column in zip(*nodes, strict=True))
         sets[kind] = (positions, rows, tuple(made.parameters for made in members))
-    order = sweeps(graph.edges, len(graph.nodes), device)
+    order = sweeps(graph.edges, len(graph.nodes), device) if passing == "asynchronous" else ()
     return GraphTensors(F.one_hot(types, len(columns)).float(), edges, sets, order)
 
 

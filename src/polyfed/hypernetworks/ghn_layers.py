@@ -104,18 +104,22 @@ def sweeps(edges: Sequence[tuple[int, int]], nodes: int, device: torch.device) -
 
 
 def _levels(edges: Sequence[tuple[int, int]], nodes: int, device: torch.device) -> list[Level]:
-    before: list[set[int]] = [set() for _ in range(nodes)]
+    coming: list[list[int]] = [[] for _ in range(nodes)]
+    going: list[list[int]] = [[] for _ in range(nodes)]
     for start, end in edges:
-        before[end].add(start)
-    levels: list[Level] = []
-    done: set[int] = set()
-    while len(done) < nodes:
-        ready = [node for node in range(nodes) if node not in done and before[node] <= done]
-        if not ready:
-            raise UserError("asynchronous passing needs a graph without circles; take passing='synchronous'")
-        place = {node: k for k, node in enumerate(ready)}
-        coming = [(start, place[end]) for start, end in edges if end in place]
-        sources, targets = torch.tensor(coming, dtype=torch.int64, device=device).reshape(-1, 2).T
+        coming[end].append(start)
+        going[start].append(end)
+    waits = [len(before) for before in coming]
+    ready, levels, done = [node for node in range(nodes) if not waits[node]], list[Level](), 0
+    while ready:
+        messages = [(start, place) for place, node in enumerate(ready) for start in coming[node]]
+        sources, targets = torch.tensor(messages, dtype=torch.int64, device=device).reshape(-1, 2).T
         levels.append((torch.tensor(ready, device=device), sources, targets))
-        done |= set(ready)
+        done += len(ready)
+        freed = [later for node in ready for later in going[node]]
+        for later in freed:
+            waits[later] -= 1
+        ready = sorted({later for later in freed if not waits[later]})
+    if done < nodes:
+        raise UserError("asynchronous passing needs a graph without circles; take passing='synchronous'")
     return levels

@@ -115,7 +115,7 @@ def fresh_weights(
         else:
             ghn = GHN(form)
             ghn.load_state_dict(create(form, initialisation, seed))
-        weight: Tensor = ghn(tensors_of_graph(graph, form.catalogue, torch.device("cpu")))[parameter]
+        weight: Tensor = ghn(tensors_of_graph(graph, form.catalogue, torch.device("cpu"), form.passing))[parameter]
     return weight
 
 
