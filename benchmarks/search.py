@@ -33,7 +33,7 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedPNAS, name_of
 from polyfed.algorithms.searching import Searching
-from polyfed.cli.commands import experiment as experiments
+from polyfed.simulation import experiment as experiments
 from polyfed.cli.commands import options, recipes
 from polyfed.core.seeds import local_rng
 from polyfed.data import Shift

@@ -1,12 +1,30 @@
-"""Real learning on Fashion-MNIST, beside a bare PyTorch loop written without polyfed (benchmarks/accuracy.py)."""
+"""What the scripts of benchmarks/ import is there; real learning on Fashion-MNIST, compared with a bare PyTorch loop
+(benchmarks/accuracy.py)."""
 
+import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples"])
+def test_what_scripts_import_of_polyfed_is_there(folder):
+    """They are not run by the fast tests, and names move."""
+    scripts = sorted((ROOT / folder).rglob("*.py"))
+    assert scripts
+    for script in scripts:
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "polyfed":
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    if not hasattr(module, alias.name):
+                        importlib.import_module(f"{node.module}.{alias.name}")
 
 
 @pytest.mark.slow
