@@ -33,8 +33,14 @@ def polyfed(tmp_path, monkeypatch, capsys):
 def test_operations_of_a_search_and_a_baseline(polyfed):
     words = ["--data", "digits", "--algorithm", "fedpnas", *SPACE, *TINY, "--baselines", "[local]", "--out", "a"]
     assert polyfed("run", *words)[0] == 0
+    before = {path: path.read_bytes() for path in (polyfed.here / "a").rglob("*") if path.is_file()}
     status, out, _ = polyfed("report", "a")
     assert status == 0
+    assert all(path.read_bytes() == content for path, content in before.items())
+    page = (polyfed.here / "a" / "report.html").read_text(encoding="utf-8")
+    section = page[page.index("Whom the federated gradient works against") :]
+    assert re.search(r"[012] of 2 clients have a gradient that contradicts the federated one", section)
+    assert "Not shown" not in page
     firsts = re.findall(r"^│ ([\w-]+)", out, re.MULTILINE)
     assert firsts[:4] == ["fedpnas", "local", "client-000", "client-001"]
     assert "most probable operation of each edge" in out

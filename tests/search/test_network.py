@@ -21,6 +21,7 @@ from polyfed.search import (
     Plan,
     Sampled,
     describe,
+    edge_parameters,
     fixed,
     gumbel,
     load,
@@ -60,6 +61,25 @@ def test_form_of_the_paper():
     network = Plan(3, 10, 16, base, personal)()
     # A base edge counts as in Table 3.
     assert sum(p.numel() for p in next(network.cells())[0].operations[0].parameters()) == 9_184
+
+
+@pytest.mark.parametrize(("channels", "edge", "master"), [(32, 29_632, 948_224), (16, 9_184, 293_888)])
+def test_table_3_counts_four_and_four_cells_with_all_operations_on_every_edge(channels, edge, master):
+    """ "Total of 32 edges". A network of this form has nothing else on its edges but what a skip of stride 2 is made of:
+    C² weights and a BatchNorm, which the table does not count."""
+    base, personal = stacks(4, 4, 2, 2, NAMES, NAMES)
+    cells = base + personal
+    assert (sum(len(cell.edges) for cell in cells), 32 * edge) == (32, master)
+    with torch.device("meta"):
+        network = Plan(3, 10, channels, base, personal)()
+    on_edges = sum(p.numel() for cell, _ in network.cells() for p in cell.operations.parameters())
+    halved = sum(cell.reduces * (i < cell.inputs) for cell in cells for i, _ in cell.edges)
+    assert halved == 10
+    assert on_edges == master + halved * (channels**2 + 2 * channels)
+    assert edge_parameters(network.plan) == master
+    assert edge_parameters(Plan(3, 10, channels, *stacks())) == 15 * edge + 3 * sum(
+        p.numel() for p in operations(channels, SMALL).parameters()
+    )  # section 3.1's form, the default
 
 
 def test_cell_is_the_sum_over_its_edges():

@@ -7,7 +7,7 @@ import polyfed as pf
 from polyfed.algorithms import CAFedPNAS, FedAvg, FedDSNAS
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.transfer import transfer
+from polyfed.simulation.transfer import adapted, transfer
 from polyfed.testing import SmallNet, small_clients
 
 SMALL = {
@@ -54,6 +54,23 @@ def test_the_run_is_left_as_it_was(run):
     one, other = (transfer(run, "c0", pf.Client("t", None, images(20, 1), images(20, 1)), steps=3) for _ in range(2))
     assert one.after == other.after
     assert all(torch.equal(t, before[n]) for n, t in run.model("c0").state_dict().items())
+
+
+@pytest.mark.parametrize("method", [FedDSNAS, pytest.param(CAFedPNAS, marks=pytest.mark.slow)])
+def test_adapted_afterwards_is_adapted_in_the_run(method):
+    """Neither θ nor the replies depend on it, so that one run tells both, bit for bit."""
+    clients = [pf.Client(f"c{k}", None, images(30, seed=k), images(30, seed=10 + k)) for k in range(2)]
+    runs = [pf.federate(clients, method(**SMALL, finetune_epochs=n), rounds=2, workers=0) for n in (0, 2)]
+    for client in ("c0", "c1"):
+        plain, tuned = (run.history[-1]["clients"][client] for run in runs)
+        for run in runs:
+            assert adapted(run, client, epochs=2)["loss"] == tuned["loss"]
+            assert adapted(run, client, epochs=0)["loss"] == plain["loss"] == tuned["server_loss"]
+        assert plain["loss"] != tuned["loss"]
+    with pytest.raises(UserError, match="finetune_epochs must be at least 0, got -1"):
+        adapted(runs[0], "c0", epochs=-1)
+    with pytest.raises(UserError, match="no client 'c7' in this run"):
+        adapted(runs[0], "c7")
 
 
 def test_what_is_refused(run):

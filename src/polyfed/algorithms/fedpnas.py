@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from polyfed.algorithms.averaging import ClientState
 from polyfed.algorithms.searching import Searching, network, statistics_kept
 from polyfed.core.algorithm import Client, Message
+from polyfed.core.optimizers import Adam, Group
 from polyfed.core.training import fit
 from polyfed.search.network import Context, Per
 
 SecondOrder = Literal["outer_product", "none"]
+Inner = Literal["sgd", "adam"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +26,17 @@ class Anticipating(Searching, ABC):
     L̃_i(θ_b, θ_p) = L_i(θ_b, θ̃_p) with θ̃_p = θ_p − η∇_{θ_p}L_i(θ_b, θ_p), and two passes for its gradient.
 
     Args:
-        eta: η ≥ 0 of the inner step (0.01, polyfed's choice; the paper says none, the authors' code takes a step of
-            Adam). With 0 it is FedDSNAS, at twice the cost.
-        second_order: "outer_product" takes g·gᵀ for the Hessian (paper, section 3.2); "none" leaves it out, which is
-            first-order MAML (polyfed's choice).
+        eta: η ≥ 0, the rate of the inner step (0.01, polyfed's choice; the paper says none, the authors' code has 0.002 for
+            its step of Adam). With 0 it is FedDSNAS, at twice the cost.
+        inner: "sgd" is θ̃_p = θ_p − η·g (paper, section 3.2). "adam" is a step of Adam at rate η (authors' code), at first
+            θ_p − η·g/(|g| + ε); its moments begin anew with each round.
+        second_order: "outer_product" takes g·gᵀ for the Hessian (paper, section 3.2), for either inner step: the authors'
+            code differentiates a step of Adam as if it were one of SGD. "none" leaves the term out, which is first-order
+            MAML (polyfed's choice).
     """
 
     eta: float = 0.01
+    inner: Inner = "sgd"
     second_order: SecondOrder = "outer_product"
 
     def __post_init__(self) -> None:
@@ -50,16 +56,14 @@ class Anticipating(Searching, ABC):
     def meta_gradient(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
         """The direction of a step, as `fit` asks for it; the loss is that at θ̃_p. Parameters named `personal...` are θ_p."""
         personal = [p for n, p in supernet.named_parameters() if n.startswith("personal.")]
+        go_ahead = self._inner_step(personal)
 
         def direction(loss_of: Callable[[int], Tensor]) -> Tensor:
             theta = [p.detach().clone() for p in personal]
             with statistics_kept(supernet):  # a step counts as one
                 loss_of(0)  # line 10: L and ∇L at (θ_b, θ_p)
             g = [p.grad for p in personal]
-            with torch.no_grad():
-                for parameter, slope in zip(personal, g, strict=True):  # line 11: θ̃_p = θ_p − η∇L
-                    if slope is not None:
-                        parameter.sub_(slope, alpha=self.eta)
+            go_ahead()  # line 11: θ̃_p
             loss = loss_of(0)  # line 12: L̃ and ∇L̃ at (θ_b, θ̃_p), on operations drawn again
             with torch.no_grad():
                 for parameter, start in zip(personal, theta, strict=True):
@@ -69,6 +73,19 @@ class Anticipating(Searching, ABC):
             return loss
 
         return direction
+
+    def _inner_step(self, personal: list[nn.Parameter]) -> Callable[[], None]:
+        """GRADUPDATE of line 11, in place: θ_p − η∇L, or Adam's step, whose moments go on from minibatch to minibatch."""
+        if self.inner == "adam":
+            return Adam([Group(personal, self.eta)]).step
+
+        @torch.no_grad()
+        def descend() -> None:
+            for parameter in personal:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=self.eta)
+
+        return descend
 
     def _corrected(self, personal: list[nn.Parameter], g: list[Tensor | None]) -> None:
         """Line 13: ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃), one product over all of θ_p (appendix E: α). Weights of

@@ -47,11 +47,13 @@ class Searching(Averaging, BringsNetwork, ABC):
 
     Args:
         channels: C of all feature maps (paper: 16 for MNIST, 32 for CIFAR-10).
-        base_cells, personal_cells: cells of the two stacks (3 and 1, authors' code).
-        base_nodes, personal_nodes: nodes of a cell (2, polyfed's choice; the paper's 32 edges follow from no number
-            that it says, the authors' code has 4, and 12 edges a cell).
+        base_cells, personal_cells: cells of the two stacks (3 and 1, authors' code; 4 and 4 give the 32 edges that Table 3
+            counts).
+        base_nodes, personal_nodes: nodes of a cell (2, polyfed's choice: the paper says none, 4 and 4 cells of 2 nodes have
+            exactly the parameters of Table 3; the authors' code has 4 nodes, and 12 edges a cell).
         operations: from which an edge of a base cell chooses (all nine, paper).
-        personal_operations: from which one of a personal cell does (those without a kernel of 5 or 7, paper).
+        personal_operations: from which one of a personal cell does (those without a kernel of 5 or 7, paper, section 3.1;
+            Table 3 counts all nine on every edge, against that section).
         join: "sum" of a node's edges (paper) or their "mean" (authors' code).
         stem_stride: 2 halves the images before the first cell, 1 does not (1, authors' code).
         temperature: τ of eq. 2 in round 1 (1.0, polyfed's choice; 0.1 throughout in the authors' code).

@@ -6,7 +6,7 @@ architecture of a client as a network of its own.
 
 from polyfed.search.cells import Cell, CellPlan
 from polyfed.search.found import describe, fixed, load, most_probable_network, probabilities, rebuild
-from polyfed.search.network import Network, Plan, Sampled, stacks
+from polyfed.search.network import Network, Plan, Sampled, edge_parameters, stacks
 from polyfed.search.operations import NAMES, SMALL, operation, operations
 from polyfed.search.sampling import Choice, ContextAware, ContextFree, draw, gumbel, most_probable
 
@@ -23,6 +23,7 @@ __all__ = [
     "Sampled",
     "describe",
     "draw",
+    "edge_parameters",
     "fixed",
     "gumbel",
     "load",

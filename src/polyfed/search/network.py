@@ -4,6 +4,7 @@ The same classes are the network that was found: a supernet whose edges have one
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, final
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from polyfed.core.errors import UserError
 from polyfed.core.room import within_memory
 from polyfed.search.cells import Cell, CellPlan, Join
-from polyfed.search.operations import NAMES, SMALL
+from polyfed.search.operations import NAMES, SMALL, operations
 from polyfed.search.sampling import Choice, ContextAware, ContextFree, Sampler, draw, most_probable
 
 Context = Literal["free", "aware"]
@@ -75,6 +76,9 @@ def stacks(
     """The paper's two stacks. Base cells have two inputs, personal cells one. The cells at a third and at two thirds of the
     base stack halve the image, and so does the last personal cell (which ones is from the authors' code).
 
+    The defaults are section 3.1's form, in which personal cells have no large operations. Table 3 counts another one: 32
+    edges of all nine operations, which are 4 base and 4 personal cells of 2 nodes (see `edge_parameters`).
+
     Raises:
         UserError: a size below 1, or too many edges.
 
@@ -107,6 +111,20 @@ def stacks(
         for k in range(personal_cells)
     )
     return tuple(base), tuple(personal)
+
+
+def edge_parameters(plan: Plan) -> int:
+    """How many parameters the operations of all edges have together, as Table 3 counts its MASTERARCHITECTURE: each edge as
+    one of stride 1, without stem, 1×1 convolutions on skip inputs, samplers and classifier. A skip of stride 2, which is a
+    convolution here, is not counted either: the table has 0 for it.
+
+    >>> base, personal = stacks(4, 4, 2, 2, NAMES, NAMES)
+    >>> [edge_parameters(Plan(1, 10, channels, base, personal)) for channels in (32, 16)]
+    [948224, 293888]
+    """
+    edges = Counter(names for cell in plan.base + plan.personal for names in cell.candidates)
+    with torch.device("meta"):  # counted without memory, and without a draw
+        return sum(n * p.numel() for names, n in edges.items() for p in operations(plan.channels, names).parameters())
 
 
 def _edges(inputs: int, nodes: int) -> int:

@@ -63,14 +63,7 @@ def transfer(
     Raises:
         UserError: a run of another method, no such client, examples of another form, or labels that the run did not have.
     """
-    method = run.federation.algorithm
-    if not isinstance(method, Searching):
-        raise UserError(
-            f"only an architecture search can be transferred, this run is of {type(method).__name__}; run fedpnas, "
-            "ca_fedpnas, feddsnas or ca_feddsnas"
-        )
-    if like not in run.federation.clients:
-        raise UserError(f"no client {like!r} in this run; {nearest(like, run.federation.clients)}")
+    method = _searching(run, like)
     if steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}")
     client, before = run.federation.clients[like], run.model(like)
@@ -88,6 +81,41 @@ def transfer(
     adapt(supernet, task, few, lr=lr, seed=derive(seed, "transfer"), samplers=False, base=parts == "all")
     adapted = method.taken(net, {}, task, order.seed)
     return Transfer(scored, client_metrics(adapted, task), copy.deepcopy(adapted).to("cpu").eval())
+
+
+@one_thread()
+def adapted(run: Run, like: str, *, epochs: int = 1) -> Metrics:
+    """Scores of a client's own network after a number of epochs of adaptation of its personal stack, whatever the run's
+    `finetune_epochs` are: what FedDSNAS, which has no such phase, would score with that of FedPNAS. The run is not
+    changed, and need not be made again: nothing that the clients sent depends on the adaptation.
+
+    Args:
+        run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.
+        like: id of the client.
+        epochs: 0 is no adaptation.
+
+    Raises:
+        UserError: a run of another method, no such client, or a negative number.
+    """
+    method = _searching(run, like)
+    order = run.federation.one_task("export", like, run.kept)
+    client = run.federation.clients[like]
+    own = method.client_init(client, order.run_seed) if order.own is None else order.own
+    tuned = replace(method, finetune_epochs=epochs)
+    return client_metrics(tuned.personal_model(order.down, dict(own), client, order.seed), client)
+
+
+def _searching(run: Run, like: str) -> Searching:
+    """The run's method, where it is a search and the run has such a client."""
+    method = run.federation.algorithm
+    if not isinstance(method, Searching):
+        raise UserError(
+            f"only an architecture search can be transferred, this run is of {type(method).__name__}; run fedpnas, "
+            "ca_fedpnas, feddsnas or ca_feddsnas"
+        )
+    if like not in run.federation.clients:
+        raise UserError(f"no client {like!r} in this run; {nearest(like, run.federation.clients)}")
+    return method
 
 
 def _check_form(client: Client, task: Client, model: nn.Module) -> None:

@@ -233,6 +233,16 @@ def _operations(folder: Path, found: Participants | None, key: str, most: int) -
     return views.operations(folder, key, most)
 
 
+def _agreement(folder: Path, found: Participants | None, key: str, most: int) -> str:
+    from polyfed.report import conflicts
+
+    if found is None:
+        raise UserError(
+            "the clients' training examples are not at hand; polyfed.simulation.conflicts takes a run in Python"
+        )
+    return conflicts.agreement(folder, found.clients, found.public, key)
+
+
 def _coverage(folder: Path, found: Participants | None, key: str, most: int) -> str:
     from polyfed.report import views
 
@@ -251,8 +261,10 @@ _View = Callable[[Path, Participants | None, str, int], str]
 _VIEWS: Mapping[str, tuple[tuple[str, _View], ...]] = {
     **dict.fromkeys(("pfedla", "heur_pfedla"), (("Who aggregates from whom", _weights),)),
     **dict.fromkeys(("fedhenn", "fedhenn_homo"), (("How alike representations are", _alignments),)),
+    **dict.fromkeys(("feddsnas", "ca_feddsnas"), (("Operations that were found", _operations),)),
     **dict.fromkeys(
-        ("fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas"), (("Operations that were found", _operations),)
+        ("fedpnas", "ca_fedpnas"),
+        (("Operations that were found", _operations), ("Whom the federated gradient works against", _agreement)),
     ),
     "flha_ghn": (("What the hypernetwork can generate", _coverage), ("Unseen clients' warm starts", _warm_starts)),
 }

@@ -1,0 +1,66 @@
+"""Which clients of a FedPNAS run the federated gradient works against, as HTML: α_i of eq. 5 beside what Proposition 1
+compares it with. The picture is ours."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+from polyfed.report.charts import Bar, bar_chart
+from polyfed.report.html import figure, table
+from polyfed.simulation import federation
+from polyfed.simulation.conflicts import conflicts
+from polyfed.simulation.runs.progress import Silent
+
+_CLIENTS = 20  # whose gradients are computed for a page
+_ROWS = 64  # training examples of each
+
+
+def agreement(folder: Path, clients: Sequence[Client], public: Any, key: str) -> str:
+    """Two charts, a bar per client: the cosine of its own gradient before and after its step of adaptation (α_i of
+    normalised gradients), and how far its own gradient goes along the federated one.
+
+    Args:
+        folder: a finished run of `fedpnas` or `ca_fedpnas`, which is only read.
+        clients: its clients.
+        public: its public examples, or None.
+        key: for ids on the page.
+
+    Raises:
+        UserError: too many clients, or a run that cannot be read.
+    """
+    if len(clients) > _CLIENTS:
+        raise UserError(
+            f"the federated gradient of {len(clients)} clients takes long to compute; polyfed.simulation.conflicts does it"
+        )
+    run = federation.resume(folder, clients=clients, public=public, progress=Silent())
+    names, found = conflicts(run, rows=_ROWS)
+    parts = []
+    for name, title, values in (
+        ("alpha", "α: cosine of a client's gradient with that after its own step", found.cosine),
+        ("federated", "Own gradient along the federated one", found.federated),
+    ):
+        bars = [Bar(client, value, value, value) for client, value in zip(names, values.tolist(), strict=True)]
+        chart = bar_chart(bars, key=f"{key}-{name}", title=title, x_label="of normalised gradients", signed=True)
+        parts.append(figure(chart, f"{title} (personal stack, at the server's θ after the last round)."))
+    rows = [
+        [client, *(f"{value:.3g}" for value in values)]
+        for client, *values in zip(
+            names,
+            found.alpha.tolist(),
+            found.cosine.tolist(),
+            found.federated.tolist(),
+            found.gap.tolist(),
+            strict=True,
+        )
+    ]
+    columns = ["client", "α = gᵀg̃", "α, normalised", "along the federated gradient", "gap"]
+    behind = table("Weights of the third step (eq. 5), and Proposition 1's gap", columns, rows)
+    against = int((found.federated < 0).sum())
+    told = (
+        f"<p>{against} of {len(names)} clients have a gradient that contradicts the federated one. Their α is meant to "
+        f"protect them: Proposition 1 expects both values to be close. The mean gap is {float(found.gap.mean()):.2f}. Up to "
+        f"{_ROWS} training images of each client.</p>"
+    )
+    return f'{told}<div class="grid2">{"".join(parts)}</div>{behind}'

@@ -1,0 +1,56 @@
+"""How far a client's own gradient and the federated one agree: the weights α_i of FedPNAS's third step (eq. 5), and what
+Proposition 1 says of them (Hoang and Kingsford, appendix D)."""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import UserError
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class StepWeights:
+    """α_i of M clients, at one θ. All are float64 of shape (M,).
+
+    Attributes:
+        alpha: α_i = g_iᵀg̃_i, where g_i = ∇_{θ_p}L_i(θ_b, θ_p) and g̃_i = ∇L_i(θ_b, θ̃_{p,i}) (eq. 5).
+        cosine: α_i of normalised gradients, which is the cosine of g_i and g̃_i.
+        federated: ĝ_iᵀL of normalised gradients, where L = (1/M) Σ_j g̃_j/‖g̃_j‖ (eq. 8). Negative where the client's own
+            gradient contradicts the federated one.
+    """
+
+    alpha: Tensor
+    cosine: Tensor
+    federated: Tensor
+
+    @property
+    def gap(self) -> Tensor:
+        """|α_i − ĝ_iᵀL| of normalised gradients: what Proposition 1 bounds by O(‖θ_b − θ_b*‖/δ)."""
+        return (self.cosine - self.federated).abs()
+
+
+def step_weights(local: Tensor, ahead: Tensor) -> StepWeights:
+    """α_i and the two sides of Proposition 1. A gradient of length 0 has cosine 0 with every other.
+
+    Args:
+        local: g_i, one row per client, (M, size of θ_p).
+        ahead: g̃_i, the same shape.
+
+    Raises:
+        UserError: they are not matrices of one shape.
+
+    >>> found = step_weights(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [-4.0, 0.0]]))
+    >>> found.alpha.tolist(), found.cosine.tolist(), found.federated.tolist()
+    ([6.0, 0.0], [1.0, 0.0], [0.0, 0.0])
+    """
+    if local.dim() != 2 or local.shape != ahead.shape or not len(local):
+        raise UserError(
+            f"gradients must be two matrices of one shape, a row per client, got {tuple(local.shape)} and "
+            f"{tuple(ahead.shape)}"
+        )
+    local, ahead = local.detach().double(), ahead.detach().double()
+    unit, unit_ahead = (torch.nn.functional.normalize(rows, dim=1, eps=1e-300) for rows in (local, ahead))
+    return StepWeights((local * ahead).sum(1), (unit * unit_ahead).sum(1), unit @ unit_ahead.mean(0))

@@ -1,0 +1,103 @@
+"""Which clients of a FedPNAS run the federated gradient works against: α_i of eq. 5 at the server's θ after the last
+round."""
+
+from dataclasses import replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from polyfed.algorithms.fedpnas import Anticipating
+from polyfed.algorithms.searching import network
+from polyfed.core.algorithm import Client, Message
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation import loss_function
+from polyfed.core.gradients import gradients
+from polyfed.core.layout import arrange
+from polyfed.core.seeds import derive, local_rng
+from polyfed.core.threads import one_thread
+from polyfed.search.conflicts import StepWeights, step_weights
+from polyfed.simulation.runs.results import Run
+
+_ROWS = 256
+
+
+@one_thread()
+def conflicts(run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0) -> tuple[tuple[str, ...], StepWeights]:
+    """α_i of every client of a run, and the two sides of Proposition 1.
+
+    g_i is of the client's own training examples at the server's θ, g̃_i after one inner step as the method takes it (`eta`,
+    `inner`). All clients draw the same operations, in both passes; BatchNorm goes by the batch.
+
+    Args:
+        run: of `fedpnas` or `ca_fedpnas`.
+        rows: training examples of each client, evenly spaced if it has more.
+        draws: of operations, over which gradients are averaged.
+        seed: of the draws.
+
+    Returns:
+        The clients' ids, ascending, and their weights in this order.
+
+    Raises:
+        UserError: a run of another method, or a number below 1.
+
+    >>> from polyfed import federate
+    >>> from polyfed.algorithms import FedPNAS
+    >>> data = torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 0, 1])
+    >>> method = FedPNAS(channels=4, base_cells=1, base_nodes=1, personal_nodes=1, operations=("skip", "avg_pool_3"))
+    >>> run = federate([Client(name, None, data, data) for name in ("north", "south")], method, rounds=1, workers=0)
+    >>> clients, found = conflicts(run)
+    >>> clients, bool(found.gap.max() < 1e-6)  # clients that are alike do not contradict one another
+    (('north', 'south'), True)
+    """
+    method = run.federation.algorithm
+    if not isinstance(method, Anticipating):
+        raise UserError(
+            f"{type(method).__name__} takes no step ahead, so that there is no α; give a run of fedpnas or ca_fedpnas"
+        )
+    if rows < 1 or draws < 1:
+        raise UserError(f"rows and draws must be at least 1, got {rows} and {draws}")
+    ids = tuple(sorted(run.federation.clients))
+    pairs = []
+    for client in ids:
+        down = run.federation.one_task("export", client, run.kept).down
+        pairs.append(_Passes(method, run.federation.clients[client], rows, seed).mean(down, draws))
+    return ids, step_weights(*(torch.stack(one) for one in zip(*pairs, strict=True)))
+
+
+@final
+class _Passes:
+    """The two gradients of one client."""
+
+    def __init__(self, method: Anticipating, client: Client, rows: int, seed: int) -> None:
+        # What the second pass leaves is then g̃ itself.
+        self.method, self.client, self.seed = replace(method, second_order="none"), client, seed
+        number = len(client.train)
+        chosen = torch.linspace(0, number - 1, min(rows, number)).round().long()
+        self.x, self.y = client.train.batch(chosen.to(client.train.x.device))
+
+    @gradients()
+    def mean(self, down: Message, draws: int) -> tuple[Tensor, Tensor]:
+        """(g_i, g̃_i), flat, means over the draws."""
+        made = [self.once(down, derive(self.seed, "conflicts", draw)) for draw in range(draws)]
+        local, ahead = (torch.stack(one).mean(0) for one in zip(*made, strict=True))
+        return local, ahead
+
+    def once(self, down: Message, seed: int) -> tuple[Tensor, Tensor]:
+        """The same of one draw."""
+        supernet = network(self.method.receive(down, {}, self.client)).train()
+        personal = [p for n, p in supernet.named_parameters() if n.startswith("personal.")]
+        criterion, found = loss_function(self.client.task, self.method.label_smoothing), list[Tensor]()
+
+        def loss_of(_: int) -> Tensor:
+            supernet.zero_grad()
+            with local_rng(seed, self.x.device):
+                loss = criterion(supernet(arrange(supernet, self.x)), self.y)
+            torch.autograd.backward(loss)
+            slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in personal]
+            found.append(torch.cat([slope.flatten().double().cpu() for slope in slopes]))
+            return loss.detach()
+
+        self.method.meta_gradient(supernet)(loss_of)
+        supernet.zero_grad()
+        return found[0], found[1]
