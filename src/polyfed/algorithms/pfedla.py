@@ -16,12 +16,14 @@ from polyfed.core.training import LocalTraining, fit
 from polyfed.core.tree import Tree
 from polyfed.hypernetworks.aggregation import (
     Normalise,
+    Similarity,
     alphas,
     create,
     inner_products,
     layers_of,
     mixtures,
     scores,
+    similarities,
     updated,
     zero_rows,
 )
@@ -32,6 +34,7 @@ ServerState = dict[
 ]  # "models": θ_j of every client; "hypernetworks": v, ψ; "clients" and "layers": their names
 ClientState = dict[str, Tree]
 Granularity = Literal["module", "block", "tensor", "model"]
+Weights = Literal["hypernetwork", "similarity"]
 _BLOCK = 2**26  # numbers in the personalised models that are made at one time: 256 MB
 
 
@@ -40,17 +43,27 @@ class LayerAggregation(LocalTraining, ABC):
     """Hyper-parameters of pFedLA and HeurpFedLA.
 
     Args:
+        weights: where α comes from: the "hypernetwork" of each client (paper, section 3.2), or the "similarity" of the
+            clients' layers, with nothing to learn, as in both curves of the paper's Fig. 1 (paper, section 1); with
+            `layer: model` it is the similarity of whole models.
+        similarity: "distance" of squared differences over their mean, or "cosine" (polyfed's choice; the paper says
+            "calculating the similarity" and no more).
+        sharpness: how much more the similar weigh: α = softmax(sharpness · similarity); 0 is the plain mean (3, polyfed's
+            choice).
         hn_lr: rate of the hypernetworks' update; None takes N/10 for N clients (polyfed's choice: chosen on
             validation examples, see docs/methods/pfedla.md; the paper leaves it open). It matters as much as `lr`.
         normalise: "relu", α = ReLU(z)/ΣReLU(z) (public implementations; the paper says that rows sum to 1), or "softmax".
         layer: what gets a weight of its own: each "module" that owns parameters (paper), each top-level "block", each
-            "tensor", or the whole "model" (what the paper's Fig. 1 compares with).
+            "tensor", or the whole "model" (the paper's Fig. 1 compares with it).
         embedding_dim: entries of v_i (100, public implementations; the paper refers to a supplement).
         hidden: width of the hypernetwork's trunk (100, as embedding_dim: public implementations).
         evaluate_trained: evaluate the network after local training too (polyfed's choice); each client then keeps it.
         buffers: "local" (polyfed's choice) or "recompute"; the weights are of parameters.
     """
 
+    weights: Weights = "hypernetwork"
+    similarity: Similarity = "distance"
+    sharpness: float = 3.0
     hn_lr: float | None = None
     normalise: Normalise = "relu"
     layer: Granularity = "module"
@@ -62,6 +75,7 @@ class LayerAggregation(LocalTraining, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require(self.hn_lr is None or 0 <= self.hn_lr < float("inf"), "hn_lr", "at least 0 and finite, or none")
+        self._require(0 <= self.sharpness < float("inf"), "sharpness", "at least 0 and finite")
         self._require(self.embedding_dim >= 1, "embedding_dim", "at least 1")
         self._require(self.hidden >= 1, "hidden", "at least 1")
         self._require(
@@ -142,7 +156,6 @@ def begin(server: ServerContext, options: LayerAggregation, k: int = 0) -> Serve
         UserError: there are fewer than `k` layers.
     """
     assert server.model is not None  # `requires` names "one_architecture"
-    assert server.model is not None  # `requires` names "one_architecture"
     model = travelling(initial_state(server.model, server.seed), scratch(server.model).buffers, "local")
     module = scratch(server.model).module
     same = _shared_names(module)
@@ -153,7 +166,9 @@ def begin(server: ServerContext, options: LayerAggregation, k: int = 0) -> Serve
             f"({', '.join(layers)}); k must be at most {len(layers)}, which is training alone"
         )
     ids = sorted(who.id for who in server.clients)
-    networks = create(len(ids), len(layers), options.embedding_dim, options.hidden, server.seed)
+    networks: dict[str, Tensor] = {}
+    if options.weights == "hypernetwork":
+        networks = create(len(ids), len(layers), options.embedding_dim, options.hidden, server.seed)
     return {
         "clients": ids,
         "layers": layers,
@@ -171,12 +186,16 @@ def _shared_names(module: nn.Module) -> dict[str, str]:
 
 
 def weights(state: ServerState, clients: Sequence[str], options: LayerAggregation) -> tuple[list[int], Tensor]:
-    """The clients' positions among all, and α_i = HN_i(v_i; ψ_i) of each, (clients, layers, N).
+    """The clients' positions among all, and α_i of each, (clients, layers, N): HN_i(v_i; ψ_i), or from the similarity of
+    layers.
 
     Raises:
         UserError: the hypernetworks have diverged.
     """
     rows = [state["clients"].index(client) for client in clients]
+    if options.weights == "similarity":
+        models = [state["models"][client] for client in state["clients"]]
+        return rows, similarities(models, state["layers"], rows, options.similarity, options.sharpness, state["same"])
     networks = {name: tensor[rows] for name, tensor in state["hypernetworks"].items()}
     alpha = alphas(networks, rows, options.normalise)
     if not bool(torch.isfinite(alpha).all()):
@@ -225,6 +244,8 @@ def learned(state: ServerState, replies: Mapping[str, Tree], options: LayerAggre
     The state says what was sent, so that Δθ_i = θ_i − θ̄_i needs no other memory of it. All clients' θ_j are those of the
     round's start. Retained layers have a Δθ_i too (algorithm 2), and their weights go on learning from it.
     """
+    if options.weights == "similarity":
+        return {**state, "models": {**state["models"], **replies}}
     clients = sorted(replies)
     rows, alpha = weights(state, clients, options)
     served = with_retained(alpha, rows, retained(alpha, rows, k))
@@ -241,6 +262,6 @@ def weights_for_plots(
     """α of these clients with the names of its dimensions, and how many rows had no weight to give."""
     rows, alpha = weights(state, who, options)
     networks = {name: tensor[rows] for name, tensor in state["hypernetworks"].items()}
-    dead = int(zero_rows(scores(networks)).sum()) if options.normalise == "relu" else 0
+    dead = int(zero_rows(scores(networks)).sum()) if networks and options.normalise == "relu" else 0
     names = {"rows": list(who), "layers": list(state["layers"]), "clients": list(state["clients"])}
     return {"alpha": alpha, **names, "zero_rows": dead}

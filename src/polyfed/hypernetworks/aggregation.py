@@ -18,9 +18,11 @@ from polyfed.core.threads import in_threads
 from polyfed.core.tree import Tree
 
 Normalise = Literal["relu", "softmax"]
+Similarity = Literal["distance", "cosine"]
 Hypernetworks = Mapping[str, Tensor]
 _DEPTH = 3
 _EPSILON = 1e-8
+_TINY = 1e-300
 _CHUNK = 2**20  # numbers of all clients' models that are stacked at one time: 4 MB
 
 
@@ -204,6 +206,53 @@ def inner_products(
     for layer, products in in_threads(product, _parts(models, once)):
         total[:, layer] += products
     return total
+
+
+def similarities(
+    models: Sequence[Tree],
+    layers: Mapping[str, Sequence[str]],
+    rows: Sequence[int],
+    measure: Similarity,
+    sharpness: float,
+    same: Mapping[str, str] | None = None,
+) -> Tensor:
+    """Weights from how alike clients' layers are, without a hypernetwork (the toy example of Fig. 1): α_i^{l,j} =
+    softmax_j(sharpness · s_ij^l), (B, L, N), float32. With one layer that is the whole model they are model-wise.
+
+    s is the cosine of θ_i^l and θ_j^l, or minus their squared distance over its mean over all pairs of different clients,
+    so that it does not depend on the size of a layer. Where all clients have the same layer, its weights are 1/N.
+
+    Args:
+        models: θ_1 ... θ_N.
+        layers, same: as for `mixtures` and `layers_of`; a tensor with several names counts once.
+        rows: the positions of the B clients among the N.
+        measure: "cosine" or "distance".
+        sharpness: 0 or more; 0 weighs all clients alike.
+
+    >>> models = [{"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 3.0])}]
+    >>> similarities(models, {"w": ["w"]}, [0], "cosine", sharpness=1000.0).tolist()
+    [[[0.5, 0.5, 0.0]]]
+    """
+    n = len(models)
+    products = torch.zeros(len(layers), n, n, dtype=torch.float64)
+
+    def product(part: _Part) -> tuple[int, Tensor]:
+        theta = part.of(models).double()
+        if measure == "distance":  # of models that hardly differ, products would be all rounding
+            theta = theta - theta.mean(0)
+        return part.layer, theta @ theta.T
+
+    once = {layer: [name for name in names if name not in (same or {})] for layer, names in layers.items()}
+    for layer, found in in_threads(product, _parts(models, once)):
+        products[layer] += found
+    squares = products.diagonal(dim1=1, dim2=2)
+    if measure == "cosine":
+        lengths = squares.clamp_min(0).sqrt()
+        scores = products / (lengths[:, :, None] * lengths[:, None, :]).clamp_min(_TINY)
+    else:
+        apart = (squares[:, :, None] + squares[:, None, :] - 2 * products).clamp_min(0)
+        scores = -apart / (apart.sum((1, 2), keepdim=True) / max(n * (n - 1), 1)).clamp_min(_TINY)
+    return (sharpness * scores).softmax(2).transpose(0, 1)[list(rows)].float()
 
 
 @final
