@@ -35,7 +35,7 @@ def labels_and_clients(draw):
 partitions = st.one_of(
     st.just(IID()),
     st.builds(Dirichlet, alpha=st.floats(1e-3, 1e3), min_examples=st.integers(1, 5)),
-    st.builds(ClassesPerClient, k=st.integers(1, 5), equal=st.booleans()),
+    st.builds(ClassesPerClient, k=st.integers(1, 5), equal=st.booleans(), balanced=st.booleans()),
     st.builds(DominantClasses, k=st.integers(1, 4), share=st.floats(0.3, 0.95)),
     st.builds(Shards, k=st.integers(1, 5)),
     st.builds(QuantitySkew, alpha=st.floats(1e-3, 1e3), min_examples=st.integers(1, 5)),
@@ -108,6 +108,27 @@ def test_classes_per_client_are_exactly_k_evenly_used_with_equal_counts(num_clie
             for c in np.flatnonzero(users):
                 shares = table[table[:, c] > 0, c]
                 assert shares.max() - shares.min() <= 1
+
+
+def test_classes_at_random_are_a_uniform_draw_for_each_client():
+    """Without `balanced`: k classes each, every pair of classes as likely as any other, and not evenly used."""
+    labels = np.repeat(np.arange(5), 400)
+    tables = []
+    for seed in range(60):
+        for equal in (True, False):
+            parts = ClassesPerClient(2, equal, balanced=False)(labels, 20, seed)
+            table = np.stack([np.bincount(labels[part], minlength=5) for part in parts])
+            assert ((table > 0).sum(axis=1) == 2).all()
+            if equal:
+                assert len(np.unique(table[table > 0])) == 1
+        tables.append(table > 0)
+    pairs = np.stack(tables).reshape(-1, 5)
+    together = pairs.T.astype(int) @ pairs
+    shares = together[np.triu_indices(5, 1)] / len(pairs)  # each of the 10 pairs: 1/10, standard deviation 0.009
+    assert abs(shares - 0.1).max() < 4.5 * 0.009
+    users = np.stack(tables).sum(axis=1)
+    assert (users.max(axis=1) - users.min(axis=1) > 1).mean() > 0.9
+    assert users.std() == pytest.approx((20 * 0.4 * 0.6) ** 0.5, rel=0.15)  # binomial
 
 
 @quick

@@ -1,6 +1,7 @@
 """The arithmetic that partitions share: dealing the rows of classes to clients."""
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,11 @@ def assign(num_clients: int, num_classes: int, k: int, rng: np.random.Generator)
     for client in has:
         client[np.lexsort((rng.random(num_classes), has.sum(axis=0)))[:k]] = True
     return has
+
+
+def assign_at_random(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """The same, but each client draws its `k` classes without regard to the others."""
+    return rng.random((num_clients, num_classes)).argsort(axis=1) < k
 
 
 def top_up(counts: NDArray[np.int64], shares: NDArray[np.float64], least: int) -> None:
@@ -115,3 +121,21 @@ def check_clients(num_examples: int, num_clients: int, least: int = 1, why: str 
             f"{num_clients} clients with at least {least} examples each ({why}) need {num_clients * least}, but there "
             f"are {num_examples}; use at most {num_examples // least} clients or a smaller number"
         )
+
+
+def check_k(k: int, limit: int, why: str = "the data has no more") -> None:
+    """Raises a `UserError` unless there are so many classes."""
+    if k > limit:
+        raise UserError(f"k={k} classes per client is too many: choose at most {limit} ({why})")
+
+
+def check_count(name: str, field: str, value: int) -> None:
+    """Raises a `UserError` unless the value is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name}: {field} must be a whole number of at least 1, got {value!r}")
+
+
+def check_positive(name: str, field: str, value: float) -> None:
+    """Raises a `UserError` unless the value is a positive number."""
+    if not (math.isfinite(value) and value > 0):
+        raise UserError(f"{name}: {field} must be a positive number, got {value!r}")
