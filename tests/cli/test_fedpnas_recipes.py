@@ -17,6 +17,7 @@ from polyfed.core.training import LocalTraining
 from polyfed.data import IID
 from polyfed.data.split import split
 from polyfed.models import ModelSpec
+from polyfed.search import edge_parameters
 from polyfed.simulation.experiment import from_config, participants
 from polyfed.simulation.runs.directory import read_config, read_metrics
 
@@ -28,11 +29,20 @@ SETTINGS = {  # data, images of a client in the published training set, channels
     ("fedpnas_fig3", "mnist"): ("mnist", 12_000, 16),
     ("fedpnas_fig3", "fashion-mnist"): ("fashion_mnist", 12_000, 16),
     ("fedpnas_fig3", "cifar10"): ("cifar10", 10_000, 32),
+    ("fedpnas_fig3", "mnist-table3"): ("mnist", 12_000, 16),
+    ("fedpnas_fig3", "fashion-mnist-table3"): ("fashion_mnist", 12_000, 16),
+    ("fedpnas_fig3", "cifar10-table3"): ("cifar10", 10_000, 32),
     ("fedpnas_table1", "low"): ("mnist", 12_000, 16),
     ("fedpnas_table1", "high"): ("cifar10", 10_000, 32),
+    ("fedpnas_table1", "low-fashion-mnist"): ("fashion_mnist", 12_000, 16),
+    ("fedpnas_table1", "high-fashion-mnist"): ("fashion_mnist", 12_000, 16),
     ("fedpnas_table2", None): ("cifar10", 10_000, 32),
 }
 SHAPES = {"mnist": (1, 28, 28), "fashion_mnist": (1, 28, 28), "cifar10": (3, 32, 32), "digits": (1, 8, 8)}
+SETTINGS |= {
+    ("fedpnas_eta", f"{inner}-{eta}"): ("fashion_mnist", 12_000, 16)
+    for inner, eta in (("sgd", 0), ("sgd", 0.01), ("sgd", 0.1), ("sgd", 0.3), ("adam", 0.002), ("adam", 0.01))
+}
 ROTATIONS = [-30, -15, 0, 15, 30]
 
 
@@ -73,7 +83,7 @@ def shifts(experiment):
 
 
 def test_every_table_and_figure_has_a_recipe():
-    assert [f"fedpnas_{name}" for name in ("fig3", "table1", "table2")] == FEDPNAS
+    assert [f"fedpnas_{name}" for name in ("eta", "fig3", "table1", "table2")] == FEDPNAS
     assert set(FEDERATIONS) == set(SETTINGS)
 
 
@@ -103,7 +113,7 @@ def test_methods_that_are_compared(name, scale, experiment):
     four = {"fedavg": FedAvg, "feddsnas": FedDSNAS, "ca_feddsnas": CAFedDSNAS, "fedpnas": FedPNAS}
     for variant in read(name).variants or [None]:
         found = experiment(name, scale, variant)
-        wanted = four if name == "fedpnas_fig3" else {"feddsnas": FedDSNAS}
+        wanted = {"fedpnas_fig3": four, "fedpnas_eta": {}}.get(name, {"feddsnas": FedDSNAS})
         assert {baseline: type(method) for baseline, method in found.baselines.items()} == wanted
         assert found.algorithm.finetune_epochs == 1
         tuned = {n: m.finetune_epochs for n, m in found.baselines.items() if isinstance(m, Searching)}
@@ -120,20 +130,42 @@ def test_the_papers_protocol(name, variant, experiment):
     assert (found.split.global_test, found.split.public_fraction, found.augment) == (0, 0, False)
     assert (settings.rounds, settings.clients_per_round) == (1000, 1.0)
     assert (method.batch_size, method.optimizer, method.lr, method.local_steps) == (48, "adam", 0.002, 10)
-    assert (method.channels, method.base_cells, method.personal_cells, method.stem_stride) == (channels, 3, 1, 1)
-    assert (len(method.operations), len(method.personal_operations)) == (9, 5)
+    whole = "table3" in (variant or "")
+    cells = (4, 4) if whole else (3, 1)
+    assert (method.channels, method.base_cells, method.personal_cells, method.stem_stride) == (channels, *cells, 1)
+    assert (len(method.operations), len(method.personal_operations)) == (9, 9 if whole else 5)
     assert (method.weighted, method.join, method.per) == (False, "sum", "example")
     searching = [m for m in (method, *found.baselines.values()) if isinstance(m, Searching)]
     assert {m.sampler_lr for m in searching} == {None}  # eq. 5: one rate for weights and samplers
 
 
-def test_the_paper_counts_more_edges_than_the_search_space_has(experiment):
-    """Table 3: "total of 32 edges"; `reduced` says how many there are here."""
-    for name in FEDPNAS:
-        plan = experiment(name).algorithm.plan(3, 10)
-        edges = sum(len(cell.edges) for cell in plan.base + plan.personal)
-        for scale in ("paper", "cpu"):
-            assert f"{edges} edges instead of 32" in read(name).reduced(scale)
+@pytest.mark.parametrize(("name", "variant"), FEDERATIONS)
+def test_the_form_of_the_search_space(name, variant, experiment):
+    """Section 3.1's, of which `reduced` says how many edges it has, or that of Table 3: "total of 32 edges"."""
+    for scale in ("paper", "cpu"):
+        found = experiment(name, scale, variant)
+        for method in (found.algorithm, *found.baselines.values()):
+            if isinstance(method, Searching):
+                plan = method.plan(3, 10)
+                edges = sum(len(cell.edges) for cell in plan.base + plan.personal)
+                if "table3" in (variant or ""):
+                    master = {32: 948_224, 16: 293_888}[method.channels]
+                    assert (edges, edge_parameters(plan)) == (32, master)
+                else:
+                    assert f"{edges} edges instead of 32" in read(name).reduced(scale)
+
+
+def test_the_sweep_of_the_inner_step(experiment):
+    for scale in SCALES:
+        methods = [experiment("fedpnas_eta", scale, variant).algorithm for variant in read("fedpnas_eta").variants]
+        assert [(m.inner, m.eta) for m in methods] == [
+            ("sgd", 0.0), ("sgd", 0.01), ("sgd", 0.1), ("sgd", 0.3), ("adam", 0.002), ("adam", 0.01)
+        ]  # fmt: skip
+    figure, sweep = (
+        experiment(name, "paper", v) for name, v in (("fedpnas_fig3", "fashion-mnist"), ("fedpnas_eta", "sgd-0.01"))
+    )
+    for part in ("source", "split", "partition", "shifts", "models", "algorithm", "settings"):
+        assert getattr(figure, part) == getattr(sweep, part), part
 
 
 def test_the_partition_gives_the_papers_sizes(experiment):
@@ -149,11 +181,13 @@ def test_the_partition_gives_the_papers_sizes(experiment):
 def test_shifts(scale, experiment):
     slight = [(rotation, 0) for rotation in ROTATIONS]
     for name, variant in FEDERATIONS:
-        if variant != "high":
+        if "high" not in (variant or ""):
             assert shifts(experiment(name, scale, variant)) == slight
     hues = [0, 0] if scale == "smoke" else [-0.5, 0.5]  # digits are grey
     strong = [*((0, hue) for hue in hues), (0, 0), (-90, 0), (90, 0)]
     assert shifts(experiment("fedpnas_table1", scale, "high")) == strong
+    grey = [(0, 0), (0, 0), (0, 0), (-90, 0), (90, 0)]
+    assert shifts(experiment("fedpnas_table1", scale, "high-fashion-mnist")) == grey
 
 
 def test_hue_has_colours_to_change(experiment):
@@ -176,10 +210,15 @@ def test_table_2_is_the_federation_of_figure_3(experiment):
 def test_the_cpu_scale(name, variant, experiment):
     found = experiment(name, "cpu", variant)
     method, settings = found.algorithm, found.settings
-    assert (found.split.examples_per_client, found.split.test_fraction, found.split.num_examples) == (400, 0.4, 667)
+    images = (200, 0.4, 333) if name == "fedpnas_eta" else (400, 0.4, 667)
+    assert (found.split.examples_per_client, found.split.test_fraction, found.split.num_examples) == images
     assert (method.channels, method.stem_stride, method.local_epochs, method.local_steps) == (16, 2, 2, None)
     assert (method.batch_size, method.lr) == (48, 0.01)
-    assert (settings.rounds, settings.evaluate_every, settings.checkpoint_every) == (40, 10, 10)
+    rounds = {"fedpnas_eta": 15, "fedpnas_table1": 30}.get(name, 12 if "table3" in (variant or "") else 20)
+    assert (settings.rounds, settings.checkpoint_every) == (rounds, 10)
+    assert rounds % settings.evaluate_every == 0
+    minibatches = rounds * method.local_epochs * -(-found.split.examples_per_client // method.batch_size)
+    assert f"{minibatches} minibatches" in read(name).reduced("cpu")
     samplers = {n: m.sampler_lr for n, m in found.baselines.items() if isinstance(m, Searching)}
     assert {**samplers, "ca_fedpnas": method.sampler_lr} == {
         n: 0.05 if n.startswith("ca_") else 0.2 for n in (*samplers, "ca_fedpnas")
@@ -192,7 +231,9 @@ def test_scales_say_what_they_reduce(name):
     assert tuple(recipe.scales) == SCALES
     assert recipe.scale() == "cpu"
     assert re.search(r"2,000 of each client's .* training images are its test set", recipe.reduced("paper"))
-    assert re.search(r"400 training and 267 test images .* 40 rounds of 2 epochs .* 16 channels", recipe.reduced("cpu"))
+    assert re.search(
+        r"00 training and \d+ test images .* \d+ rounds of 2 epochs .* stem that halves", recipe.reduced("cpu")
+    )
     assert re.search(r"digits of scikit-learn instead of .* 2 rounds", recipe.reduced("smoke"))
     hue = name == "fedpnas_table1"
     for scale in ("paper", "cpu"):

@@ -72,11 +72,14 @@ def test_fedhenn_table_3_repeats_table_2():
 
 def test_fedpnas_tables_improve_as_the_text_says():
     """ "Up to 7% improvement on ROTATE 90", "5% and 8% improvement respectively on two unseen tasks"."""
-    gains = {row: cells["CA-FedPNAS"] - cells["FedDSNAS"] for row, cells in figures("fedpnas", "table1").items()}
+    rows = {row: cells for row, cells in figures("fedpnas", "table1").items() if cells["FedDSNAS"] is not None}
+    gains = {row: cells["CA-FedPNAS"] - cells["FedDSNAS"] for row, cells in rows.items()}
     assert max(gains, key=gains.get) == "high, rotate 90"
     assert round(100 * max(gains.values())) == 7
     retrained = [
-        row["CA-FedPNAS, retrained"] / row["FedDSNAS, retrained"] for row in figures("fedpnas", "table2").values()
+        row["CA-FedPNAS, retrained"] / row["FedDSNAS, retrained"]
+        for name, row in figures("fedpnas", "table2").items()
+        if "over clients" not in name
     ]
     assert [round(100 * (ratio - 1)) for ratio in retrained] == [5, 8]
 
@@ -84,14 +87,16 @@ def test_fedpnas_tables_improve_as_the_text_says():
 @pytest.mark.parametrize(("column", "skipped"), [("32 channels (CIFAR-10)", 5312), ("16 channels (MNIST)", 2144)])
 def test_fedpnas_table_3_adds_up(column, skipped):
     """An edge has the operations listed and one more, the 7×7 separable convolution."""
-    *parts, edge = (row[column] for row in figures("fedpnas", "table3").values())
+    *parts, edge, network = (row[column] for row in figures("fedpnas", "table3").values())
     assert sum(parts) + skipped == edge
+    assert 32 * edge == network  # "total of 32 edges"
 
 
 def test_not_stated_is_not_a_number():
     drawn = {(t.paper, t.name) for t in TABLES if t.cells and all(c.paper is None for c in t.cells)}
     assert drawn == {("fedhenn", "effects"), ("fedhenn", "fig1"), ("fedhenn", "fig3"), ("flha", "fig4"), ("flha", "fig6"),
                      ("flha", "fig7"),
+                     ("fedpnas", "fig3c"), ("fedpnas", "sweep_eta"), ("pfedla", "sweep_hn_lr"), ("pfedla", "sweep_layer"),
                      *(("pfedla", f"fig{n}") for n in (1, 5, 6, 7))}  # fmt: skip
     stated = [c.paper for t in TABLES for c in t.cells if c.paper is not None and c.unit == "%"]
     assert all(0 < value < 100 for value in stated)
@@ -105,7 +110,7 @@ def test_not_stated_is_not_a_number():
 def test_every_recipe_of_the_papers_is_in_a_table():
     known = {name for name in recipes() if name.startswith(tuple(papers()))}
     assert {recipe for table in TABLES for recipe in table.variants()} == known
-    assert len(known) == 26
+    assert len(known) == 29
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.paper} {table.name}")

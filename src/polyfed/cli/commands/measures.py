@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, final
 
 import torch
@@ -22,12 +22,12 @@ from polyfed.hypernetworks.ghn import Form
 from polyfed.models import build
 from polyfed.report import aggregation
 from polyfed.report.generation import fresh_weights
-from polyfed.search import operations
+from polyfed.search import NAMES, Plan, edge_parameters, operations, stacks
 from polyfed.simulation import federation
 from polyfed.simulation.experiment import Experiment, from_config, participants
 from polyfed.simulation.runs.directory import BASELINES, read_config, read_metrics
 from polyfed.simulation.runs.progress import Silent
-from polyfed.simulation.transfer import transfer
+from polyfed.simulation.transfer import adapted, transfer
 from polyfed.simulation.unseen import compare_curves, load_server, warmstart
 
 KEPT = "measured.json"  # in the folder of a run and its baselines: what took training to find out
@@ -122,8 +122,36 @@ def _warm_started(which: str) -> Callable[[Cell, Any], float | None]:
     return lambda cell, run: _once(run, cell, "unseen", compute)[which]
 
 
+def _adapted(cell: Cell, run: Finished) -> float | None:
+    """Mean accuracy over the cell's clients after the epoch of adaptation that the run's own method has, for one that has
+    none in the run."""
+
+    def compute(folder: Path, experiment: Experiment, scale: str) -> dict[str, float | None]:
+        found = participants(experiment)
+        again = federation.resume(folder, clients=found.clients, public=found.public, progress=Silent())
+        return {client.id: adapted(again, client.id)["accuracy"] for client in found.clients}
+
+    values = [value for _, value in sorted(_once(run, cell, "adapted", compute).items())]
+    return _mean(values[_slice(cell.part.get("clients", ":"))])
+
+
+def _seconds(cell: Cell, run: Finished) -> float | None:
+    """Seconds of clients and server over all rounds, without evaluation; with `against` how many times those of another
+    method of the run."""
+
+    def spent(method: str) -> float:
+        history = read_metrics(run.of(method) / "metrics.jsonl")
+        return sum(float(record["seconds_clients"] + record["seconds_server"]) for record in history)
+
+    if "against" not in cell.part:
+        return spent(cell.method)
+    other = spent(cell.part["against"])
+    return spent(cell.method) / other if other else None
+
+
 def _unseen(when: str) -> Callable[[Cell, Any], float | None]:
-    """Mean accuracy of the clients' networks on their images rotated otherwise, "before" and "after" a few steps on them."""
+    """Accuracy of the clients' networks on their images rotated otherwise, "before" and "after" a few steps on them: the
+    mean over clients, or with `over: clients` its standard deviation over them."""
 
     def compute(folder: Path, experiment: Experiment, degrees: float) -> dict[str, float | None]:
         found = participants(experiment)
@@ -134,17 +162,23 @@ def _unseen(when: str) -> Callable[[Cell, Any], float | None]:
             few = client.train.select(torch.arange(min(_FEW, len(client.train))))
             done.append(transfer(run, client.id, Client(client.id, None, few, client.test), lr=_RATE))
         scores = {"before": [d.before["accuracy"] for d in done], "after": [d.after["accuracy"] for d in done]}
-        return {name: _mean(values) for name, values in scores.items()}
+        spread = {f"{name}, over clients": _stdev(values) for name, values in scores.items()}
+        return {**{name: _mean(values) for name, values in scores.items()}, **spread}
 
     def found(cell: Cell, run: Finished) -> float | None:
         degrees = float(cell.part["rotation"])
-        return _once(run, cell, f"rotation {degrees:g}", lambda f, e, _: compute(f, e, degrees))[when]
+        told = _once(run, cell, f"rotation {degrees:g}", lambda f, e, _: compute(f, e, degrees))
+        return told.get(f"{when}, over clients" if cell.part.get("over") == "clients" else when)
 
     return found
 
 
 def _parameters(cell: Cell, run: None) -> float:
-    """Numbers of parameters of one operation of the search space, or of all of an edge; needs no run."""
+    """Numbers of parameters of one operation of the search space, of all of an edge, or of a network of 32 such edges (4
+    base and 4 personal cells of 2 nodes); needs no run."""
+    if cell.part["operation"] == "network":
+        base, personal = stacks(4, 4, 2, 2, NAMES, NAMES)
+        return float(edge_parameters(Plan(1, 10, cell.part["channels"], base, personal)))
     edge, name = operations(cell.part["channels"]), cell.part["operation"]
     return float(sum(p.numel() for p in (edge if name == "all" else edge[name]).parameters()))
 
@@ -170,10 +204,13 @@ METRICS: Mapping[str, Callable[[Cell, Any], float | None]] = {
     "cohort_score": _score("cohort_"),
     "global_score": _score("global_"),
     "mean_cka": _mean_cka,
+    "trained_score": _score("trained_"),
     "megabytes": _megabytes,
     "weight": _weight,
     "warm_start": _warm_started("warm"),
     "from_scratch": _warm_started("scratch"),
+    "adapted": _adapted,
+    "seconds": _seconds,
     "unseen": _unseen("before"),
     "unseen_retrained": _unseen("after"),
     "parameters": _parameters,
@@ -225,3 +262,8 @@ def _slice(text: str) -> slice:
 def _mean(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
+
+
+def _stdev(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return stdev(known) if len(known) > 1 else None

@@ -37,7 +37,7 @@ class Cell:
         variant: of the recipe; None for a recipe without variants.
         method: name of the method whose run it is, the recipe's own or a baseline; empty for the recipe's own.
         metric: what is measured, see `polyfed.cli.commands.measures.METRICS`.
-        unit: "%", "fraction", "count" or "MB".
+        unit: "%", "fraction", "count", "MB", "s" or "ratio".
         part: which clients, layers and so on.
     """
 
@@ -57,8 +57,9 @@ class Cell:
 @final
 @dataclass(frozen=True)
 class PaperTable:
-    """A table or figure: its short name (`table1`), other names, title, a note for its readers, and its cells in the order
-    of rows and columns. One that cannot be run has `elsewhere` instead, a sentence that says what to do."""
+    """A table or figure, or a sweep of ours: its short name (`table1`), other names, title, a note for its readers, and its
+    cells in the order of rows and columns. One that cannot be run has `elsewhere` instead, a sentence that says what to do.
+    """
 
     paper: str
     name: str
@@ -74,10 +75,13 @@ class PaperTable:
 
         >>> [find("flha", name).number for name in ("table1", "fig7", "appendix b")], find("fedhenn", "effects").number
         (['Table 1', 'Fig. 7', 'Appendix B'], 'Effects')
+        >>> [find("fedpnas", name).number for name in ("fig. 3c", "sweep eta")]
+        ['Fig. 3c', 'sweep of eta']
         """
-        words = {"table": "Table", "fig": "Fig.", "appendix_": "Appendix", "effects": "Effects"}
+        words = {"table": "Table", "fig": "Fig.", "appendix_": "Appendix", "effects": "Effects", "sweep_": "sweep of"}
         kind = next(kind for kind in words if self.name.startswith(kind))
-        return f"{words[kind]} {self.name.removeprefix(kind).upper()}".rstrip()
+        rest = self.name.removeprefix(kind)
+        return f"{words[kind]} {rest.upper() if kind == 'appendix_' else rest}".rstrip()
 
     def variants(self) -> dict[str, tuple[str | None, ...]]:
         """The variants that make a cell, by recipe, in the order of the cells.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment
 
 RESULT = "reproduce.json"  # the cells, in the folder of --out
-_DECIMALS = {"%": 1, "fraction": 3, "count": 0, "MB": 2}
+_DECIMALS = {"%": 1, "fraction": 3, "count": 0, "MB": 2, "s": 1, "ratio": 2}
 # What may differ between a run that is there and the one that is asked for: where data lie and where it is computed.
 _PLACES = ("engine", "workers", "ray_address", "gpus_per_worker", "device")
 _PATHS = ("path", "cache")
