@@ -244,6 +244,7 @@ def test_unsuitable_federations(tmp_path):
     [
         ({"eta": -1.0}, "eta must be at least 0, got -1.0"),
         ({"temperature": 0.0}, "temperature must be positive"),
+        ({"inner": "adm"}, "unknown inner 'adm'; did you mean adam"),
         ({"stem_stride": 3}, "stem_stride must be 1 or 2, got 3"),
         ({"operations": ("conv",)}, "unknown operation 'conv'"),
         ({"base_nodes": 0}, "at least 1 base cell"),

@@ -336,6 +336,8 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
         (PFedLA, {"buffers": "average"}, "buffers must be 'local' or 'recompute'"),
         (PFedLA, {"embedding_dim": 0}, "embedding_dim must be at least 1, got 0"),
         (PFedLA, {"hidden": 0}, "hidden must be at least 1, got 0"),
+        (PFedLA, {"sharpness": -1.0}, "sharpness must be at least 0 and finite, got -1.0"),
+        (PFedLA, {"weights": "distance"}, "unknown weights 'distance'"),
     ],
 )
 def test_bad_hyper_parameters(method, fields, message):

@@ -214,7 +214,7 @@ def test_the_cpu_scale(name, variant, experiment):
     assert (found.split.examples_per_client, found.split.test_fraction, found.split.num_examples) == images
     assert (method.channels, method.stem_stride, method.local_epochs, method.local_steps) == (16, 2, 2, None)
     assert (method.batch_size, method.lr) == (48, 0.01)
-    rounds = {"fedpnas_eta": 15, "fedpnas_table1": 30}.get(name, 12 if "table3" in (variant or "") else 20)
+    rounds = {"fedpnas_eta": 12, "fedpnas_table1": 30}.get(name, 12 if "table3" in (variant or "") else 20)
     assert (settings.rounds, settings.checkpoint_every) == (rounds, 10)
     assert rounds % settings.evaluate_every == 0
     minibatches = rounds * method.local_epochs * -(-found.split.examples_per_client // method.batch_size)
