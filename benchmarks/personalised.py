@@ -16,9 +16,9 @@ from pathlib import Path
 
 import polyfed as pf
 from polyfed.algorithms import name_of
-from polyfed.simulation import experiment as experiments
 from polyfed.cli.commands import options
 from polyfed.cli.commands.recipes import load_recipe
+from polyfed.simulation import experiment as experiments
 from polyfed.simulation.runs.progress import Silent
 
 BESIDE = ("val_accuracy", "trained_accuracy", "server_accuracy")

@@ -33,11 +33,11 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedPNAS, name_of
 from polyfed.algorithms.searching import Searching
-from polyfed.simulation import experiment as experiments
 from polyfed.cli.commands import options, recipes
 from polyfed.core.seeds import local_rng
 from polyfed.data import Shift
 from polyfed.search import Network, probabilities
+from polyfed.simulation import experiment as experiments
 from polyfed.simulation.runs.progress import Silent
 from polyfed.simulation.transfer import transfer
 
