@@ -23,7 +23,7 @@ from polyfed.core.tree import (
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
+    torch.uint16, torch.uint8, torch.bool,
 ]  # fmt: skip
 tensors = st.builds(
     lambda shape, dtype: torch.zeros(shape, dtype=dtype),

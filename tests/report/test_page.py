@@ -88,6 +88,16 @@ def test_runs_that_differ_in_seed_alone_are_one_line_with_a_band(write_run, tmp_
     }  # fmt: skip
 
 
+def test_compressed_messages_are_another_line_of_the_same_setting(write_run, tmp_path):
+    for name, compress in {"a": "", "b": "compress: none\n", "c": "compress: int8\n"}.items():  # the first is older
+        file = write_run(tmp_path / name, "fedavg", {"x": [0.5]}, seed=ord(name)) / "config.yaml"
+        file.write_text(file.read_text() + compress)
+    ((setting,), _) = gather(sorted(tmp_path.iterdir()))
+    assert [(line.label, len(line.runs)) for line in setting.lines] == [
+        ("fedavg (compress none)", 2), ("fedavg (compress int8)", 1)
+    ]  # fmt: skip
+
+
 def test_other_data_are_another_setting_and_other_fields_another_line(write_run, tmp_path):
     scores = {"x": [0.5]}
     write_run(tmp_path / "a", "fedprox", scores, fields={"mu": 1})

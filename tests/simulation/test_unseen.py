@@ -95,10 +95,10 @@ def files_of(folder):
     }
 
 
-@pytest.mark.parametrize("depth", [0, 1, 6])
-def test_a_newcomer_that_is_a_client_gets_what_the_client_has(depth):
+@pytest.mark.parametrize(("depth", "down"), [(0, "none"), (1, "none"), (6, "none"), (1, "int8")])
+def test_a_newcomer_that_is_a_client_gets_what_the_client_has(depth, down):
     """Without buffers and private weights a client has nothing that an unseen client lacks."""
-    run = pf.federate(clients(thin, deep), method(depth=depth), rounds=2, workers=0)
+    run = pf.federate(clients(thin, deep), method(depth=depth), rounds=2, workers=0, compress_down=down)
     one = run.federation.clients["client-1"]
     start = run.warmstart(deep, one.train, test=one.test, id="client-1")
     row = run.history[-1]["clients"]["client-1"]

@@ -17,6 +17,7 @@ from polyfed.comparison.reading import Budget, Reading
 from polyfed.comparison.references import pooled_reference, simple_references
 from polyfed.comparison.summary import Material, summarise
 from polyfed.core.algorithm import BringsNetwork, Client, evaluated_network
+from polyfed.core.compression import Compression
 from polyfed.core.errors import Interrupted, UserError
 from polyfed.core.examples import as_examples
 from polyfed.core.files import resumable
@@ -61,6 +62,8 @@ def compare(
     checkpoint_every: int = 1,
     on_error: Literal["raise", "skip"] = "raise",
     min_replies: int = 1,
+    compress: str | Compression | None = "none",
+    compress_down: str | Compression | None = "none",
     title: str = "comparison",
     quiet: bool = False,
 ) -> Comparison:
@@ -75,7 +78,7 @@ def compare(
         clients: who takes part, as for `federate`.
         methods: names, methods, or either by label.
         rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
-            on_error, min_replies: of each run, see `polyfed.simulation.settings.Settings`.
+            on_error, min_replies, compress, compress_down: of each run, see `polyfed.simulation.settings.Settings`.
         seeds: one run of each method per seed; default 0 to 4, or one for each dealing of `resplit`. With one seed nothing
             is decided, and with three only large gains are.
         resplit: how many times each client's training, validation and test examples are dealt again, each time with another
@@ -120,6 +123,7 @@ def compare(
         rounds=rounds, clients_per_round=clients_per_round, engine=engine, workers=workers, ray_address=ray_address,
         gpus_per_worker=gpus_per_worker, device=device, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
         on_error=on_error, min_replies=min_replies,
+        compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
     )  # fmt: skip
     pool = None if public is None else as_examples(public, "public", labelled=False)
     if resplit is None:

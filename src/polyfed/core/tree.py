@@ -25,7 +25,8 @@ Spec = Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]  # name -> (shap
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError, RuntimeError)
 _FORMAT_NAMES = {  # as safetensors writes them; the length of the header depends on them
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.uint16: "U16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
 }  # fmt: skip
 
 
@@ -245,7 +246,7 @@ def num_bytes(named: Mapping[str, Tensor]) -> int:
 
 def _alignment(dtype: torch.dtype) -> int:
     # safetensors sorts by its enum, in which these types stand by size, floats after integers of the same size.
-    order = ("BOOL", "U8", "I8", "I16", "F16", "BF16", "I32", "F32", "F64", "I64")
+    order = ("BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "F32", "F64", "I64")
     name = _FORMAT_NAMES.get(dtype)
     return order.index(name) if name in order else -1
 

@@ -284,7 +284,7 @@ class FlowerEngine(Engine):
             if node not in there or node is None:
                 yield _failed(task, "is not connected; its SuperNode must run (flwr supernode list)")
                 continue
-            letter = to_record(Letter(self._server.order(task), task.down))
+            letter = to_record(Letter(self._server.order(task), task.travelling))
             message = FlowerMessage(
                 letter,
                 node,

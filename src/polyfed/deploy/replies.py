@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from polyfed.core.algorithm import Message
+from polyfed.core.compressed import as_they_are, forms_after
+from polyfed.core.compression import compression
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation import split_name
 from polyfed.core.metrics import METRICS, named
 from polyfed.core.tree import mismatch
 from polyfed.deploy.server import Server
-from polyfed.deploy.wire import Packed, plain_head, small_tensors
+from polyfed.deploy.wire import Form, Packed, plain_head, small_tensors
 from polyfed.simulation.engines.work import Result, Task
 
 _LONGEST = 300  # characters of a site's sentence
@@ -92,7 +94,12 @@ def _scalars(packed: Packed, server: Server, told: Mapping[str, Any]) -> dict[st
 def form_flaw(packed: Packed, down: Message, server: Server, state: Any, scalars: Mapping[str, Any]) -> str | None:
     """How names, shapes and types of a reply differ from what the method takes; None if they do not, or if the method must
     see the tensors to tell."""
-    forms = packed.forms()
+    forms: Mapping[str, Mapping[str, Form]] = packed.forms()
+    if (how := compression(server.settings.compress)) is not None:
+        try:
+            forms = forms_after(forms, down, how)
+        except ValueError as flaw:
+            return one_line(flaw)
     meta: dict[str, Mapping[str, torch.Tensor]] = {
         group: {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in form.items()}
         for group, form in forms.items()
@@ -101,7 +108,9 @@ def form_flaw(packed: Packed, down: Message, server: Server, state: Any, scalars
         try:
             wanted = server.algorithm.reply_spec(state, down, Message(meta, scalars))
         except RuntimeError:  # it asks for values: small tensors are read, such as which clients FedFomo asks for
-            meta = {group: {**tree, **small_tensors(packed.groups[group], _SMALL)} for group, tree in meta.items()}
+            small = {group: small_tensors(packed.groups[group], _SMALL) for group in meta}
+            small = small if how is None else {group: as_they_are(tree) for group, tree in small.items()}
+            meta = {group: {**tree, **small[group]} for group, tree in meta.items()}
             wanted = server.algorithm.reply_spec(state, down, Message(meta, scalars))
     except UserError:
         raise

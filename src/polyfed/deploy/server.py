@@ -22,7 +22,7 @@ from polyfed.core.metrics import METRICS, is_built_in
 from polyfed.core.scratch import scratch
 from polyfed.core.threads import one_thread
 from polyfed.core.typed import from_yaml
-from polyfed.deploy.wire import FORM_WORDS, PROTOCOL
+from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, compressing
 from polyfed.simulation.engines.work import Engine, Task
 from polyfed.simulation.federation import play, score_of
 from polyfed.simulation.resuming import go_back
@@ -106,6 +106,7 @@ class Server:
             "kind": "task", **self._common(), "phase": task.phase, "round": task.round, "client": task.client,
             "seed": task.seed, "run_seed": task.run_seed, "state": None if task.own is None else task.own["round"],
             "keep": max(0, task.round - span), "metrics": list(self.settings.metrics),
+            **compressing(self.settings),
         }  # fmt: skip
 
     def _common(self) -> dict[str, Any]:
@@ -208,6 +209,8 @@ def prepare(config: Mapping[str, Any]) -> Server:
         "on-error",
         "min-replies",
         "metrics",
+        "compress",
+        "compress-down",
     )
     if given.pop("keep", "last") != "last":
         raise UserError(

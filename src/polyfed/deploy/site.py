@@ -20,6 +20,7 @@ from typing import Any, final, get_args
 from polyfed.algorithms import get
 from polyfed.core.algorithm import CONSENT, Algorithm, BringsNetwork, Client, Message
 from polyfed.core.code import function_of, trust_code
+from polyfed.core.compressed import compress, decompress
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.files import append_line, make_folder, open_lock
 from polyfed.core.metrics import Metric, is_built_in, metrics_of
@@ -29,7 +30,7 @@ from polyfed.core.tree import not_finite
 from polyfed.deploy.budget import spend
 from polyfed.deploy.privacy import Protection, protect
 from polyfed.deploy.private import NotItsOwnError, check_marks, read_state, write_state
-from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, Letter
+from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, Letter, compressed_by
 from polyfed.simulation import checks
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.machine import choose_device
@@ -178,7 +179,9 @@ class Site:
         phase, number = head["phase"], int(head["round"])
         if phase not in get_args(Phase):
             raise _RefusalError(f"{phase!r} is no phase of a round; {nearest(str(phase), get_args(Phase))}")
-        if self.protection.clip_norm is not None and (broken := _broken(letter.body)):
+        up, down = compressed_by(head)
+        received = letter.body if down is None else decompress(letter.body, Message(), down)
+        if self.protection.clip_norm is not None and (broken := _broken(received)):
             raise _RefusalError(
                 f"{broken} of what came down has NaN or infinite values, with which clipping protects nothing"
             )
@@ -186,7 +189,7 @@ class Site:
         metrics = _metrics(head.get("metrics", []), client.task)
         check_marks(folder, client.id, checks.fingerprint([client]))
         own = read_state(folder, self.name, head["state"], head["algorithm"])
-        task = Task(phase, number, self.name, letter.body, own, int(head["seed"]), int(head["run_seed"]))
+        task = Task(phase, number, self.name, received, own, int(head["seed"]), int(head["run_seed"]))
         with one_thread():
             engine = InProcessEngine(algorithm, [client], choose_device(self.device), metrics)
             result = next(engine.run([task]))
@@ -214,7 +217,8 @@ class Site:
             assert result.reply is not None
             write_state(folder, self.name, number, head["algorithm"], result.own, keep=int(head["keep"]))
             record |= result.reply.scalars
-            body = self._sent(result.reply, letter.body, algorithm)
+            body = self._sent(result.reply, received, algorithm)
+            body = body if up is None else compress(body, received, up, task.reply_seed)  # after the noise
             record["bytes_up"] = body.nbytes
             record |= self._entered(body.tensors or body.scalars)
         elif phase == "export":

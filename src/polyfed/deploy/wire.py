@@ -10,10 +10,12 @@ import safetensors.torch
 import torch
 
 from polyfed.core.algorithm import Message
+from polyfed.core.compression import NONE, Compression, compression
 from polyfed.core.errors import UserError
 from polyfed.core.tree import Tree
+from polyfed.simulation.settings import Settings
 
-PROTOCOL = 3  # changes when a site and a server of different versions could misunderstand one another
+PROTOCOL = 4  # changes when a site and a server of different versions could misunderstand one another
 FORM_WORDS = frozenset({"one_data_spec", "one_input_spec"})
 """Words of `Algorithm.requires` for which sites tell the form of their data."""
 Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
@@ -37,7 +39,8 @@ class Letter:
     was resumed) and `algorithm` (name and fields). To "introduce" they add `architecture`, that of the federation where the
     method needs one. To "task" they add `phase`, `round`, `client`, `seed`, `run_seed`, `state` (the round after which the
     client's private state is as the server knows it, None before the first), `keep` (the round to which the server may still
-    go back) and `metrics` (names of those to compute at evaluation; none are the task's own).
+    go back), `metrics` (names of those to compute at evaluation; none are the task's own) and, where the run compresses,
+    `compress` and `compress_down`, how `body` does in either direction.
 
     Heads from a site have `client`, and `refused`, a sentence, if it does nothing. To "introduce" they add `task` and what
     the method needs the server to know (`num_examples`, `architecture`, `form`). To "task" they add `run`, `round`, `phase`,
@@ -130,6 +133,26 @@ def unpack_tree(data: bytes) -> dict[str, torch.Tensor]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
         raise UserError(f"a group of tensors of {len(data)} bytes cannot be read: {error}") from error
     return {names[position]: tensors[names[position]] for position in order}
+
+
+def compressing(settings: Settings) -> dict[str, str]:
+    """What of a run's settings the head of a task says of its body and of the reply's; nothing, where they travel as they
+    are."""
+    told = {"compress": settings.compress, "compress_down": settings.compress_down}
+    return {} if set(told.values()) == {NONE} else told
+
+
+def compressed_by(head: Mapping[str, Any]) -> tuple[Compression | None, Compression | None]:
+    """How a site compresses its reply, and how the body that it got is compressed.
+
+    Raises:
+        UserError: the head names what this version does not know.
+
+    >>> compressed_by({"compress": "int8"}), compressed_by({})
+    ((Int8(), None), (None, None))
+    """
+    up, down = (compression(str(head.get(way, NONE))) for way in ("compress", "compress_down"))
+    return up, down
 
 
 @final

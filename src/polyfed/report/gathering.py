@@ -23,6 +23,7 @@ _LOCAL = "local"
 _ASIDE = {
     "algorithm", "baselines", "seed", "rounds", "clients_per_round", "engine", "workers", "ray_address", "gpus_per_worker",
     "device", "evaluate_every", "checkpoint_every", "on_error", "min_replies",
+    "compress", "compress_down",
 }  # fmt: skip
 
 
@@ -248,6 +249,7 @@ def _fields(run: Told) -> dict[str, Any]:
         **run.config["algorithm"],
         "rounds": run.config.get("rounds"),
         "clients_per_round": run.config.get("clients_per_round"),
+        **{way: run.config.get(way, "none") for way in ("compress", "compress_down")},
     }
 
 

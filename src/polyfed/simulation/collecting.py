@@ -63,7 +63,7 @@ def collect(
         if tasks is None:
             break
         if phase == "local":
-            found.bytes_down |= {task.client: task.down.nbytes for task in tasks}
+            found.bytes_down |= {task.client: task.travelling.nbytes for task in tasks}
         began = clock()
         for result in engine.run(tasks):
             _accept(federation, result, at, found, progress, intake)
@@ -72,10 +72,6 @@ def collect(
         found.seconds_clients += clock() - began
     found.failures.sort(key=place)
     return found
-
-
-def _flaw(federation: Federation, result: Result, at: Checkpoint) -> str | None:
-    return federation.flaw(result.reply, at.state, result.task.down, result.task.client)
 
 
 def _accept(
@@ -87,20 +83,25 @@ def _accept(
     intake: Intake | None,
 ) -> None:
     """Puts one result where it belongs: among the accepted, or among the failures."""
-    task, failure = result.task, result.failure
-    if failure is None and task.phase == "local" and (flaw := _flaw(federation, result, at)):
-        failure = ClientError(task.round, task.client, "reply", flaw)
+    task, failure, reply = result.task, result.failure, result.reply
+    if failure is None and task.phase == "local":
+        try:
+            reply, flaw = federation.opened(result.reply, task.down), None
+        except ValueError as error:  # it is not compressed as agreed
+            flaw = str(error)
+        if flaw := flaw or federation.flaw(reply, at.state, task.down, task.client):
+            failure = ClientError(task.round, task.client, "reply", flaw)
     for incident in result.incidents:
         warnings.warn(f"round {task.round}, client {task.client!r}: {incident}", RuntimeWarning, stacklevel=6)
         reason = {"client": task.client, "phase": task.phase, "reason": incident}
         found.failures.append({**reason, "retried": failure is None})
     if failure is None:
-        if result.reply is not None and intake is not None:
-            found.bytes_up[task.client], found.scalars[task.client] = result.reply.nbytes, result.reply.scalars
-            intake.came(task.client, result.reply)
+        if result.reply is not None and reply is not None and intake is not None:
+            found.bytes_up[task.client], found.scalars[task.client] = result.reply.nbytes, reply.scalars
+            intake.came(task.client, reply)
             result = replace(result, reply=None)
         # Without the message: with it, those of all blocks would stay until the end of the phase.
-        found.results[task.client] = replace(result, task=replace(task, down=Message(), own=None))
+        found.results[task.client] = replace(result, task=replace(task, down=Message(), own=None, sent=None))
     elif federation.settings.on_error == "raise":
         raise failure
     else:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from polyfed.algorithms import get, name_of
 from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, evaluated_network
+from polyfed.core.compression import Compression
 from polyfed.core.errors import Interrupted, UserError
 from polyfed.core.examples import as_examples
 from polyfed.core.files import resumable
@@ -57,6 +58,8 @@ def federate(
     min_replies: int = 1,
     metrics: Any = None,
     keep: Keep = "last",
+    compress: str | Compression | None = "none",
+    compress_down: str | Compression | None = "none",
     config: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -67,7 +70,8 @@ def federate(
         clients: who takes part, each with its own data and network.
         algorithm: the method, or its name in the registry for its default hyper-parameters.
         rounds, seed, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every,
-            checkpoint_every, on_error, min_replies, keep: see `polyfed.simulation.settings.Settings`.
+            checkpoint_every, on_error, min_replies, keep, compress, compress_down: see
+            `polyfed.simulation.settings.Settings`.
         metrics: what is computed at evaluation: names such as "auc", functions `f(outputs, targets) -> float` and
             `polyfed.Metric` objects; the first decides which round is the best. None is the task's own.
         public: unlabelled examples that are no client's, for the methods that need them; inputs alone will do.
@@ -97,6 +101,7 @@ def federate(
         ray_address=ray_address, gpus_per_worker=gpus_per_worker, device=device,
         evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
         on_error=on_error, min_replies=min_replies, keep=keep,
+        compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
     )  # fmt: skip
     method = get(algorithm)() if isinstance(algorithm, str) else algorithm
     federation = _checked(clients, method, settings, public, metrics)

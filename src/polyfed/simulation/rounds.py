@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
-import torch
-from torch import Tensor
-
 from polyfed.algorithms import name_of
-from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext, alien
+from polyfed.core.compressed import Broadcast, decompress
+from polyfed.core.compression import Compression, compression
 from polyfed.core.evaluation import SCORE
 from polyfed.core.examples import Examples
 from polyfed.core.metrics import Metric, metrics_of
@@ -102,8 +101,30 @@ class Federation:
         generator = numpy_generator(derive(self.settings.seed, round_number, "cohort"))
         return sorted(ids[i] for i in generator.choice(len(ids), size, replace=False))
 
-    def task(self, phase: Phase, client: str, round_number: int, down: Message, before: Checkpoint) -> Task:
+    @cached_property
+    def compression(self) -> Compression | None:
+        """Of replies."""
+        return compression(self.settings.compress)
+
+    def broadcast(self, at: Checkpoint) -> Broadcast:
+        """What compresses the messages from the state `at`: for evaluation they are those of the next round, bit for bit."""
+        return broadcast(self.settings, at.round)
+
+    def task(
+        self,
+        phase: Phase,
+        client: str,
+        round_number: int,
+        down: Message,
+        before: Checkpoint,
+        sending: Broadcast | None = None,
+    ) -> Task:
         """One client's task, with the seed of its (run seed, round, client, purpose).
+
+        Args:
+            phase, client, round_number, before: of the task.
+            down: what the method sends.
+            sending: compresses it; where several tasks share one, they share what it makes.
 
         Raises:
             TypeError: the message holds what cannot travel.
@@ -111,7 +132,9 @@ class Federation:
         check_scalars(down.scalars, f"{name_of(self.algorithm)}: the message to {client!r}")
         purpose = "local" if phase == "local" else "personal"
         seed = derive(self.settings.seed, round_number, client, purpose)
-        return Task(phase, round_number, client, down, before.client_states.get(client), seed, self.settings.seed)
+        sent, arrived = (sending or self.broadcast(before))(down)
+        own = before.client_states.get(client)
+        return Task(phase, round_number, client, arrived, own, seed, self.settings.seed, None if sent is down else sent)
 
     def tasks(
         self, phase: Phase, clients: Sequence[str], round_number: int, at: Checkpoint, limit: int = Engine.block_bytes
@@ -120,6 +143,7 @@ class Federation:
         that share their tensors, as those of one global model do, are one block whatever their number.)"""
         order = sorted(clients)  # what is computed for many at once may differ in its last bits from order to order
         everyone = [self.info(client, round_number, phase) for client in order]
+        sending = self.broadcast(at)
         block: list[Task] = []
         held: set[int] = set()
         size = 0
@@ -129,7 +153,8 @@ class Federation:
             if block and size + more > limit:
                 yield block
                 block, held, size, more = [], set(), 0, sum(parts.values())
-            block.append(self.task(phase, who.id, round_number, down, at))
+                sending.forget()
+            block.append(self.task(phase, who.id, round_number, down, at, sending))
             held.update(parts)
             size += more
         if block:
@@ -145,6 +170,16 @@ class Federation:
             down = next(message for who, message in messages if who.id == client)
         return self.task(phase, client, at.round, down, at)
 
+    def opened(self, reply: Any, down: Message) -> Any:
+        """The reply to `down`, of one as it travelled; what is no message at all is left for `flaw`.
+
+        Raises:
+            ValueError: it is not compressed as agreed; half a sentence.
+        """
+        if self.compression is None or alien(reply):
+            return reply
+        return decompress(reply, down, self.compression)
+
     def flaw(self, reply: Message | None, state: Any, down: Message, client: str | None = None) -> str | None:
         """Why a reply to `down`, sent from the server's `state`, cannot be accepted; None if it can.
 
@@ -152,10 +187,9 @@ class Federation:
             reply, state, down: as above.
             client: who replied, where that is to be checked too.
         """
-        if not isinstance(reply, Message):
-            return f"the reply is a {type(reply).__name__}, not a Message"
-        if alien := _alien(reply):
-            return alien
+        if strange := alien(reply):
+            return strange
+        assert reply is not None  # None is strange
         for name, value in reply.scalars.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
                 return f"scalar {name!r} is {value!r}; the local training diverged: lower lr or set clip_norm"
@@ -185,28 +219,9 @@ class Federation:
         return None
 
 
-def _alien(reply: Any) -> str | None:
-    """What of a reply is no tensor in this machine's memory, in groups with names, or no mapping of numbers."""
-    for what, held in (("tensors", reply.tensors), ("scalars", reply.scalars)):
-        if not isinstance(held, Mapping) or not all(isinstance(name, str) for name in held):
-            return f"its {what} are a {type(held).__name__}, not a mapping from names"
-    for group, tree in reply.tensors.items():
-        if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
-            return f"group {group!r} is a {type(tree).__name__}, not a mapping from names to tensors"
-        for name, tensor in tree.items():
-            if not isinstance(tensor, Tensor):
-                return f"group {group!r}: {name!r} is a {type(tensor).__name__}, not a tensor"
-            if tensor.requires_grad:
-                return f"group {group!r}: tensor {name!r} requires gradients; send it detached"
-            if (
-                tensor.layout != torch.strided
-                or tensor.device.type != "cpu"
-                or tensor.is_quantized
-                or tensor.is_complex()
-            ):
-                what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-                return f"group {group!r}: tensor {name!r} is not made of plain numbers in memory, but {what}"
-    return None
+def broadcast(settings: Settings, round_number: int) -> Broadcast:
+    """What compresses messages from the server's state after a round."""
+    return Broadcast(compression(settings.compress_down), derive(settings.seed, round_number, "compress down"))
 
 
 def mean_train_loss(scalars_of: Mapping[str, Mapping[str, float]]) -> float | None:

@@ -33,6 +33,9 @@ class Settings:
         on_error: "raise" ends the run at a client's failure, "skip" goes on without that client and records it.
         min_replies: a round with fewer valid replies ends the run.
         metrics: names of the scores to compute, of which the first decides; none is the task's own.
+        compress: how clients' replies are made smaller: "none", "int8" (one byte a number) or "topk:SHARE" (only that share
+            of the entries of each tensor, those that changed most); see `polyfed.core.compression`.
+        compress_down: the same of the server's messages: "none" or "int8".
         keep: which round the models and predictions at the end are of: the "last", the "best" by the mean score on the
             clients' validation examples, or this one.
 
@@ -57,6 +60,8 @@ class Settings:
     min_replies: int = 1
     metrics: tuple[str, ...] = ()
     keep: Keep = "last"
+    compress: str = "none"
+    compress_down: str = "none"
 
     def __post_init__(self) -> None:
         listed = isinstance(self.metrics, tuple | list)  # a file has a list
@@ -92,6 +97,7 @@ class Settings:
         if self.engine in ("pool", "ray") and self.workers == 0:
             raise UserError(f"engine={self.engine!r} needs at least one worker, got workers=0; use engine='inprocess'")
         self._check_ray()
+        self._check_compression()
 
     def _check_ray(self) -> None:
         address, gpus = self.ray_address, self.gpus_per_worker
@@ -106,6 +112,21 @@ class Settings:
             )
         if self.engine == "ray" and self.device == "cpu" and gpus:
             raise UserError(f"device='cpu' and gpus_per_worker={gpus} contradict one another; leave one out")
+
+    def _check_compression(self) -> None:
+        for name in ("compress", "compress_down"):
+            if (given := getattr(self, name)) == "none":
+                continue
+            # imported late: it takes torch, and the command line must do without
+            from polyfed.core.compression import compression
+
+            how = compression(given)
+            if name == "compress_down" and how is not None and how.needs_counterpart:
+                raise UserError(
+                    f"compress_down must be 'none' or 'int8', got {str(given)!r}: the server does not know what a client "
+                    "has, and a few entries alone are no network"
+                )
+            object.__setattr__(self, name, "none" if how is None else str(how))
 
     def cohort_size(self, num_clients: int) -> int:
         """Clients that take part in a round.

@@ -30,6 +30,7 @@ from polyfed.data.split import stratified
 from polyfed.simulation.checks import check_models
 from polyfed.simulation.engines.machine import choose_device
 from polyfed.simulation.engines.work import place_clients
+from polyfed.simulation.rounds import broadcast
 from polyfed.simulation.runs import chain
 from polyfed.simulation.runs import checkpoint as checkpoints
 from polyfed.simulation.runs.configuration import restored
@@ -228,7 +229,7 @@ def warmstart(server: Server, client: Client, *, held_out: int = 0) -> WarmStart
     with one_thread():
         try:
             with local_rng(seed, device):
-                down = algorithm.dispatch(server.state, who)
+                _, down = broadcast(settings, server.round)(algorithm.dispatch(server.state, who))
                 graph = algorithm.graph(down, placed)
                 own = algorithm.client_init(placed, settings.seed)
                 ((_, network),) = algorithm.other_models(down, own, placed, seed)

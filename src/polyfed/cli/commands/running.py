@@ -104,7 +104,8 @@ def _federate(
         public=found.public, engine=s.engine,
         workers=s.workers, ray_address=s.ray_address, gpus_per_worker=s.gpus_per_worker, device=s.device,
         evaluate_every=s.evaluate_every, checkpoint_every=s.checkpoint_every, on_error=s.on_error,
-        min_replies=s.min_replies, metrics=s.metrics or None, keep=s.keep, out=out, config=kept,
+        min_replies=s.min_replies, metrics=s.metrics or None, keep=s.keep,
+        compress=s.compress, compress_down=s.compress_down, out=out, config=kept,
         facts={"partition_fingerprint": found.partition_fingerprint}, progress=progress,
     )  # fmt: skip
 

@@ -7,7 +7,9 @@ from typing import Any, final
 
 import torch
 
-from polyfed.core.algorithm import Algorithm, BringsNetwork, Client
+from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, alien
+from polyfed.core.compressed import compress
+from polyfed.core.compression import Compression
 from polyfed.core.errors import ClientError
 from polyfed.core.evaluation import client_scores, predict
 from polyfed.core.examples import Examples
@@ -27,6 +29,7 @@ class InProcessEngine(Engine):
     Args:
         algorithm, clients, device: who computes what, and where.
         metrics: what is computed at evaluation; none is the task's own.
+        compression: of replies; None leaves them as they are.
     """
 
     def __init__(
@@ -35,8 +38,10 @@ class InProcessEngine(Engine):
         clients: Sequence[Client],
         device: torch.device,
         metrics: Sequence[Metric] = (),
+        compression: Compression | None = None,
     ) -> None:
         self._algorithm, self._device, self._metrics = algorithm, device, tuple(metrics)
+        self._compression = compression
         self._clients = {client.id: client for client in place_clients(clients, device)}
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Result]:
@@ -52,6 +57,8 @@ class InProcessEngine(Engine):
                     if task.phase == "local":
                         reply, own = algorithm.local_update(task.down, own, client, task.seed)
                         check_keepable(own, "the private state")
+                        if self._compression is not None and not alien(reply):  # else it is refused as it is
+                            reply = compress(reply, task.down, self._compression, task.reply_seed)
                         result = Result(task, reply=reply, own=own)
                     else:
                         model = settled(algorithm.personal_model(task.down, own, client, task.seed))

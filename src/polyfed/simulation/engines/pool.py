@@ -23,6 +23,7 @@ import torch.multiprocessing as multiprocessing
 
 from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.code import granted, inherit
+from polyfed.core.compression import Compression
 from polyfed.core.errors import ClientError
 from polyfed.core.metrics import Metric, prepare
 from polyfed.core.tree import decode, encode, tensors_of
@@ -61,6 +62,7 @@ class PoolEngine(Engine):
         workers: number of processes, at least 1.
         start_method: "fork" or "spawn"; None takes fork on Linux with the CPU, spawn otherwise.
         metrics: what is computed at evaluation; none is the task's own.
+        compression: of replies; None leaves them as they are.
     """
 
     def __init__(
@@ -71,9 +73,10 @@ class PoolEngine(Engine):
         workers: int,
         start_method: str | None = None,
         metrics: Sequence[Metric] = (),
+        compression: Compression | None = None,
     ) -> None:
         self._algorithm, self._clients, self._device = algorithm, {c.id: c for c in clients}, device
-        self._metrics = tuple(metrics)
+        self._metrics, self._compression = tuple(metrics), compression
         method = start_method or ("fork" if can_fork(device) else "spawn")
         self._context: Any = multiprocessing.get_context(method)
         self._incidents: dict[str, list[str]] = {}  # client -> deaths of workers that are not reported yet
@@ -99,6 +102,7 @@ class PoolEngine(Engine):
             tuple(self._clients.values()),
             self._device,
             self._metrics,
+            self._compression,
             granted(),
         )
         process = self._context.Process(target=_serve, args=arguments, daemon=True, name="polyfed-worker")
@@ -221,6 +225,7 @@ def _serve(
     clients: Sequence[Client],
     device: torch.device,
     metrics: Sequence[Metric],
+    compression: Compression | None,
     allowed: Sequence[str],
 ) -> None:
     """A worker's life: take a task, carry it out, answer; leave when the parent is gone."""
@@ -230,7 +235,7 @@ def _serve(
     parent = os.getppid()
     inherit(allowed)
     torch.set_num_threads(1)
-    engine = InProcessEngine(algorithm, clients, device, metrics)
+    engine = InProcessEngine(algorithm, clients, device, metrics, compression)
     held: dict[str, torch.Tensor] = {}
     try:
         while True:

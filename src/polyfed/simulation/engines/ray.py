@@ -31,6 +31,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.code import granted, inherit
+from polyfed.core.compression import Compression
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.metrics import Metric
 from polyfed.core.threads import usable_cores
@@ -47,7 +48,8 @@ _RESOURCES = {"CPU": "cores", "GPU": "GPUs"}
 _START_SECONDS = 180.0  # for the first worker, and for the next after the last was lost; nodes may have to boot
 
 
-_Sent = tuple[Algorithm[Any, Any], list[Placed], str, list[tuple[type, str]], tuple[Metric, ...], tuple[str, ...]]
+_Told = tuple[tuple[Metric, ...], Compression | None]  # what of the settings the workers need
+_Sent = tuple[Algorithm[Any, Any], list[Placed], str, list[tuple[type, str]], _Told, tuple[str, ...]]
 
 
 @dataclass
@@ -72,6 +74,7 @@ class RayEngine(Engine):
             left running.
         gpus_per_worker: GPUs of each actor; a fraction shares one. 0 computes on CPUs.
         metrics: what is computed at evaluation; none is the task's own.
+        compression: of replies; None leaves them as they are.
 
     Raises:
         UserError: no cluster at the address, no GPU on this machine, or clients that cannot be sent.
@@ -85,6 +88,7 @@ class RayEngine(Engine):
         address: str = "local",
         gpus_per_worker: float = 0.0,
         metrics: Sequence[Metric] = (),
+        compression: Compression | None = None,
     ) -> None:
         self._clients = {client.id: client for client in clients}
         self._workers: list[_Worker] = []
@@ -97,7 +101,7 @@ class RayEngine(Engine):
                 raise UserError(f"gpus_per_worker={gpus_per_worker}, but Ray finds no such GPU on this machine; use 0")
             options = {"num_cpus": 1, "num_gpus": gpus_per_worker, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
             self._new = ray.remote(_Actor).options(**options)
-            self._sent = _sent(algorithm, clients, "cuda" if gpus_per_worker else "cpu", tuple(metrics))
+            self._sent = _sent(algorithm, clients, "cuda" if gpus_per_worker else "cpu", (tuple(metrics), compression))
             self._workers += [self._start() for _ in range(count)]
         except BaseException:
             self.close()
@@ -228,7 +232,7 @@ class _Actor:
     def start(self, sent: _Sent) -> tuple[int, str]:
         """Takes algorithm and clients; returns where it is."""
         torch.set_num_threads(1)
-        self._algorithm, clients, device, classes, self._metrics, allowed = sent
+        self._algorithm, clients, device, classes, self._told, allowed = sent
         inherit(allowed)
         for each, name in classes:
             each.__qualname__ = name
@@ -262,7 +266,7 @@ class _Actor:
     def _engine(self, client: str) -> InProcessEngine:
         if client not in self._engines:
             own = self._placed[client].client(self._tensor)
-            self._engines[client] = InProcessEngine(self._algorithm, [own], self._device, self._metrics)
+            self._engines[client] = InProcessEngine(self._algorithm, [own], self._device, *self._told)
         return self._engines[client]
 
     def _tensor(self, kept: Any) -> Tensor:
@@ -283,14 +287,14 @@ def _body(task: Task) -> dict[str, Any]:
     }
 
 
-def _sent(algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: str, metrics: tuple[Metric, ...]) -> Any:
-    """Algorithm, clients and metrics as one object of the store; large tensors are objects of their own, fetched when
+def _sent(algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: str, told: _Told) -> Any:
+    """Algorithm, clients and settings as one object of the store; large tensors are objects of their own, fetched when
     needed."""
     placed = place(clients, ray.put)
     try:
         named = _Named()
-        named.dump((algorithm, placed, metrics))
-        return ray.put((algorithm, placed, device, named.classes, metrics, granted()))
+        named.dump((algorithm, placed, told))
+        return ray.put((algorithm, placed, device, named.classes, told, granted()))
     except Exception as error:  # cloudpickle raises what the object's own methods raise
         sentence = str(error).strip().splitlines()[0]
         raise UserError(

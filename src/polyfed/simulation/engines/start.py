@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.compression import Compression, compression
 from polyfed.core.errors import UserError
 from polyfed.core.metrics import Metric
 from polyfed.core.metrics import unsendable as unsendable_metric
@@ -28,6 +29,7 @@ def start(
     ray_address: str = "local",
     gpus_per_worker: float = 0.0,
     metrics: Sequence[Metric] = (),
+    compressed: Compression | None = None,
 ) -> Engine:
     """An engine with these clients.
 
@@ -37,23 +39,24 @@ def start(
             this process. (`Settings` checks both.)
         ray_address, gpus_per_worker: see `Settings`; for "ray", which goes by the latter instead of `device`.
         metrics: what is computed at evaluation; none is the task's own.
+        compressed: how replies are; None leaves them as they are.
     """
     if name == "ray":
         check_installed(name)
         from polyfed.simulation.engines.ray import RayEngine  # imported late: Ray is an extra, and takes a second
 
-        return RayEngine(algorithm, clients, workers, ray_address, gpus_per_worker, metrics)
+        return RayEngine(algorithm, clients, workers, ray_address, gpus_per_worker, metrics, compressed)
     count = min(usable_cores(), len(clients)) if workers == "auto" else int(workers)
     alone = count == 0 or (workers == "auto" and (count == 1 or device.type != "cpu"))
     if name == "inprocess" or (name == "auto" and alone):
-        return InProcessEngine(algorithm, clients, device, metrics)
+        return InProcessEngine(algorithm, clients, device, metrics, compressed)
     obstacle = None if can_fork(device) else unsendable(clients) or unsendable_metric(metrics)
     if obstacle and name == "pool":
         raise UserError(f"{obstacle}; define it at the top level of a module, or use engine='inprocess'")
     if obstacle:
         warnings.warn(f"{obstacle}, so all clients run in this process", RuntimeWarning, stacklevel=2)
-        return InProcessEngine(algorithm, clients, device, metrics)
-    return PoolEngine(algorithm, clients, device, count, metrics=metrics)
+        return InProcessEngine(algorithm, clients, device, metrics, compressed)
+    return PoolEngine(algorithm, clients, device, count, metrics=metrics, compression=compressed)
 
 
 def start_for(
@@ -62,7 +65,8 @@ def start_for(
     """The engine that a run's settings ask for."""
     device = device_of_clients(settings)
     ray = settings.ray_address, settings.gpus_per_worker
-    return start(settings.engine, algorithm, clients, device, settings.workers, *ray, metrics)
+    how = compression(settings.compress)
+    return start(settings.engine, algorithm, clients, device, settings.workers, *ray, metrics, how)
 
 
 def unsendable(clients: Sequence[Client]) -> str | None:

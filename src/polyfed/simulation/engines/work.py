@@ -11,6 +11,7 @@ from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import ClientError
 from polyfed.core.evaluation import Metrics
 from polyfed.core.examples import Examples
+from polyfed.core.seeds import derive
 from polyfed.core.tree import Nested
 
 Phase = Literal["local", "evaluate", "export"]
@@ -22,7 +23,8 @@ class Task:
     """One client's work: train ("local"), evaluate its personal model, or give its weights ("export").
 
     Attributes: `own` is the private state, None for a client that has none yet: then it is made from `run_seed`. `seed`
-    is the one for this round, client and purpose.
+    is the one for this round, client and purpose. `down` is the message as it arrives; `sent`, as it travels, where it is
+    compressed.
     """
 
     phase: Phase
@@ -32,16 +34,27 @@ class Task:
     own: Nested
     seed: int
     run_seed: int
+    sent: Message | None = None
+
+    @property
+    def travelling(self) -> Message:
+        """The message as it travels."""
+        return self.down if self.sent is None else self.sent
+
+    @property
+    def reply_seed(self) -> int:
+        """Of what is drawn to compress the reply."""
+        return derive(self.run_seed, self.round, self.client, "compress")
 
 
 @final
 @dataclass(frozen=True)
 class Result:
-    """What became of a task: the reply and private state, metrics, or weights; or else `failure`. `incidents` tell of
-    workers that died on the way, also when a later attempt succeeded. `description` goes with the weights of a method that
-    brings its own networks; weights are None where they stay with the client. `predictions` go with metrics: the outputs
-    of the personal network for the examples of "test" and, if there are any, of "val", float32, shape (n, ...); empty where
-    they stay with the client."""
+    """What became of a task: the reply, as it travels, and private state, metrics, or weights; or else `failure`.
+    `incidents` tell of workers that died on the way, also when a later attempt succeeded. `description` goes with the
+    weights of a method that brings its own networks; weights are None where they stay with the client. `predictions` go with
+    metrics: the outputs of the personal network for the examples of "test" and, if there are any, of "val", float32, shape
+    (n, ...); empty where they stay with the client."""
 
     task: Task
     reply: Message | None = None
