@@ -64,7 +64,7 @@ UNKNOWN = {
     "run --algorithm.lrr 1": "unknown option --algorithm.lrr; fedavg has no 'lrr': did you mean lr?",
     "run --model.hiddn [3]": "unknown option --model.hiddn; mlp has no 'hiddn': did you mean hidden?",
     "run --algorithm.mu 1": "unknown option --algorithm.mu; fedavg has no 'mu', but fedprox has: give --algorithm fedprox",
-    "run --data.path x": "digits has no 'path', but fashion_mnist, mnist,",
+    "run --data.path x": "digits has no 'path', but fashion_mnist, ",
     "run --rund 3": "unknown option --rund; did you mean --rounds?",
     "run --nothing.like 3": "unknown option --nothing.like; Choices: --algorithm,",
     "run --model mlp,cnn_small --model.hidden [3]": "a mixture of networks takes its fields from a YAML file",

@@ -152,9 +152,9 @@ def test_sites_that_hang_share_one_limit_of_time(run, nodes, monkeypatch):
     for node in list(grid.nodes.values())[:2]:
         instead(lambda letter: None)(node)
     began = time.monotonic()
-    found = run(grid=grid, method=PFedLA(lr=0.05), rounds=1, **{"round-seconds": 1.0})
+    found = run(grid=grid, method=PFedLA(lr=0.05), rounds=1, **{"round-seconds": 3.0})
     assert len(found.history[0]["failures"]) == 2
-    assert time.monotonic() - began < 1.95
+    assert time.monotonic() - began < 5.9
 
 
 def test_a_late_reply_is_discarded(run, nodes):

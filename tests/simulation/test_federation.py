@@ -9,6 +9,7 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedProx, Local, PFedLA
+from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.simulation.engines.inprocess import InProcessEngine
@@ -107,7 +108,7 @@ def test_a_failure_late_in_a_run_keeps_the_rounds_before(tmp_path):
     last_good = 3
 
     @dataclass(frozen=True, kw_only=True)
-    class Late(FedAvg):
+    class Late(Averaging):
         def dispatch(self, state, who):
             message = super().dispatch(state, who)
             return Message(message.tensors, {**message.scalars, "round": who.round})
@@ -304,7 +305,7 @@ def test_messages_of_one_model_are_one_block():
 
 def test_time_of_server_and_clients_is_told_apart():
     @dataclass(frozen=True, kw_only=True)
-    class SlowServer(FedAvg):
+    class SlowServer(Averaging):
         def dispatch_all(self, state, everyone):
             for who in everyone:
                 time.sleep(0.02)
