@@ -1,4 +1,5 @@
-"""The counts of the attacks on files again: `python tests/hostile/count.py [SECONDS OF EACH KIND] [SEED]`."""
+"""The counts of the attacks on files again: `python tests/hostile/count.py [SECONDS] [SEED] [CASES] [KIND ...]`, of each
+kind of file at most so many seconds and cases."""
 
 import sys
 import tempfile
@@ -7,7 +8,7 @@ from pathlib import Path
 from fuzz import table
 
 if __name__ == "__main__":
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 20
+    seconds, seed, cases = (*map(float, sys.argv[1:4]), *(20, 0, 10**9)[len(sys.argv[1:4]) :])
     with tempfile.TemporaryDirectory() as folder:
-        rows = table(Path(folder) / "files", seconds, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+        rows = table(Path(folder) / "files", seconds, int(seed), int(cases), tuple(sys.argv[4:]))
     sys.exit(any(found.failures for found in rows.values()))

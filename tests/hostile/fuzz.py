@@ -75,7 +75,7 @@ def mutated(value, rng: random.Random):
         way = rng.choice(list(places(value)))
         if not way:
             if rng.random() < 0.1:
-                return rng.choice(VALUES)
+                return copy.deepcopy(rng.choice(VALUES))
             continue
         owner = value
         for key in way[:-1]:
@@ -94,7 +94,7 @@ def mutated(value, rng: random.Random):
             for _ in range(rng.choice((3, 70, 2000))):
                 owner[key] = [owner[key]]
         else:
-            owner[key] = rng.choice(VALUES)
+            owner[key] = copy.deepcopy(rng.choice(VALUES))  # which later changes would change too
     return value
 
 
@@ -248,6 +248,8 @@ def kinds(folder: Path) -> dict[str, Kind]:
         tensors = {"a": torch.ones(2), "b/2/c": torch.zeros(1)}
         return bytes(safetensors.torch.save(tensors, metadata={"structure": _json(value).decode()}))
 
+    from small_files import small_kinds
+
     return {
         "config.yaml": Kind(config_file, _yaml, config, configured),
         "manifest.json": Kind(run / "manifest.json", _json, json.loads((run / "manifest.json").read_text()), manifest),
@@ -259,6 +261,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "models/*.json": Kind(search, _json, json.loads(search.read_text()), found),
         "predictions": Kind(run / "predictions/client-000.parquet", None, None, predicted),
         "decode": Kind(states, packed, structure, lambda: decode(states.read_bytes())),
+        **small_kinds(folder, Kind, _json, _yaml, made),
     }  # fmt: skip
 
 
@@ -290,14 +293,18 @@ def fuzz(kind: Kind, seed: int, seconds: float, most: int = 10**9) -> Count:
     return found
 
 
-def table(folder: Path, seconds: float, seed: int = 0) -> dict[str, Count]:
-    """The counts of all kinds, printed."""
+def table(
+    folder: Path, seconds: float, seed: int = 0, most: int = 10**9, only: tuple[str, ...] = ()
+) -> dict[str, Count]:
+    """The counts of all kinds, or of some, printed."""
     rows = {}
-    sys.stdout.write(f"{'file':18} {'cases':>7} {'refused':>8} {'accepted':>9} {'failures':>9}\n")
+    sys.stdout.write(f"{'file':24} {'cases':>7} {'refused':>8} {'accepted':>9} {'failures':>9}\n")
     for position, (name, kind) in enumerate(kinds(folder).items()):
-        rows[name] = found = fuzz(kind, seed + position, seconds)
+        if only and name not in only:
+            continue
+        rows[name] = found = fuzz(kind, seed + position, seconds, most)
         failures = sum(found.failures.values())
-        sys.stdout.write(f"{name:18} {found.cases:7} {found.refused:8} {found.accepted:9} {failures:9}\n")
+        sys.stdout.write(f"{name:24} {found.cases:7} {found.refused:8} {found.accepted:9} {failures:9}\n")
         for what, times in found.failures.most_common(12):
             sys.stdout.write(f"    {times} x {what}\n")
         sys.stdout.flush()

@@ -6,12 +6,19 @@ from fuzz import fuzz, kinds, table
 pytestmark = pytest.mark.slow  # .ci/run has it
 
 NAMES = ("config.yaml", "manifest.json", "metrics.jsonl", "comparison.json", "comparison.yaml", "complete.json",
-         "checkpoint", "models/*.json", "predictions", "decode")  # fmt: skip
+         "checkpoint", "models/*.json", "predictions", "decode", "site: private state", "site: state, sum right",
+         "site: run.json", "site: privacy.json", "catalogue.yaml", "trial.json", "pyproject.toml", "a field of the app",
+         "measured.json", "mlflow.json", "unseen/curves.json", "vocabulary", "classes of Parquet", "analysis/*.npz",
+         "message: head", "message: tensors", "checkpoint, sums right")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     return kinds(tmp_path_factory.mktemp("fuzz") / "files")
+
+
+def test_every_kind_has_a_test(files):
+    assert tuple(files) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,6 +12,7 @@ from polyfed.algorithms import FLHAGHN, FedPNAS, HeurPFedLA, PFedHN, PFedLA
 from polyfed.cli.main import main
 from polyfed.core import room
 from polyfed.core.room import within_memory
+from polyfed.deploy.project import names_of
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.models import MODELS, ModelSpec, build
@@ -125,6 +126,14 @@ def test_a_catalogue_of_large_layers_is_refused(tmp_path):
     LayerCatalogue((LayerType("linear", LARGE, LARGE),)).write(tmp_path / "catalogue.yaml")
     with pytest.raises(pf.UserError, match="a graph hypernetwork of 1 layer types"):
         pf.federate(small_clients(), FLHAGHN(catalogue=str(tmp_path / "catalogue.yaml")), rounds=1, workers=0)
+
+
+@pytest.mark.parametrize("number", [10_001, 2**62, 10**400])
+def test_so_many_sites_are_not_listed(number):
+    """The fuzz found it: a `pyproject.toml` with 2^62 sites took all time and memory."""
+    with pytest.raises(pf.UserError, match="sites must be at most 10000, got"):
+        names_of(str(number))
+    assert len(names_of("10000")) == 10_000
 
 
 def test_the_command_line_says_so_in_one_sentence(tmp_path, capsys):

@@ -13,6 +13,7 @@ from typing import Any, final
 
 from polyfed.core.errors import UserError
 
+_MOST_SITES = 10_000  # of a number, before their names are listed
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _DAYS = 365
 
@@ -84,11 +85,13 @@ def names_of(text: str) -> list[str]:
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if len(names) == 1 and names[0].isdecimal():
+        if len(names[0]) > 9 or int(names[0]) > _MOST_SITES:
+            raise UserError(f"sites must be at most {_MOST_SITES}, got {names[0][:60]}")
         names = [f"site-{number}" for number in range(1, int(names[0]) + 1)]
     if not names or len(set(names)) < len(names):
-        raise UserError(f"sites must be a number, or names that differ with commas between, got {text!r}")
+        raise UserError(f"sites must be a number, or names that differ with commas between, got {text[:60]!r}")
     if bad := [name for name in names if not _NAME.fullmatch(name)]:
-        raise UserError(f"a site's name may have letters, digits, '-', '_' and '.', got {bad[0]!r}")
+        raise UserError(f"a site's name may have letters, digits, '-', '_' and '.', got {bad[0][:60]!r}")
     return names
 
 

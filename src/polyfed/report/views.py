@@ -193,6 +193,9 @@ def warm_starts(folder: Path, key: str) -> str:
         content: Mapping[str, Any] = from_json(file.read_text(encoding="utf-8"))
         if wrong := conforms(content, dict[str, WarmCurves]):
             raise ValueError(wrong)
+        odd = [i for i, one in content.items() if not one["warm"] or len(one["warm"]) != len(one["scratch"])]
+        if odd:
+            raise ValueError(f"the two curves of {odd[0][:60]!r} are not of one length")
         curves = {
             name: Curves(str(one["score"]), tuple(one["warm"]), tuple(one["scratch"])) for name, one in content.items()
         }
