@@ -20,6 +20,7 @@ from polyfed.deploy.replies import result_of
 from polyfed.deploy.server import prepare
 from polyfed.deploy.wire import Letter, Packed, form_of, pack_tree, unpack_tree
 from polyfed.simulation.engines.work import Task
+from polyfed.simulation.settings import Settings
 from polyfed.testing import SmallNet, small_clients
 
 from .conftest import MemoryGrid, configuration
@@ -136,7 +137,7 @@ def test_what_methods_can_tell_from_names_is_told_before_tensors_are_read(tmp_pa
         "fedavg": {"model": STATE}, "fedavg_kd": {"model": STATE, "rounds_left": 1}, "fedrep": {"model": STATE},
         "fedfomo": {"model": STATE, "models": [STATE, STATE, STATE]}, "fedhenn": {"public": None},
     }[type(method).__name__.lower().replace("avgkd", "avg_kd")]  # fmt: skip
-    server = SimpleNamespace(algorithm=method, run="a", settings=SimpleNamespace(metrics=()))
+    server = SimpleNamespace(algorithm=method, run="a", settings=Settings(rounds=1))
     task = Task("local", 1, "client-0", DOWN, None, 1, 1)
     large = torch.zeros(2**20)
     fomo = {"model": STATE, "request": {"clients": torch.tensor([1, 2])}}
@@ -174,7 +175,7 @@ def test_what_two_methods_can_only_tell_from_values_is_taken_where_it_is_right()
         ),
         (FedHeNN(), {"public": None}, {"representations": {"a": torch.ones(2 * FedHeNN().rad_size, 4)}}),
     ):
-        server = SimpleNamespace(algorithm=method, run="a", settings=SimpleNamespace(metrics=()))
+        server = SimpleNamespace(algorithm=method, run="a", settings=Settings(rounds=1))
         packed = Packed(json.dumps(HEAD), {"num_examples": 20}, {name: pack_tree(tree) for name, tree in reply.items()})
         found = result_of(Task("local", 1, "client-0", DOWN, None, 1, 1), packed, server, {"num_examples": 20}, state)
         assert found.reply.tensors.keys() == reply.keys()
@@ -187,7 +188,7 @@ def test_a_reply_over_which_a_method_stumbles_is_refused():
         def reply_spec(self, state, down, reply):
             return {"model": reply.tensors["model"]["w"].names_of_a_module}
 
-    server = SimpleNamespace(algorithm=Stumbles(), run="a", settings=SimpleNamespace(metrics=()))
+    server = SimpleNamespace(algorithm=Stumbles(), run="a", settings=Settings(rounds=1))
     task = Task("local", 1, "client-0", DOWN, None, 1, 1)
     for groups, error in (({}, "KeyError"), ({"model": pack_tree({"w": torch.ones(1)})}, "AttributeError")):
         with pytest.raises(UserError, match=rf"the method cannot check its form .{error}."):

@@ -155,15 +155,22 @@ def changes(
 def _changed_files(folder: Path, files: Any) -> list[str]:
     if not isinstance(files, Mapping):
         return []
-    paths = [folder / str(name) for name in files]
-    here = [path for path in paths if path.is_file() and path.resolve().is_relative_to(folder.resolve())]
+    here = {path: expected for name, expected in files.items() if _within(path := folder / str(name), folder)}
     if sum(path.stat().st_size for path in here) > _MOST_BYTES:
         return []
-    found = []
-    for path in here:
-        if of_file(path) != files[path.relative_to(folder).as_posix()]:
-            found.append(f"{path} was changed since the run wrote it; `polyfed resume {folder}` writes it again")
-    return found
+    return [
+        f"{path} was changed since the run wrote it; `polyfed resume {folder}` writes it again"
+        for path, expected in here.items()
+        if of_file(path) != expected
+    ]
+
+
+def _within(path: Path, folder: Path) -> bool:
+    """Whether there is such a file in a folder, not only by its name."""
+    try:
+        return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a name that is too long, or links in a circle
+        return False
 
 
 def of_files(folder: Path, parts: Sequence[str]) -> dict[str, str]:
