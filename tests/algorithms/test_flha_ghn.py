@@ -301,7 +301,7 @@ def test_the_fields_of_the_refinement_are_used():
 
     assert not torch.equal(head(), head(refine_lr=0.5))
     assert not torch.equal(head(), head(refine_epochs=2))
-    assert torch.equal(head(refine_lr=0.05), head())  # lr
+    assert torch.equal(head(lr=0.2), head())  # which the refinement does not follow
 
 
 class RawHead(nn.Module):

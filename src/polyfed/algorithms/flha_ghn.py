@@ -50,7 +50,8 @@ class FLHAGHN(Averaging):
         catalogue: file of the public layer types (`polyfed graph --catalogue` writes one); None takes the union over the
             clients, as a simulation can (polyfed's choice).
         refine_epochs: of the linear head before evaluation (1, paper); 0 evaluates what is generated.
-        refine_lr: rate of the refinement; None takes `lr` (polyfed's choice).
+        refine_lr: rate of the refinement (0.009, polyfed's choice: the rate that the paper trains with; it names none
+            for this). It does not follow `lr`: a hypernetwork bears rates at which one epoch spoils a small head.
         weighted: whether replies count by examples; false counts each client the same (paper, algorithm 1).
         lr: learning rate of round 1 (0.009, paper).
         schedule: of the rate over rounds ("cosine", paper).
@@ -83,7 +84,7 @@ class FLHAGHN(Averaging):
     norms: Literal["generate", "local"] = "generate"
     catalogue: str | None = None
     refine_epochs: int = 1
-    refine_lr: float | None = None
+    refine_lr: float = 0.009
     weighted: bool = False
     lr: float = 0.009
     schedule: Schedule = "cosine"
@@ -98,7 +99,7 @@ class FLHAGHN(Averaging):
         for field in ("latent", "hidden", "rank"):
             self._require(getattr(self, field) >= 1, field, "at least 1")
         self._require(self.refine_epochs >= 0, "refine_epochs", "at least 0")
-        self._require(self.refine_lr is None or 0 < self.refine_lr < float("inf"), "refine_lr", "positive, or none")
+        self._require(0 < self.refine_lr < float("inf"), "refine_lr", "positive")
         self._require(self.buffers != "average", "buffers", "'local' or 'recompute' (clients' buffers differ in form)")
 
     # -- server ---------------------------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class FLHAGHN(Averaging):
             parameter.requires_grad_(parameter.requires_grad and name in head)
         if any(parameter.requires_grad for parameter in network.parameters()):
             options = replace(self, local_epochs=self.refine_epochs, local_steps=None)
-            fit(network, client.train, options, lr=self.refine_lr or self.lr, seed=seed, task=client.task)
+            fit(network, client.train, options, lr=self.refine_lr, seed=seed, task=client.task)
 
     def _assembled(
         self, down: Message, own: ClientState, client: Client
