@@ -1,0 +1,86 @@
+"""Shamir's secret sharing over a prime field (How to Share a Secret, 1979; Bonawitz et al. 2017, section 3.1).
+
+Numbers of Python take a time that depends on their value. A site computes on its own secrets only, and what it sends does
+not wait for them alone, but on a machine that strangers share this is not constant time.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+
+PRIME = 2**257 - 93  # the largest below 2^257: secrets are 32 bytes
+SIZE = 33  # bytes of an element
+
+
+def deal(values: Sequence[int], holders: int, threshold: int) -> list[list[int]]:
+    """Shares each value among `holders`, so that any `threshold` of them can put it together, and fewer know nothing of it.
+
+    Returns:
+        for each holder its shares, one a value; holder k has the point k + 1.
+
+    Raises:
+        ValueError: a threshold that cannot be, or a value outside the field.
+
+    >>> shares = deal([7, 8], holders=3, threshold=2)
+    >>> [combine({1: shares[0][k], 3: shares[2][k]}) for k in (0, 1)]
+    [7, 8]
+    """
+    if not 1 <= threshold <= holders:
+        raise ValueError(f"the threshold must be from 1 to {holders}, got {threshold}")
+    if not all(0 <= value < PRIME for value in values):
+        raise ValueError("a value is not an element of the field")
+    polynomials = [[value, *(secrets.randbelow(PRIME) for _ in range(threshold - 1))] for value in values]
+    return [[_at(polynomial, x) for polynomial in polynomials] for x in range(1, holders + 1)]
+
+
+def _at(polynomial: Sequence[int], x: int) -> int:
+    value = 0
+    for coefficient in reversed(polynomial):
+        value = (value * x + coefficient) % PRIME
+    return value
+
+
+def combine(shares: Mapping[int, int]) -> int:
+    """The value from shares at as many points as the threshold was (or more): the polynomial through them at 0.
+
+    Args:
+        shares: point, from 1 -> share.
+    """
+    return sum(weight * shares[x] for x, weight in lagrange(tuple(shares)).items()) % PRIME
+
+
+def lagrange(points: Sequence[int]) -> dict[int, int]:
+    """The weights of shares at these points.
+
+    >>> lagrange((1, 2)) == {1: 2, 2: PRIME - 1}
+    True
+    """
+    if len(set(points)) < len(points) or not all(0 < x < PRIME for x in points):
+        raise ValueError(f"points must differ and be positive, got {points}")
+    weights = {}
+    for x in points:
+        above = below = 1
+        for other in points:
+            if other != x:
+                above, below = above * other % PRIME, below * (other - x) % PRIME
+        weights[x] = above * pow(below, -1, PRIME) % PRIME
+    return weights
+
+
+def element(number: int) -> bytes:
+    """An element of the field as bytes."""
+    return number.to_bytes(SIZE, "big")
+
+
+def elements(data: bytes) -> list[int]:
+    """Elements from their bytes.
+
+    Raises:
+        ValueError: bytes that are none.
+
+    >>> elements(element(3) + element(4))
+    [3, 4]
+    """
+    found = [int.from_bytes(data[at : at + SIZE], "big") for at in range(0, len(data), SIZE)]
+    if len(data) % SIZE or any(number >= PRIME for number in found):
+        raise ValueError("these bytes are no elements of the field")
+    return found
