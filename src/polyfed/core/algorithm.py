@@ -74,6 +74,7 @@ DISCLOSURES = {
     "architecture": "the client's architecture",
     "representations": "what the client's network makes of public examples",
     "class_means": "means over the client's examples of each class",
+    "sum": "the sum of what the clients of a round send, and nothing of one alone",
 }
 """What the server may learn of a client (`Algorithm.discloses`)."""
 

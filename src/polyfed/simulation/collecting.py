@@ -19,6 +19,7 @@ from polyfed.simulation.rounds import Federation, best_round, mean_train_loss
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.runs.predictions import Outputs
 from polyfed.simulation.runs.progress import Progress
+from polyfed.simulation.secure import part_flaw, part_of
 
 
 @final
@@ -74,6 +75,26 @@ def collect(
     return found
 
 
+def _opened(federation: Federation, result: Result, at: Checkpoint) -> tuple[Any, Any]:
+    """The reply as the server half takes it, and as it travelled: of a secure sum both are words.
+
+    Raises:
+        ValueError: why it cannot be accepted; half a sentence.
+    """
+    task, reply = result.task, result.reply
+    if result.masked:
+        if reply is not None and (flaw := part_flaw(reply, federation.algorithm, at.state, task.down)):
+            raise ValueError(flaw)
+        return reply, reply  # None of a site that is in no sum of this round
+    opened = federation.opened(reply, task.down)
+    if flaw := federation.flaw(opened, at.state, task.down, task.client):
+        raise ValueError(flaw)
+    if not federation.settings.secure:
+        return opened, reply
+    part = part_of(opened, federation.algorithm, federation.parties)  # as a site does before it masks
+    return part, part
+
+
 def _accept(
     federation: Federation,
     result: Result,
@@ -83,21 +104,19 @@ def _accept(
     intake: Intake | None,
 ) -> None:
     """Puts one result where it belongs: among the accepted, or among the failures."""
-    task, failure, reply = result.task, result.failure, result.reply
+    task, failure, reply, sent = result.task, result.failure, result.reply, result.reply
     if failure is None and task.phase == "local":
         try:
-            reply, flaw = federation.opened(result.reply, task.down), None
-        except ValueError as error:  # it is not compressed as agreed
-            flaw = str(error)
-        if flaw := flaw or federation.flaw(reply, at.state, task.down, task.client):
-            failure = ClientError(task.round, task.client, "reply", flaw)
+            reply, sent = _opened(federation, result, at)
+        except ValueError as flaw:
+            failure = ClientError(task.round, task.client, "reply", str(flaw))
     for incident in result.incidents:
         warnings.warn(f"round {task.round}, client {task.client!r}: {incident}", RuntimeWarning, stacklevel=6)
         reason = {"client": task.client, "phase": task.phase, "reason": incident}
         found.failures.append({**reason, "retried": failure is None})
     if failure is None:
-        if result.reply is not None and reply is not None and intake is not None:
-            found.bytes_up[task.client], found.scalars[task.client] = result.reply.nbytes, reply.scalars
+        if sent is not None and reply is not None and intake is not None:
+            found.bytes_up[task.client], found.scalars[task.client] = sent.nbytes, reply.scalars
             intake.came(task.client, reply)
             result = replace(result, reply=None)
         # Without the message: with it, those of all blocks would stay until the end of the phase.
@@ -124,7 +143,7 @@ def play_round(
     started = clock()
     who = federation.cohort(number)
     trained = list(federation.roster.ids) if algorithm.everyone_trains else who
-    intake = Intake(algorithm, before.state, who, federation.roster.num_examples)
+    intake = Intake(algorithm, before.state, who, federation.roster.num_examples, settings.secure)
     local = collect(federation, engine, "local", trained, number, before, progress, intake)
     replies = [i for i in who if i in local.results]
     if len(replies) < settings.min_replies:

@@ -34,6 +34,7 @@ from polyfed.simulation.runs.directory import RunDirectory, plain, read_config
 from polyfed.simulation.runs.predictions import Kept
 from polyfed.simulation.runs.progress import Progress, for_terminal
 from polyfed.simulation.runs.results import Run
+from polyfed.simulation.secure import check_secure
 from polyfed.simulation.settings import EngineName, Keep, Settings
 
 
@@ -60,6 +61,7 @@ def federate(
     keep: Keep = "last",
     compress: str | Compression | None = "none",
     compress_down: str | Compression | None = "none",
+    secure: bool = False,
     config: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -70,7 +72,7 @@ def federate(
         clients: who takes part, each with its own data and network.
         algorithm: the method, or its name in the registry for its default hyper-parameters.
         rounds, seed, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every,
-            checkpoint_every, on_error, min_replies, keep, compress, compress_down: see
+            checkpoint_every, on_error, min_replies, keep, compress, compress_down, secure: see
             `polyfed.simulation.settings.Settings`.
         metrics: what is computed at evaluation: names such as "auc", functions `f(outputs, targets) -> float` and
             `polyfed.Metric` objects; the first decides which round is the best. None is the task's own.
@@ -100,7 +102,7 @@ def federate(
         rounds=rounds, seed=seed, clients_per_round=clients_per_round, engine=engine, workers=workers,
         ray_address=ray_address, gpus_per_worker=gpus_per_worker, device=device,
         evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
-        on_error=on_error, min_replies=min_replies, keep=keep,
+        on_error=on_error, min_replies=min_replies, keep=keep, secure=secure,
         compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
     )  # fmt: skip
     method = get(algorithm)() if isinstance(algorithm, str) else algorithm
@@ -224,7 +226,9 @@ def _checked(
     if isinstance(algorithm, BringsNetwork):
         brought = algorithm.network_for(checks.common_data_spec(clients))
     checks.check_models(clients, factory=brought)
-    settings.cohort_size(len(clients))
+    parties = settings.cohort_size(len(clients))
+    if settings.secure:
+        check_secure(algorithm, parties)
     check_installed(settings.engine)
     device = device_of_clients(settings)
     if isinstance(algorithm, LocalTraining):

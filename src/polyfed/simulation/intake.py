@@ -3,14 +3,15 @@
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, final
+from typing import Any, final
 
 import torch
 
-from polyfed.algorithms.averaging import Averaging, Summing
+from polyfed.algorithms.averaging import Summing
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.errors import RoundError
 from polyfed.core.tree import spec, tensors_of
+from polyfed.simulation.secure import SecureSum, is_mean
 
 
 @final
@@ -22,18 +23,26 @@ class Intake:
         algorithm, state: the method, and the server's state before the round.
         who: the clients whose replies count.
         num_examples: of those whose number is known.
+        secure: whether the replies are parts of a secure sum.
     """
 
     def __init__(
-        self, algorithm: Algorithm[Any, Any], state: Any, who: Sequence[str], num_examples: Mapping[str, int]
+        self,
+        algorithm: Algorithm[Any, Any],
+        state: Any,
+        who: Sequence[str],
+        num_examples: Mapping[str, int],
+        secure: bool = False,
     ) -> None:
         self._algorithm, self._state = algorithm, state
         self._left, self._held = deque(sorted(who)), dict[str, Message]()
         self._lost: set[str] = set()
         self._wanted = frozenset(who)
-        self._sum: Summing | None = None
+        self._sum: Summing | SecureSum | None = None
         self.seconds = 0.0  # that summing took
-        if _is_mean(algorithm) and algorithm.form_is_known(state):
+        if secure and is_mean(algorithm):
+            self._sum = SecureSum(algorithm)
+        elif is_mean(algorithm) and algorithm.form_is_known(state):
             known = all(i in num_examples for i in who)
             self._sum = algorithm.summing({i: num_examples[i] for i in self._left} if known else None)
 
@@ -76,7 +85,7 @@ class Intake:
                     f"{type(self._algorithm).__name__}: {broken} after the mean; lower lr or set clip_norm"
                 )
             return after, {}
-        dropped = _unlike(self._held) if drop and _is_mean(self._algorithm) else {}
+        dropped = _unlike(self._held) if drop and is_mean(self._algorithm) else {}
         replies = {i: reply for i, reply in self._held.items() if i not in dropped}
         after, flaw, error = self._try(replies, server)
         if flaw is None:
@@ -110,10 +119,6 @@ class Intake:
             if self._try({j: reply for j, reply in replies.items() if j != i}, server)[1] is None:
                 return {i: "with this reply the server's state is not finite, without it it is"}
         return {}
-
-
-def _is_mean(algorithm: Algorithm[Any, Any]) -> TypeGuard[Averaging]:
-    return isinstance(algorithm, Averaging) and type(algorithm).aggregate is Averaging.aggregate
 
 
 def _unlike(replies: Mapping[str, Message]) -> dict[str, str]:

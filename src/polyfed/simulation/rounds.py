@@ -62,6 +62,11 @@ class Federation:
             return ClientInfo(client, round_number, self.settings.rounds, architecture)
         return ClientInfo(client, round_number + 1, self.settings.rounds, architecture, "personal")
 
+    @property
+    def parties(self) -> int:
+        """Clients of a round."""
+        return self.settings.cohort_size(len(self.roster.ids))
+
     def begin(self) -> Checkpoint:
         """The state before round 1.
 

@@ -36,6 +36,9 @@ class Settings:
         compress: how clients' replies are made smaller: "none", "int8" (one byte a number) or "topk:SHARE" (only that share
             of the entries of each tensor, those that changed most); see `polyfed.core.compression`.
         compress_down: the same of the server's messages: "none" or "int8".
+        secure: whether the server half of the method sees nothing but the sum of a round's replies, in fixed point
+            (`polyfed.core.fixed`). Between real sites replies are masked, so that nothing else can be seen; here the same
+            sum is computed without encryption.
         keep: which round the models and predictions at the end are of: the "last", the "best" by the mean score on the
             clients' validation examples, or this one.
 
@@ -62,6 +65,7 @@ class Settings:
     keep: Keep = "last"
     compress: str = "none"
     compress_down: str = "none"
+    secure: bool = False
 
     def __post_init__(self) -> None:
         listed = isinstance(self.metrics, tuple | list)  # a file has a list
@@ -88,6 +92,8 @@ class Settings:
         for name, choices in words.items():
             if (value := getattr(self, name)) not in choices:
                 raise UserError(f"unknown {name} {value!r}; {nearest(str(value), choices)}")
+        if not isinstance(self.secure, bool):
+            raise UserError(f"secure must be true or false, got {self.secure!r}")
         numbered = isinstance(self.keep, int) and not isinstance(self.keep, bool) and 1 <= self.keep <= self.rounds
         if self.keep not in ("last", "best") and not numbered:
             raise UserError(f"keep must be 'last', 'best' or a round from 1 to {self.rounds}, got {self.keep!r}")
@@ -127,6 +133,11 @@ class Settings:
                     "has, and a few entries alone are no network"
                 )
             object.__setattr__(self, name, "none" if how is None else str(how))
+        if self.secure and self.compress != "none":
+            raise UserError(
+                f"compress={self.compress!r} and secure=True exclude one another: replies that were rounded or thinned "
+                "each in its own way have no sum; leave one out (compress_down may stay)"
+            )
 
     def cohort_size(self, num_clients: int) -> int:
         """Clients that take part in a round.

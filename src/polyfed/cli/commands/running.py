@@ -22,6 +22,7 @@ from polyfed.simulation.experiment import Experiment, Participants, check_cluste
 from polyfed.simulation.runs.directory import BASELINES, read_config
 from polyfed.simulation.runs.progress import Progress, for_terminal
 from polyfed.simulation.runs.results import Run
+from polyfed.simulation.secure import can_be_secure
 from polyfed.simulation.tracking import check, kept, tracked
 
 
@@ -105,7 +106,8 @@ def _federate(
         workers=s.workers, ray_address=s.ray_address, gpus_per_worker=s.gpus_per_worker, device=s.device,
         evaluate_every=s.evaluate_every, checkpoint_every=s.checkpoint_every, on_error=s.on_error,
         min_replies=s.min_replies, metrics=s.metrics or None, keep=s.keep,
-        compress=s.compress, compress_down=s.compress_down, out=out, config=kept,
+        compress=s.compress, compress_down=s.compress_down, secure=s.secure and (own or can_be_secure(method)),
+        out=out, config=kept,
         facts={"partition_fingerprint": found.partition_fingerprint}, progress=progress,
     )  # fmt: skip
 

@@ -54,7 +54,8 @@ class Result:
     `incidents` tell of workers that died on the way, also when a later attempt succeeded. `description` goes with the
     weights of a method that brings its own networks; weights are None where they stay with the client. `predictions` go with
     metrics: the outputs of the personal network for the examples of "test" and, if there are any, of "val", float32, shape
-    (n, ...); empty where they stay with the client."""
+    (n, ...); empty where they stay with the client. `masked` replies are parts of a secure sum, of which only the sum means
+    anything."""
 
     task: Task
     reply: Message | None = None
@@ -66,6 +67,7 @@ class Result:
     failure: ClientError | None = None
     incidents: tuple[str, ...] = ()
     predictions: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    masked: bool = False
 
     def after(self, seconds: float) -> "Result":
         """The same result with the time it took."""

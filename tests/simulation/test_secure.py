@@ -1,0 +1,153 @@
+"""Secure sums in a simulation: the same mean up to fixed point, the same bits whatever the order, and what refuses them."""
+
+import pytest
+import torch
+
+import polyfed as pf
+from polyfed.algorithms import (
+    FLHAGHN,
+    REGISTRY,
+    FedAvg,
+    FedAvgKD,
+    FedBN,
+    FedHeNN,
+    FedRep,
+    Local,
+    PerFedAvg,
+    PFedLA,
+    PFedMe,
+)
+from polyfed.core.algorithm import Message
+from polyfed.core.errors import ClientError, UserError
+from polyfed.core.fixed import from_message
+from polyfed.simulation.secure import can_be_secure, part_flaw, part_of
+from polyfed.testing import _StopAfter, assert_same_run, small_clients
+
+
+def run(method, clients=None, **words):
+    settings = {"rounds": 2, "seed": 3, "workers": 0, "secure": True, **words}
+    return pf.federate(small_clients() if clients is None else clients, method, **settings)
+
+
+METHODS = {
+    "fedavg": FedAvg(lr=0.05),
+    "unweighted": FedAvg(lr=0.05, weighted=False),
+    "fedbn": FedBN(lr=0.05),
+    "fedrep": FedRep(lr=0.05),
+    "fedavg_kd": FedAvgKD(lr=0.05, teacher_rounds=1),
+    "per_fedavg": PerFedAvg(lr=0.05),
+    "pfedme": PFedMe(lr=0.05, personal_lr=0.05),
+    "flha_ghn": FLHAGHN(lr=0.01, depth=1, latent=6, hidden=4),
+}
+
+
+def differences(one, other):
+    """The largest difference of weights, over all clients."""
+    return max(
+        float((a.double() - b.double()).abs().max())
+        for i in one.federation.clients
+        for a, b in zip(one.model(i).state_dict().values(), other.model(i).state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_mean_is_that_of_the_plain_run_up_to_rounding(name):
+    method = METHODS[name]
+    secure, plain = run(method), run(method, secure=False)
+    assert differences(secure, plain) < 1e-4
+    assert [row["accuracy"] for row in secure.table()] == [row["accuracy"] for row in plain.table()]
+
+
+def test_the_result_does_not_depend_on_order_or_workers():
+    method = FedAvg(lr=0.05)
+    one = run(method)
+    assert_same_run(one, run(method, small_clients()[::-1]))
+    assert_same_run(one, run(method, engine="pool", workers=2))
+
+
+def test_a_resumed_run_is_the_same(tmp_path):
+    method = FedAvg(lr=0.05)
+    whole = run(method, rounds=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(method, rounds=3, out=tmp_path / "run", progress=_StopAfter(1))
+    assert_same_run(whole, pf.resume(tmp_path / "run", clients=small_clients(), workers=0))
+
+
+def test_no_number_of_one_client_goes_up():
+    record = run(FedAvg(lr=0.05)).history[-1]
+    assert record["train_loss"] is None
+    assert all("train_loss" not in row for row in record["clients"].values())
+    assert len({row["bytes_up"] for row in record["clients"].values()}) == 1
+
+
+def test_the_server_half_sees_one_mean_and_no_reply(monkeypatch):
+    seen = []
+    step = FedAvg.server_step
+
+    def watched(self, state, mean, who):
+        seen.append((sorted(mean), list(who)))
+        return step(self, state, mean, who)
+
+    monkeypatch.setattr(FedAvg, "server_step", watched)
+    monkeypatch.setattr("polyfed.core.tree.RunningMean.add", None)
+    run(FedAvg(lr=0.05), rounds=1)
+    assert seen == [(["model"], ["client-0", "client-1", "client-2"])]
+
+
+@pytest.mark.parametrize(
+    "method", [PFedLA(lr=0.05), FedHeNN(lr=0.05), Local(lr=0.05), "pfedhn", "fedfomo", "heur_pfedla"]
+)
+def test_methods_that_need_each_reply_refuse(method):
+    public = torch.randn(40, 6)
+    with pytest.raises(
+        UserError, match=r"needs each reply by itself, or none; methods whose server half is a mean: fedavg"
+    ):
+        run(method, public=public if isinstance(method, FedHeNN) else None)
+
+
+def test_the_list_of_methods_is_known():
+    assert {name for name, m in REGISTRY.items() if can_be_secure(m())} == {
+        "fedavg", "fedavg_ft", "fedprox", "fedrep", "fedbn", "per_fedavg", "pfedme", "fedavg_kd", "flha_ghn", "fedhenn_homo",
+        "fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas",
+    }  # fmt: skip
+
+
+def test_one_client_a_round_refuses():
+    with pytest.raises(UserError, match="a round has 1; raise clients_per_round"):
+        run(FedAvg(lr=0.05), clients_per_round=1)
+    with pytest.raises(UserError, match="secure must be true or false, got 'yes'"):
+        run(FedAvg(lr=0.05), secure="yes")
+
+
+class Far(torch.nn.Linear):
+    """A network with a weight beyond what fits."""
+
+    def __init__(self):
+        super().__init__(6, 3)
+        torch.nn.init.constant_(self.bias, 3e7)
+
+
+def test_a_value_that_does_not_fit_is_the_failure_of_its_client():
+    clients = [pf.Client(c.id, Far, (c.train.x, c.train.y), (c.test.x, c.test.y)) for c in small_clients()]
+    with pytest.raises(
+        ClientError, match=r"tensor 'bias' has the value 3e\+07, and a fixed-point sum of 3 sites with 26 "
+    ):
+        run(FedAvg(lr=0.05), clients)
+    found = run(FedAvg(lr=0.05), clients, on_error="skip", rounds=1)  # 20 examples of this one still fit
+    assert [failure["client"] for failure in found.history[0]["failures"]] == ["client-1", "client-2"]
+
+
+def test_parts_of_another_form_are_refused():
+    method, down = FedAvg(lr=0.05), Message({"model": {"w": torch.zeros(2)}})
+    good = part_of(Message({"model": {"w": torch.ones(2)}}, {"num_examples": 3}), method, 2)
+    assert part_flaw(good, method, {}, down) is None
+    assert from_message(good)[0][0] == 3
+    for tree, sentence in (
+        ({"w": torch.ones(3)}, "has shape"),
+        ({"w": torch.ones(2).double()}, "has dtype torch.float64"),
+        ({"v": torch.ones(2)}, "is missing"),
+    ):
+        bad = part_of(Message({"model": tree}, {"num_examples": 3}), method, 2)
+        assert sentence in part_flaw(bad, method, {}, down)
+    assert "not a Message" in part_flaw(None, method, {}, down)
+    assert "a part of a secure sum is expected" in part_flaw(down, method, {}, down)
