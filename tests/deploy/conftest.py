@@ -17,6 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from polyfed.algorithms import FedAvg
 from polyfed.deploy import flower
 from polyfed.deploy.flower import client_app, serve
+from polyfed.deploy.project import write_key
 from polyfed.simulation.runs.configuration import described
 from polyfed.simulation.runs.progress import Silent
 from polyfed.simulation.settings import Settings
@@ -160,3 +161,47 @@ def run(tmp_path, nodes, monkeypatch):
         return serve(grid, configuration(method or FedAvg(lr=0.05), **given), progress or Silent())
 
     return play
+
+
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory):
+    """Registered keys of four sites."""
+    folder = tmp_path_factory.mktemp("keys")
+    for number in range(4):
+        write_key(folder / f"client-{number}.key")
+    return folder
+
+
+@pytest.fixture
+def secure_grid(nodes, keys):
+    """Sites that take part in secure sums only; beside these they tell scores."""
+
+    def make(clients, **config):
+        words = {"secure": True, "peers": str(keys), "secure-threshold": 2, "allow-disclosure": False, **config}
+        words.setdefault(
+            "disclose", f"{ALL},{','.join(name.replace('server_', 'teacher_') for name in ALL.split(','))}"
+        )
+        found = nodes(clients, **words)
+        for node in found.values():
+            node.config.setdefault("key", str(keys / f"{node.config['client-id']}.key"))
+        return MemoryGrid(found)
+
+    return make
+
+
+@pytest.fixture
+def secure_play(tmp_path, monkeypatch):
+    """Plays a deployment; the run."""
+    monkeypatch.setattr("polyfed.deploy.flower._POLL_SECONDS", 0.01)
+    (tmp_path / "server.py").write_text(ONE)
+
+    def run(grid, method=None, progress=None, out="run", **words):
+        given = {"secure": True, "allow-disclosure": False, "file": str(tmp_path / "server.py"), **words}
+        sites = ",".join(node.name for node in grid.nodes.values())
+        return serve(
+            grid,
+            configuration(method or FedAvg(lr=0.05), sites=sites, out=str(tmp_path / out), **given),
+            progress or Silent(),
+        )
+
+    return run

@@ -14,8 +14,8 @@ import polyfed as pf
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.deploy.budget import epsilon, spend
+from polyfed.deploy.node import read_site
 from polyfed.deploy.privacy import Protection
-from polyfed.deploy.site import read_site
 from polyfed.deploy.wire import PROTOCOL, Letter
 from polyfed.testing import SmallNet, small_clients
 

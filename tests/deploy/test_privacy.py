@@ -18,8 +18,8 @@ from polyfed.core.tree import tensors_of
 from polyfed.deploy import privacy
 from polyfed.deploy.budget import epsilon
 from polyfed.deploy.flower import from_record
+from polyfed.deploy.node import read_site
 from polyfed.deploy.privacy import Noise, Protection, protect
-from polyfed.deploy.site import read_site
 from polyfed.deploy.wire import PROTOCOL, Letter
 from polyfed.graphs.cached import graph_of
 from polyfed.graphs.catalogue import LayerCatalogue

@@ -22,9 +22,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from polyfed.core.errors import ClientError, RoundError, UserError
+from polyfed.deploy.node import read_site
 from polyfed.deploy.replies import one_line, result_of
+from polyfed.deploy.secure.conducting import Conductor
 from polyfed.deploy.server import Server, changed_claim, prepare
-from polyfed.deploy.site import read_site
 from polyfed.deploy.wire import (
     HEAD_BYTES,
     MOST_GROUPS,
@@ -34,6 +35,7 @@ from polyfed.deploy.wire import (
     Packed,
     pack_tree,
     plain_head,
+    size_of,
 )
 from polyfed.simulation.engines.work import Engine, Phase, Result, Task
 from polyfed.simulation.rounds import Federation
@@ -107,24 +109,6 @@ def _bytes_of(array: Array) -> bytes:
     if version != (1, 0) or dtype != np.uint8 or shape != (len(array.data) - file.tell(),):
         raise ValueError(f"a group of tensors must be so many bytes, it is {dtype} of shape {shape}")
     return array.data[file.tell() :]
-
-
-def size_of(record: RecordDict) -> int:
-    """Bytes of all that a record holds, names too, before any of it is unpacked."""
-    total = 0
-    for records in record.array_records.values():
-        total += sum(len(name) + len(array.data) + len(array.dtype) + 8 for name, array in records.items())
-    for numbers in record.metric_records.values():
-        total += sum(len(n) + 8 * (len(v) if isinstance(v, list) else 1) for n, v in numbers.items())
-    for texts in record.config_records.values():
-        total += sum(len(n) + _length(v) for n, v in texts.items())
-    return total
-
-
-def _length(value: object) -> int:
-    if isinstance(value, list):
-        return sum(map(_length, value))
-    return len(value) if isinstance(value, str | bytes) else 8
 
 
 def _log_to_stderr() -> None:
@@ -231,9 +215,7 @@ def pulled(grid: Grid, waiting: Mapping[str, Any], unreadable: set[str]) -> Iter
     for number in [number for number in waiting if number not in unreadable]:
         try:
             yield from grid.pull_messages([number])
-        except (
-            Exception
-        ) as error:  # of hostile bytes protobuf and Flower raise what they like; Flower itself retries the net
+        except Exception as error:  # of hostile bytes protobuf and Flower raise anything; Flower itself retries the net
             unreadable.add(number)
             reason = f"{type(error).__name__}: {one_line(error)}"
             _LOG.warning("the reply to message %s cannot be read: %s", number, reason)
@@ -255,6 +237,7 @@ class FlowerEngine(Engine):
     def __init__(self, grid: Grid, sites: Sites, server: Server) -> None:
         self._grid, self._sites, self._server = grid, sites, server
         self._state: Any = None
+        self._conductor: Conductor | None = None
 
     def follow(self, federation: Federation) -> None:
         """Learns from which of the server's states tasks are sent, so that the form of a reply is checked before its tensors
@@ -268,48 +251,63 @@ class FlowerEngine(Engine):
             return tasks(phase, clients, number, at, limit)
 
         object.__setattr__(federation, "tasks", followed)  # frozen, but of this run alone
+        if federation.settings.secure:
+            self._conductor = Conductor(self._server, federation, self._exchange)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Result]:
         """Yields results as they come. A site that is not connected, does not answer in time or sends something else is a
         failure; its late reply is never asked for."""
+        if self._conductor is not None and tasks and tasks[0].phase == "local":
+            yield from self._conductor.run(tasks, self._state)
+            return
+        by_client = {task.client: task for task in tasks}
+        letters = {task.client: Letter(self._server.order(task), task.travelling) for task in tasks}
+        kind, number = (_TYPES[tasks[0].phase], tasks[0].round) if tasks else ("", 0)
+        for client, answer in self._exchange(letters, number, kind):
+            task = by_client[client]
+            try:
+                if isinstance(answer, str):
+                    raise UserError(answer)
+                yield result_of(task, answer, self._server, self._sites.told[client], self._state)
+            except UserError as error:
+                yield Result(task, failure=ClientError(task.round, client, task.phase, one_line(error)))
+
+    def _exchange(
+        self, letters: Mapping[str, Letter], number: int, kind: str = "train"
+    ) -> Iterator[tuple[str, Packed | str]]:
+        """Sends a letter to each site, and yields what comes of it, as it comes: an answer, or why there is none."""
         limits = self._server.deployment
         self._sites.look()
         there = set(self._grid.get_node_ids())
-        waiting: dict[str, Task] = {}
-        for task in tasks:
-            node = self._sites.nodes.get(task.client)
-            if task.client in self._sites.refused:
-                yield _failed(task, f"does not take part any more: {self._sites.refused[task.client]}")
+        waiting: dict[str, str] = {}
+        for client, letter in letters.items():
+            node = self._sites.nodes.get(client)
+            if client in self._sites.refused:
+                yield client, f"does not take part any more: {self._sites.refused[client]}"
                 continue
             if node not in there or node is None:
-                yield _failed(task, "is not connected; its SuperNode must run (flwr supernode list)")
+                yield client, "is not connected; its SuperNode must run (flwr supernode list)"
                 continue
-            letter = to_record(Letter(self._server.order(task), task.travelling))
-            message = FlowerMessage(
-                letter,
-                node,
-                _TYPES[task.phase],
-                ttl=2 * limits.round_seconds + _LATER_SECONDS,
-                group_id=str(task.round),
-            )
+            record = to_record(letter)
+            ttl = 2 * limits.round_seconds + _LATER_SECONDS
+            message = FlowerMessage(record, node, kind, ttl=ttl, group_id=str(number))
             # None is for a message that was not taken.
-            sent = [number for number in self._grid.push_messages([message]) if number]
-            if sent:
-                waiting[sent[0]] = task
+            if sent := [sent for sent in self._grid.push_messages([message]) if sent]:
+                waiting[sent[0]] = client
             else:
-                yield _failed(task, f"could not be sent {size_of(letter)} bytes: the SuperLink refused the message")
+                yield client, f"could not be sent {size_of(record)} bytes: the SuperLink refused the message"
         unreadable: set[str] = set()
         deadline = time.monotonic() + limits.round_seconds
         while waiting:
             for answer in pulled(self._grid, waiting, unreadable):
-                task = waiting.pop(answer.metadata.reply_to_message_id)
-                yield self._result(task, answer)
-            for number in unreadable & set(waiting):
-                yield _failed(waiting.pop(number), "its reply cannot be read; the log of the server tells why")
+                yield waiting.pop(answer.metadata.reply_to_message_id), self._packed(answer)
+            for sent_before in unreadable & set(waiting):
+                yield waiting.pop(sent_before), "its reply cannot be read; the log of the server tells why"
             if waiting and time.monotonic() > deadline:
-                for task in waiting.values():
-                    yield _failed(
-                        task, f"no reply within {limits.round_seconds:g} s (round-seconds); a later one is discarded"
+                for client in waiting.values():
+                    yield (
+                        client,
+                        f"no reply within {limits.round_seconds:g} s (round-seconds); a later one is discarded",
                     )
                 return
             if waiting:
@@ -318,21 +316,17 @@ class FlowerEngine(Engine):
     def close(self) -> None:
         """Nothing: the connection is Flower's."""
 
-    def _result(self, task: Task, answer: FlowerMessage) -> Result:
-        """What a site's answer to a task is worth."""
-        server, most = self._server, self._server.deployment.max_megabytes
+    def _packed(self, answer: FlowerMessage) -> Packed | str:
+        """What a site's answer holds, of which nothing has been read, or why it holds nothing."""
+        most = self._server.deployment.max_megabytes
         if answer.has_error():
-            return _failed(task, f"Flower reports error {answer.error.code}: {one_line(answer.error.reason)}")
+            return f"Flower reports error {answer.error.code}: {one_line(answer.error.reason)}"
         if (size := size_of(answer.content)) > most * 2**20:
-            return _failed(task, f"its reply has {size / 2**20:.1f} MB, above max-megabytes = {most:g}")
+            return f"its reply has {size / 2**20:.1f} MB, above max-megabytes = {most:g}"
         try:
-            return result_of(task, packed_in(answer.content), server, self._sites.told[task.client], self._state)
+            return packed_in(answer.content)
         except UserError as error:
-            return _failed(task, one_line(error))
-
-
-def _failed(task: Task, reason: str) -> Result:
-    return Result(task, failure=ClientError(task.round, task.client, task.phase, reason))
+            return one_line(error)
 
 
 def serve(grid: Grid, config: Mapping[str, Any], progress: Progress | None = None) -> Run:

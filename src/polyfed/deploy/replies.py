@@ -50,14 +50,7 @@ def result_of(task: Task, packed: Packed, server: Server, told: Mapping[str, Any
     Raises:
         UserError: why the reply is not taken.
     """
-    head = plain_head(packed.head)
-    if head.get("refused"):
-        raise UserError(f"refuses: {one_line(head['refused'])}")
-    asked = {"client": task.client, "run": server.run, "round": task.round, "phase": task.phase}
-    if wrong := [name for name, value in asked.items() if head.get(name) != value]:
-        raise UserError(f"answers for {wrong[0]} {one_line(repr(head.get(wrong[0])))}, asked was {asked[wrong[0]]!r}")
-    if head.get("failure") is not None:
-        raise UserError(one_line(head["failure"]))
+    head = checked_head(task, packed, server)
     metrics, seconds = head.get("metrics", {}), head.get("seconds", 0.0)
     if not isinstance(metrics, dict) or not all(
         _is_score(n, server) and (v is None or _finite(v)) for n, v in metrics.items()
@@ -71,6 +64,23 @@ def result_of(task: Task, packed: Packed, server: Server, told: Mapping[str, Any
     after = {"round": task.round}  # in place of the private state, which stays there
     reply = Message(packed.body().tensors, scalars)
     return Result(task, reply, after, seconds=float(seconds) if _finite(seconds) else 0.0)
+
+
+def checked_head(task: Task, packed: Packed, server: Server) -> dict[str, Any]:
+    """The head of the answer to a task.
+
+    Raises:
+        UserError: it is the answer to something else, a refusal, or tells of a failure.
+    """
+    head = plain_head(packed.head)
+    if head.get("refused"):
+        raise UserError(f"refuses: {one_line(head['refused'])}")
+    asked = {"client": task.client, "run": server.run, "round": task.round, "phase": task.phase}
+    if wrong := [name for name, value in asked.items() if head.get(name) != value]:
+        raise UserError(f"answers for {wrong[0]} {one_line(repr(head.get(wrong[0])))}, asked was {asked[wrong[0]]!r}")
+    if head.get("failure") is not None:
+        raise UserError(one_line(head["failure"]))
+    return head
 
 
 def _scalars(packed: Packed, server: Server, told: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from polyfed.simulation.runs.configuration import described, restored
 from polyfed.simulation.runs.directory import RunDirectory, plain, read_config
 from polyfed.simulation.runs.progress import Progress
 from polyfed.simulation.runs.results import Run
+from polyfed.simulation.secure import check_secure, disclosed
 from polyfed.simulation.settings import Settings
 
 CLAIMS = ("task", "num_examples", "architecture", "form")
@@ -56,6 +57,8 @@ class Deployment:
         file: a Python file of the server's, with `model()` (the common network, for methods that need one architecture),
             `architectures()` (a list of factories, for methods that need them all) and `public()` (unlabelled examples);
             None where the method needs none of these.
+        secure_threshold: with `secure`, t: how many sites of a round open their sum, and are in it at least; None is above
+            two thirds of them.
 
     Raises:
         UserError: a value outside its range.
@@ -69,6 +72,7 @@ class Deployment:
     round_seconds: float = 3600.0
     max_megabytes: float = 1024.0
     file: Path | None = None
+    secure_threshold: int | None = None
 
     def __post_init__(self) -> None:
         if not self.sites or len(set(self.sites)) < len(self.sites):
@@ -77,6 +81,8 @@ class Deployment:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise UserError(f"{name.replace('_', '-')} must be positive, got {value!r}")
+        if (t := self.secure_threshold) is not None and (isinstance(t, bool) or not isinstance(t, int) or t < 2):
+            raise UserError(f"secure-threshold must be a whole number from 2, got {t!r}")
 
 
 @final
@@ -111,7 +117,22 @@ class Server:
 
     def _common(self) -> dict[str, Any]:
         algorithm = described(self.algorithm, self.settings)["algorithm"]
-        return {"protocol": PROTOCOL, "run": self.run, "algorithm": algorithm}
+        secure = {"secure": True, "parties": self.parties} if self.settings.secure else {}
+        return {"protocol": PROTOCOL, "run": self.run, "algorithm": algorithm, **secure}
+
+    def sum_order(self) -> dict[str, Any]:
+        """The head of a letter that is about secure sums alone."""
+        return {"kind": "sum", **self._common()}
+
+    @property
+    def parties(self) -> int:
+        """Sites of a round."""
+        return self.settings.cohort_size(len(self.deployment.sites))
+
+    @property
+    def threshold(self) -> int:
+        """t of the secure sums: how many of a round's sites open their sum; by default above two thirds of them."""
+        return self.deployment.secure_threshold or 2 * self.parties // 3 + 1
 
     def federation(self, told: Mapping[str, Mapping[str, Any]]) -> Federation:
         """The federation of what the sites have told.
@@ -125,7 +146,8 @@ class Server:
         if len(set(tasks.values())) > 1 or tasks[ids[0]] not in get_args(Kind):
             raise UserError(f"sites of one federation must have one task, got {tasks}")
         for i in ids:
-            if "num_examples" in self.algorithm.scalars_needed and "num_examples" not in told[i]:
+            needed = self.algorithm.scalars_needed if not self.settings.secure else ()  # there they are in the sum
+            if "num_examples" in needed and "num_examples" not in told[i]:
                 raise UserError(f"site {i!r} does not tell its number of examples, which {name} needs")
             number = told[i].get("num_examples", 1)
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= _MOST_EXAMPLES:
@@ -211,6 +233,7 @@ def prepare(config: Mapping[str, Any]) -> Server:
         "metrics",
         "compress",
         "compress-down",
+        "secure",
     )
     if given.pop("keep", "last") != "last":
         raise UserError(
@@ -276,6 +299,7 @@ def _resumed(given: Deployment) -> Server:
         )
     file = given.file or (Path(before["file"]) if before.get("file") else None)
     times = {name: before[name] for name in ("join_seconds", "round_seconds", "max_megabytes")}
+    times["secure_threshold"] = before.get("secure_threshold")
     server = _complete(
         dataclasses.replace(given, file=file, **times), algorithm, settings, str(manifest.get("deployment", ""))
     )
@@ -285,12 +309,19 @@ def _resumed(given: Deployment) -> Server:
 def _complete(deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings, run: str) -> Server:
     """Consent, and what the server brings itself."""
     needs, name = algorithm.requires, name_of(algorithm)
-    if not deployment.allow_disclosure and (shown := sorted(algorithm.discloses & CONSENT)):
+    parties = settings.cohort_size(len(deployment.sites))
+    if settings.secure:
+        check_secure(algorithm, parties)
+    if settings.secure and not parties // 2 < (deployment.secure_threshold or parties) <= parties:
+        raise UserError(
+            f"secure-threshold must be above half of the {parties} sites of a round, and at most {parties}, got "
+            f"{deployment.secure_threshold}"
+        )
+    if not deployment.allow_disclosure and (shown := sorted(disclosed(algorithm, settings.secure) & CONSENT)):
         raise UserError(
             f"{name} discloses {' and '.join(shown)} of the sites to the server; if they agree, allow it: "
             "polyfed flower run DIR --allow-disclosure, and allow-disclosure=true at each site"
         )
-    settings.cohort_size(len(deployment.sites))
     if "layer_catalogue" in needs and getattr(algorithm, "catalogue", None) is None:
         raise UserError(
             f"{name} needs a layer catalogue that the sites have agreed on, so that none has to list its layers: "

@@ -15,22 +15,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final, get_args
+from typing import TYPE_CHECKING, Any, final, get_args
 
 from polyfed.algorithms import get
 from polyfed.core.algorithm import CONSENT, Algorithm, BringsNetwork, Client, Message
-from polyfed.core.code import function_of, trust_code
 from polyfed.core.compressed import compress, decompress
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.files import append_line, make_folder, open_lock
 from polyfed.core.metrics import Metric, is_built_in, metrics_of
 from polyfed.core.scratch import scratch
 from polyfed.core.threads import one_thread
-from polyfed.core.tree import not_finite
+from polyfed.core.tree import Tree, not_finite
 from polyfed.deploy.budget import spend
 from polyfed.deploy.privacy import Protection, protect
 from polyfed.deploy.private import NotItsOwnError, check_marks, read_state, write_state
-from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, Letter, compressed_by
+from polyfed.deploy.secure import RefusalError
+from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, Letter, code_in, compressed_by
 from polyfed.simulation import checks
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.machine import choose_device
@@ -38,10 +38,13 @@ from polyfed.simulation.engines.work import Phase, Task
 from polyfed.simulation.runs import parquet
 from polyfed.simulation.runs.directory import write_weights
 from polyfed.simulation.runs.paths import file_name
+from polyfed.simulation.secure import can_be_secure, disclosed, part_of
+
+if TYPE_CHECKING:
+    from polyfed.deploy.secure.member import Member
 
 _LOG = logging.getLogger("polyfed.site")
 _RUN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 @final
@@ -61,6 +64,10 @@ class Site:
         device: where it computes.
         data_set: the owner's name of the data set. What leaves the site is booked under it, in all runs; another name is
             another budget, for data of other people.
+        secure: whether it takes part in secure sums only.
+        key, peers: for secure sums, the file of its registered key, and the folder of those of all sites (`NAME.pub`).
+        secure_threshold: the smallest threshold of a secure sum that its owner accepts; None is above two thirds of a
+            round's sites. Never is it half of them or less.
     """
 
     name: str
@@ -72,6 +79,10 @@ class Site:
     protection: Protection = field(default_factory=Protection)
     device: str = "auto"
     data_set: str = "data"
+    secure: bool = False
+    key: Path | None = None
+    peers: Path | None = None
+    secure_threshold: int | None = None
 
     def __post_init__(self) -> None:
         if self.protection.noise_multiplier and self.disclose:
@@ -93,8 +104,11 @@ class Site:
             with _alone(self.folder):
                 if letter.head["kind"] == "introduce":
                     return self._introduce(letter.head, algorithm)
+                if letter.head["kind"] == "sum":
+                    told, body = self._member(letter.head).answer(letter.head["run"], letter.head)
+                    return Letter({"client": self.name, "run": letter.head["run"], **told}, body)
                 return self._work(letter, algorithm)
-        except (_RefusalError, NotItsOwnError) as refusal:
+        except (_RefusalError, NotItsOwnError, RefusalError) as refusal:
             _LOG.warning("refused: %s", refusal)
             return Letter({"client": self.name, "refused": str(refusal)})
         except Exception as error:  # whatever the site's own code raises: it is reported, never swallowed
@@ -114,10 +128,15 @@ class Site:
         name = str(fields.pop("name"))
         if self.methods is not None and name not in self.methods:
             raise _RefusalError(f"this site runs {', '.join(sorted(self.methods))} only, not {name}")
-        if code := _code_in(fields):
+        if code := code_in(fields):
             raise _RefusalError(f"{name} would load {code!r} at this site, which runs no code that the server names")
         algorithm: Algorithm[Any, Any] = get(name)(**fields)
-        if not self.allow_disclosure and (shown := sorted(algorithm.discloses & CONSENT)):
+        secure = bool(head.get("secure"))
+        if self.secure and not secure:
+            raise _RefusalError("this site takes part in secure sums only (secure=true in its node-config)")
+        if secure and not can_be_secure(algorithm):
+            raise _RefusalError(f"{name} needs each site's message by itself, and has no secure sums")
+        if not self.allow_disclosure and (shown := sorted(disclosed(algorithm, secure) & CONSENT)):
             raise _RefusalError(
                 f"{name} discloses {' and '.join(shown)} to the server, which this site does not allow (allow-disclosure)"
             )
@@ -127,6 +146,11 @@ class Site:
                 "num_examples set algorithm.weighted = false"
             )
         return algorithm
+
+    def _member(self, head: Mapping[str, Any]) -> "Member":
+        from polyfed.deploy.secure.member import Member  # takes the package cryptography
+
+        return Member(self.name, self._run_folder(head), self.key, self.peers, self.secure_threshold)
 
     def _own(self) -> Client:
         client = self.client()
@@ -159,7 +183,7 @@ class Site:
             raise _RefusalError("its network is not that of the federation, and this method needs one architecture")
         check_marks(folder, client.id, checks.fingerprint([client]))
         told: dict[str, Any] = {"client": client.id, "task": client.task}
-        if "num_examples" in self.disclose | algorithm.scalars_needed:
+        if "num_examples" in self.disclose | (set() if head.get("secure") else algorithm.scalars_needed):
             self._entered("num_examples")
             told["num_examples"] = len(client.train)
         if "architectures" in needs:
@@ -180,7 +204,8 @@ class Site:
         if phase not in get_args(Phase):
             raise _RefusalError(f"{phase!r} is no phase of a round; {nearest(str(phase), get_args(Phase))}")
         up, down = compressed_by(head)
-        received = letter.body if down is None else decompress(letter.body, Message(), down)
+        arrived, boxes = _without_boxes(letter.body) if head.get("secure") else (letter.body, {})
+        received = arrived if down is None else decompress(arrived, Message(), down)
         if self.protection.clip_norm is not None and (broken := _broken(received)):
             raise _RefusalError(
                 f"{broken} of what came down has NaN or infinite values, with which clipping protects nothing"
@@ -210,15 +235,19 @@ class Site:
             "phase": phase,
             "seconds": round(result.seconds, 4),
             **result.metrics,
-            "bytes_down": letter.body.nbytes,
+            "bytes_down": arrived.nbytes,
         }
         body = Message()
         if phase == "local":
             assert result.reply is not None
             write_state(folder, self.name, number, head["algorithm"], result.own, keep=int(head["keep"]))
             record |= result.reply.scalars
-            body = self._sent(result.reply, received, algorithm)
-            body = body if up is None else compress(body, received, up, task.reply_seed)  # after the noise
+            if head.get("secure"):
+                body, more = self._summed(result.reply, received, head, boxes, algorithm)
+                answer |= more
+            else:
+                body = self._sent(result.reply, received, algorithm)
+                body = body if up is None else compress(body, received, up, task.reply_seed)  # after the noise
             record["bytes_up"] = body.nbytes
             record |= self._entered(body.tensors or body.scalars)
         elif phase == "export":
@@ -252,6 +281,23 @@ class Site:
         scalars = {name: value for name, value in reply.scalars.items() if name in allowed}
         return protect(Message(reply.tensors, scalars), down, self.protection)
 
+    def _summed(
+        self, reply: Message, down: Message, head: Mapping[str, Any], boxes: Tree, algorithm: Algorithm[Any, Any]
+    ) -> tuple[Message, dict[str, Any]]:
+        """The reply as masked numbers, nothing where the site is not in the round's sum; and keys for the next round."""
+        from polyfed.deploy.secure.masking import Sum
+
+        member, body = self._member(head), Message()
+        if head.get("part"):
+            sent = protect(reply, down, self.protection)
+            if wrong := _broken(sent):
+                raise _RefusalError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
+            part = part_of(sent, algorithm, int(head["parties"]))
+            body = member.masked(Sum(head["run"], int(head["round"])), boxes, part)
+        return body, {"advert": member.advert(Sum(head["run"], int(head["advertise"])))} if head.get(
+            "advertise"
+        ) else {}
+
 
 @final
 class _RefusalError(Exception):
@@ -276,6 +322,14 @@ def _alone(folder: Path) -> Iterator[None]:
         os.umask(before)
 
 
+def _without_boxes(body: Message) -> tuple[Message, Tree]:
+    """What a method sent, and the sealed shares beside it."""
+    from polyfed.deploy.secure.member import BOXES
+
+    tensors = {group: tree for group, tree in body.tensors.items() if group != BOXES}
+    return Message(tensors, body.scalars), body.tensors.get(BOXES, {})
+
+
 def _metrics(names: Any, task: str) -> tuple[Metric, ...]:
     """The metrics that a letter names, which must be built in: a site computes nothing else of its examples.
 
@@ -293,62 +347,3 @@ def _metrics(names: Any, task: str) -> tuple[Metric, ...]:
 def _broken(message: Message) -> str | None:
     """The first tensor of a message that is not finite."""
     return next((f"{group}/{name}" for group, tree in message.tensors.items() if (name := not_finite(tree))), None)
-
-
-def _code_in(value: Any) -> str | None:
-    """The first text in the fields of a method that names a factory of a module, as `fedavg_kd`'s teacher may.
-
-    >>> _code_in({"teacher": {"name": "os:system"}}), _code_in({"lr": 0.1, "catalogue": "C:/catalogue.yaml"})
-    ('os:system', None)
-    """
-    if isinstance(value, Mapping):
-        return next((found for item in value.values() if (found := _code_in(item))), None)
-    if isinstance(value, list | tuple):
-        return next((found for item in value if (found := _code_in(item))), None)
-    return value if isinstance(value, str) and _FACTORY.fullmatch(value) else None
-
-
-_PROTECTION = {word: word.replace("-", "_") for word in ("clip-norm", "noise-multiplier", "delta", "max-epsilon")}
-_KEYS = {
-    "client-id", "site", "state-dir", "disclose", "allow-disclosure", "methods", "device", "data-set", *_PROTECTION,
-}  # fmt: skip
-_FLOWERS = {"partition-id", "num-partitions"}
-
-
-def read_site(config: Mapping[str, Any]) -> Site:
-    """The site of a node configuration (`flower-supernode --node-config`), whose words are those of `Site` with hyphens;
-    `client-id` is its name, `site` the path of its `site.py`, lists are separated by commas.
-
-    Raises:
-        UserError: a word is missing or unknown, a value does not fit, or `site.py` cannot be read.
-    """
-    if unknown := sorted(set(config) - _KEYS - _FLOWERS):
-        raise UserError(f"node-config has no {unknown[0]!r}; {nearest(unknown[0], _KEYS)}")
-    if missing := [key for key in ("client-id", "site", "state-dir") if not config.get(key)]:
-        raise UserError(f"node-config lacks {missing[0]}: --node-config 'client-id=\"north\" site=\"/path/site.py\" "
-                        "state-dir=\"/path/state\"'")  # fmt: skip
-    try:
-        numbers = {name: float(config[word]) for word, name in _PROTECTION.items() if word in config}
-        protection = Protection(**numbers)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"node-config: {error}") from error
-    allowed = config.get("allow-disclosure", False)
-    if not isinstance(allowed, bool):
-        raise UserError(f"node-config: allow-disclosure must be true or false, got {allowed!r}")
-    methods = _words(config.get("methods", ""))
-    trust_code(str(Path(str(config["site"]))))  # the site's own word
-    return Site(
-        name=str(config["client-id"]),
-        client=function_of(Path(str(config["site"])), "client", "node-config: site"),
-        folder=Path(str(config["state-dir"])),
-        disclose=_words(config.get("disclose", "")),
-        allow_disclosure=allowed,
-        methods=methods or None,
-        protection=protection,
-        device=str(config.get("device", "auto")),
-        data_set=str(config.get("data-set", "data")),
-    )
-
-
-def _words(text: Any) -> frozenset[str]:
-    return frozenset(word.strip() for word in str(text).split(",") if word.strip())

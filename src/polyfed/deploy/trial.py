@@ -178,7 +178,8 @@ def trial(
             free = next(number for number in range(free + 1, 65536) if not _open(number))
             state = folder / "sites" / site
             closed(state)
-            words = f'client-id="{site}" site="{project.site}" state-dir="{state}" {node_config}'
+            known = f'key="{key}" peers="{certificates}"'  # for secure sums
+            words = f'client-id="{site}" site="{project.site}" state-dir="{state}" {known} {node_config}'
             link_of_node = ["--superlink", f"127.0.0.1:{through or port}", "--root-certificates", authority]
             node = [
                 program("flower-supernode"), *link_of_node, "--port", str(free),

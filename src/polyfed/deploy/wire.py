@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -15,13 +16,14 @@ from polyfed.core.errors import UserError
 from polyfed.core.tree import Tree
 from polyfed.simulation.settings import Settings
 
-PROTOCOL = 4  # changes when a site and a server of different versions could misunderstand one another
+PROTOCOL = 5  # changes when a site and a server of different versions could misunderstand one another
 FORM_WORDS = frozenset({"one_data_spec", "one_input_spec"})
 """Words of `Algorithm.requires` for which sites tell the form of their data."""
 Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
 MOST_SCALARS, MOST_GROUPS, MOST_TENSORS = 1000, 64, 20_000
 HEAD_BYTES, ORDER_BYTES = 64 * 2**10, 2**20  # of the head from a site, and from the server, which has a method's fields
 HEADER_BYTES = 4 * 2**20  # of names, shapes and types in one group
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _TYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -41,6 +43,10 @@ class Letter:
     client's private state is as the server knows it, None before the first), `keep` (the round to which the server may still
     go back), `metrics` (names of those to compute at evaluation; none are the task's own) and, where the run compresses,
     `compress` and `compress_down`, how `body` does in either direction.
+
+    With secure sums all have `secure`, true, and `parties`, the sites of a round. Tasks of training then add `part`, whether
+    the site's numbers enter the sum, and `advertise`, for which round it sends keys; a letter of the kind "sum" asks for
+    steps of a sum by themselves, `advertise`, `share` and `hand_out` (`polyfed.deploy.secure.member`).
 
     Heads from a site have `client`, and `refused`, a sentence, if it does nothing. To "introduce" they add `task` and what
     the method needs the server to know (`num_examples`, `architecture`, `form`). To "task" they add `run`, `round`, `phase`,
@@ -203,3 +209,34 @@ def plain_head(text: str) -> dict[str, Any]:
     if not isinstance(head, dict):
         raise UserError(f"the head of a message must be a mapping, got {type(head).__name__}")
     return head
+
+
+def code_in(value: Any) -> str | None:
+    """The first text in the fields of a method that names a factory of a module, as `fedavg_kd`'s teacher may.
+
+    >>> code_in({"teacher": {"name": "os:system"}}), code_in({"lr": 0.1, "catalogue": "C:/catalogue.yaml"})
+    ('os:system', None)
+    """
+    if isinstance(value, Mapping):
+        return next((found for item in value.values() if (found := code_in(item))), None)
+    if isinstance(value, list | tuple):
+        return next((found for item in value if (found := code_in(item))), None)
+    return value if isinstance(value, str) and _FACTORY.fullmatch(value) else None
+
+
+def size_of(record: Any) -> int:
+    """Bytes of all that Flower's record holds, names too, before any of it is unpacked."""
+    total = 0
+    for records in record.array_records.values():
+        total += sum(len(name) + len(array.data) + len(array.dtype) + 8 for name, array in records.items())
+    for numbers in record.metric_records.values():
+        total += sum(len(n) + 8 * (len(v) if isinstance(v, list) else 1) for n, v in numbers.items())
+    for texts in record.config_records.values():
+        total += sum(len(n) + _length(v) for n, v in texts.items())
+    return total
+
+
+def _length(value: object) -> int:
+    if isinstance(value, list):
+        return sum(map(_length, value))
+    return len(value) if isinstance(value, str | bytes) else 8

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from polyfed.core.errors import UserError
+from polyfed.deploy.secure import RefusalError
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 PublicKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
@@ -25,10 +26,6 @@ PrivateKey = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
 Sign = Callable[[bytes], bytes]
 _VERSION = "polyfed secure sum 1"
 _ONCE = bytes(12)  # the nonce: each key encrypts one message only
-
-
-class RefusalError(Exception):
-    """What a site does not do; its sentence holds nothing of data or network."""
 
 
 def framed(*parts: str | bytes) -> bytes:

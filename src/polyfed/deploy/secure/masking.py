@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from polyfed.deploy.secure import keys
-from polyfed.deploy.secure.keys import PublicKey, RefusalError, Sign, Words
+from polyfed.deploy.secure import RefusalError, keys
+from polyfed.deploy.secure.keys import PublicKey, Sign, Words
 from polyfed.deploy.secure.shamir import PRIME, deal, element, elements
 
 _MASK, _SELF, _AGREE, _LISTED = 0, 1, 2, 3  # of what a site deals: s, b, a, and then d_v in the order of sites

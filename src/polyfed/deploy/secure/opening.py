@@ -4,19 +4,10 @@ with the shares that t sites have handed out (Bonawitz et al. 2017, figure 4, th
 from collections.abc import Collection, Mapping, Sequence
 
 from polyfed.core.errors import RoundError
-from polyfed.deploy.secure import keys
-from polyfed.deploy.secure.keys import RefusalError, Words
+from polyfed.deploy.secure import RefusalError, keys
+from polyfed.deploy.secure.keys import Words
 from polyfed.deploy.secure.masking import Advert, Handed, Sum, bundle_key, digest_of, pair_key, self_key
 from polyfed.deploy.secure.shamir import PRIME, combine, elements
-
-
-def threshold_of(sites: int) -> int:
-    """The threshold if none is given: above two thirds.
-
-    >>> [threshold_of(n) for n in (2, 3, 4, 10)]
-    [2, 3, 3, 7]
-    """
-    return 2 * sites // 3 + 1
 
 
 def unmasked(

@@ -1,0 +1,67 @@
+"""A site from the configuration of its SuperNode (`flower-supernode --node-config`)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.code import function_of, trust_code
+from polyfed.core.errors import UserError, nearest
+from polyfed.deploy.privacy import Protection
+from polyfed.deploy.site import Site
+
+_PROTECTION = {word: word.replace("-", "_") for word in ("clip-norm", "noise-multiplier", "delta", "max-epsilon")}
+_KEYS = {
+    "client-id", "site", "state-dir", "disclose", "allow-disclosure", "methods", "device", "data-set", "secure", "key",
+    "peers", "secure-threshold", *_PROTECTION,
+}  # fmt: skip
+_FLOWERS = {"partition-id", "num-partitions"}
+
+
+def read_site(config: Mapping[str, Any]) -> Site:
+    """The site of a node configuration (`flower-supernode --node-config`), whose words are those of `Site` with hyphens;
+    `client-id` is its name, `site` the path of its `site.py`, lists are separated by commas.
+
+    Raises:
+        UserError: a word is missing or unknown, a value does not fit, or `site.py` cannot be read.
+    """
+    if unknown := sorted(set(config) - _KEYS - _FLOWERS):
+        raise UserError(f"node-config has no {unknown[0]!r}; {nearest(unknown[0], _KEYS)}")
+    if missing := [key for key in ("client-id", "site", "state-dir") if not config.get(key)]:
+        raise UserError(f"node-config lacks {missing[0]}: --node-config 'client-id=\"north\" site=\"/path/site.py\" "
+                        "state-dir=\"/path/state\"'")  # fmt: skip
+    try:
+        numbers = {name: float(config[word]) for word, name in _PROTECTION.items() if word in config}
+        protection = Protection(**numbers)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"node-config: {error}") from error
+    for word in ("allow-disclosure", "secure"):
+        if not isinstance(config.get(word, False), bool):
+            raise UserError(f"node-config: {word} must be true or false, got {config[word]!r}")
+    threshold = config.get("secure-threshold")
+    if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 2):
+        raise UserError(f"node-config: secure-threshold must be a whole number from 2, got {threshold!r}")
+    methods = _words(config.get("methods", ""))
+    trust_code(str(Path(str(config["site"]))))  # the site's own word
+    return Site(
+        name=str(config["client-id"]),
+        client=function_of(Path(str(config["site"])), "client", "node-config: site"),
+        folder=Path(str(config["state-dir"])),
+        disclose=_words(config.get("disclose", "")),
+        allow_disclosure=config.get("allow-disclosure", False),
+        methods=methods or None,
+        protection=protection,
+        device=str(config.get("device", "auto")),
+        data_set=str(config.get("data-set", "data")),
+        secure=config.get("secure", False),
+        key=_path(config.get("key")),
+        peers=_path(config.get("peers")),
+        secure_threshold=threshold,
+    )
+
+
+def _words(text: Any) -> frozenset[str]:
+    return frozenset(word.strip() for word in str(text).split(",") if word.strip())
+
+
+def _path(word: Any) -> Path | None:
+    return Path(str(word)) if word else None
