@@ -9,7 +9,9 @@ noise, sized for the threshold of the secure sum; beside it what each site must 
 """
 
 import argparse
+import dataclasses
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, FedBN, FedRep, PerFedAvg
+from polyfed.deploy.budget import epsilon
+from polyfed.deploy.privacy import Protection, protect
 
 SEEDS, ROUNDS = (0, 1, 2), 20
 
@@ -121,12 +125,84 @@ def precision():
     return {"rounds": ROUNDS, "clients": 6, "methods": found}
 
 
+# -- noise ------------------------------------------------------------------------------------------------------------------
+
+CLIENTS, NOISY_ROUNDS, DELTA = 40, 10, 1e-5
+EPSILONS = (10.0, 30.0, 100.0, 300.0, 1000.0)
+
+
+class Tiny(nn.Module):
+    """A linear layer: 650 parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(x.flatten(1))
+
+
+NOISY = {  # method, and the norm C to which a change is clipped
+    "fedavg": (FedAvg(lr=0.2, momentum=0.9, batch_size=16, local_epochs=2, weighted=False), 1.0),
+    "flha_ghn": (
+        FLHAGHN(lr=0.1, depth=1, latent=8, hidden=4, head="factored", rank=2, batch_size=32, local_epochs=2), 1.0,
+    ),
+}  # fmt: skip
+
+
+def with_noise(method, protection, among):
+    """The method at sites that clip their change and add their share of noise."""
+    base = type(method)
+
+    class Noisy(base):
+        def local_update(self, down, own, client, seed):
+            reply, own = super().local_update(down, own, client, seed)
+            return protect(reply, down, protection, among), own
+
+    return Noisy(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
+
+
+def multiplier(epsilon_wanted):
+    """z with which so many messages cost this ε."""
+    low, high = 1e-3, 1e4
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if epsilon({middle: NOISY_ROUNDS}, DELTA) > epsilon_wanted else (low, middle)
+    return high
+
+
+def with_epsilon():
+    """ε is that of exchanging a site's whole data set, over all rounds, against the server and every other site."""
+    among = 2 * CLIENTS // 3  # the threshold is one more
+    found = {"clients": CLIENTS, "rounds": NOISY_ROUNDS, "delta": DELTA, "threshold": among + 1, "methods": {}}
+    for name, (method, clip) in NOISY.items():
+        rows = found["methods"][name] = []
+        for wanted in (*EPSILONS, None):
+            z = 0.0 if wanted is None else multiplier(wanted)
+            protection = Protection(clip_norm=clip, noise_multiplier=z)
+            row = {"epsilon": wanted, "noise_multiplier": z}
+            for way, share in (("secure", among), ("alone", 1)) if wanted else (("without noise", 1),):
+                row[way] = [
+                    accuracy(
+                        pf.federate(
+                            digits(CLIENTS, seed, alpha=0, model=Tiny), with_noise(method, protection, share),
+                            rounds=NOISY_ROUNDS, seed=seed, secure=True, workers=0, evaluate_every=NOISY_ROUNDS,
+                        )
+                    )
+                    for seed in SEEDS
+                ]  # fmt: skip
+            rows.append(row)
+            shown = ", ".join(f"{way} {statistics.mean(row[way]):.3f}" for way in list(row)[2:])
+            print(f"{name}, epsilon {wanted}, z {z:.3g}: {shown}", flush=True)
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["precision"])
+    parser.add_argument("what", choices=["precision", "epsilon"])
     parser.add_argument("--out")
     given = parser.parse_args()
-    found = {"precision": precision}[given.what]()
+    found = {"precision": precision, "epsilon": with_epsilon}[given.what]()
     if given.out:
         Path(given.out).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

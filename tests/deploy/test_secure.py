@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, FedAvgKD, PFedMe
 from polyfed.core.errors import RoundError
 from polyfed.core.fixed import decode, from_message
+from polyfed.deploy.budget import epsilon
 from polyfed.deploy.flower import client_app, from_record
 from polyfed.graphs.cached import graph_of
 from polyfed.graphs.catalogue import LayerCatalogue
@@ -68,6 +70,12 @@ def test_so_it_does_when_not_all_take_part_in_each_round(tmp_path, secure_grid, 
     run = secure_play(secure_grid(clients), rounds=4, **{"clients-per-round": 0.5})
     assert_same(tmp_path, run, simulated(clients, rounds=4, clients_per_round=0.5))
     assert not any(record["failures"] for record in run.history)
+
+
+def test_so_it_does_when_what_goes_down_is_compressed(tmp_path, secure_grid, secure_play):
+    clients = small_clients(3)
+    run = secure_play(secure_grid(clients), rounds=2, **{"compress-down": "int8"})
+    assert_same(tmp_path, run, simulated(clients, rounds=2, compress_down="int8"))
 
 
 def test_sites_that_train_outside_the_round_send_nothing(tmp_path, secure_grid, secure_play):
@@ -158,6 +166,19 @@ def test_the_graph_of_a_site_cannot_be_read_from_its_messages(tmp_path, secure_g
             told, used = edges_in(down, reply.tensors["ghn"])
             assert told == {(types[u], types[v]) for u, v in graph.edges}
             assert used == set(types)
+
+
+def test_the_noise_of_all_sites_adds_up_to_what_one_alone_needs(tmp_path, secure_grid, secure_play):
+    """Each adds its share, sized for the threshold (3, the default for three sites); what it costs is that of one alone."""
+    clients, method = small_clients(3), FedAvg(lr=0.05, weighted=False, buffers="local")
+    found = secure_grid(clients, disclose="", **{"clip-norm": 10.0, "noise-multiplier": 1.0})
+    run, plain = secure_play(found, method, rounds=1), simulated(clients, method, rounds=1)
+    noise = torch.cat([(t - plain.last.state["model"][n]).flatten() for n, t in run.last.state["model"].items()])
+    assert len(noise) == 99
+    assert 0.6 < float(noise.std()) / (10.0 * math.sqrt(3 / 2) / 3) < 1.4
+    (file,) = (tmp_path / "sites" / "client-0" / "state").glob("*/metrics.jsonl")
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["epsilon"] for line in told if "epsilon" in line] == [epsilon({1.0: 1}, 1e-5)]
 
 
 # -- sites that drop out ------------------------------------------------------------------------------------------------

@@ -117,6 +117,8 @@ def test_one_client_a_round_refuses():
         run(FedAvg(lr=0.05), clients_per_round=1)
     with pytest.raises(UserError, match="secure must be true or false, got 'yes'"):
         run(FedAvg(lr=0.05), secure="yes")
+    with pytest.raises(UserError, match="compress='int8' and secure=True exclude one another"):
+        run(FedAvg(lr=0.05), compress="int8")
 
 
 class Far(torch.nn.Linear):

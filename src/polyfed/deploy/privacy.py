@@ -13,6 +13,10 @@ bits of what is sent could give the change away (Mironov 2012, for Laplace noise
 to a grid of about 2⁻²⁴ standard deviations, a power of two. Each point of the grid stands for very many values of the noise.
 The guarantee then holds up to a small, unproven difference; an exact one needs noise that is drawn from whole numbers
 (Canonne, Kamath and Steinke 2020).
+
+In a secure sum each site adds a share of the noise, of variance (zC)²/(t−1): at least t sites are in the sum, so that it has
+the noise that one site alone would need even for one of them that takes its own share off. Of k sites that tell the
+server theirs, t − k others are left, and z counts as z·√((t−k)/(t−1)).
 """
 
 import math
@@ -70,8 +74,12 @@ class Protection:
             raise UserError(f"max-epsilon must be positive, and needs noise-multiplier, got {self.max_epsilon!r}")
 
 
-def protect(up: Message, down: Message, protection: Protection) -> Message:
+def protect(up: Message, down: Message, protection: Protection, among: int = 1) -> Message:
     """What is sent instead of the reply `up` to `down`.
+
+    Args:
+        up, down, protection: as above.
+        among: sites whose noise adds up in what the server sees; each adds its share.
 
     Raises:
         UserError: the change is not finite; or, with noise, the reply holds whole numbers in a tensor that did not come
@@ -100,7 +108,7 @@ def protect(up: Message, down: Message, protection: Protection) -> Message:
     if not math.isfinite(norm):
         raise UserError("the change is not finite, so that it cannot be clipped, and nothing is sent")
     share = min(1.0, protection.clip_norm / norm) if norm else 1.0
-    deviation = protection.noise_multiplier * protection.clip_norm
+    deviation = protection.noise_multiplier * protection.clip_norm / math.sqrt(among)
     draw = Noise() if deviation else None
     arrays: dict[str, Mapping[str, Tensor]] = {}
     for group, tree in up.tensors.items():

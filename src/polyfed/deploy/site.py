@@ -289,11 +289,12 @@ class Site:
 
         member, body = self._member(head), Message()
         if head.get("part"):
-            sent = protect(reply, down, self.protection)
+            which = Sum(head["run"], int(head["round"]))
+            sent = protect(reply, down, self.protection, among=member.threshold_of(which) - 1)
             if wrong := _broken(sent):
                 raise _RefusalError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
             part = part_of(sent, algorithm, int(head["parties"]))
-            body = member.masked(Sum(head["run"], int(head["round"])), boxes, part)
+            body = member.masked(which, boxes, part)
         return body, {"advert": member.advert(Sum(head["run"], int(head["advertise"])))} if head.get(
             "advertise"
         ) else {}

@@ -127,13 +127,21 @@ class Member:
         Raises:
             RefusalError: the site has masked numbers for this sum before, or does not take part like this.
         """
-        state = self._read(which)
-        if not isinstance(state, Shared):
-            raise RefusalError("this site has not dealt shares for this sum, or has sent numbers for it before")
+        state = self._shared(which)
         words, layout = from_message(part)
         after, sent = mask(state, {other: box.numpy().tobytes() for other, box in boxes.items()}, words)
         self._write(which, after)
         return as_message(sent, layout)
+
+    def threshold_of(self, which: Sum) -> int:
+        """t of a sum for which the site has dealt shares: it hands none out for fewer survivors."""
+        return self._shared(which).threshold
+
+    def _shared(self, which: Sum) -> Shared:
+        state = self._read(which)
+        if not isinstance(state, Shared):
+            raise RefusalError("this site has not dealt shares for this sum, or has sent numbers for it before")
+        return state
 
     @property
     def _folder(self) -> Path:
