@@ -1,6 +1,12 @@
-"""Of the choices of each recipe and scale, one is tried in `make test`, and all in `make test-slow`."""
+"""What tests of recipes share. Of each recipe and scale one choice is tried in `make test`, and all in `make test-slow`."""
+
+import functools
 
 import pytest
+
+from polyfed.cli.commands import options, recipes
+from polyfed.cli.main import main
+from polyfed.simulation.experiment import from_config
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m decides
@@ -12,3 +18,49 @@ def pytest_collection_modifyitems(items):
             if choice in seen:
                 item.add_marker(pytest.mark.slow)
             seen.add(choice)
+
+
+def _once(parse):
+    """A pure function of a configuration's part, computed once for all recipes that have that part."""
+    known = {}
+
+    def parsed(entry, program):
+        key = (parse.__name__, repr(entry))
+        if key not in known:
+            known[key] = parse(entry, program)
+        return known[key]
+
+    return parsed
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    """The experiment of a recipe, at the paper's scale and its first variant unless said otherwise."""
+    read = functools.cache(recipes.read)
+
+    @functools.cache
+    def experiment(name, scale="paper", variant=None):
+        return from_config(options.parse([], read(name).configuration(scale, variant), "polyfed run"))
+
+    with pytest.MonkeyPatch.context() as patch:  # networks and baselines of many variants are alike
+        patch.setattr(options, "_one_model", _once(options._one_model))
+        patch.setattr(options, "_one_baseline", _once(options._one_baseline))
+        patch.setattr(options, "options_of", functools.cache(options.options_of))
+        yield experiment
+
+
+@pytest.fixture
+def polyfed(tmp_path, monkeypatch, capsys):
+    """Runs a command in an empty folder and returns its standard output; the folder is `polyfed.here`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def play(*arguments):
+        capsys.readouterr()
+        status = main(arguments)
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return out
+
+    play.here = tmp_path
+    return play

@@ -8,13 +8,11 @@ from dataclasses import replace
 import pytest
 
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo
-from polyfed.cli.commands import options
 from polyfed.cli.commands import recipes as shipped
 from polyfed.cli.commands.recipes import SCALES, recipes
-from polyfed.cli.main import main
 from polyfed.data import ClassesPerClient, Dirichlet
 from polyfed.models import ModelSpec
-from polyfed.simulation.experiment import from_config, participants
+from polyfed.simulation.experiment import participants
 from polyfed.simulation.runs.directory import read_config, read_metrics
 
 read = functools.cache(shipped.read)
@@ -37,34 +35,6 @@ SHAPES = {
     "sentiment140": ((25,), 2),
 }
 FRACTIONS = ["0", "0.2", "0.4", "0.6", "0.8", "1.0"]
-
-
-@pytest.fixture(scope="module")
-def experiment():
-    """The experiment of a recipe, at the paper's scale and its first variant unless said otherwise."""
-
-    @functools.cache
-    def experiment(name, scale="paper", variant=None):
-        return from_config(options.parse([], read(name).configuration(scale, variant), "polyfed run"))
-
-    return experiment
-
-
-@pytest.fixture
-def polyfed(tmp_path, monkeypatch, capsys):
-    """Runs a command in an empty folder and returns its standard output; the folder is `polyfed.here`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def polyfed(*arguments):
-        capsys.readouterr()
-        status = main(arguments)
-        out, err = capsys.readouterr()
-        assert status == 0, err
-        return out
-
-    polyfed.here = tmp_path
-    return polyfed
 
 
 def variants(name):

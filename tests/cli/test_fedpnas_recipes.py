@@ -9,16 +9,14 @@ import pytest
 
 from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedAvg, FedDSNAS, FedPNAS
 from polyfed.algorithms.searching import Searching
-from polyfed.cli.commands import options
 from polyfed.cli.commands import recipes as shipped
 from polyfed.cli.commands.recipes import SCALES, recipes
-from polyfed.cli.main import main
 from polyfed.core.training import LocalTraining
 from polyfed.data import IID
 from polyfed.data.split import split
 from polyfed.models import ModelSpec
 from polyfed.search import edge_parameters
-from polyfed.simulation.experiment import from_config, participants
+from polyfed.simulation.experiment import participants
 from polyfed.simulation.runs.directory import read_config, read_metrics
 
 read = functools.cache(shipped.read)
@@ -44,34 +42,6 @@ SETTINGS |= {
     for inner, eta in (("sgd", 0), ("sgd", 0.01), ("sgd", 0.1), ("sgd", 0.3), ("adam", 0.002), ("adam", 0.01))
 }
 ROTATIONS = [-30, -15, 0, 15, 30]
-
-
-@pytest.fixture(scope="module")
-def experiment():
-    """The experiment of a recipe, at the paper's scale and its first variant unless said otherwise."""
-
-    @functools.cache
-    def experiment(name, scale="paper", variant=None):
-        return from_config(options.parse([], read(name).configuration(scale, variant), "polyfed run"))
-
-    return experiment
-
-
-@pytest.fixture
-def polyfed(tmp_path, monkeypatch, capsys):
-    """Runs a command in an empty folder and returns its standard output; the folder is `polyfed.here`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def polyfed(*arguments):
-        capsys.readouterr()
-        status = main(arguments)
-        out, err = capsys.readouterr()
-        assert status == 0, err
-        return out
-
-    polyfed.here = tmp_path
-    return polyfed
 
 
 def shifts(experiment):

@@ -5,29 +5,11 @@ import pytest
 from PIL import Image
 
 from polyfed.cli.commands.recipes import read, recipes
-from polyfed.cli.main import main
 from polyfed.simulation.runs.directory import read_config, read_metrics
 
 FLHA = [name for name in recipes() if name.startswith("flha_")]
 
 UNSEEN = ["flha_table6_fig3", "flha_fig7"]
-
-
-@pytest.fixture
-def polyfed(tmp_path, monkeypatch, capsys):
-    """Runs a command in an empty folder and returns its standard output; the folder is `polyfed.here`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def polyfed(*arguments):
-        capsys.readouterr()
-        status = main(arguments)
-        out, err = capsys.readouterr()
-        assert status == 0, err
-        return out
-
-    polyfed.here = tmp_path
-    return polyfed
 
 
 def check_run(polyfed, name, variant, *words, score="accuracy"):

@@ -11,9 +11,8 @@ from polyfed.algorithms import FLHAGHN, FedAvg, Local, PFedHN
 from polyfed.cli.commands import options
 from polyfed.cli.commands import recipes as shipped
 from polyfed.cli.commands.recipes import SCALES, recipes
-from polyfed.cli.main import main
 from polyfed.data import IID, Dirichlet
-from polyfed.simulation.experiment import from_config, participants
+from polyfed.simulation.experiment import participants
 
 read = functools.cache(shipped.read)
 FLHA = [name for name in recipes() if name.startswith("flha_")]
@@ -30,52 +29,6 @@ SOURCES = {
 }
 IMAGES = {"flha_table2": 2000, "flha_table3": 1024, "flha_table6_fig3": 2000, "flha_fig7": 2500}  # of all; else 512
 UNSEEN = ["flha_table6_fig3", "flha_fig7"]
-
-
-def once(parse):
-    """A pure function of a configuration's part, computed once for all recipes that have that part."""
-    known = {}
-
-    def parsed(entry, program):
-        key = (parse.__name__, repr(entry))
-        if key not in known:
-            known[key] = parse(entry, program)
-        return known[key]
-
-    return parsed
-
-
-@pytest.fixture(scope="module")
-def experiment():
-    """The experiment of a recipe, at the paper's scale and its first variant unless said otherwise."""
-
-    @functools.cache
-    def experiment(name, scale="paper", variant=None):
-        configuration = read(name).configuration(scale, variant)
-        return from_config(options.parse([], configuration, "polyfed run"))
-
-    with pytest.MonkeyPatch.context() as patch:  # networks and baselines of many variants are alike
-        patch.setattr(options, "_one_model", once(options._one_model))
-        patch.setattr(options, "_one_baseline", once(options._one_baseline))
-        patch.setattr(options, "options_of", functools.cache(options.options_of))
-        yield experiment
-
-
-@pytest.fixture
-def polyfed(tmp_path, monkeypatch, capsys):
-    """Runs a command in an empty folder and returns its standard output; the folder is `polyfed.here`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def polyfed(*arguments):
-        capsys.readouterr()
-        status = main(arguments)
-        out, err = capsys.readouterr()
-        assert status == 0, err
-        return out
-
-    polyfed.here = tmp_path
-    return polyfed
 
 
 def variants(name):
