@@ -158,7 +158,7 @@ def test_rows_of_results_are_the_methods_own_beside_local_and_fedavg(blocks):
     assert all(row in text for row in rows)
     assert "| **10** (chosen on validation)" in shown  # a row without a name belongs to the one before
     assert "Fashion-MNIST:\n\n| |" in blocks.results("fedpnas")  # what a table is of
-    assert "No script" in blocks.results("fedavg_ft")
+    assert "No script" in blocks.results("feddyn")
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,14 @@ def test_methods_that_need_each_reply_refuse(method):
 
 def test_the_list_of_methods_is_known():
     assert {name for name, m in REGISTRY.items() if can_be_secure(m())} == {
-        "fedavg", "fedavg_ft", "fedprox", "fedrep", "fedbn", "per_fedavg", "pfedme", "fedavg_kd", "flha_ghn", "fedhenn_homo",
-        "fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas",
+        "fedavg", "fedavg_ft", "fedprox", "fedrep", "fedbn", "per_fedavg", "pfedme", "fedavg_kd", "flha_ghn", "fedpnas",
+        "ca_fedpnas", "feddsnas", "ca_feddsnas",
     }  # fmt: skip
+
+
+def test_the_mean_of_all_clients_latest_models_needs_each_of_them():
+    assert not can_be_secure(FedAvg(final="all"))
+    assert can_be_secure(REGISTRY["fedhenn_homo"](final="cohort"))
 
 
 def test_one_client_a_round_refuses():

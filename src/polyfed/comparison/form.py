@@ -233,6 +233,9 @@ def check_results(content: Mapping[str, Any]) -> str:
             return f"{name} is {content[name]!r}, which is none of the methods"
     if strange := sorted(content.get("data", {}).keys() - seeds):
         return f"data has {strange[0]!r}, which is none of the seeds"
+    for seed, clients in content.get("data", {}).items():
+        if len({len(one["classes"]) for one in clients.values() if one["classes"]}) > 1:
+            return f"data.{seed} counts another number of classes for one client than for another"
     for label, method in methods.items():
         if strange := sorted(method["runs"].keys() - seeds):
             return f"methods.{label}.runs has {strange[0]!r}, which is none of the seeds"

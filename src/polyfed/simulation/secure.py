@@ -25,7 +25,7 @@ def is_mean(algorithm: Algorithm[Any, Any]) -> TypeGuard[Averaging]:
 
 def can_be_secure(algorithm: Algorithm[Any, Any]) -> bool:
     """Whether the sum of a round's replies is all that the server half needs."""
-    return is_mean(algorithm) and bool(getattr(algorithm, "sums_suffice", True))
+    return is_mean(algorithm) and algorithm.sums_suffice
 
 
 def disclosed(algorithm: Algorithm[Any, Any], secure: bool) -> frozenset[str]:

@@ -170,7 +170,8 @@ def _beside(setting: Setting, key: str, most: int, console: Console) -> Beside:
             if not setting.same_clients or int(seed) == setting.seeds[0]  # else they are the same for each
         }
         counted = [counts for clients in classes.values() for counts in clients.values()]
-        names = setting.results["class_names"] or range(max(map(len, counted), default=0))  # clients made in Python
+        names = list(setting.results["class_names"] or ())
+        names += range(len(names), max(map(len, counted), default=0))  # of clients made in Python
         if any(classes.values()):
             return Beside({seed: one for seed, one in classes.items() if one}, [str(name) for name in names], "", views)
         return Beside(no_classes="The examples of these clients have no classes to count.", views=views)
