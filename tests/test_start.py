@@ -54,6 +54,7 @@ print(pickle.loads({content!r})[2].lr)
 """
 
 
+@pytest.mark.slow
 def test_names_can_be_reached_in_every_way_and_classes_pickled_from_one_process_to_another():
     content = pickle.dumps((pf.Message({}), pf.Client, pf.algorithms.FedAvg(lr=0.5)))
     done = in_a_new_process(EVERY_WAY.format(content=content))

@@ -367,6 +367,7 @@ def test_a_module_is_named_for_all_or_for_some() -> None:
         federate(FedHeNNHomo(**OPTIONS | {"module": "hat"}), small_clients(), rounds=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", ["representations", "weights"])
 def test_a_vision_transformer_learns_among_cnns_with_other_classes(
     share: Literal["representations", "weights"],

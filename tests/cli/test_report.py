@@ -50,6 +50,7 @@ def test_operations_of_a_search_and_a_baseline(polyfed):
     assert pictures == {"probabilities.png", "cells-client-000.png", "cells-client-001.png"}
 
 
+@pytest.mark.slow
 def test_pictures_of_other_methods(polyfed):
     assert polyfed("run", "--data", "digits", "--algorithm", "pfedla", *TINY, "--out", "b")[0] == 0
     aligned = ["--data.public_fraction", "0.1", "--algorithm.rad_size", "40", "--algorithm.rad_batch", "20"]

@@ -125,6 +125,7 @@ def test_several_labels_have_a_model_each():
     assert ((outputs > 0).float() == client.test.labels).float().mean() > 0.95
 
 
+@pytest.mark.slow
 def test_irrelevant_features_call_for_a_strong_penalty():
     """60 examples, 200 features of which one tells half of the class: with C = 1 the model is sure of what it does not know,
     and worse than the constant."""

@@ -156,6 +156,7 @@ def test_values_that_only_the_clients_refuse_are_found_before_anything_is_writte
     assert found.results["methods"]["fedhenn"]["fields"]["rad_size"] in (5, 10)
 
 
+@pytest.mark.slow
 def test_values_may_be_numbers_of_numpy_and_mappings(tmp_path):
     words = {**SHORT, "public": torch.randn(20, 6), "out": tmp_path / "a"}
     found = pf.compare(misleading(), ["pfedme"], **words, tune={"k": list(np.array([1, 2])), "lr": [np.float32(0.5)]})

@@ -59,6 +59,7 @@ FUNCTIONS = {
 ONLY_MODULES = {"softsign", "tanhshrink"}  # which torch.export takes apart
 
 
+@pytest.mark.slow
 def test_every_activation_is_found_by_both_tracers():
     assert {*MODULES, *FUNCTIONS, *ONLY_MODULES} == set(ACTIVATIONS)
     modules = nn.Sequential()

@@ -72,6 +72,7 @@ def test_a_directory_that_names_a_command_runs_none(sent, words, capsys):
         assert re.search(sentence, " ".join(told.err.split()))
 
 
+@pytest.mark.slow
 def test_the_same_of_one_network_among_several_of_a_teacher_and_of_a_comparison(sent, tmp_path, capsys):
     config = read_config(sent)
     evil = config["model"]

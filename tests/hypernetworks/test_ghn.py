@@ -271,6 +271,7 @@ def test_factored_heads_are_used_where_they_save(resnets):
         assert pair[0] <= pair[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_factored_heads_start_with_kaiming_variance_too(resnets, seed):
     graph = resnets["flha_arch1"]

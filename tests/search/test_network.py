@@ -63,7 +63,9 @@ def test_form_of_the_paper():
     assert sum(p.numel() for p in next(network.cells())[0].operations[0].parameters()) == 9_184
 
 
-@pytest.mark.parametrize(("channels", "edge", "master"), [(32, 29_632, 948_224), (16, 9_184, 293_888)])
+@pytest.mark.parametrize(
+    ("channels", "edge", "master"), [pytest.param(32, 29_632, 948_224, marks=pytest.mark.slow), (16, 9_184, 293_888)]
+)
 def test_table_3_counts_four_and_four_cells_with_all_operations_on_every_edge(channels, edge, master):
     """ "Total of 32 edges". A network of this form has nothing else on its edges but what a skip of stride 2 is made of:
     C² weights and a BatchNorm, which the table does not count."""
