@@ -209,6 +209,7 @@ assert not heavy & set(sys.modules), ("a round", heavy & set(sys.modules))
 """
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported_for_the_quickstart():
     """Each of these costs up to seconds; whoever needs one imports it where it is used."""
     code = QUICKSTART.format(heavy=HEAVY)

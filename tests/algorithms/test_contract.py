@@ -23,7 +23,11 @@ OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MO
 """The methods that train clients' own networks; test_fedpnas.py has the others, which need images."""
 
 
-@pytest.mark.parametrize("name", OF_NETWORKS)
+# Of those that are alike one is in `make test`; CI runs all.
+ALIKE = {"fedavg_ft", "fedprox", "fedbn", "pfedme", "fedhenn_homo", "heur_pfedla"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in OF_NETWORKS])
 class TestRegistered(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, name):

@@ -150,6 +150,7 @@ def test_a_large_eta_makes_kernels_equal_and_weights_equal_up_to_rotation_and_sc
     assert apart[1] > 0.3 * apart[0] > 0.05
 
 
+@pytest.mark.slow
 def test_the_optimum_of_the_term_is_any_rotation_of_the_global_weights() -> None:
     """ "When each client has seen numerous RADs": only the term, from a start of its own."""
     generator = torch_generator(0)

@@ -28,6 +28,7 @@ def digits(partition, number, examples, networks):
     ], public
 
 
+@pytest.mark.slow
 def test_aligned_networks_learn_more_than_alone():
     """Four networks, 100 digits of all classes each, few steps. Margins: 5 points of accuracy (measured: 14) and 0.2 of CKA
     on unseen digits (measured: 0.33); with eta0 = 0 both are those of Local."""

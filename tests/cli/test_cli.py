@@ -238,6 +238,7 @@ def test_fashion_mnist_from_debians_package(here):
     assert yaml.safe_load((here / "run/config.yaml").read_text())["algorithm"]["mu"] == 0.1
 
 
+@pytest.mark.slow
 def test_metrics_and_the_round_to_keep(polyfed, here):
     """Of a score that is no share, in its own unit; the lower is the better."""
     words = ["--rounds", "3", "--workers", "0", "--data.val_fraction", "0.2", "--keep", "best"]

@@ -218,6 +218,7 @@ def test_figure_3_halves_the_data_of_some_clients(experiment):
         assert (sizes.count(15), sizes.count(30)) == (halved, 5 - halved)
 
 
+@pytest.mark.slow
 def test_effects_vary_one_thing(experiment):
     """Everything but the named field is that of the base, which is Table 2's first row."""
     for scale in SCALES:

@@ -241,6 +241,7 @@ def check_run(polyfed, name, variant, *words):
         assert len(list((polyfed.here / path / "models").glob("*.safetensors"))) == 5
 
 
+@pytest.mark.slow
 def test_a_run_of_one_round(polyfed):
     check_run(polyfed, "fedpnas_table1", "high", "--rounds", "1", "--workers", "0")
 

@@ -30,6 +30,7 @@ def polyfed(tmp_path, monkeypatch, capsys):
     return polyfed
 
 
+@pytest.mark.slow
 def test_operations_of_a_search_and_a_baseline(polyfed):
     words = ["--data", "digits", "--algorithm", "fedpnas", *SPACE, *TINY, "--baselines", "[local]", "--out", "a"]
     assert polyfed("run", *words)[0] == 0

@@ -163,6 +163,7 @@ def test_cells_are_what_the_runs_have_and_finished_runs_are_not_repeated(polyfed
     assert "changed besides: --workers 0" in out
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_gone_on_with(polyfed, monkeypatch):
     assert polyfed("reproduce", *FEW)[0] == 0
     whole = cells(polyfed.here / "here")

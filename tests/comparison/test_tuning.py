@@ -140,6 +140,7 @@ def test_the_grid_is_around_what_each_method_has():
         pf.compare(misleading(), methods, **SHORT, tune={"schedule": "grid"})
 
 
+@pytest.mark.slow
 def test_equal_values_are_tried_once_and_parts_of_whole_numbers_are_whole():
     words = SHORT | {"parallel": 2}
     found = pf.compare(misleading(), ["pfedme"], **words, tune={"lr": [0.1, 0.10], "k": "grid"})

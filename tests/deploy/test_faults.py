@@ -145,6 +145,7 @@ def test_a_reply_that_flower_cannot_read_takes_no_other_with_it(run, nodes, capl
     assert "cannot be read: ValueError: Error parsing message" in caplog.text
 
 
+@pytest.mark.slow
 def test_sites_that_hang_share_one_limit_of_time(run, nodes, monkeypatch):
     """Messages of any size go to all sites at once."""
     monkeypatch.setattr(Engine, "block_bytes", 1)

@@ -111,6 +111,7 @@ def kinds(graph):
     return Counter(node.type if isinstance(node.type, str) else node.type.kind for node in graph.nodes)
 
 
+@pytest.mark.slow
 def test_resnet18_of_both_makes(extracted):
     """17 convolutions of 3×3 or 7×7 and 3 of 1×1 in shortcuts, each with a norm; 8 sums of two; one linear layer."""
     with local_rng(0):

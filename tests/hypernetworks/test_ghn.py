@@ -166,6 +166,7 @@ def resnets():
     return {name: extract(build(name, (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)) for name in RESNETS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "normalise", "tolerance"),
     [

@@ -201,6 +201,7 @@ def test_500_clients_have_few_labels():
     assert 10 <= len(above.get_xticklabels()) <= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [pytest.param("png", marks=pytest.mark.slow), "svg"])
 def test_the_same_run_gives_the_same_file(folder, tmp_path, ending):
     for draw in (lambda: weight_evolution(read(folder), "a"), lambda: heat_map(read(folder), "head")):

@@ -58,6 +58,7 @@ def test_a_training_that_diverged_leaves_a_gap():
     assert len(axes.get_lines()) == 2
 
 
+@pytest.mark.slow
 def test_many_newcomers_have_panels_of_their_own(tmp_path):
     curves = {str(k): Curves("accuracy", (0.1, k / 10), (0.1, 0.2)) for k in range(4)}
     figure = draw_curves(curves)
