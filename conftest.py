@@ -24,7 +24,6 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     try:
         return (yield)
     finally:
-        gc.freeze()
         gc.set_threshold(50_000, 20, 20)
         gc.enable()
 
