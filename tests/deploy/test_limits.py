@@ -100,13 +100,17 @@ def test_a_large_reply_costs_no_more_than_it_brought(tmp_path, monkeypatch, case
     monkeypatch.setattr(wire, "unpack_tree", lambda data: pytest.fail("tensors are unpacked"))
     tracemalloc.start()
     began = time.process_time()
-    found = engine._result(task, answer)
+    found = engine._result(task, engine._packed(answer))
     seconds, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert sentence in found.failure.reason
     assert len(found.failure.reason) <= 300
     assert seconds < 5  # a tenth of that on a machine that does nothing else
     assert peak < 200 * 2**20
+
+
+def _result(engine, task, content):
+    return engine._result(task, engine._packed(SimpleNamespace(content=content, has_error=lambda: False)))
 
 
 def test_every_part_of_a_reply_counts_against_the_limit(tmp_path):
@@ -122,10 +126,10 @@ def test_every_part_of_a_reply_counts_against_the_limit(tmp_path):
         record(groups={"x" * 1_100_000: b""}),
         RecordDict({**record(), **more}),
     ):
-        reason = engine._result(task, SimpleNamespace(content=content, has_error=lambda: False)).failure.reason
+        reason = _result(engine, task, content).failure.reason
         assert "above max-megabytes = 1" in reason
     small = RecordDict({**record(), "more": ConfigRecord({})})
-    reason = engine._result(task, SimpleNamespace(content=small, has_error=lambda: False)).failure.reason
+    reason = _result(engine, task, small).failure.reason
     assert "it holds the records ['arrays', 'head', 'more', 'scalars']" in reason
 
 

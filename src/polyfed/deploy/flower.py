@@ -264,13 +264,16 @@ class FlowerEngine(Engine):
         letters = {task.client: Letter(self._server.order(task), task.travelling) for task in tasks}
         kind, number = (_TYPES[tasks[0].phase], tasks[0].round) if tasks else ("", 0)
         for client, answer in self._exchange(letters, number, kind):
-            task = by_client[client]
-            try:
-                if isinstance(answer, str):
-                    raise UserError(answer)
-                yield result_of(task, answer, self._server, self._sites.told[client], self._state)
-            except UserError as error:
-                yield Result(task, failure=ClientError(task.round, client, task.phase, one_line(error)))
+            yield self._result(by_client[client], answer)
+
+    def _result(self, task: Task, answer: Packed | str) -> Result:
+        """What a site's answer to a task is worth."""
+        try:
+            if isinstance(answer, str):
+                raise UserError(answer)
+            return result_of(task, answer, self._server, self._sites.told[task.client], self._state)
+        except UserError as error:
+            return Result(task, failure=ClientError(task.round, task.client, task.phase, one_line(error)))
 
     def _exchange(
         self, letters: Mapping[str, Letter], number: int, kind: str = "train"

@@ -167,6 +167,9 @@ class Conductor:
         Raises:
             UserError: they are no part of this sum.
         """
+        forms = {group: sorted(tensors) for group, tensors in answer.forms().items()}
+        if forms != {"sum": ["layout", "words"]}:  # before tensors are read
+            raise UserError(one_line(f"a part of a secure sum is expected, and the reply holds {sorted(forms)[:9]}"))
         body = answer.body()
         if flaw := part_flaw(body, self._server.algorithm, state, task.down):
             raise UserError(one_line(flaw))
