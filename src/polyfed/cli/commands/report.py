@@ -166,11 +166,11 @@ def _beside(setting: Setting, key: str, most: int, console: Console) -> Beside:
     if setting.results:
         classes = {
             int(seed): {client: told["classes"] for client, told in clients.items() if told["classes"]}
-            for seed, clients in setting.results["data"].items()
+            for seed, clients in setting.results.get("data", {}).items()
             if not setting.same_clients or int(seed) == setting.seeds[0]  # else they are the same for each
         }
         counted = [counts for clients in classes.values() for counts in clients.values()]
-        names = list(setting.results["class_names"] or ())
+        names = list(setting.results.get("class_names") or ())
         names += range(len(names), max(map(len, counted), default=0))  # of clients made in Python
         if any(classes.values()):
             return Beside({seed: one for seed, one in classes.items() if one}, [str(name) for name in names], "", views)
