@@ -237,6 +237,8 @@ def check_results(content: Mapping[str, Any]) -> str:
         if len({len(one["classes"]) for one in clients.values() if one["classes"]}) > 1:
             return f"data.{seed} counts another number of classes for one client than for another"
     for label, method in methods.items():
+        if content["target"].get("score") is not None and "to_target" not in method["statistics"]:
+            return f"methods.{label}.statistics has no to_target"
         if strange := sorted(method["runs"].keys() - seeds):
             return f"methods.{label}.runs has {strange[0]!r}, which is none of the seeds"
         for seed, run in method["runs"].items():
