@@ -16,7 +16,7 @@ from polyfed.cli.commands.reproduce import Found
 from polyfed.cli.main import main
 from polyfed.models import MODELS
 from polyfed.simulation.runs.directory import read_metrics
-from polyfed.simulation.runs.progress import Silent
+from polyfed.testing import _StopAfter
 
 TABLES = [table for paper in papers().values() for table in paper.tables.values()]
 RUNNABLE = [(table.paper, table.name) for table in TABLES if table.cells]
@@ -168,26 +168,9 @@ def test_a_stopped_run_is_gone_on_with(polyfed, monkeypatch):
     assert polyfed("reproduce", *FEW)[0] == 0
     whole = cells(polyfed.here / "here")
 
-    class Stops(Silent.__base__):
-        def start(self, title, rounds, done):
-            pass
-
-        def client(self, phase, done, total):
-            pass
-
-        def round(self, record):
-            if record["round"] == 2:
-                raise KeyboardInterrupt
-
-        def say(self, sentence):
-            pass
-
-        def stop(self):
-            pass
-
     words = [*FEW[:-1], "again"]
     with monkeypatch.context() as patch:
-        patch.setattr(running, "for_terminal", lambda **_: Stops())
+        patch.setattr(running, "for_terminal", lambda **_: _StopAfter(2))
         assert polyfed("reproduce", *words)[0] == 130
     run = polyfed.here / "again" / "fedhenn_table3-cifar10-linear-seed0"
     assert len(read_metrics(run / "metrics.jsonl")) == 2

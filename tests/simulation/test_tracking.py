@@ -14,7 +14,7 @@ from polyfed.simulation.federation import federate, resume
 from polyfed.simulation.runs.directory import read_metrics
 from polyfed.simulation.runs.progress import Silent
 from polyfed.simulation.tracking import Logger, kept, numbers, tracked
-from polyfed.testing import small_clients
+from polyfed.testing import _StopAfter, small_clients
 
 ROUNDS = 5
 
@@ -128,26 +128,11 @@ def test_a_server_that_goes_does_not_end_the_run(tmp_path, paper, monkeypatch):
 
 
 def test_a_stopped_run_is_not_called_finished(tmp_path, paper):
-    class Stops(Silent.__base__):
-        def start(self, title, rounds, done):
-            pass
-
-        def client(self, phase, done, total):
-            pass
-
-        def round(self, record):
-            if record["round"] == 3:
-                raise KeyboardInterrupt
-
-        def say(self, sentence):
-            pass
-
-        def stop(self):
-            pass
-
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        federate(small_clients(), FedAvg(), rounds=ROUNDS, workers=0, out=out, progress=tracked("paper", out, Stops()))
+        federate(
+            small_clients(), FedAvg(), rounds=ROUNDS, workers=0, out=out, progress=tracked("paper", out, _StopAfter(3))
+        )
     assert (out / "closed").read_text() == "fedavg False"
     go_on(out)
     assert logged(out) == expected(out)
