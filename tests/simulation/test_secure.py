@@ -114,6 +114,8 @@ def test_the_list_of_methods_is_known():
 
 def test_the_mean_of_all_clients_latest_models_needs_each_of_them():
     assert not can_be_secure(FedAvg(final="all"))
+    with pytest.raises(UserError, match=r"fedavg with final='all' keeps each .*; give final='cohort'"):
+        run(FedAvg(final="all"))
     assert can_be_secure(REGISTRY["fedhenn_homo"](final="cohort"))
 
 

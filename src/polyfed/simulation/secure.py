@@ -40,11 +40,16 @@ def disclosed(algorithm: Algorithm[Any, Any], secure: bool) -> frozenset[str]:
 
 def check_secure(algorithm: Algorithm[Any, Any], parties: int) -> None:
     """Raises a `UserError` if a method cannot run on secure sums, or a round has one client whose sum would be itself."""
+    if is_mean(algorithm) and not algorithm.sums_suffice:
+        raise UserError(
+            f"secure=True gives the server nothing but the sum of a round's replies, and {name_of(algorithm)} with "
+            "final='all' keeps each client's latest model by itself; give final='cohort'"
+        )
     if not can_be_secure(algorithm):
         base = [name for name, m in REGISTRY.items() if issubclass(m, Averaging) and m.aggregate is Averaging.aggregate]
         raise UserError(
-            f"secure=True gives the server nothing but the sum of a round's replies, and {name_of(algorithm)}, as it is "
-            f"set, needs each reply by itself, or none; methods whose server half is a mean: {', '.join(base)}"
+            f"secure=True gives the server nothing but the sum of a round's replies, and {name_of(algorithm)} needs "
+            f"each reply by itself, or none; methods whose server half is a mean: {', '.join(base)}"
         )
     if parties < 2:
         raise UserError(
