@@ -188,6 +188,28 @@ def test_the_library_stands_on_its_own():
         assert "/work/" not in text, name(file)
 
 
+RIVALS = (
+    "apfl", "ditto", "fd", "fedala", "fedamp", "feddf", "feddyn", "fedgh", "fedkd", "fedmd", "fedopt", "fedpac", "fedproto",
+    "fedtgp", "fml", "heterofl", "ifca", "knn_per", "lg_fedavg", "moon", "scaffold",
+)  # fmt: skip
+"""Methods made on the bases that a contributor has."""
+
+
+@pytest.mark.parametrize("method", RIVALS)
+def test_a_method_costs_at_most_seventy_lines(method):
+    """Lines of code, without what the file imports and what its docstrings and comments say."""
+    text = (SOURCE / "algorithms" / f"{method}.py").read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    told = {
+        line for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str))
+        for line in range(node.lineno, node.end_lineno + 1)
+    }  # fmt: skip
+    lines = [line.strip() for number, line in enumerate(text.splitlines(), 1) if number not in told]
+    assert sum(bool(line) and not line.startswith("#") for line in lines) <= 70
+
+
 def test_files_are_short():
     for file in [*FILES, *Path(__file__).parent.rglob("*.py")]:
         assert len(file.read_text(encoding="utf-8").splitlines()) < 400, file

@@ -87,15 +87,20 @@ def test_bias_and_variance_are_those_of_the_paper():
     assert float(found["v"]) == pytest.approx(v, rel=1e-5)
 
 
+def rows_of_shares(h, v):
+    found = shares({i: {"h": h[k], "v": v[k]} for k, i in enumerate("abc")})
+    return torch.tensor([[found[i][j] for j in "abc"] for i in "abc"], dtype=torch.float64)
+
+
 def test_heads_are_mixed_among_alike_and_by_how_well_they_are_known():
     """Two clients alike and one that is far: the far one goes its own way, the others share by the inverse of V."""
     h = torch.zeros(3, 2, 4)
     h[2] = 10.0
-    found = shares(h, torch.tensor([1.0, 3.0, 1.0]))
+    found = rows_of_shares(h, torch.tensor([1.0, 3.0, 1.0]))
     expected = torch.tensor([[0.75, 0.25, 0.0], [0.75, 0.25, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
     h[2] = 0.1
-    found = shares(h, torch.tensor([1.0, 3.0, 1.0]))
+    found = rows_of_shares(h, torch.tensor([1.0, 3.0, 1.0]))
     for i in range(3):
         apart = [h[i] - h[j] for j in range(3)]
         form = torch.tensor([[float((a * b).sum()) for a in apart] for b in apart]).double()

@@ -67,11 +67,11 @@ class Aligning(PublicPool, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 <= self.eta0 < float("inf"), "eta0", "at least 0")
-        self._require(self.rad_size >= 2, "rad_size", "at least 2")
+        self._at_least(0, "eta0")
+        self._at_least(2, "rad_size")
         enough = self.rad_batch == 0 or self.rad_batch >= 2
         self._require(enough, "rad_batch", "at least 2, or 0 for the whole RAD")
-        self._require(0 < self.sigma < float("inf"), "sigma", "positive")
+        self._positive("sigma")
         fits = self.distance == "cka" or self.kernel == "linear"
         self._require(
             fits, "kernel", "'linear' with distance='procrustes', which compares representations, not kernels"

@@ -13,7 +13,7 @@ from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, Serve
 from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import Scratch, initial_state, scratch
-from polyfed.core.training import LocalTraining, fit
+from polyfed.core.training import LocalTraining, fit, scalars_of
 from polyfed.core.tree import RunningMean, Spec, Tree, UnlikeTreesError, spec, weighted_mean
 
 Final = Literal["cohort", "all"]
@@ -107,6 +107,14 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         for i in sorted(replies):
             found.add(i, replies[i])
         return found.state_after(state)
+
+    def _mean(self, trees: Mapping[str, Tree], replies: Mapping[str, Message]) -> dict[str, Tensor]:
+        """Σ_i (n_i/n) θ_i of trees by client, or (1/m) Σ_i θ_i unweighted; n_i as the replies have it."""
+        n = {i: replies[i].scalars["num_examples"] for i in trees} if self.weighted else None
+        try:
+            return weighted_mean(trees, n)
+        except UnlikeTreesError as error:
+            raise self.unlike(error) from error
 
     def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
         """The next state, from the mean of the replies, group -> tree, and from who replied, in the order of ids."""
@@ -290,4 +298,4 @@ class Summing:
 def reply(net: Scratch, client: Client, loss: float, policy: Policy) -> tuple[Message, ClientState]:
     """The trained model θ_i with n_i, and the private state of the buffer policy."""
     model, own = give_back(net, policy)
-    return Message({"model": model}, {"num_examples": len(client.train), "train_loss": loss}), own
+    return Message({"model": model}, scalars_of(client, loss)), own

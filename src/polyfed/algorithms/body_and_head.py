@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
@@ -25,7 +24,7 @@ from polyfed.models.split import split_names
 @dataclass(frozen=True, kw_only=True)
 class BodyAndHead(Averaging, ABC):
     """A body φ that is averaged, and heads h_i. Evaluated model: φ with the client's own head; a client that never took part
-    has the head of the initial draw.
+    has the head of the initial draw. A head that the server sends ("head") takes the place of the client's own.
 
     The head is found by running the network on an example, which the server does not have: in round 1 it sends the whole
     initial draw, the replies hold bodies, and from then on bodies go down too.
@@ -52,8 +51,7 @@ class BodyAndHead(Averaging, ABC):
         """φ in the form in which it went down; in round 1, when the server does not know it, a part of the network."""
         if "draw" not in state:
             return {"model": spec(state["model"])}
-        known = spec(state["draw"])
-        return {"model": {name: known[name] for name in reply.tensors.get("model", ()) if name in known}}
+        return {"model": part_of(spec(state["draw"]), reply, "model")}
 
     def form_is_known(self, state: ServerState) -> bool:
         """Not in round 1, unless the head is named."""
@@ -80,8 +78,7 @@ class BodyAndHead(Averaging, ABC):
         assert client.model is not None
         start, net = initial_state(client.model, seed), scratch(client.model, client.train.device)
         fill(net.module, start)
-        row = torch.zeros(1, dtype=torch.int64, device=client.train.device)
-        _, head = split_names(net.module, self._head_modules(net.module, client.train.batch(row)[0]))
+        _, head = split_names(net.module, self._head_modules(net.module, client.train.one_input))
         return {
             "head": travelling({n: start[n] for n in head if n in start}, net.buffers, self.buffers),
             "trained": False,
@@ -99,7 +96,7 @@ class BodyAndHead(Averaging, ABC):
         return ready(net, client, own, self.buffers)
 
     def _assembled(self, down: Message, own: ClientState, client: Client) -> Scratch:
-        return receive(client, {**_received(down), **own["head"]}, own, self.buffers)
+        return receive(client, {**_received(down), **_head(down, own)}, own, self.buffers)
 
     def _divided(self, net: Scratch, own: ClientState) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tree]]:
         """After training: what of the body travels, the head, and the private state of the buffer policy."""
@@ -132,6 +129,15 @@ def trained_in_turn(
 
 def _received(down: Message) -> Tree:
     return down.tensors["model"] if "model" in down.tensors else down.tensors["draw"]
+
+
+def _head(down: Message, own: ClientState) -> Tree:
+    return down.tensors.get("head", own["head"])
+
+
+def part_of(whole: Spec, reply: Message, group: str) -> Spec:
+    """The form of those tensors of a network that a group of a reply has."""
+    return {name: whole[name] for name in reply.tensors.get(group, ()) if name in whole}
 
 
 def nothing_travels(method: Averaging) -> str:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Client
@@ -71,8 +70,7 @@ def common_form(given: Mapping[str, Any], state: Tree, client: Client, method: s
     """
     assert client.model is not None
     device = client.train.device
-    row = torch.zeros(1, dtype=torch.int64, device=device)
-    one, x = client.train.select(row), client.train.batch(row)[0]
+    one, x = client.train.head(), client.train.one_input
     outputs = predict(fill(scratch(client.model, device).module, state), one).shape[1]
     form = {"input_shape": list(form_of(x).shape), "outputs": outputs}
     if not isinstance(x, Tensor) and ":" not in given["name"]:  # polyfed's networks take one tensor

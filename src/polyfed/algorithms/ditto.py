@@ -45,7 +45,7 @@ class Ditto(BesideGlobal):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 <= self.lam < float("inf"), "lam", "at least 0")
+        self._at_least(0, "lam")
         self._require(
             self.personal_epochs is None or self.personal_epochs >= 1, "personal_epochs", "at least 1, or none"
         )

@@ -16,8 +16,8 @@ from polyfed.core.buffers import Policy
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation import predict
 from polyfed.core.scratch import settled, whole_state
-from polyfed.core.training import Forward, fit
-from polyfed.core.tree import Spec, Tree, UnlikeTreesError, spec
+from polyfed.core.training import Forward, fit, scalars_of
+from polyfed.core.tree import Spec, Tree, UnlikeTreesError, copied, spec
 
 # The server keeps "classes", the last round's mean of the replies, and "who" replied
 # A client keeps "model", W_i and buffers, and "classes", what it sent last
@@ -56,7 +56,7 @@ class FD(KeepsNetwork, Averaging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 <= self.gamma < float("inf"), "gamma", "at least 0")
+        self._at_least(0, "gamma")
         self._require(not self.weighted, "weighted", "false: a client takes its own part out of a plain mean")
         self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
 
@@ -101,8 +101,8 @@ class FD(KeepsNetwork, Averaging):
         outputs = predict(settled(model), client.train)
         values = outputs.softmax(1) if self.outputs == "probabilities" else outputs
         sent = class_sums(values, client.train.labels, outputs.shape[1])
-        scalars = {"num_examples": len(client.train), "train_loss": found.loss}
-        kept = {name: tensor.clone() for name, tensor in sent.items()}
+        scalars = scalars_of(client, found.loss)
+        kept = copied(sent)
         return Message({"classes": sent}, scalars), {"model": whole_state(model), "classes": kept}
 
     def _loss(self, down: Message, own: ClientState, client: Client) -> Callable[[Forward], Tensor] | None:

@@ -58,15 +58,15 @@ class FedALA(BesideGlobal):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.layers >= 1, "layers", "at least 1")
+        self._at_least(1, "layers")
         self._require(0 < self.sample <= 1, "sample", "above 0 and at most 1")
-        self._require(0 <= self.weight_lr < float("inf"), "weight_lr", "at least 0")
-        self._require(self.start_epochs >= 1, "start_epochs", "at least 1")
+        self._at_least(0, "weight_lr")
+        self._at_least(1, "start_epochs")
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """Θ_i of the common draw, and W = 1 for its upper layers."""
         module = self.own_network(own := super().client_init(client, seed), client)
-        first = client.train.batch(torch.zeros(1, dtype=torch.int64, device=client.train.device))[0]
+        first = client.train.one_input
         _, upper = split_names(module, head_modules(module, arrange(module, first), num_layers=self.layers))
         names = [name for name, p in module.named_parameters() if name in upper and p.requires_grad]
         weights = {name: torch.ones_like(own["model"][name]) for name in names}
@@ -80,13 +80,8 @@ class FedALA(BesideGlobal):
         net = receive(client, {**down.tensors["model"], **mixture}, own, self.buffers)
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
         message, kept = reply(net, client, found.loss, self.buffers)
-        return message, {
-            **kept,
-            "model": whole_state(net.module),
-            "weights": weights,
-            "trained": True,
-            "learnt": learns,
-        }
+        after = {"model": whole_state(net.module), "weights": weights, "trained": True, "learnt": learns}
+        return message, {**kept, **after}
 
     def _learnt(self, down: Message, own: ClientState, client: Client, seed: int) -> Tree:
         """W_i ← clip(W_i − η·∇_W L_i(Θ̂_i), 0, 1) on a sample of the training examples, by names."""

@@ -14,7 +14,7 @@ from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, Serve
 from polyfed.core.buffers import Policy, travelling
 from polyfed.core.gathered import OfClient
 from polyfed.core.scratch import initial_state, scratch, whole_state
-from polyfed.core.training import LocalTraining, fit
+from polyfed.core.training import LocalTraining, fit, scalars_of
 from polyfed.core.tree import Spec, Tree, spec, weighted_mean
 
 ServerState = dict[str, Any]
@@ -110,7 +110,7 @@ class FedAMP(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
         model = whole_state(module)
         assert client.model is not None
         sent = travelling(whole_state(module), scratch(client.model, client.train.device).buffers, self.buffers)
-        return Message({"model": sent}, {"num_examples": len(client.train), "train_loss": found.loss}), {"model": model}
+        return Message({"model": sent}, scalars_of(client, found.loss)), {"model": model}
 
 
 def _pull(weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:

@@ -83,10 +83,10 @@ class FedAvgKD(Averaging):
         self._require(named, "teacher", "a network's name, or a mapping with it, as {name: resnet18, width: 16}")
         object.__setattr__(self, "teacher", FrozenArguments(given))
         spec_of(self._given, (1,), 1)  # refuses an unknown name
-        self._require(0 < self.teacher_lr < float("inf"), "teacher_lr", "positive")
-        self._require(self.teacher_rounds is None or self.teacher_rounds >= 1, "teacher_rounds", "at least 1, or none")
+        self._positive("teacher_lr")
+        self._at_least(1, "teacher_rounds")
         self._require(0 <= self.alpha <= 1, "alpha", "between 0 and 1")
-        self._require(0 < self.temperature < float("inf"), "temperature", "positive")
+        self._positive("temperature")
 
     @property
     def _given(self) -> Mapping[str, Any]:

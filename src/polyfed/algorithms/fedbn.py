@@ -11,7 +11,7 @@ from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import Scratch, initial_state, scratch
-from polyfed.core.training import fit
+from polyfed.core.training import fit, scalars_of
 from polyfed.models.split import norm_tensor_names, split_names
 
 
@@ -81,8 +81,7 @@ class FedBN(Averaging):
         theta, kept = give_back(net, self.buffers)
         model = {name: tensor for name, tensor in theta.items() if name not in own["norms"]}
         norms = {name: theta[name] for name in own["norms"]}
-        scalars = {"num_examples": len(client.train), "train_loss": found.loss}
-        return Message({"model": model}, scalars), {"norms": norms, **kept}
+        return Message({"model": model}, scalars_of(client, found.loss)), {"norms": norms, **kept}
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """θ with the client's own norm layers."""

@@ -19,7 +19,7 @@ from polyfed.core.examples import Examples
 from polyfed.core.scratch import fill, initial_state, scratch, settled, whole_state
 from polyfed.core.seeds import derive
 from polyfed.core.training import LocalTraining
-from polyfed.core.tree import Tree, weighted_mean
+from polyfed.core.tree import Tree
 
 # The server keeps "model": θ^p by architecture; "seed" of the run; "round"
 
@@ -62,7 +62,7 @@ class FedDF(Averaging):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require(self.server_steps >= 0, "server_steps", "at least 0 (0 is FedAvg by architecture)")
-        self._require(0 < self.server_lr < float("inf"), "server_lr", "positive")
+        self._positive("server_lr")
         self._require(self.server_batch_size >= 0, "server_batch_size", "at least 1, or 0 for all public examples")
         self._require(self.buffers == "average", "buffers", "'average', since the server runs the clients' models")
 
@@ -78,7 +78,7 @@ class FedDF(Averaging):
         assert server.architectures is not None  # `requires` names both
         assert server.public is not None
         drawn = {key: initial_state(factory, server.seed) for key, factory in sorted(server.architectures.items())}
-        one = server.public.select(torch.zeros(1, dtype=torch.int64, device=server.public.device))
+        one = server.public.head()
         widths = {key: _outputs(server.architectures[key], tree, one).shape[1] for key, tree in drawn.items()}
         if len(set(widths.values())) > 1:
             told = {who.id: widths[who.architecture or ""] for who in server.clients}
@@ -102,9 +102,9 @@ class FedDF(Averaging):
         kinds = {who.id: who.architecture or "" for who in server.clients}
         models, number = dict(state["model"]), state["round"] + 1
         for key in sorted({kinds[i] for i in replies}):
-            of_kind = {i: replies[i] for i in sorted(replies) if kinds[i] == key}
-            n = {i: reply.scalars["num_examples"] for i, reply in of_kind.items()} if self.weighted else None
-            models[key] = weighted_mean({i: reply.tensors["model"] for i, reply in of_kind.items()}, n)
+            models[key] = self._mean(
+                {i: replies[i].tensors["model"] for i in sorted(replies) if kinds[i] == key}, replies
+            )
         if not self.server_steps:
             return {**state, "model": models, "round": number}
         trees = [(server.architectures[kinds[i]], replies[i].tensors["model"]) for i in sorted(replies)]

@@ -41,7 +41,7 @@ class FedDyn(ServerStep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 < self.alpha < float("inf"), "alpha", "positive")
+        self._positive("alpha")
         self._require(not self.weighted, "weighted", "false: the server's h is the plain mean over clients")
         self._require(self.adapters is None, "adapters", "none: what clients keep has the form of one architecture")
 

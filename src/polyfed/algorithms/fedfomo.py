@@ -16,7 +16,7 @@ from polyfed.core.examples import Examples
 from polyfed.core.scratch import initial_state, scratch
 from polyfed.core.seeds import derive, torch_generator
 from polyfed.core.training import LocalTraining, fit
-from polyfed.core.tree import Spec, Tree, spec, weighted_mean
+from polyfed.core.tree import Spec, Tree, copied, spec, weighted_mean
 
 ServerState = dict[str, dict[str, Any]]
 ClientState = dict[str, Any]
@@ -62,7 +62,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.num_models >= 1, "num_models", "at least 1")
+        self._at_least(1, "num_models")
         self._require(0 <= self.epsilon <= 1, "epsilon", "between 0 and 1")
         self._require(0 <= self.epsilon_decay <= 1, "epsilon_decay", "between 0 and 1")
         self._require(0 < self.holdout < 1, "holdout", "above 0 and below 1")
@@ -163,7 +163,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
             arrays["request"] = {"clients": self._choose(preferences, position, down.scalars["epsilon"], generator)}
         held = {"holdout": own["holdout"]} if "holdout" in own else {}
         scalars = {"num_examples": len(training), "train_loss": found.loss}
-        models = {"model": {name: tensor.clone() for name, tensor in model.items()}, "before": dict(theta)}
+        models = {"model": copied(model), "before": dict(theta)}
         return Message(arrays, scalars), {**models, "preferences": preferences, **kept, **held}
 
     def _choose(self, preferences: Tensor, position: int, epsilon: float, generator: torch.Generator) -> Tensor:

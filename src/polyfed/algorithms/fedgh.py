@@ -15,7 +15,7 @@ from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, Serve
 from polyfed.core.buffers import Policy
 from polyfed.core.scratch import fill, new_module, settled, whole_state
 from polyfed.core.seeds import derive
-from polyfed.core.training import LocalTraining, fit
+from polyfed.core.training import LocalTraining, fit, scalars_of
 from polyfed.core.tree import Spec, spec
 
 ServerState = dict[str, Any]  # "head": φ, empty before the first replies; "seed" of the run; "round"
@@ -57,8 +57,8 @@ class FedGH(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.server_epochs >= 1, "server_epochs", "at least 1")
-        self._require(0 < self.server_lr < float("inf"), "server_lr", "positive")
+        self._at_least(1, "server_epochs")
+        self._positive("server_lr")
         self._require(self.server_batch_size >= 0, "server_batch_size", "at least 1, or 0 for all class means")
         self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
 
@@ -108,8 +108,7 @@ class FedGH(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
         features, outputs = representations(settled(model), client.train, module=name), model.get_submodule(name)
         assert isinstance(outputs, nn.Linear)
         sent = class_sums(features, client.train.labels, outputs.out_features)
-        scalars = {"num_examples": len(client.train), "train_loss": found.loss}
-        return Message({"classes": sent}, scalars), {"model": whole_state(model)}
+        return Message({"classes": sent}, scalars_of(client, found.loss)), {"model": whole_state(model)}
 
     def _with_head(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """W_i with φ in place of its head, once there is a φ."""

@@ -20,7 +20,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.inputs import first
 from polyfed.core.scratch import fill, initial_state, scratch, settled, whole_state
 from polyfed.core.training import fit
-from polyfed.core.tree import Spec, Tree
+from polyfed.core.tree import Spec, Tree, copied
 
 ServerState = dict[
     str, Any
@@ -72,7 +72,7 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.rank is None or self.rank >= 1, "rank", "at least 1, or none")
+        self._at_least(1, "rank")
         self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
         if self.share == "weights":
             if self.rad == "noise":
@@ -232,7 +232,7 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
         state = whole_state(model)
         after: ClientState = {"model": state, **self._keep_pool(down, own)}
         if self.share == "weights":
-            return Message({"model": {name: tensor.clone() for name, tensor in state.items()}}, scalars), after
+            return Message({"model": copied(state)}, scalars), after
         a = self._shared(representations(settled(model), pool, module=module, batch_statistics=True))
         return Message({"representations": {"a": a}}, scalars), after
 

@@ -9,16 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import ClientState, ServerState
-from polyfed.algorithms.common_network import learner
 from polyfed.algorithms.distillation import divergence
 from polyfed.algorithms.low_rank import compressed, expanded, moved, spec_of_compressed
-from polyfed.algorithms.mutual import Mutual, Pair, bridged, first_bridge
+from polyfed.algorithms.mutual import Mutual, Pair, bridged
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import scratch
-from polyfed.core.seeds import derive
 from polyfed.core.training import Forward
-from polyfed.core.tree import Spec, Tree, UnlikeTreesError, weighted_mean
+from polyfed.core.tree import Spec, Tree
 
 
 @final
@@ -56,7 +53,7 @@ class FedKD(Mutual):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 <= self.distil < float("inf"), "distil", "at least 0")
+        self._at_least(0, "distil")
         for field in ("t_start", "t_end"):
             self._require(0 < getattr(self, field) <= 1, field, "above 0 and at most 1")
 
@@ -86,15 +83,11 @@ class FedKD(Mutual):
     def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
         """s ← s + Δ, Δ being the mean update (algorithm 1, lines 13 to 22) by as many singular values."""
         number = state["round"] + 1
-        weights = {i: r.scalars["num_examples"] for i, r in replies.items()} if self.weighted else None
-        try:
-            if not state["model"]:
-                mean = weighted_mean({i: r.tensors["model"] for i, r in replies.items()}, weights)
-                return {"model": mean, "update": {}, "holders": [], "round": number}
-            whole = {i: expanded(r.tensors["update"], state["model"]) for i, r in replies.items()}
-            update = compressed(weighted_mean(whole, weights), self.energy_at(number, server.rounds))
-        except UnlikeTreesError as error:
-            raise self.unlike(error) from error
+        if not state["model"]:
+            mean = self._mean({i: r.tensors["model"] for i, r in replies.items()}, replies)
+            return {"model": mean, "update": {}, "holders": [], "round": number}
+        whole = {i: expanded(r.tensors["update"], state["model"]) for i, r in replies.items()}
+        update = compressed(self._mean(whole, replies), self.energy_at(number, server.rounds))
         return {"model": moved(state["model"], update), "update": update, "holders": sorted(replies), "round": number}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -102,11 +95,7 @@ class FedKD(Mutual):
     def client_init(self, client: Client, seed: int) -> ClientState:
         """θ_i as in Local; and W_i."""
         own = super().client_init(client, seed)
-        if not (self.hidden_loss and self.distil):
-            return own
-        common = scratch(learner(self._given, own, client)[1], client.train.device).module
-        mine = self.personal_model(Message(), own, client, seed)
-        return {**own, "bridge": first_bridge(mine, common, client, derive(seed, client.id, "bridge"))}
+        return self._with_bridge(own, client, seed) if self.hidden_loss and self.distil else own
 
     def _received(self, down: Message, own: ClientState, client: Client) -> Tree:
         """s as the message has it, or as it is after the update; or as it is at first."""
@@ -125,10 +114,8 @@ class FedKD(Mutual):
             return reply, after
         before = {name: tensor.cpu() for name, tensor in self._received(down, own, client).items()}
         change = {name: tensor - before[name] for name, tensor in reply.tensors["model"].items()}
-        return Message({"update": compressed(change, down.scalars["energy"])}, reply.scalars), {
-            **after,
-            "common": before,
-        }
+        sent = {"update": compressed(change, down.scalars["energy"])}
+        return Message(sent, reply.scalars), {**after, "common": before}
 
     def pair(self, mine: nn.Module, shared: nn.Module, own: ClientState, client: Client) -> Pair:
         """Both networks, with W_i between their representations."""

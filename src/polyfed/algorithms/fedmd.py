@@ -20,7 +20,7 @@ from polyfed.core.evaluation import predict
 from polyfed.core.inputs import first
 from polyfed.core.scratch import settled, whole_state
 from polyfed.core.seeds import derive
-from polyfed.core.training import fit
+from polyfed.core.training import fit, scalars_of
 from polyfed.core.tree import Spec, Tree, UnlikeTreesError
 
 # The server keeps "outputs", f̃ of the last round, empty at first; "done", how many rounds that were; and the public examples
@@ -71,7 +71,7 @@ class FedMD(KeepsNetwork, PublicPool, Averaging):
         super().__post_init__()
         self._require(self.digest_epochs >= 0, "digest_epochs", "at least 0 (0 is local)")
         self._require(self.digest_batch_size >= 0, "digest_batch_size", "at least 1, or 0 for all public examples")
-        self._require(self.public_size >= 1, "public_size", "at least 1")
+        self._at_least(1, "public_size")
         self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
 
     # -- server ---------------------------------------------------------------------------------------------------
@@ -130,5 +130,7 @@ class FedMD(KeepsNetwork, PublicPool, Averaging):
             distil(model, few, digest["logits"], options, lr=lr, seed=derive(seed, "digest"), apart=apart)
         found = fit(model, client, self, lr=lr, seed=seed)
         outputs = predict(settled(model), pool.select(down.tensors["next"]["rows"].long().to(pool.device)))
-        scalars = {"num_examples": len(client.train), "train_loss": found.loss}
-        return Message({"outputs": {"logits": outputs}}, scalars), {"model": whole_state(model), **kept}
+        return Message({"outputs": {"logits": outputs}}, scalars_of(client, found.loss)), {
+            "model": whole_state(model),
+            **kept,
+        }

@@ -50,10 +50,10 @@ class FedOpt(ServerStep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.server_lr is None or 0 < self.server_lr < float("inf"), "server_lr", "positive, or none")
+        self._positive("server_lr")
         self._require(self.beta1 is None or 0 <= self.beta1 < 1, "beta1", "at least 0 and below 1, or none")
         self._require(0 <= self.beta2 < 1, "beta2", "at least 0 and below 1")
-        self._require(0 < self.tau < float("inf"), "tau", "positive")
+        self._positive("tau")
         fits = self.adapters != "svd"
         self._require(
             fits, "adapters", "'zero_pad' or 'stack', since factors of a decomposition do not add up over rounds"

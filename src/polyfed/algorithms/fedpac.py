@@ -6,21 +6,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, final
 
-import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import ClientState, ServerState
-from polyfed.algorithms.body_and_head import BodyAndHead, trained_in_turn
+from polyfed.algorithms.body_and_head import BodyAndHead, part_of, trained_in_turn
 from polyfed.algorithms.class_means import class_sums, linear_head, num_outputs
-from polyfed.algorithms.head_shares import moments, shares
+from polyfed.algorithms.head_shares import moments, moments_spec, shares
 from polyfed.algorithms.prototypes import prototype_spec, pulled, renewed
 from polyfed.alignment.representations import representation_name, representations
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import Policy
 from polyfed.core.scratch import scratch, settled
 from polyfed.core.seeds import derive
-from polyfed.core.training import fit
-from polyfed.core.tree import Spec, Tree, spec, weighted_mean
+from polyfed.core.training import fit, scalars_of
+from polyfed.core.tree import Spec, Tree, copied, spec, weighted_mean
 from polyfed.models.split import representation_module
 
 # The server keeps, beside `BodyAndHead`'s, "prototypes": p̄, and "heads": the mixed head of each client that took part
@@ -79,9 +78,9 @@ class FedPAC(BodyAndHead):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 <= self.lam < float("inf"), "lam", "at least 0")
-        self._require(self.head_epochs >= 1, "head_epochs", "at least 1")
-        self._require(self.head_lr is None or 0 < self.head_lr < float("inf"), "head_lr", "positive, or none")
+        self._at_least(0, "lam")
+        self._at_least(1, "head_epochs")
+        self._positive("head_lr")
 
     @property
     def sums_suffice(self) -> bool:
@@ -96,11 +95,10 @@ class FedPAC(BodyAndHead):
 
     def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
         """φ, the client's mixed head, and p̄ where it is to train with it."""
-        head = {"head": state["heads"][who.id]} if who.id in state["heads"] else {}
-        pulls = state["prototypes"] and who.purpose != "personal"
-        sent = {**head, **({"prototypes": state["prototypes"]} if pulls else {})}
-        common = super().dispatch(state, who)
-        return Message({**common.tensors, **sent}, common.scalars)
+        common, sent = super().dispatch(state, who), {"head": state["heads"].get(who.id)}
+        if who.purpose != "personal":
+            sent["prototypes"] = state["prototypes"]
+        return Message({**common.tensors, **{group: tree for group, tree in sent.items() if tree}}, common.scalars)
 
     def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
         """φ and class means; and, where heads are mixed, the head, h and V."""
@@ -108,14 +106,9 @@ class FedPAC(BodyAndHead):
         found = {**super().reply_spec(state, down, reply), **classes}
         if not self.collaborate:
             return found
-        v = reply.tensors.get("statistics", {}).get("v")
-        if v is not None and not v.is_meta and not bool((v >= 0).all()):
-            raise ValueError("its variance V is negative")
         known = spec(next(iter(state["heads"].values()), state.get("draw", {})))
-        head = (
-            {name: known[name] for name in reply.tensors.get("head", ()) if name in known} if "draw" in state else known
-        )
-        return {**found, "head": head, "statistics": {"h": classes["classes"]["sums"], "v": ((), torch.float32)}}
+        head = part_of(known, reply, "head") if "draw" in state else known
+        return {**found, "head": head, "statistics": moments_spec(reply, classes["classes"])}
 
     def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
         """φ ← Σ_i (n_i/n) φ_i and p̄_c ← Σ_i n_ic μ_ic / Σ_i n_ic."""
@@ -124,12 +117,8 @@ class FedPAC(BodyAndHead):
 
     def keep_replies(self, state: ServerState, replies: Mapping[str, Message]) -> ServerState:
         """The head of client i ← Σ_j α_ij g_j."""
-        ids = sorted(replies)
-        h, v = (torch.stack([replies[i].tensors["statistics"][name] for i in ids]) for name in ("h", "v"))
-        trees = {i: replies[i].tensors["head"] for i in ids}
-        alphas = [dict(zip(ids, row.tolist(), strict=True)) for row in shares(h, v)]
-        mixed = {i: weighted_mean(trees, alpha) for i, alpha in zip(ids, alphas, strict=True)}
-        heads = {**state["heads"], **mixed}
+        statistics, own = ({i: replies[i].tensors[part] for i in sorted(replies)} for part in ("statistics", "head"))
+        heads = {**state["heads"], **{i: weighted_mean(own, alpha) for i, alpha in shares(statistics).items()}}
         return {**state, "heads": {i: heads[i] for i in sorted(heads)}}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -143,14 +132,10 @@ class FedPAC(BodyAndHead):
     def _head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
         return (representation_module(module, example),)
 
-    def _received(self, down: Message, own: ClientState) -> ClientState:
-        return {**own, "head": down.tensors["head"]} if "head" in down.tensors else own
-
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """V and h by φ; then g_i by `head_epochs` on φ, and φ_i by `local_epochs` on g_i; then class means by φ_i."""
-        before, y = self._received(down, own), client.train.labels
         features = representations(settled(self.personal_model(down, own, client, seed)), client.train)
-        net, lr = self._assembled(down, before, client), down.scalars["lr"]
+        net, lr, y = self._assembled(down, own, client), down.scalars["lr"], client.train.labels
         name, classes = representation_name(net.module, client.train), num_outputs(net.module, client)
         head, rate = replace(self, local_epochs=self.head_epochs, local_steps=None), self.head_lr
         seed_of_head, of_head_lr = derive(seed, "head"), lr if rate is None else lr * rate / self.lr
@@ -163,11 +148,5 @@ class FedPAC(BodyAndHead):
         means = representations(settled(net.module), client.train, module=name)
         sent = {"model": body, "classes": class_sums(means, y, classes, self.weighted)}
         if self.collaborate:
-            sent |= {"head": dict(trained), "statistics": moments(features, y, classes)}
-            trained = {n: tensor.clone() for n, tensor in trained.items()}
-        scalars = {"num_examples": len(client.train), "train_loss": loss}
-        return Message(sent, scalars), {"head": trained, "trained": True, **kept}
-
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
-        """φ with the mixed head, or the client's own before there is one."""
-        return super().personal_model(down, self._received(down, own), client, seed)
+            sent["head"], sent["statistics"] = copied(trained), moments(features, y, classes)
+        return Message(sent, scalars_of(client, loss)), {"head": trained, "trained": True, **kept}

@@ -41,7 +41,7 @@ class Anticipating(Searching, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 <= self.eta < float("inf"), "eta", "at least 0")
+        self._at_least(0, "eta")
 
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ^k after the client's steps (algorithm 1, CLIENTUPDATE). The personal stack is the server's at the start of the

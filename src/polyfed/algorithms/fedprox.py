@@ -33,7 +33,7 @@ class FedProx(OneModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.mu >= 0, "mu", "at least 0")
+        self._at_least(0, "mu")
 
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ_i: an approximate minimiser of L_i(θ) + μ/2·‖θ − θ̄‖², started at θ̄ (eq. 2)."""

@@ -13,7 +13,7 @@ from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.buffers import Policy
 from polyfed.core.scratch import scratch
 from polyfed.core.seeds import derive
-from polyfed.core.training import fit
+from polyfed.core.training import fit, scalars_of
 from polyfed.models.split import head_modules, split_names
 
 
@@ -59,8 +59,8 @@ class FedRep(BodyAndHead):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.body_epochs >= 1, "body_epochs", "at least 1")
-        self._require(self.head_layers >= 0, "head_layers", "at least 0")
+        self._at_least(1, "body_epochs")
+        self._at_least(0, "head_layers")
         if self.head is not None:
             listed = isinstance(self.head, tuple | list) and all(isinstance(name, str) for name in self.head)
             self._require(listed, "head", "a list of module names, or none")
@@ -97,5 +97,4 @@ class FedRep(BodyAndHead):
         of_head = partial(train, options=self, seed=derive(seed, "head"))
         loss = trained_in_turn(net.module, own["head"], of_head, partial(train, options=body, seed=seed))
         model, head, kept = self._divided(net, own)
-        scalars = {"num_examples": len(client.train), "train_loss": loss}
-        return Message({"model": model}, scalars), {"head": head, "trained": True, **kept}
+        return Message({"model": model}, scalars_of(client, loss)), {"head": head, "trained": True, **kept}

@@ -61,10 +61,9 @@ class FedTGP(Prototypes, Algorithm[ServerState, ClientState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 <= self.margin < float("inf"), "margin", "at least 0")
-        self._require(self.hidden is None or self.hidden >= 1, "hidden", "at least 1, or none")
-        self._require(self.server_epochs >= 1, "server_epochs", "at least 1")
-        self._require(0 < self.server_lr < float("inf"), "server_lr", "positive")
+        self._at_least(0, "margin")
+        self._at_least(1, "hidden", "server_epochs")
+        self._positive("server_lr")
         self._require(self.server_batch_size >= 0, "server_batch_size", "at least 1, or 0 for all class means")
 
     def server_init(self, server: ServerContext) -> ServerState:

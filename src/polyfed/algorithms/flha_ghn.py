@@ -15,7 +15,7 @@ from polyfed.core.buffers import Policy, filled, ready, recompute
 from polyfed.core.decided import Decides
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import Scratch, initial_state, scratch
-from polyfed.core.training import Schedule, fit
+from polyfed.core.training import Schedule, fit, scalars_of
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.graphs.cached import graph_of
 from polyfed.hypernetworks.generated import GeneratedNetwork, aliases, assembled
@@ -96,11 +96,11 @@ class FLHAGHN(Averaging, Decides):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.depth >= 0, "depth", "at least 0")
+        self._at_least(0, "depth")
         for field in ("latent", "hidden", "rank"):
             self._require(getattr(self, field) >= 1, field, "at least 1")
-        self._require(self.refine_epochs >= 0, "refine_epochs", "at least 0")
-        self._require(0 < self.refine_lr < float("inf"), "refine_lr", "positive")
+        self._at_least(0, "refine_epochs")
+        self._positive("refine_lr")
         self._require(self.buffers != "average", "buffers", "'local' or 'recompute' (clients' buffers differ in form)")
 
     # -- server ---------------------------------------------------------------------------------------------------
@@ -147,8 +147,7 @@ class FLHAGHN(Averaging, Decides):
             parameter.requires_grad_(parameter.requires_grad and name in graph.local)
         found = fit(network, client, self, lr=down.scalars["lr"], seed=seed)
         trained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in network.ghn.state_dict().items()}
-        scalars = {"num_examples": len(client.train), "train_loss": found.loss}
-        return Message({"ghn": trained}, scalars), self._kept(net, graph)
+        return Message({"ghn": trained}, scalars_of(client, found.loss)), self._kept(net, graph)
 
     def _kept(self, net: Scratch, graph: ArchitectureGraph) -> ClientState:
         state = net.module.state_dict()

@@ -1,8 +1,13 @@
 """By which shares FedPAC mixes heads, and what of a client's representations they follow from."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from polyfed.core.algorithm import Message
+from polyfed.core.tree import Spec, Tree
 
 _RIDGE = 1e-9
 """Of the mean of the diagonal, added to it, so that the minimum is one point."""
@@ -42,19 +47,31 @@ def moments(features: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]
     return {"h": h.float(), "v": v.clamp(min=0).float()}
 
 
-def shares(h: Tensor, v: Tensor) -> Tensor:
-    """α, a row for each client: what minimises variance and bias of its mixed head.
+def moments_spec(reply: Message, classes: Spec) -> Spec:
+    """The form of `moments` in a reply whose class means have this form.
+
+    Raises:
+        ValueError: V is negative.
+    """
+    v = reply.tensors.get("statistics", {}).get("v")
+    if v is not None and not v.is_meta and not bool((v >= 0).all()):
+        raise ValueError("its variance V is negative")
+    return {"h": classes["sums"], "v": ((), torch.float32)}
+
+
+def shares(statistics: Mapping[str, Tree]) -> dict[str, dict[str, float]]:
+    """α_ij by i and j: what minimises variance and bias of each client's mixed head.
 
     Args:
-        h: of all clients, (m, C, d).
-        v: of all clients, (m,).
+        statistics: `moments` by client.
 
-    >>> shares(torch.zeros(2, 1, 1), torch.tensor([1.0, 3.0]))
-    tensor([[0.7500, 0.2500],
-            [0.7500, 0.2500]], dtype=torch.float64)
+    >>> none = torch.zeros(1, 1)
+    >>> alpha = shares({"a": {"h": none, "v": torch.tensor(1.0)}, "b": {"h": none, "v": torch.tensor(3.0)}})
+    >>> {i: round(share, 3) for i, share in alpha["b"].items()}
+    {'a': 0.75, 'b': 0.25}
     """
-    flat, rows = h.to(torch.float64).flatten(1), []
-    for own in flat:
-        apart = own - flat
-        rows.append(least_on_simplex(torch.diag(v.to(torch.float64)) + apart @ apart.T))
-    return torch.stack(rows)
+    ids = list(statistics)
+    h, v = (torch.stack([statistics[i][name] for i in ids]).to(torch.float64) for name in ("h", "v"))
+    apart = {i: own - h.flatten(1) for i, own in zip(ids, h.flatten(1), strict=True)}
+    rows = {i: least_on_simplex(torch.diag(v) + apart[i] @ apart[i].T) for i in ids}
+    return {i: dict(zip(ids, row.tolist(), strict=True)) for i, row in rows.items()}

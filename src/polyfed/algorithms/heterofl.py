@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState, reply
-from polyfed.algorithms.widths import corner, folded, rates, scaled, widest
+from polyfed.algorithms.widths import corner, folded, rates, refuse_narrow_head, scaled, widest
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import Policy, ready, receive, travelling
-from polyfed.core.errors import UserError
 from polyfed.core.scratch import initial_state, scratch
 from polyfed.core.training import Forward, fit
-from polyfed.models.split import head_modules
 
 _RATE = "rate of "  # before a layer's name, in a message's numbers
 # The server keeps "model": θ, the widest; "forms": the shapes of each architecture's corner; "rates": r of its layers
@@ -104,12 +102,7 @@ class HeteroFL(Averaging):
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """The corner after `local_epochs` on the client's data."""
         net, shares = receive(client, down.tensors["model"], own, self.buffers), _shares(down)
-        one = client.train.batch(torch.zeros(1, dtype=torch.int64, device=client.train.device))[0]
-        if shares.keys() & set(head_modules(net.module, one)):
-            raise UserError(
-                f"HeteroFL: the network of client {client.id!r} has fewer outputs than another's; give all networks the "
-                "same number of outputs, one for each class of the federation"
-            )
+        refuse_narrow_head(net.module, shares, client)
         with scaled(net.module, shares):
             loss = self._loss(client, bool(shares))
             found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed, loss=loss, reported="task")

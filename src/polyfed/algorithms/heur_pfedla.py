@@ -18,8 +18,8 @@ from polyfed.algorithms.pfedla import (
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import give_back, ready, receive, travelling
 from polyfed.core.scratch import Scratch, initial_state, scratch
-from polyfed.core.training import fit
-from polyfed.core.tree import Spec, spec
+from polyfed.core.training import fit, scalars_of
+from polyfed.core.tree import Spec, copied, spec
 
 
 @final
@@ -82,8 +82,8 @@ class HeurPFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
         net = self._begin(down, own, client)
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
         model, after = give_back(net, self.buffers)
-        after["model"] = {name: tensor.clone() for name, tensor in model.items()}
-        return Message({"model": model}, {"num_examples": len(client.train), "train_loss": found.loss}), after
+        after["model"] = copied(model)
+        return Message({"model": model}, scalars_of(client, found.loss)), after
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """{Heurθ̄_i, θ_i^retain}."""

@@ -14,7 +14,7 @@ from polyfed.core.buffers import receive
 from polyfed.core.evaluation import predict
 from polyfed.core.scratch import initial_state, whole_state
 from polyfed.core.seeds import derive
-from polyfed.core.training import fit
+from polyfed.core.training import fit, scalars_of
 from polyfed.core.tree import Spec, spec, weighted_mean
 
 _MODEL = "model/"  # group of a cluster's model, followed by its number
@@ -45,7 +45,7 @@ class IFCA(Averaging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.k >= 1, "k", "at least 1")
+        self._at_least(1, "k")
         self._require(self.adapters is None, "adapters", "none: k models are averaged")
         self._require(self.buffers == "average", "buffers", "'average', since each model has statistics of its own")
 
@@ -84,8 +84,7 @@ class IFCA(Averaging):
         group = self._nearest(down, client)
         net = receive(client, down.tensors[group], own, self.buffers)
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        scalars = {"num_examples": len(client.train), "train_loss": found.loss}
-        return Message({group: whole_state(net.module)}, scalars), {}
+        return Message({group: whole_state(net.module)}, scalars_of(client, found.loss)), {}
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """The model of the least loss."""

@@ -53,7 +53,7 @@ class KNNPer(OneModel, WrapsNetwork):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.k >= 1, "k", "at least 1")
+        self._at_least(1, "k")
         self._require(self.lam is None or 0 <= self.lam <= 1, "lam", "from 0 to 1, or none")
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
@@ -13,8 +12,8 @@ from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import Policy
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import fill, initial_state, scratch, whole_state
-from polyfed.core.training import fit
-from polyfed.core.tree import Spec, Tree, UnlikeTreesError, spec
+from polyfed.core.training import fit, scalars_of
+from polyfed.core.tree import Spec, Tree, UnlikeTreesError, copied, spec
 from polyfed.models.split import head_modules
 
 # The server keeps "head", empty before the first replies; a client keeps "body" and "head", the head that it trained itself
@@ -97,8 +96,7 @@ class LGFedAvg(Averaging):
         model = self.personal_model(down, own, client, seed)
         found = fit(model, client, self, lr=down.scalars["lr"], seed=seed)
         after = self._divided(whole_state(model), self._places(client))
-        scalars = {"num_examples": len(client.train), "train_loss": found.loss}
-        return Message({"head": {place: tensor.clone() for place, tensor in after["head"].items()}}, scalars), after
+        return Message({"head": copied(after["head"])}, scalars_of(client, found.loss)), after
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """h ∘ φ_i, with the h that came down; before there is one, the client's own."""
@@ -123,8 +121,7 @@ class LGFedAvg(Averaging):
         """The name under which a parameter of the head travels -> its name in the client's network."""
         assert client.model is not None
         net = scratch(client.model, client.train.device)
-        row = torch.zeros(1, dtype=torch.int64, device=client.train.device)
-        modules = head_modules(net.module, client.train.batch(row)[0], num_layers=self.head_layers)
+        modules = head_modules(net.module, client.train.one_input, num_layers=self.head_layers)
         trained = [name for name, _ in net.module.named_parameters() if name not in net.frozen]
         prefixes = [f"{module}." if module else "" for module in reversed(modules)]
         return {f"{k}.{n.removeprefix(p)}": n for k, p in enumerate(prefixes) for n in trained if n.startswith(p)}

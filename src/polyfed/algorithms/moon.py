@@ -53,8 +53,8 @@ class Moon(OneModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 <= self.mu < float("inf"), "mu", "at least 0")
-        self._require(0 < self.tau < float("inf"), "tau", "positive")
+        self._at_least(0, "mu")
+        self._positive("tau")
 
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ_i: θ after `local_epochs` on L_i + μ·ℓ_con; it is the model before of the next round."""

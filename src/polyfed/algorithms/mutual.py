@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, final
 
-import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
@@ -19,7 +18,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.frozen import FrozenArguments
 from polyfed.core.inputs import logits_of
 from polyfed.core.scratch import fill, initial_state, new_module, scratch, whole_state
-from polyfed.core.training import Forward, fit
+from polyfed.core.seeds import derive
+from polyfed.core.training import Forward, fit, scalars_of
 from polyfed.core.tree import Spec, Tree, UnlikeTreesError, spec
 
 
@@ -114,8 +114,20 @@ class Mutual(Averaging, ABC):
             representation=pair.watched,
         )  # fmt: skip
         model, kept = give_back(net, self.buffers)
-        scalars = {"num_examples": len(client.train), "train_loss": found.loss}
-        return Message({"model": model}, scalars), {**own, **kept, "own": whole_state(pair.own), **pair.kept()}
+        return Message({"model": model}, scalars_of(client, found.loss)), {
+            **own,
+            **kept,
+            "own": whole_state(pair.own),
+            **pair.kept(),
+        }
+
+    def _with_bridge(self, own: ClientState, client: Client, seed: int) -> ClientState:
+        """Private state with W_i, a matrix from the representation of s to that of θ_i, as it is drawn."""
+        _, factory = learner(self._given, own, client)
+        shared, mine = scratch(factory, client.train.device).module, self.personal_model(Message(), own, client, seed)
+        columns, rows = (representations(network, client.train.head()).shape[1] for network in (shared, mine))
+        drawn = new_module(partial(nn.Linear, columns, rows, bias=False), derive(seed, client.id, "bridge"))
+        return {**own, "bridge": whole_state(drawn)}
 
     def pair(self, mine: nn.Module, shared: nn.Module, own: ClientState, client: Client) -> "Pair":
         """Both networks as the one that `fit` trains."""
@@ -178,13 +190,6 @@ class Pair(nn.Module):
     def kept(self) -> ClientState:
         """What of the pair, beside the networks, a client keeps."""
         return {} if self.bridge is None else {"bridge": whole_state(self.bridge)}
-
-
-def first_bridge(mine: nn.Module, shared: nn.Module, client: Client, seed: int) -> dict[str, Tensor]:
-    """A matrix from the common network's representation to the client's, as it is drawn."""
-    one = client.train.select(torch.zeros(1, dtype=torch.int64, device=client.train.device))
-    rows, columns = (representations(net, one).shape[1] for net in (mine, shared))
-    return whole_state(new_module(partial(nn.Linear, columns, rows, bias=False), seed))
 
 
 def bridged(mine: nn.Module, shared: nn.Module, bridge: Tree, client: Client) -> Pair:

@@ -55,9 +55,9 @@ class PerFedAvg(Averaging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 <= self.alpha < float("inf"), "alpha", "at least 0")
-        self._require(0 < self.delta < float("inf"), "delta", "positive")
-        self._require(self.adapt_steps >= 1, "adapt_steps", "at least 1")
+        self._at_least(0, "alpha")
+        self._positive("delta")
+        self._at_least(1, "adapt_steps")
 
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """w_i: w after the round's steps w ← w − β(I − α∇²f(w; D''))∇f(w̃; D'), with w̃ = w − α∇f(w; D)."""

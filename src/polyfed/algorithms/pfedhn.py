@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import Policy, give_back, ready, receive
 from polyfed.core.scratch import Scratch, initial_state, scratch
-from polyfed.core.training import LocalTraining, fit
+from polyfed.core.training import LocalTraining, fit, scalars_of
 from polyfed.core.tree import Spec, Tree, spec
 from polyfed.hypernetworks.weights import create, descend, generate, head_names, pull_back
 from polyfed.models.split import norm_tensor_names
@@ -75,12 +75,11 @@ class PFedHN(LocalTraining, Algorithm[ServerState, ClientState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.embedding_dim is None or self.embedding_dim >= 1, "embedding_dim", "at least 1, or none")
-        self._require(self.hidden >= 1, "hidden", "at least 1")
-        self._require(self.hn_depth >= 0, "hn_depth", "at least 0")
-        self._require(0 < self.hn_lr < float("inf"), "hn_lr", "positive")
+        self._at_least(1, "embedding_dim", "hidden")
+        self._at_least(0, "hn_depth")
+        self._positive("hn_lr")
         self._require(0 <= self.hn_momentum < 1, "hn_momentum", "at least 0 and below 1")
-        self._require(0 <= self.hn_weight_decay < float("inf"), "hn_weight_decay", "at least 0")
+        self._at_least(0, "hn_weight_decay")
         self._require(self.hn_clip is None or self.hn_clip > 0, "hn_clip", "positive, or none")
         self._require(
             self.buffers != "average", "buffers", "'local' or 'recompute' (parameters are generated, buffers are not)"
@@ -154,7 +153,7 @@ class PFedHN(LocalTraining, Algorithm[ServerState, ClientState]):
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
         trained, kept = give_back(net, self.buffers)
         delta = {name: theta_bar - trained[name] for name, theta_bar in down.tensors["model"].items()}
-        return Message({"delta": delta}, {"num_examples": len(client.train), "train_loss": found.loss}), kept
+        return Message({"delta": delta}, scalars_of(client, found.loss)), kept
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """θ̄_i with the client's own buffers."""

@@ -12,8 +12,8 @@ from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, Serve
 from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import initial_state, scratch
-from polyfed.core.training import LocalTraining, fit
-from polyfed.core.tree import Tree
+from polyfed.core.training import LocalTraining, fit, scalars_of
+from polyfed.core.tree import Tree, copied
 from polyfed.hypernetworks.aggregation import (
     Normalise,
     Similarity,
@@ -76,10 +76,8 @@ class LayerAggregation(LocalTraining, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.hn_lr is None or 0 <= self.hn_lr < float("inf"), "hn_lr", "at least 0 and finite, or none")
-        self._require(0 <= self.sharpness < float("inf"), "sharpness", "at least 0 and finite")
-        self._require(self.embedding_dim >= 1, "embedding_dim", "at least 1")
-        self._require(self.hidden >= 1, "hidden", "at least 1")
+        self._at_least(0, "hn_lr", "sharpness")
+        self._at_least(1, "embedding_dim", "hidden")
         self._require(
             self.buffers != "average", "buffers", "'local' or 'recompute' (clients' layers are weighed, not averaged)"
         )
@@ -132,8 +130,8 @@ class PFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
         model, after = give_back(net, self.buffers)
         if self.evaluate_trained:
-            after["model"] = {name: tensor.clone() for name, tensor in model.items()}
-        return Message({"model": model}, {"num_examples": len(client.train), "train_loss": found.loss}), after
+            after["model"] = copied(model)
+        return Message({"model": model}, scalars_of(client, found.loss)), after
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """θ̄_i."""

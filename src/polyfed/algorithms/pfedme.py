@@ -54,10 +54,9 @@ class PFedMe(ServerStep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.k >= 1, "k", "at least 1")
-        self._require(0 <= self.lam < float("inf"), "lam", "at least 0")
-        self._require(0 < self.beta < float("inf"), "beta", "positive")
-        self._require(0 < self.personal_lr < float("inf"), "personal_lr", "positive")
+        self._at_least(1, "k")
+        self._at_least(0, "lam")
+        self._positive("beta", "personal_lr")
         self._require(
             self.adapters != "svd" or self.beta == 1, "beta", "1 with adapters='svd', whose factors do not mix"
         )

@@ -14,7 +14,7 @@ from polyfed.alignment.representations import representation_name, representatio
 from polyfed.core.algorithm import Client, ClientInfo, Loss, Message
 from polyfed.core.buffers import Policy
 from polyfed.core.scratch import settled, whole_state
-from polyfed.core.training import Forward, LocalTraining, fit
+from polyfed.core.training import Forward, LocalTraining, fit, scalars_of
 from polyfed.core.tree import Spec, Tree, spec
 
 Evaluate = Literal["prototypes", "head"]
@@ -44,7 +44,7 @@ class Prototypes(KeepsNetwork, LocalTraining, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 <= self.lam < float("inf"), "lam", "at least 0")
+        self._at_least(0, "lam")
         self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
 
     def dispatch(self, state: dict[str, Any], who: ClientInfo) -> Message:
@@ -76,8 +76,7 @@ class Prototypes(KeepsNetwork, LocalTraining, ABC):
         features = representations(settled(model), client.train, module=name)
         weighted = bool(getattr(self, "weighted", False))
         sent = class_sums(features, client.train.labels, num_outputs(model, client), weighted)
-        scalars = {"num_examples": len(client.train), "train_loss": found.loss}
-        return Message({"classes": sent}, scalars), {"model": whole_state(model)}
+        return Message({"classes": sent}, scalars_of(client, found.loss)), {"model": whole_state(model)}
 
     def _loss(self, down: Message, client: Client) -> Callable[[Forward], Tensor] | None:
         """The task's loss and the distance to the prototypes; None where that has no weight, or there are none."""

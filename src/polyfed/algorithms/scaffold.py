@@ -44,7 +44,7 @@ class Scaffold(ServerStep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 < self.server_lr < float("inf"), "server_lr", "positive")
+        self._positive("server_lr")
         self._require(not self.weighted, "weighted", "false: clients count the same in the mean of control variates")
         self._require(self.adapters is None, "adapters", "none: control variates have the form of one architecture")
         self._require(self.optimizer.lower() == "sgd", "optimizer", f"'sgd', {_WHY}")

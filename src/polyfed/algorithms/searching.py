@@ -27,7 +27,7 @@ from polyfed.core.algorithm import (
 from polyfed.core.buffers import Policy, filled, give_back, recompute, travelling
 from polyfed.core.scratch import Scratch, initial_state, scratch
 from polyfed.core.seeds import derive, local_rng
-from polyfed.core.training import fit
+from polyfed.core.training import fit, scalars_of
 from polyfed.core.tree import Tree
 from polyfed.search.cells import Join
 from polyfed.search.found import describe, most_probable_network, probabilities, rebuild
@@ -116,13 +116,13 @@ class Searching(Averaging, BringsNetwork, ABC):
             self._require(isinstance(names, list | tuple), field, "a list of names of operations")
             check_names(names)
             object.__setattr__(self, field, tuple(names))
-        self._require(self.channels >= 1, "channels", "at least 1")
+        self._at_least(1, "channels")
         self._require(self.stem_stride in (1, 2), "stem_stride", "1 or 2")
         self._require(0 < self.temperature < math.inf, "temperature", "positive")
         self._require(0 < self.temperature_end < math.inf, "temperature_end", "positive")
-        self._require(self.finetune_epochs >= 0, "finetune_epochs", "at least 0")
+        self._at_least(0, "finetune_epochs")
         self._require(self.finetune_lr is None or 0 < self.finetune_lr < math.inf, "finetune_lr", "positive, or none")
-        self._require(self.samples >= 1, "samples", "at least 1")
+        self._at_least(1, "samples")
         self._require(self.sampler_lr is None or 0 < self.sampler_lr < math.inf, "sampler_lr", "positive, or none")
         self.plan(1, 1)  # sizes
 
@@ -197,7 +197,7 @@ class Searching(Averaging, BringsNetwork, ABC):
     def reply(self, net: Scratch, client: Client, loss: float) -> tuple[Message, ClientState]:
         """Both stacks after training, and the private state of the policy for buffers."""
         model, own = give_back(net, self.buffers)
-        return Message(_groups(model), {"num_examples": len(client.train), "train_loss": loss}), own
+        return Message(_groups(model), scalars_of(client, loss)), own
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """The architecture that the client takes from the supernet after adapting its personal stack: the most probable

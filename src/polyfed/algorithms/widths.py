@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from polyfed.core.algorithm import Architecture
+from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import scratch
 from polyfed.core.tree import Tree
+from polyfed.models.split import head_modules
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -96,6 +97,19 @@ def rates(factory: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[
             if r != 1:
                 found[name] = r
     return found
+
+
+def refuse_narrow_head(network: nn.Module, shares: Mapping[str, float], client: Client) -> None:
+    """A network's last layer must be as wide as the widest: its units are the classes.
+
+    Raises:
+        UserError: it is not.
+    """
+    if shares.keys() & set(head_modules(network, client.train.one_input)):
+        raise UserError(
+            f"HeteroFL: the network of client {client.id!r} has fewer outputs than another's; give all networks the "
+            "same number of outputs, one for each class of the federation"
+        )
 
 
 @contextmanager

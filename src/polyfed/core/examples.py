@@ -188,9 +188,21 @@ class Examples:
             x = self.augment(x, generator)
         return (x if self.transform is None else self.transform(x)), y
 
+    @property
+    def one_input(self) -> Any:
+        """Input of the first example, as a batch of one."""
+        return self.batch(self._first(1))[0]
+
     def select(self, rows: Tensor) -> "Examples":
         """The examples at `rows`, on the same store."""
         return replace(self, index=rows if self.index is None else self.index[rows])
+
+    def head(self, count: int = 1) -> "Examples":
+        """The first examples, at most `count`."""
+        return self.select(self._first(count))
+
+    def _first(self, count: int) -> Tensor:
+        return torch.arange(min(count, len(self)), device=self.device)
 
     def to(self, device: torch.device) -> "Examples":
         """The same examples with store and index on `device`."""

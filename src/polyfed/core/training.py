@@ -160,6 +160,19 @@ class LocalTraining(ABC):
         if not holds:
             raise UserError(f"{type(self).__name__}: {field} must be {wanted}, got {getattr(self, field)!r}")
 
+    def _at_least(self, least: int, *fields: str) -> None:
+        for field in fields:
+            self._require_number(field, lambda value: least <= value < math.inf, f"at least {least}")
+
+    def _positive(self, *fields: str) -> None:
+        for field in fields:
+            self._require_number(field, lambda value: 0 < value < math.inf, "positive")
+
+    def _require_number(self, field: str, holds: Callable[[float], bool], wanted: str) -> None:
+        """None passes where the field's type has it."""
+        value, none = getattr(self, field), NoneType in get_args(_hints(type(self))[field])
+        self._require((none and value is None) or holds(value), field, f"{wanted}, or none" if none else wanted)
+
     def lr_at(self, round_number: int, rounds: int) -> float:
         """The learning rate of a round, counted from 1.
 
@@ -226,6 +239,11 @@ class Fitted:
 
     loss: float
     steps: int
+
+
+def scalars_of(client: Client, loss: float) -> dict[str, float]:
+    """The numbers of a reply: by how many examples it counts in a weighted mean, and the training loss."""
+    return {"num_examples": len(client.train), "train_loss": loss}
 
 
 @gradients()

@@ -168,6 +168,11 @@ def _checked(weights: Mapping[str, float], some: bool = True) -> Tensor:
     return raw
 
 
+def copied(tree: Tree) -> dict[str, Tensor]:
+    """A copy of every tensor, so that what is sent and what is kept share nothing."""
+    return {name: tensor.clone() for name, tensor in tree.items()}
+
+
 def spec(tree: Tree) -> Spec:
     """Names, shapes and dtypes of a tree.
 
