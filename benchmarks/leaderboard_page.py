@@ -42,6 +42,8 @@ How it was measured:
   other clients. Each is for one difference: of twenty methods without any effect, one would be called better or worse.
 - A method is *better* or *worse* than another where the interval of their difference leaves out 0. Otherwise it is not
   decided, whatever the ranks.
+- Each client's score, and its gain over training alone with an interval, is in the results:
+  [benchmarks/results/leaderboard](../benchmarks/results/leaderboard/).
 """
 
 SKEWED = ("digits-0.1", "fashion-0.1", "fashion-4-classes")
@@ -151,7 +153,7 @@ def federation(one):
     against = "fedavg_ft" if "fedavg_ft" in one["methods"] else None
     limits = one["equal"]
     head = [f"{one['score']}{unit}", "95 %", "over `local`", *([f"over `{against}`"] if against else []), "worst client",
-            "lose", "MB", "at equal MB", "rate"]  # fmt: skip
+            "lose", "MB", "s", "at equal MB", "at equal s", "rate"]  # fmt: skip
     lines = [
         f"## {FEDERATIONS[one['federation']]}\n",
         "| method | " + " | ".join(head) + " |",
@@ -159,17 +161,19 @@ def federation(one):
     ]
     for label in ranks(one):
         method = one["methods"][label]
-        at_bytes = limits["bytes"]["means"].get(label)
+        at_bytes, at_seconds = (limits[kind]["means"].get(label) for kind in ("bytes", "seconds"))
         cells = [
             score(method["mean"], one), interval(method["interval"], one), spanned(over(one, label, "local"), one),
             *([spanned(over(one, label, against), one)] if against else []),
             score(method["worst"], one), "" if label == "local" else str(method["losers"]), f"{method['bytes'] / 2**20:.2f}",
-            "" if at_bytes is None else score(at_bytes, one), f"{method['chosen']['lr']:g}",
+            f"{method['seconds']:.0f}", score(at_bytes, one), score(at_seconds, one), f"{method['chosen']['lr']:g}",
         ]  # fmt: skip
         lines.append(f"| `{label}` | " + " | ".join(cells) + " |")
     lines.append(
         f"\n{one['clients']} clients, {one['test_examples']} test examples, {one['rounds']} rounds, {len(one['seeds'])} "
-        f"seeds. Equal MB: at most {limits['bytes']['limit'] / 2**20:.2f} in a run."
+        f"seeds. MB and seconds are those of a run up to the round that counts. Equal MB: at most "
+        f"{limits['bytes']['limit'] / 2**20:.2f} in a run, a third of what FedAvg sends in all. Equal s: at most "
+        f"{limits['seconds']['limit']:.0f} s, what FedAvg takes in all; each run had one core."
     )
     if one["failed"]:
         lines.append(f"Diverged: {', '.join(f'`{label}`' for label in one['failed'])}.")

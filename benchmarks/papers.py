@@ -304,7 +304,7 @@ def joined(parts, own):
 
 
 def ahead(ours, theirs):
-    """The difference of two methods' accuracies, mean over clients, with an interval for new seeds and test examples."""
+    """The difference of two methods' scores, mean over clients, with an interval for new seeds and test examples."""
     tables = []
     for (found, folder), name in (ours, theirs):
         runs = found["methods"][name]["runs"]
@@ -315,9 +315,8 @@ def ahead(ours, theirs):
             ]
             for client in found["clients"]
         }
-        tables.append(
-            {client: scored(METRICS["accuracy"], [p.outputs for p in of], of[0].targets) for client, of in read.items()}
-        )
+        metric = METRICS[found["score"]]
+        tables.append({client: scored(metric, [p.outputs for p in of], of[0].targets) for client, of in read.items()})
     estimate = of_mean([difference(one, tables[1][client]) for client, one in tables[0].items()])
     seeds = [[run["mean"] for run in found["methods"][name]["runs"].values()] for (found, _), name in (ours, theirs)]
     return {"gain": estimate.value, "low": estimate.low, "high": estimate.high,

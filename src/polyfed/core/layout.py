@@ -11,13 +11,17 @@ from polyfed.core.inputs import answer, call, first, leaves, mapped
 from polyfed.core.seeds import local_rng
 
 _DECIDED: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_BLOCK = 16
+"""Channels that oneDNN's kernels take at once: 16 with AVX-512, 8 with AVX2."""
 
 
 def arrange(module: nn.Module, x: Any) -> Any:
     """A batch in the layout in which `module` works faster; at the first batch of a module with 2-d convolutions this is
     tried out, and the module is brought into that layout.
 
-    Networks that reshape by `x.view` after a convolution cannot take channels-last activations; they keep the default.
+    Networks that reshape by `x.view` after a convolution cannot take channels-last activations; they keep the default. So
+    do, on a processor, networks with a 1×1 convolution of stride 2 or more and fewer than 16 input channels: in that layout
+    oneDNN computes its gradient outside of its memory (oneDNN, issue 6035), which crashes, or gives wrong gradients.
 
     Args:
         module: the network; its weights keep their values.
@@ -30,7 +34,8 @@ def arrange(module: nn.Module, x: Any) -> Any:
     if not (x.dim() == 4 if isinstance(x, Tensor) else any(part.dim() == 4 for _, part in leaves(x))):
         return x
     if module not in _DECIDED:
-        _DECIDED[module] = _takes_channels_last(module, x)
+        unsafe = first(x).device.type == "cpu" and any(_overflows(part) for part in module.modules())
+        _DECIDED[module] = not unsafe and _takes_channels_last(module, x)
         if _DECIDED[module]:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return mapped(_channels_last, x) if _DECIDED[module] else x
@@ -38,6 +43,16 @@ def arrange(module: nn.Module, x: Any) -> Any:
 
 def _channels_last(part: Tensor) -> Tensor:
     return part.contiguous(memory_format=torch.channels_last) if part.dim() == 4 else part
+
+
+def _overflows(part: nn.Module) -> bool:
+    """Whether oneDNN's gradient to this layer's weights, channels last, leaves its memory."""
+    return (
+        isinstance(part, nn.Conv2d)
+        and set(part.kernel_size) == {1}
+        and max(part.stride) > 1
+        and part.in_channels // part.groups < _BLOCK
+    )
 
 
 def _takes_channels_last(module: nn.Module, x: Any) -> bool:
