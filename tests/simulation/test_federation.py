@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import polyfed as pf
-from polyfed.algorithms import FedAvg, FedProx, Local, PFedLA
+from polyfed.algorithms import Ditto, FedAvg, FedProx, Local, PFedLA
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
@@ -318,3 +318,13 @@ def test_time_of_server_and_clients_is_told_apart():
     (record,) = pf.federate(small_clients(), SlowServer(local_epochs=1), rounds=1, workers=0).history
     assert 0.16 <= record["seconds_server"] < 0.16 + record["seconds_clients"] + 0.2
     assert record["seconds"] >= record["seconds_server"] + record["seconds_clients"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_network_that_stays_with_its_client_and_diverges_ends_the_run_before_it_is_saved(tmp_path, workers):
+    """What travels is sound: only the personal models are pulled so hard that they go astray. No run goes on from such a
+    state, so a checkpoint that has one would stop whoever reads the run again."""
+    method, clients = Ditto(lr=0.1, lam=1e30, local_epochs=2, batch_size=4), small_clients()
+    with pytest.raises(pf.ClientError, match=r"private state: tensor 'model/.*' has NaN .*lower lr") as found:
+        pf.federate(clients, method, rounds=3, out=tmp_path / "run", workers=workers)
+    assert found.value.round == 1

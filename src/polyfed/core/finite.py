@@ -3,7 +3,8 @@
 Training on one gives weights of NaN, and a prediction from one is whatever class comes first; neither says why.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.inputs import Inputs, leaves, mapped
+from polyfed.core.tree import Nested
 
 
 class Stored(Protocol):
@@ -136,3 +138,23 @@ def _key(examples: Stored) -> tuple[int, ...] | None:
     if any(tensor.is_inference() for tensor in tensors):
         return None  # such tensors do not count their changes
     return id(examples), *(tensor._version for tensor in tensors)
+
+
+def not_finite_in(state: Nested, place: str = "") -> str:
+    """Half a sentence about the first number of a state that is NaN or infinite; empty if there is none.
+
+    Args:
+        state: of a client or of the server, as a checkpoint holds it.
+        place: what comes before the names.
+
+    >>> not_finite_in({"model": {"bias": torch.tensor([0.0, float("nan")])}})
+    "tensor 'model/bias' has NaN or infinite values"
+    """
+    if isinstance(state, Tensor):
+        bad = state.is_floating_point() and not bool(torch.isfinite(state).all())
+        return f"tensor {place!r} has NaN or infinite values" if bad else ""
+    if isinstance(state, Mapping | list):
+        pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
+        inner = (not_finite_in(value, f"{place}/{name}" if place else str(name)) for name, value in pairs)
+        return next(filter(None, inner), "")
+    return f"{place!r} is {state}" if isinstance(state, float) and not math.isfinite(state) else ""

@@ -13,11 +13,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from polyfed.algorithms import REGISTRY, name_of
 from polyfed.core.algorithm import Client
+from polyfed.core.finite import not_finite_in
 from polyfed.core.gradients import gradients
 from polyfed.core.scratch import scratch, whole_state
 from polyfed.core.seeds import local_rng
@@ -60,7 +60,7 @@ class Forms:
             return next(filter(None, (_at_a_site(i, own, found) for i, own in found.client_states.items())), "")
         if not self._known:
             return ""
-        if wrong := _differs(self._server, found.state, [*_trees(self._server)], ids) or _not_finite(found.state):
+        if wrong := _differs(self._server, found.state, [*_trees(self._server)], ids) or not_finite_in(found.state):
             return f"the server's state: {wrong}"
         wrongs = ((i, self._private_flaw(self._federation.clients[i], own)) for i, own in found.client_states.items())
         return next((f"the private state of {i!r}: {wrong}" for i, wrong in wrongs if wrong), "")
@@ -74,7 +74,7 @@ class Forms:
         begin = self._private[key]
         if _differs(begin, own, [*known, *_trees(begin)], ids):  # a form may follow from the client's data
             begin = self._first(client)
-        return _differs(begin, own, [*known, *_trees(begin)], ids) or _not_finite(own)
+        return _differs(begin, own, [*known, *_trees(begin)], ids) or not_finite_in(own)
 
     def _first(self, client: Client) -> Nested:
         seed = self._federation.settings.seed
@@ -201,17 +201,6 @@ def _is_tree(value: Nested) -> bool:
 
 def _akin(value: Nested, tree: Tree) -> bool:
     return isinstance(value, Mapping) and bool(value.keys() & tree.keys())
-
-
-def _not_finite(nested: Nested, place: str = "") -> str:
-    if isinstance(nested, Tensor):
-        bad = nested.is_floating_point() and not bool(torch.isfinite(nested).all())
-        return f"tensor {place!r} has NaN or infinite values" if bad else ""
-    if isinstance(nested, Mapping):
-        return _first_of(_not_finite(value, _inside(place, name)) for name, value in nested.items())
-    if isinstance(nested, list):
-        return _first_of(_not_finite(value, _inside(place, k)) for k, value in enumerate(nested))
-    return f"{place!r} is {nested}" if isinstance(nested, float) and not abs(nested) < float("inf") else ""
 
 
 def _inside(place: str, name: object) -> str:

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 
+from polyfed.algorithms import REGISTRY
 from polyfed.core.adapters import fitted, leaving
 from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, alien
 from polyfed.core.compressed import compress
@@ -14,11 +15,12 @@ from polyfed.core.compression import Compression
 from polyfed.core.errors import ClientError
 from polyfed.core.evaluation import client_scores, predict
 from polyfed.core.examples import Examples
+from polyfed.core.finite import not_finite_in
 from polyfed.core.gradients import gradients
 from polyfed.core.metrics import Metric
 from polyfed.core.scratch import settled
 from polyfed.core.seeds import local_rng
-from polyfed.core.tree import check_keepable
+from polyfed.core.tree import Nested, check_keepable
 from polyfed.simulation.engines.work import Engine, Result, Task, place_clients
 
 
@@ -60,6 +62,7 @@ class InProcessEngine(Engine):
                         reply, own = algorithm.local_update(down, own, client, task.seed)
                         reply = leaving(algorithm, client, reply)
                         check_keepable(own, "the private state")
+                        _check_finite(algorithm, reply, own)
                         if self._compression is not None and not alien(reply):  # else it is refused as it is
                             reply = compress(reply, task.down, self._compression, task.reply_seed)
                         result = Result(task, reply=reply, own=own)
@@ -101,6 +104,19 @@ class InProcessEngine(Engine):
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+def _check_finite(algorithm: Algorithm[Any, Any], reply: Any, own: Nested) -> None:
+    """A network that stays with its client may diverge while all that travels is sound. No run goes on from such a state
+    (see `Forms`), so none begins to. Methods of your own may keep what they like.
+
+    Raises:
+        FloatingPointError: the private state has NaN or infinite values.
+    """
+    if type(algorithm) not in REGISTRY.values() or alien(reply) or not_finite_in(dict(reply.scalars)):
+        return  # what is wrong with a reply is said where it is accepted
+    if wrong := not_finite_in(own):
+        raise FloatingPointError(f"the private state: {wrong}; the local training diverged: lower lr or set clip_norm")
 
 
 def _weights(task: Task, model: torch.nn.Module, description: Mapping[str, Any] | None) -> Result:
