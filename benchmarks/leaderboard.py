@@ -9,8 +9,10 @@ A federation is a variant of the recipe `leaderboard`, and its run is `polyfed c
 same clients. All methods take the same number of local steps. Runs are in --runs (runs/leaderboard); what is finished is
 not repeated, and what was stopped goes on. Results are in benchmarks/results/leaderboard, one file a federation.
 
-A method is compared at its best round by validation examples; besides, at equal bytes (what a third of the rounds of FedAvg
-send) and at equal seconds (what the runs of FedAvg take). Where networks differ FedAvg's are the teacher's of fedavg_kd.
+A method is compared after all rounds, so that all have taken as many local steps; besides, at equal bytes (what a third of
+the rounds of FedAvg send) and at equal seconds (what the runs of FedAvg take). Where networks differ FedAvg's are the
+teacher's of fedavg_kd. The mean at each method's best round by validation examples is there too, without an interval: with
+so few of them the choice of a round is a matter of chance, which no interval covers.
 Intervals of differences cover new seeds and test examples (crossed), one difference at a time; `gain_interval` is that of
 `polyfed compare`, for all methods together, which with three seeds and 35 methods decides next to nothing. Seconds mean
 something only if nothing else ran: the load before is in the results.
@@ -70,6 +72,7 @@ def run(name, given):
         hospitals(Path(path))
     out, load, began = folder / name, os.getloadavg()[0], time.time()
     words = ["compare", "leaderboard", "--variant", name, "--same-data", "--seeds", given.seeds, "--no-references",
+             "--budget", "steps",
              *(["--data.path", path] if path else []), "--out", str(out), "--parallel", str(given.parallel),
              *(["--quiet"] if given.quiet else [])]  # fmt: skip
     found = compared(words, out)
@@ -81,8 +84,9 @@ def run(name, given):
         "tuning": found["tuning"]["sentence"], "edge": found["tuning"]["edge"], "failed": found["failed"],
         "load": round(load, 1), "methods": {label: of(found, label, out) for label in found["methods"]}, "equal": {},
     }  # fmt: skip
-    for kind, limit in limits.items():
-        again = compared(["compare", str(out), "--budget", f"{kind}={limit:g}", "--quiet"], out)
+    for kind, limit in {**limits, "best": None}.items():
+        budget = kind if limit is None else f"{kind}={limit:g}"
+        again = compared(["compare", str(out), "--budget", budget, "--quiet"], out)
         means = {label: one["statistics"]["mean"] for label, one in again["methods"].items()}
         content["equal"][kind] = {"limit": limit, "means": rounded(means)}
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -92,9 +96,13 @@ def run(name, given):
 
 
 def compared(words, out):
-    """The results of a comparison; a method that diverged with every rate is missing in them, and named under `failed`."""
+    """The results of a comparison, as asked for; a method that diverged is missing in them, and named under `failed`."""
     polyfed(words)
-    return json.loads((out / "comparison.json").read_text(encoding="utf-8"))
+    found = json.loads((out / "comparison.json").read_text(encoding="utf-8"))
+    kind = words[words.index("--budget") + 1].partition("=")[0]
+    if found["budget"]["kind"] != kind:
+        raise SystemExit(f"{out}: the comparison is not read by {kind!r}, for the reason above")
+    return found
 
 
 def whole(method, out, kind):

@@ -1,4 +1,4 @@
-"""docs/results.md is what its script makes of the measurements."""
+"""docs/results.md and docs/leaderboard.md are what their scripts make of the measurements."""
 
 import sys
 from pathlib import Path
@@ -8,18 +8,51 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def page(monkeypatch):
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+
+
+@pytest.fixture
+def page():
     import papers_page
 
     return papers_page
 
 
+@pytest.fixture
+def board():
+    import leaderboard_page
+
+    return leaderboard_page
+
+
+def both(name, folder):
+    return tuple((place / name).read_text(encoding="utf-8") for place in (ROOT / "docs", folder))
+
+
 def test_the_page_of_results_is_made_of_the_measurements(page, tmp_path):
     page.write(ROOT / "benchmarks" / "results" / "papers", tmp_path)
-    ours, made = ((folder / "results.md").read_text(encoding="utf-8") for folder in (ROOT / "docs", tmp_path))
+    ours, made = both("results.md", tmp_path)
     assert ours == made, "run python benchmarks/papers.py page"
+
+
+def test_the_leaderboard_is_made_of_the_measurements(board, tmp_path):
+    board.write(ROOT / "benchmarks" / "results" / "leaderboard", tmp_path)
+    ours, made = both("leaderboard.md", tmp_path)
+    assert ours == made, "run python benchmarks/leaderboard.py page"
+
+
+def test_a_sentence_that_its_intervals_do_not_carry_is_not_written(board, monkeypatch):
+    gain = {"gain": 0.01, "low": -0.01, "high": 0.03}
+    found = {"groups": {"unit": "%", "methods": {"local": {}, "ifca": {"against": {"local": gain}}}}}
+    for kind in ("better", "not decided"):
+        monkeypatch.setattr(board, "CONCLUSIONS", (("IFCA helps: {}.", (("groups", "ifca", "local", kind),)),))
+        if kind == "better":
+            with pytest.raises(SystemExit, match="is not carried: ifca over local in 'groups'"):
+                board.conclusions(found)
+        else:
+            assert "- IFCA helps: +1.0 (−1.0 to +3.0)." in board.conclusions(found)
 
 
 def test_a_difference_is_decided_where_its_interval_leaves_out_0(page):
