@@ -342,13 +342,13 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
     ("method", "fields", "message"),
     [
         (HeurPFedLA, {"k": -1}, "k must be a number of layers, at least 0, got -1"),
-        (PFedLA, {"hn_lr": float("nan")}, "hn_lr must be at least 0 and finite, or none, got nan"),
+        (PFedLA, {"hn_lr": float("nan")}, "hn_lr must be at least 0, or none, got nan"),
         (PFedLA, {"normalise": "l1"}, "unknown normalise 'l1'"),
         (PFedLA, {"layer": "modul"}, "unknown layer 'modul'; did you mean module"),
         (PFedLA, {"buffers": "average"}, "buffers must be 'local' or 'recompute'"),
         (PFedLA, {"embedding_dim": 0}, "embedding_dim must be at least 1, got 0"),
         (PFedLA, {"hidden": 0}, "hidden must be at least 1, got 0"),
-        (PFedLA, {"sharpness": -1.0}, "sharpness must be at least 0 and finite, got -1.0"),
+        (PFedLA, {"sharpness": -1.0}, "sharpness must be at least 0, got -1.0"),
         (PFedLA, {"weights": "distance"}, "unknown weights 'distance'"),
     ],
 )
