@@ -190,7 +190,11 @@ class Examples:
 
     @property
     def one_input(self) -> Any:
-        """Input of the first example, as a batch of one."""
+        """Input of the first example, as a batch of one.
+
+        >>> Examples(torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 0])).one_input
+        tensor([[0., 1.]])
+        """
         return self.batch(self._first(1))[0]
 
     def select(self, rows: Tensor) -> "Examples":
@@ -198,7 +202,11 @@ class Examples:
         return replace(self, index=rows if self.index is None else self.index[rows])
 
     def head(self, count: int = 1) -> "Examples":
-        """The first examples, at most `count`."""
+        """The first examples, at most `count`.
+
+        >>> Examples(torch.zeros(3, 2), torch.tensor([2, 1, 0])).head(2).labels
+        tensor([2, 1])
+        """
         return self.select(self._first(count))
 
     def _first(self, count: int) -> Tensor:

@@ -169,7 +169,12 @@ def _checked(weights: Mapping[str, float], some: bool = True) -> Tensor:
 
 
 def copied(tree: Tree) -> dict[str, Tensor]:
-    """A copy of every tensor, so that what is sent and what is kept share nothing."""
+    """A copy of every tensor, so that what is sent and what is kept share nothing.
+
+    >>> weights = {"bias": torch.zeros(1)}
+    >>> copied(weights)["bias"].add_(1), weights["bias"]
+    (tensor([1.]), tensor([0.]))
+    """
     return {name: tensor.clone() for name, tensor in tree.items()}
 
 
