@@ -20,7 +20,7 @@ def arrange(module: nn.Module, x: Any) -> Any:
     tried out, and the module is brought into that layout.
 
     Networks that reshape by `x.view` after a convolution cannot take channels-last activations; they keep the default. So
-    do, on a processor, networks with a 1×1 convolution of stride 2 or more and fewer than 16 input channels: in that layout
+    do, but on a GPU of CUDA, networks with a 1×1 convolution of stride 2 or more and fewer than 16 input channels: in that layout
     oneDNN computes its gradient outside of its memory (oneDNN, issue 6035), which crashes, or gives wrong gradients.
 
     Args:
@@ -34,7 +34,7 @@ def arrange(module: nn.Module, x: Any) -> Any:
     if not (x.dim() == 4 if isinstance(x, Tensor) else any(part.dim() == 4 for _, part in leaves(x))):
         return x
     if module not in _DECIDED:
-        unsafe = first(x).device.type == "cpu" and any(_overflows(part) for part in module.modules())
+        unsafe = first(x).device.type != "cuda" and any(_overflows(part) for part in module.modules())
         _DECIDED[module] = not unsafe and _takes_channels_last(module, x)
         if _DECIDED[module]:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
