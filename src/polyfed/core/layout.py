@@ -20,8 +20,8 @@ def arrange(module: nn.Module, x: Any) -> Any:
     tried out, and the module is brought into that layout.
 
     Networks that reshape by `x.view` after a convolution cannot take channels-last activations; they keep the default. So
-    do, but on a GPU of CUDA, networks with a 1×1 convolution of stride 2 or more and fewer than 16 input channels: in that layout
-    oneDNN computes its gradient outside of its memory (oneDNN, issue 6035), which crashes, or gives wrong gradients.
+    do, except with CUDA, networks with a 1×1 convolution of stride 2 or more and fewer than 16 input channels: in that
+    layout oneDNN computes its gradient outside of its memory (oneDNN, issue 6035), which crashes, or gives wrong gradients.
 
     Args:
         module: the network; its weights keep their values.
