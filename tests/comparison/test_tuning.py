@@ -190,6 +190,37 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
         assert {one["fields"]["mu"] for one in told["tried"] if one["validation"] is None} == {0.3}
 
 
+def test_a_search_is_read_at_the_rounds_at_which_methods_are_compared(monkeypatch, tmp_path):
+    """One value is best in the middle and falls, the other is best after all rounds. A directory keeps what was chosen."""
+    clients, good = misleading(), tuning.play
+
+    def falling(plan, jobs):
+        played, failed = good(plan, jobs)
+        for job, one in played.items():
+            course = (
+                (0.2, 0.9, 0.9, 0.9, 0.3, 0.3, 0.3) if getattr(job.method, "mu", 0) == 0.3 else (0.2,) * 3 + (0.5,) * 4
+            )
+            for record, score in zip(one.history, course, strict=True):
+                record["bytes_down_total"], record["bytes_up_total"] = record["round"], 0
+                record["summary"]["val_accuracy"]["mean"] = score
+        return played, failed
+
+    monkeypatch.setattr(tuning, "play", falling)
+    words = SHORT | {"rounds": 7, "tune": {"mu": [0.3, 0.1]}}
+
+    def chosen(**asked):
+        told = pf.compare(clients, ["fedprox"], **words, **asked).results["tuning"]
+        return told["methods"]["fedprox"]["chosen"]["mu"], "of the last 3 evaluated rounds" in told["sentence"]
+
+    assert chosen() == (0.3, False)
+    assert chosen(budget="steps", out=tmp_path / "a") == (0.1, True)
+    before = files(tmp_path)
+    assert chosen(budget="best", out=tmp_path / "a") == (0.1, True)
+    assert files(tmp_path) == before
+    assert chosen(budget="bytes=4") == (0.3, True)  # the rounds 2 to 4
+    assert chosen(budget="bytes=0.5")[0] in (0.1, 0.3)  # not one round is within it, which is no failure
+
+
 @pytest.mark.parametrize("asked", [{}, {"trials": 2}])
 def test_fields_of_methods_that_are_left_out_are_not_searched(asked):
     first, second = misleading()

@@ -195,6 +195,7 @@ def _carried_out(plan: Plan) -> Comparison:
     plan = dataclasses.replace(plan, metrics=metrics)
     plan.reading.check(metrics[0].unit)
     tuning.check(plan)
+    plan = dataclasses.replace(plan, searched_at=_searched_at(plan))
     description, data, class_names = _described(plan)
     methods = {label: plan.methods[label] for label in description["methods"]}
     if plan.out is not None:
@@ -318,7 +319,16 @@ def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, .
         "trials": plan.trials,
         "experiment": plan.experiment,
     }
+    if plan.search is not None and plan.searched_at.asked:
+        description["searched_at"] = str(plan.searched_at)
     return description, data, cast.class_names
+
+
+def _searched_at(plan: Plan) -> Budget:
+    """The budget with which a comparison began. A search is not repeated when its results are read by another."""
+    if plan.out is None or not (plan.out / directory.DESCRIPTION).is_file():
+        return plan.reading.budget
+    return Budget.parse(directory.read_description(plan.out).get("searched_at", Budget().kind))
 
 
 def _metric(metric: Metric) -> dict[str, Any]:

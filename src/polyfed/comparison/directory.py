@@ -3,7 +3,8 @@
 A comparison directory holds one run directory per method and seed, `METHOD/seed-K`, and
 
 - `comparison.yaml`, written before the first run: everything that decides results (methods with all fields, seeds, settings,
-  metrics, clients' fingerprints, the experiment), and `reading`, how results are read (budget and target);
+  metrics, clients' fingerprints, the experiment), `searched_at`, the budget for which a
+  search chose ("best" if it is missing), and `reading`, how results are read (budget and target);
 - `comparison.json`, written when all runs are finished, as below. Paths in it are relative to the directory; scores are
   fractions as in `metrics.jsonl` (0.81, not 81); `null` is "not defined", a `Score` is a number or null.
 

@@ -215,6 +215,7 @@ class Description(TypedDict, total=False):
     experiment: Experiment | None
     reading: Reading
     search: dict[str, list[Any] | str] | None
+    searched_at: str
     trials: int | None
     reference: str | None
     same_clients: bool

@@ -13,7 +13,7 @@ from typing import Any, Literal, final
 from torch import Tensor
 
 from polyfed.comparison.directory import DESCRIPTION, RESULTS, finished
-from polyfed.comparison.reading import Reading
+from polyfed.comparison.reading import Budget, Reading
 from polyfed.comparison.several import side_by_side
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import ClientError, RoundError, UserError
@@ -68,6 +68,8 @@ class Plan:
         settings: of every run, but for the seed.
         cast: who takes part at a seed.
         reading: budget and target.
+        searched_at: the budget by whose rounds a search compares what it tried. A directory keeps it, however its results
+            are read later.
         out: the directory; None keeps all in memory.
         parallel: runs at once, or "auto".
         experiment: what describes the casts in a file, for a comparison that can be rebuilt from its directory.
@@ -98,6 +100,7 @@ class Plan:
     metrics: tuple[Any, ...] = ()
     resplit: int | None = None
     references: bool = False
+    searched_at: Budget = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):

@@ -2,8 +2,9 @@
 
 Without `trials` every combination of the values given is tried, the small grid; with `trials`, that many runs a method,
 chosen by Optuna's tree-structured Parzen estimator, also within ranges. Each is a run of full length with the first seed;
-the best mean validation score wins, each the mean of an evaluated round and its two neighbours, of equals the lower
-validation loss. Test examples have no say. Where
+the best mean validation score wins, of equals the lower validation loss: each at the round at which methods are to be
+compared, or its best round where that is theirs. A score is the mean of three evaluated rounds that are neighbours. Test
+examples have no say. Where
 clients have no validation examples, a fifth of their training examples is held out for the search alone: the round of the
 winner's best score is then the round at which the method is compared, and the final runs train on all of it. With
 `trials` every method has the same number of runs, with all combinations those of the fields that it has; the results tell
@@ -14,10 +15,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from statistics import fmean
 from typing import Any, final
 
-from polyfed.comparison.curves import means
+from polyfed.comparison.curves import curve, means
 from polyfed.comparison.plans import EQUAL, TUNING, Failure, Job, Method, Plan, play
+from polyfed.comparison.reading import Budget
 from polyfed.core.errors import RoundError, UserError, check_extra, nearest
 from polyfed.data.held_out import with_validation
 from polyfed.simulation.fingerprints import fingerprint
@@ -29,6 +32,7 @@ FACTORS = (0.1, 0.3, 1, 3, 10)
 AUTO, NONE = "auto", "none"
 BY_DEFAULT = {"lr": GRID}
 """What is searched unless something else is asked for: every method's learning rate, over `FACTORS` times its own."""
+_NEAR = 3  # evaluated rounds of which a score is the mean
 _START = 4  # trials at random before Optuna's estimator has its say: searches are small
 Fields = dict[str, Any]
 
@@ -178,26 +182,41 @@ def search(plan: Plan, methods: Mapping[str, Method]) -> tuple[dict[str, Method]
         f"{', '.join(plan.search or {})}, {how}: up to {most} {'run' if most == 1 else 'runs'} of {plan.settings.rounds} "
         f"rounds with seed {plan.seeds[0]} for each method that has the fields, chosen by the best mean validation score"
     )
+    if plan.searched_at.asked:
+        sentence += f" of the last {_NEAR} evaluated rounds"
+        sentence += "" if plan.searched_at.limit is None else f" within {plan.searched_at}"
     if held_out:
-        sentence += (
-            "; clients without validation examples held out a fifth of their training examples for the search, which also "
-            "chose the number of rounds, and train on all of them afterwards"
-        )
+        sentence += "; clients without validation examples held out a fifth of their training examples for the search, "
+        sentence += "" if plan.searched_at.asked else "which also chose the number of rounds, "
+        sentence += "and train on all of them afterwards"
     entry = {"sentence": sentence, "by": "validation", "methods": told, "edge": edge, "losses": losses}
     return found, entry | ({"rounds": rounds} if held_out else {}), failed
 
 
-def _best(curve: Sequence[tuple[int, float]], sign: int) -> tuple[float | None, int | None]:
+def _best(scored: Sequence[tuple[int, float]], sign: int) -> tuple[float | None, int | None]:
     """The best score of a curve and its round. A score is the mean of an evaluated round and its two neighbours: the best of
     many single rounds would be that of the method whose scores vary most.
 
     >>> _best([(1, 0.5), (2, 0.9), (3, 0.4), (4, 0.7), (5, 0.8), (6, 0.75)], 1)
     (0.75, 5)
     """
-    smooth = [(sum(v for _, v in near) / len(near), number)
-              for k, (number, _) in enumerate(curve) if (near := curve[max(0, k - 1) : k + 2])]  # fmt: skip
+    smooth = [(fmean(v for _, v in near), number)
+              for k, (number, _) in enumerate(scored) if (near := scored[max(0, k - 1) : k + 2])]  # fmt: skip
     inner = smooth[1:-1] or smooth
     return max(inner, key=lambda one: (sign * one[0], -one[1]), default=(None, None))
+
+
+def _last(
+    history: Sequence[Mapping[str, Any]], scored: Sequence[tuple[int, float]], at: Budget
+) -> tuple[float | None, int | None]:
+    """The score of a run after all rounds that a budget allows, or after the first if that is none, and its last round.
+
+    >>> _last([], [(1, 0.9), (2, 0.3), (3, 0.4), (4, 0.5)], Budget("steps"))
+    (0.4, 4)
+    """
+    spent = {point.round: getattr(point, at.kind) for point in curve(history, "")} if at.limit is not None else {}
+    inside = [one for one in scored if at.limit is None or spent[one[0]] <= at.limit][-_NEAR:] or scored[:1]
+    return (fmean(value for _, value in inside), inside[-1][0]) if inside else (None, None)
 
 
 def _at_the_edge(name: str, best: "_Tried", runs: Sequence["_Tried"]) -> bool:
@@ -237,7 +256,11 @@ def _played(plan: Plan, methods: Mapping[str, Method], tries: Sequence[tuple[str
     name, found = plan.metrics[0].name, []
     for (label, fields), job in zip(tries, jobs, strict=True):
         history = played[job].history if job in played else [{"summary": {}, "clients": {}, "best_round": None}]
-        score, best = _best(means(history, f"val_{name}"), 1 if plan.metrics[0].higher_is_better else -1)
+        scores = means(history, f"val_{name}")
+        if plan.searched_at.asked:
+            score, best = _last(history, scores, plan.searched_at)
+        else:
+            score, best = _best(scores, 1 if plan.metrics[0].higher_is_better else -1)
         at = history[-1] if best is None else history[best - 1]
         tested = [record["clients"] for record in history if record["summary"]]
         scored = frozenset(c for c in at["clients"] if all(rows[c].get(f"val_{name}") is not None for rows in tested))
