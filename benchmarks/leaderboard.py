@@ -37,6 +37,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "leaderboard"
 FOLDERS = {"fashion_mnist": "/usr/share/datasets/fashion-mnist", "cifar10": "cifar10", "sentiment140": "sentiment140"}
 HOSPITALS = {"north": (60, 30), "south": (90, 40), "east": (140, 56), "west": (279, 86)}  # patients, malignant ones
+COLUMNS = {"bytes": 2, "seconds": 3}  # of a curve's points
 KEPT = (
     "mean", "interval", "worst", "gain", "gain_interval", "gain_per_seed", "losers", "participants", "bytes", "seconds",
     "rounds",
@@ -85,9 +86,7 @@ def run(name, given):
         "load": round(load, 1), "methods": {label: of(found, label, out) for label in found["methods"]}, "equal": {},
     }  # fmt: skip
     for kind, limit in {**limits, "best": None}.items():
-        budget = kind if limit is None else f"{kind}={limit:g}"
-        again = compared(["compare", str(out), "--budget", budget, "--quiet"], out)
-        means = {label: one["statistics"]["mean"] for label, one in again["methods"].items()}
+        means = {label: at_equal(one, out / label, kind, limit) for label, one in found["methods"].items()}
         content["equal"][kind] = {"limit": limit, "means": rounded(means)}
     RESULTS.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -103,6 +102,20 @@ def compared(words, out):
     if found["budget"]["kind"] != kind:
         raise SystemExit(f"{out}: the comparison is not read by {kind!r}, for the reason above")
     return found
+
+
+def at_equal(method, folder, kind, limit):
+    """Mean over seeds of the last evaluated round within so many bytes or seconds, or of the best by validation examples;
+    None if a run has no such round."""
+    scores = []
+    for seed, run in method["runs"].items():
+        if kind == "best":
+            last = (folder / f"seed-{seed}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+            inside = [point for point in run["curve"] if point[0] == json.loads(last)["best_round"]]
+        else:
+            inside = [point for point in run["curve"] if point[COLUMNS[kind]] <= limit]
+        scores.append(inside[-1][1] if inside else None)
+    return None if None in scores else sum(scores) / len(scores)
 
 
 def whole(method, out, kind):
