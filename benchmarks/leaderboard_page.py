@@ -36,7 +36,8 @@ How it was measured:
 
 - All methods take the same number of local steps, with the same networks, clients and minibatches.
 - Each method tries five learning rates (0.1, 0.3, 1, 3 and 10 times its own) with the first seed. The best by validation
-  examples after all rounds (mean of the last three evaluated ones) is taken. All other options are the method's defaults, but for those that the recipe names.
+  examples after all rounds is taken (mean of the last three evaluated ones). All other options are the method's defaults,
+  but for those that the recipe names.
 - Then each runs with three seeds on the same clients, and counts after all rounds: at equal local steps.
 - The interval of a difference has 95 %, and covers new seeds and new test examples of these clients. It says nothing about
   other clients. Each is for one difference: of twenty methods without any effect, one would be called better or worse.
@@ -194,7 +195,7 @@ def federation(one):
         f"{limits['bytes']['limit'] / 2**20:.2f} in a run, a third of what FedAvg sends in all. Equal s: at most "
         f"{limits['seconds']['limit']:.0f} s, what FedAvg takes in all; each run had one core. "
         + (
-            "At best round: at each method's by validation examples; these are so few that chance has its part in that choice."
+            "At best round: at each method's by validation examples, which are so few that chance has its part in it."
             if any(mean is not None for mean in limits["best"]["means"].values())
             else "No client has validation examples of its own, so that no run has a best round by them."
         )
