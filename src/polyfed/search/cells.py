@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
+from polyfed.core.memory import keep_kernels
 from polyfed.search.operations import GroupedNorm, operations
 from polyfed.search.sampling import Choice
 
 Join = Literal["sum", "mean"]
+keep_kernels()  # how many examples choose an operation differs from step to step
 
 
 @final

@@ -14,7 +14,6 @@ import torch
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.compression import Compression
 from polyfed.core.gathered import Fit, FitCall, Half, Parked, PredictCall, gathering
-from polyfed.core.memory import keep_memory
 from polyfed.core.metrics import Metric
 from polyfed.core.scratch import scratch
 from polyfed.core.stacked import CannotStackError
@@ -59,7 +58,6 @@ class CohortEngine(Engine):
         told: Callable[[str], None] | None = None,
         apart: Sequence[str] = (),
     ) -> None:
-        keep_memory()
         self._alone = InProcessEngine(algorithm, clients, device, metrics, compression)
         self._told, self._reasons = told, set[str]()
         self._apart = {

@@ -17,6 +17,7 @@ from polyfed.core.evaluation import client_scores, predict
 from polyfed.core.examples import Examples
 from polyfed.core.finite import not_finite_in
 from polyfed.core.gradients import gradients
+from polyfed.core.memory import keep_memory
 from polyfed.core.metrics import Metric
 from polyfed.core.scratch import settled
 from polyfed.core.seeds import local_rng
@@ -43,6 +44,7 @@ class InProcessEngine(Engine):
         metrics: Sequence[Metric] = (),
         compression: Compression | None = None,
     ) -> None:
+        keep_memory()
         self._algorithm, self._device, self._metrics = algorithm, device, tuple(metrics)
         self._compression = compression
         self._clients = {client.id: client for client in place_clients(clients, device)}
