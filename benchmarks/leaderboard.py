@@ -86,7 +86,7 @@ def run(name, given):
         "load": round(load, 1), "methods": {label: of(found, label, out) for label in found["methods"]}, "equal": {},
     }  # fmt: skip
     for kind, limit in {**limits, "best": None}.items():
-        means = {label: at_equal(one, out / label, kind, limit) for label, one in found["methods"].items()}
+        means = {label: at_equal(one, out, kind, limit) for label, one in found["methods"].items()}
         content["equal"][kind] = {"limit": limit, "means": rounded(means)}
     RESULTS.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -108,9 +108,9 @@ def at_equal(method, folder, kind, limit):
     """Mean over seeds of the last evaluated round within so many bytes or seconds, or of the best by validation examples;
     None if a run has no such round."""
     scores = []
-    for seed, run in method["runs"].items():
+    for run in method["runs"].values():
         if kind == "best":
-            last = (folder / f"seed-{seed}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+            last = (folder / run["path"] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
             inside = [point for point in run["curve"] if point[0] == json.loads(last)["best_round"]]
         else:
             inside = [point for point in run["curve"] if point[COLUMNS[kind]] <= limit]
@@ -120,11 +120,10 @@ def at_equal(method, folder, kind, limit):
 
 def whole(method, out, kind):
     """What all rounds of a method's runs cost, mean over seeds."""
-    label = "fedavg" if (out / "fedavg").exists() else "fedavg_kd"
     fields = {"bytes": ("bytes_down", "bytes_up"), "seconds": ("seconds_clients", "seconds_server")}[kind]
     totals = []
-    for seed in method["runs"]:
-        lines = (out / label / f"seed-{seed}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    for run in method["runs"].values():
+        lines = (out / run["path"] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         totals.append(sum(json.loads(line)[field] for line in lines for field in fields))
     return sum(totals) / len(totals)
 

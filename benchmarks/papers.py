@@ -309,10 +309,7 @@ def ahead(ours, theirs):
     for (found, folder), name in (ours, theirs):
         runs = found["methods"][name]["runs"]
         read = {
-            client: [
-                predictions.read(folder / name / f"seed-{seed}", client, round=run["round"])
-                for seed, run in runs.items()
-            ]
+            client: [predictions.read(folder / run["path"], client, round=run["round"]) for run in runs.values()]
             for client in found["clients"]
         }
         metric = METRICS[found["score"]]

@@ -215,7 +215,7 @@ def twins(score, rng):
         lambda label, seed, client, number: runs[label, seed].predictions(client, round=number).outputs,
         lambda seed, client: targets[client],
     )  # fmt: skip
-    return summarise(material, Reading(Budget("steps")), on_disk=False), dict.fromkeys(SITES, 0.0)
+    return summarise(material, Reading(Budget("steps"))), dict.fromkeys(SITES, 0.0)
 
 
 def is_false(answer, truth):

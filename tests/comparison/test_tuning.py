@@ -11,11 +11,12 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedProx
-from polyfed.comparison import tuning
+from polyfed.comparison import finals, tuning
 from polyfed.comparison.compare import carry_out
 from polyfed.comparison.contenders import methods_of
 from polyfed.comparison.directory import read
 from polyfed.comparison.plans import Cast, Plan
+from polyfed.core.errors import RoundError
 from polyfed.data.held_out import with_validation
 from polyfed.simulation.fingerprints import fingerprint
 from polyfed.simulation.runs.directory import read_manifest
@@ -128,6 +129,43 @@ def test_a_method_that_diverges_with_every_rate_has_failed():
     found = pf.compare(misleading(), [FedProx(batch_size=4)], **SHORT, tune={"mu": [1e30, 1e31]})
     assert found.failed.keys() == {"fedprox"}
     assert [row["method"] for row in found.table()] == ["local", "fedavg", "fedavg_ft"]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_where_the_best_diverges_with_another_seed_the_next_best_is_compared(monkeypatch, tmp_path, kept):
+    """Of three values of mu the best in the search fails with the second seed, and the next with the first."""
+    good, failing = finals.play, {(0.3, 1), (0.2, 0)}
+
+    def ranking(plan, jobs):
+        played, failed = good(plan, jobs)
+        for job, one in played.items():
+            one.history[-1]["summary"]["val_accuracy"]["mean"] = getattr(job.method, "mu", 0)
+        return played, failed
+
+    def diverging(plan, jobs):
+        played, failed = good(plan, jobs)
+        wrong = [job for job in played if (getattr(job.method, "mu", None), job.seed) in failing]
+        return {j: one for j, one in played.items() if j not in wrong}, failed | {
+            j: RoundError("diverged") for j in wrong
+        }
+
+    monkeypatch.setattr(tuning, "play", ranking)
+    monkeypatch.setattr(finals, "play", diverging)
+    words = QUICK | {"rounds": 1, "tune": {"mu": [0.1, 0.2, 0.3]}, "out": tmp_path / "a" if kept else None}
+    found = pf.compare(misleading(), ["fedprox"], **words)
+    told = found.results["tuning"]["methods"]["fedprox"]
+    assert (told["chosen"], told["diverged"]) == ({"mu": 0.1}, [{"mu": 0.3}, {"mu": 0.2}])
+    assert found.results["methods"]["fedprox"]["fields"]["mu"] == 0.1
+    assert found.failed == {}
+    assert any("mu 0.2 was better in the search, but diverged" in note for note in found.results["notes"])
+    if kept:
+        paths = [run["path"] for run in found.results["methods"]["fedprox"]["runs"].values()]
+        assert all((found.out / path / "metrics.jsonl").is_file() and path.count("/") == 2 for path in paths)
+        before = files(tmp_path)
+        assert pf.compare(misleading(), ["fedprox"], **words).results == found.results
+        assert files(tmp_path) == before
+    failing |= {(0.1, 1)}
+    assert pf.compare(misleading(), ["fedprox"], **words).failed.keys() == {"fedprox"}
 
 
 def test_the_grid_is_around_what_each_method_has():

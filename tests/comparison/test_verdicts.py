@@ -51,7 +51,7 @@ def made(right, *, metric="accuracy", losses=None, **changes):
         description | changes, {str(s): sizes for s in seeds}, None, histories, score,
         lambda label, seed, client, number: outputs[label, seed, client], lambda seed, client: targets[client],
     )  # fmt: skip
-    return summarise(material, Reading(), on_disk=False)
+    return summarise(material, Reading())
 
 
 def three_sites(number=400):
@@ -195,7 +195,7 @@ def test_without_predictions_nothing_is_decided_and_that_is_said():
                 "summary": {"accuracy": {"mean": 0.5}}}]  # fmt: skip
     data = {"0": {"north": {"train": 1, "test": 10, "classes": None}}}
     material = Material(description, data, None, {(m, 0): history for m in right}, METRICS["accuracy"])
-    content = summarise(material, Reading(Budget("steps")), on_disk=False)
+    content = summarise(material, Reading(Budget("steps")))
     assert content["verdicts"] == [
         "mean over clients: not decided: one seed (10 test examples)",
         "north: not decided: one seed (10 test examples)",
@@ -230,6 +230,6 @@ def test_a_client_without_a_score_by_one_method_takes_its_mean():
         "methods": {m: {"name": m} for m in right}, "same_clients": True, "settings": {"rounds": 1},
     }  # fmt: skip
     data = {"0": {c: {"train": 1, "test": 10, "classes": None} for c in right["local"]}}
-    content = summarise(Material(description, data, None, histories, METRICS["accuracy"]), Reading(), on_disk=False)
+    content = summarise(Material(description, data, None, histories, METRICS["accuracy"]), Reading())
     assert content["methods"]["fed"]["statistics"]["mean"] is None
     assert content["notes"][0] == "fed has no score for east with seed 0, and so no mean next to the others"

@@ -12,7 +12,8 @@ from polyfed.algorithms import Local
 from polyfed.comparison import directory, tuning
 from polyfed.comparison.contenders import check_equal_training, methods_of
 from polyfed.comparison.directory import FORMAT, Comparison
-from polyfed.comparison.plans import Cast, Failure, Job, Method, Plan, play
+from polyfed.comparison.finals import compared
+from polyfed.comparison.plans import Cast, Method, Plan
 from polyfed.comparison.reading import Budget, Reading
 from polyfed.comparison.references import pooled_reference, simple_references
 from polyfed.comparison.summary import Material, summarise
@@ -30,7 +31,7 @@ from polyfed.simulation.leaks import one_warning
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.configuration import described
 from polyfed.simulation.secure import check_secure
-from polyfed.simulation.settings import EngineName, Keep, Settings
+from polyfed.simulation.settings import EngineName, Settings
 
 SEEDS = 5
 """Of a comparison, unless asked otherwise. A mean gain of 10 points of accuracy over 4 clients with 200 test examples each
@@ -200,20 +201,8 @@ def _carried_out(plan: Plan) -> Comparison:
     methods = {label: plan.methods[label] for label in description["methods"]}
     if plan.out is not None:
         directory.keep_description(plan.out, description, plan.reading)
-    failed: dict[str, Failure] = {}
     try:
-        if plan.search is not None:
-            methods, description["tuning"], failed = tuning.search(plan, methods)
-        jobs = [
-            Job(label, method, seed, None if plan.out is None else plan.out / label / f"seed-{seed}",
-                description["fingerprints"][str(seed)], _kept(plan, label, description.get("tuning")))
-            for seed in plan.seeds
-            for label, method in methods.items()
-            if label not in failed
-        ]  # fmt: skip
-        played, not_played = play(plan, jobs) if jobs else ({}, {})
-        for job in (job for job in jobs if job in not_played):
-            failed.setdefault(job.label, not_played[job])
+        methods, runs, failed = compared(plan, methods, description)
         methods = {label: method for label, method in methods.items() if label not in failed}
         if all(isinstance(method, Local) for method in methods.values()):
             raise next(iter(failed.values()))
@@ -226,23 +215,17 @@ def _carried_out(plan: Plan) -> Comparison:
     description["failed"] = {label: str(error) for label, error in failed.items()}
     description["methods"] = {label: _fields(method) for label, method in methods.items()}
     description["reference"] = _reference(methods)
-    runs = {(job.label, job.seed): one for job, one in played.items() if job.label in methods}
+    runs = {run: one for run, one in runs.items() if run[0] in methods}
     material = Material(
         description, data, class_names, {run: one.history for run, one in runs.items()}, plan.metrics[0],
         lambda label, seed, client, number: runs[label, seed].outputs(client, number),
         lambda seed, client: _targets(plan, seed, client), beside,
+        {run: one.folder.relative_to(plan.out).as_posix() for run, one in runs.items() if one.folder and plan.out},
     )  # fmt: skip
-    content = summarise(material, plan.reading, on_disk=plan.out is not None)
+    content = summarise(material, plan.reading)
     if plan.out is not None:
         directory.write(plan.out, content)
     return Comparison(content, plan.out)
-
-
-def _kept(plan: Plan, label: str, searched: Mapping[str, Any] | None) -> Keep:
-    """The round whose models a run keeps: the one at which it is compared unless a budget is the question."""
-    if searched is not None and "rounds" in searched:
-        return searched["rounds"].get(label) or "last"
-    return "best" if any(c.val is not None for c in plan.cast(plan.seeds[0]).clients) else "last"
 
 
 def _targets(plan: Plan, seed: int, client: str) -> Any:

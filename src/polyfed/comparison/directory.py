@@ -1,6 +1,7 @@
 """A comparison on the disk: `comparison.yaml` says what is compared, `comparison.json` holds the results.
 
-A comparison directory holds one run directory per method and seed, `METHOD/seed-K`, and
+A comparison directory holds one run directory per method and seed, `METHOD/seed-K` (`METHOD/FIELDS/seed-K` where the best
+of a search diverged), and
 
 - `comparison.yaml`, written before the first run: everything that decides results (methods with all fields, seeds, settings,
   metrics, clients' fingerprints, the experiment), `searched_at`, the budget for which a
@@ -77,7 +78,7 @@ A comparison directory holds one run directory per method and seed, `METHOD/seed
   "failed": {"fedprox": "round 3, ...: training diverged ..."},            methods of which a run failed, and why
   "notes": ["...", ...],                                                   what else to bear in mind, sentences
   "tuning": null or {"sentence": "a sentence", "by": "validation", "edge": ["lr of fedavg"], "methods": {"fedavg": {"chosen":
-            {"lr": 0.1}, "runs": 5, "tried": [{"fields": {"lr": 0.1}, "validation": 0.8}, ...]}},
+            {"lr": 0.1}, "diverged": [{"lr": 0.3}], "runs": 5, "tried": [{"fields": {"lr": 0.1}, "validation": 0.8}, ...]}},
             "rounds": {"fedavg": 12}, "losses": {"fedavg": [[1, 0.9], ...]}}     rounds: chosen on held-out examples
 }
 ```

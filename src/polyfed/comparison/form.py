@@ -126,6 +126,7 @@ class Tuned(TypedDict, total=False):
     """The search of one method."""
 
     chosen: Required[dict[str, Any]]
+    diverged: list[dict[str, Any]]
     runs: Required[int]
     tried: list[dict[str, Any]]
 

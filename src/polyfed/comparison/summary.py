@@ -1,7 +1,7 @@
 """From the runs of a comparison to its results: the mapping that `polyfed.comparison.directory` documents."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, final
 
@@ -41,6 +41,7 @@ class Material:
         outputs: of method, seed, client and round on the client's test examples; None where they were not kept.
         targets: of the test examples of a client at a seed.
         references: scores that are no method's, see `polyfed.comparison.references`.
+        paths: of the runs that have directories, from that of the comparison.
     """
 
     description: Mapping[str, Any]
@@ -51,17 +52,18 @@ class Material:
     outputs: Callable[[str, int, str, int], Tensor | None] = no_outputs
     targets: Callable[[int, str], Tensor] | None = None
     references: Mapping[str, Any] | None = None
+    paths: Mapping[Run, str] = field(default_factory=dict)
 
 
-def summarise(of: Material, reading: Reading, *, on_disk: bool) -> dict[str, Any]:
-    """The content of `comparison.json`. `on_disk`: whether the runs have directories."""
+def summarise(of: Material, reading: Reading) -> dict[str, Any]:
+    """The content of `comparison.json`."""
     description, metric = of.description, of.metric
     labels, reference = list(description["methods"]), description["reference"]
     curves = {run: curve(history, metric.name) for run, history in of.histories.items()}
     limit = _limit(reading.budget, curves)
     chosen = {run: _compared(run, of, reading.budget, limit, points) for run, points in curves.items()}
     runs = {
-        label: {str(s): _run(label, s, of, curves[label, s], chosen[label, s], on_disk) for s in description["seeds"]}
+        label: {str(s): _run(label, s, of, curves[label, s], chosen[label, s]) for s in description["seeds"]}
         for label in labels
     }
     lost = _without_score(runs)
@@ -212,14 +214,12 @@ def _warnings(content: Mapping[str, Any], budget: Budget) -> list[str]:
 # -- scores -----------------------------------------------------------------------------------------------------------
 
 
-def _run(
-    label: str, seed: int, of: Material, points: Sequence[Point], at: Point | None, on_disk: bool
-) -> dict[str, Any]:
+def _run(label: str, seed: int, of: Material, points: Sequence[Point], at: Point | None) -> dict[str, Any]:
     record = None if at is None else of.histories[label, seed][at.round - 1]
     rows = {} if record is None else record["clients"]
     validation = None if record is None else record["summary"].get(f"val_{of.metric.name}", {}).get("mean")
     return {
-        "path": f"{label}/seed-{seed}" if on_disk else None,
+        "path": of.paths.get((label, seed)),
         "round": None if at is None else at.round,
         "scores": {client: row.get(of.metric.name) for client, row in rows.items()},
         "mean": None if at is None else at.score,

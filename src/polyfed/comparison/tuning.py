@@ -4,11 +4,11 @@ Without `trials` every combination of the values given is tried, the small grid;
 chosen by Optuna's tree-structured Parzen estimator, also within ranges. Each is a run of full length with the first seed;
 the best mean validation score wins, of equals the lower validation loss: each at the round at which methods are to be
 compared, or its best round where that is theirs. A score is the mean of three evaluated rounds that are neighbours. Test
-examples have no say. Where
-clients have no validation examples, a fifth of their training examples is held out for the search alone: the round of the
-winner's best score is then the round at which the method is compared, and the final runs train on all of it. With
-`trials` every method has the same number of runs, with all combinations those of the fields that it has; the results tell
-how many. A run that diverges counts as tried, and does not win. `DIR/tuning/METHOD/FIELDS` is the directory of each.
+examples have no say. Where clients have no validation examples, a fifth of their training examples is held out for the
+search alone: the round of the winner's best score is then the round at which the method is compared, and the final runs
+train on all of it. With `trials` every method has the same number of runs, with all combinations those of the fields that
+it has; the results tell how many. A run that diverges counts as tried, and does not win. If what won diverges with another
+seed, the next best is compared in its place. `DIR/tuning/METHOD/FIELDS` is the directory of each.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ from typing import Any, final
 from polyfed.comparison.curves import curve, means
 from polyfed.comparison.plans import EQUAL, TUNING, Failure, Job, Method, Plan, play
 from polyfed.comparison.reading import Budget
-from polyfed.core.errors import RoundError, UserError, check_extra, nearest
+from polyfed.comparison.trials import Range, Study, imported
+from polyfed.core.errors import RoundError, UserError, nearest
 from polyfed.data.held_out import with_validation
 from polyfed.simulation.fingerprints import fingerprint
 from polyfed.simulation.runs.directory import plain
@@ -33,50 +34,7 @@ AUTO, NONE = "auto", "none"
 BY_DEFAULT = {"lr": GRID}
 """What is searched unless something else is asked for: every method's learning rate, over `FACTORS` times its own."""
 _NEAR = 3  # evaluated rounds of which a score is the mean
-_START = 4  # trials at random before Optuna's estimator has its say: searches are small
 Fields = dict[str, Any]
-
-
-@final
-@dataclass(frozen=True)
-class Range:
-    """Numbers from `low` to `high`, both included; whole ones if both are. Where both are positive each factor is equally
-    probable, as learning rates need it; otherwise each difference.
-
-    Raises:
-        UserError: text that is no range, or a range without a number in it.
-
-    >>> Range.parse("0.001..0.3")
-    Range(low=0.001, high=0.3)
-    """
-
-    low: float
-    high: float
-
-    @classmethod
-    def parse(cls, text: str) -> "Range":
-        """From "LOW..HIGH"."""
-        low, dots, high = text.partition("..")
-        first, last = number_or_word(low), number_or_word(high)
-        if not dots or isinstance(first, str) or isinstance(last, str):
-            raise UserError(f"a range to search is LOW..HIGH, such as 0.001..0.3, got {text!r}")
-        if not float("-inf") < first < last < float("inf"):
-            raise UserError(f"a range to search goes from the lower to the higher number, got {text!r}")
-        return cls(first, last)
-
-
-def number_or_word(text: str) -> int | float | str:
-    """A whole number, a number, or the word as it is.
-
-    >>> [number_or_word(text) for text in ("2", "1e-3", "mean")]
-    [2, 0.001, 'mean']
-    """
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def no_fields(trials: int) -> str:
@@ -112,7 +70,7 @@ def check(plan: Plan) -> None:
                 for value in _ends(name, _values(method, name, values)):
                     dataclasses.replace(method, **{name: value})  # type: ignore[type-var]  # which checks the value
     if trials is not None:
-        _optuna()
+        imported()
     if not any(c.val is not None for c in with_validation(plan.cast(plan.seeds[0]).clients, plan.seeds[0])):
         raise UserError(
             "hyper-parameters are searched on validation examples, and no client has any, or enough training examples to "
@@ -132,9 +90,8 @@ def _ends(name: str, values: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def search(plan: Plan, methods: Mapping[str, Method]) -> tuple[dict[str, Method], dict[str, Any], dict[str, Failure]]:
-    """The methods with what was found best for each, the search as `comparison.json` says it, and the methods of which
-    each run of the search failed."""
+def search(plan: Plan, methods: Mapping[str, Method]) -> "Searched":
+    """Tries what is to be tried of each method."""
     cast = plan.cast(plan.seeds[0])
     held_out = any(c.val is None for c in cast.clients)
     searching = dataclasses.replace(cast, clients=with_validation(cast.clients, plan.seeds[0]), config={})
@@ -147,7 +104,7 @@ def search(plan: Plan, methods: Mapping[str, Method]) -> tuple[dict[str, Method]
         for one in _played(plan, methods, combinations, data):
             tried[one.label].append(one)
     else:
-        studies = {label: _Study(plan, method) for label, method in methods.items() if _of(plan, method)}
+        studies = {label: Study(of, plan.seeds[0]) for label, method in methods.items() if (of := _of(plan, method))}
         for _ in range(plan.trials):  # one run of each method at a time: the next depends on what it found
             wave = _played(plan, methods, [(label, study.ask()) for label, study in studies.items()], data)
             before = [one for runs in tried.values() for one in runs]
@@ -156,41 +113,92 @@ def search(plan: Plan, methods: Mapping[str, Method]) -> tuple[dict[str, Method]
                 whole = one.validation is not None and len(one.scored) == known
                 studies[one.label].tell(sign * one.validation if whole and one.validation is not None else None)
                 tried[one.label].append(one)
-    found, failed, told = dict(methods), dict[str, Failure](), dict[str, Any]()
-    rounds: dict[str, int | None] = {}
-    losses: dict[str, list[list[float]]] = {}
-    edge = []
     everyone = max((one.scored for runs in tried.values() for one in runs), key=len, default=frozenset())
+    ranked = {}
     for label, runs in tried.items():
         scored = [one for one in runs if one.validation is not None and one.scored == everyone]
-        if runs and not scored:
-            lost = RoundError(f"no run of the search has a validation score of every client (method {label})")
-            failed[label] = next((one.failure for one in runs if one.failure is not None), lost)
-        best = max(scored, key=lambda one: (sign * (one.validation or 0.0), -one.loss), default=None)
-        if best is not None:
-            found[label] = dataclasses.replace(methods[label], **best.fields)  # type: ignore[type-var]
-            rounds[label], losses[label] = best.round, [list(point) for point in best.losses]
-            edge += [f"{name} of {label}" for name in best.fields if _at_the_edge(name, best, runs)]
-        told[label] = {
-            "chosen": {} if best is None else best.fields,
-            "runs": len(runs),
-            "tried": [{"fields": one.fields, "validation": one.validation if one in scored else None} for one in runs],
-        }
-    how = "all combinations" if plan.trials is None else "by Optuna"
-    most = max(entry["runs"] for entry in told.values())
-    sentence = (
-        f"{', '.join(plan.search or {})}, {how}: up to {most} {'run' if most == 1 else 'runs'} of {plan.settings.rounds} "
-        f"rounds with seed {plan.seeds[0]} for each method that has the fields, chosen by the best mean validation score"
-    )
-    if plan.searched_at.asked:
-        sentence += f" of the last {_NEAR} evaluated rounds"
-        sentence += "" if plan.searched_at.limit is None else f" within {plan.searched_at}"
-    if held_out:
-        sentence += "; clients without validation examples held out a fifth of their training examples for the search, "
-        sentence += "" if plan.searched_at.asked else "which also chose the number of rounds, "
-        sentence += "and train on all of them afterwards"
-    entry = {"sentence": sentence, "by": "validation", "methods": told, "edge": edge, "losses": losses}
-    return found, entry | ({"rounds": rounds} if held_out else {}), failed
+        ranked[label] = sorted(scored, key=lambda one: (sign * (one.validation or 0.0), -one.loss), reverse=True)
+    return Searched(plan, methods, tried, ranked, held_out)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """What a search found.
+
+    Attributes: `plan` and `methods`, of the search; `tried`, by label; `ranked`, those of them that have a score, the best
+    first; `held_out`, whether validation examples were held out for it.
+    """
+
+    plan: Plan
+    methods: Mapping[str, Method]
+    tried: Mapping[str, Sequence["_Tried"]]
+    ranked: Mapping[str, Sequence["_Tried"]]
+    held_out: bool
+
+    @property
+    def failed(self) -> dict[str, Failure]:
+        """The methods of which each run failed."""
+        found = dict[str, Failure]()
+        for label, runs in self.tried.items():
+            if runs and not self.ranked[label]:
+                lost = RoundError(f"no run of the search has a validation score of every client (method {label})")
+                found[label] = next((one.failure for one in runs if one.failure is not None), lost)
+        return found
+
+    def fields(self, label: str, place: int) -> Fields | None:
+        """What was found best for a method, or next best, by its `place` from 0; None if there is no more."""
+        ranked = self.ranked[label]
+        return ranked[place].fields if place < len(ranked) else None
+
+    def chosen(self, places: Mapping[str, int]) -> tuple[dict[str, Method], dict[str, Any]]:
+        """The methods with what was found best for each, and the search as `comparison.json` says it.
+
+        Args:
+            places: of the methods whose best diverged with another seed: which of the next is taken instead.
+        """
+        found, told = dict(self.methods), dict[str, Any]()
+        rounds: dict[str, int | None] = {}
+        losses: dict[str, list[list[float]]] = {}
+        edge = []
+        for label, runs in self.tried.items():
+            ranked, place = self.ranked[label], places.get(label, 0)
+            if ranked:
+                best = ranked[place]
+                found[label] = dataclasses.replace(found[label], **best.fields)  # type: ignore[type-var]
+                rounds[label], losses[label] = best.round, [list(point) for point in best.losses]
+                edge += [f"{name} of {label}" for name in best.fields if _at_the_edge(name, best, runs)]
+            told[label] = {
+                "chosen": ranked[place].fields if ranked else {},
+                "diverged": [one.fields for one in ranked[:place]],
+                "runs": len(runs),
+                "tried": [
+                    {"fields": one.fields, "validation": one.validation if one in ranked else None} for one in runs
+                ],
+            }
+        most = max(entry["runs"] for entry in told.values())
+        entry = {"sentence": self._sentence(most), "by": "validation", "methods": told, "edge": edge, "losses": losses}
+        return found, entry | ({"rounds": rounds} if self.held_out else {})
+
+    def _sentence(self, most: int) -> str:
+        plan, at = self.plan, self.plan.searched_at
+        how = "all combinations" if plan.trials is None else "by Optuna"
+        runs = (
+            f"up to {most} {'run' if most == 1 else 'runs'} of {plan.settings.rounds} rounds with seed {plan.seeds[0]}"
+        )
+        score = "best mean validation score"
+        if at.asked:
+            score += f" of the last {_NEAR} evaluated rounds" + ("" if at.limit is None else f" within {at}")
+        sentence = (
+            f"{', '.join(plan.search or {})}, {how}: {runs} for each method that has the fields, chosen by the {score}"
+        )
+        if not self.held_out:
+            return sentence
+        also = "" if at.asked else "which also chose the number of rounds, "
+        return (
+            f"{sentence}; clients without validation examples held out a fifth of their training examples for the search, "
+            f"{also}and train on all of them afterwards"
+        )
 
 
 def _best(scored: Sequence[tuple[int, float]], sign: int) -> tuple[float | None, int | None]:
@@ -245,10 +253,23 @@ class _Tried:
     failure: Failure | None
 
 
+def _written(fields: Fields) -> str:
+    return ",".join(f"{key}={value}" for key, value in fields.items())
+
+
+def folder_of(fields: Fields) -> str:
+    """Name of a folder for what is chosen instead of the best, within that of the method.
+
+    >>> folder_of({"lr": 0.1})[:10]
+    'lr%3D0.1-b'
+    """
+    return file_name(_written(fields))
+
+
 def _played(plan: Plan, methods: Mapping[str, Method], tries: Sequence[tuple[str, Fields]], data: str) -> list[_Tried]:
     seed, jobs = plan.seeds[0], []
     for label, fields in tries:
-        name = ",".join(f"{key}={value}" for key, value in fields.items())
+        name = _written(fields)
         folder = None if plan.out is None else plan.out / TUNING / label / file_name(name)
         changed = dataclasses.replace(methods[label], **fields)  # type: ignore[type-var]
         jobs.append(Job(f"{label} with {name}", changed, seed, folder, data, compared=False))
@@ -269,48 +290,6 @@ def _played(plan: Plan, methods: Mapping[str, Method], tries: Sequence[tuple[str
         worst = float("inf") if loss is None else loss
         found.append(_Tried(label, fields, score, best, worst, scored, losses, failed.get(job)))
     return found
-
-
-@final
-class _Study:
-    """Optuna's search for one method. It depends on the first seed and the scores alone, so that a search that was stopped
-    asks for the same runs again, and finds them finished."""
-
-    def __init__(self, plan: Plan, method: Method) -> None:
-        optuna = _optuna()
-        self._values = _of(plan, method)
-        self._space = {name: _distribution(optuna.distributions, values) for name, values in self._values.items()}
-        sampler = optuna.samplers.TPESampler(seed=plan.seeds[0], n_startup_trials=_START)
-        self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        self._failed = optuna.trial.TrialState.FAIL
-
-    def ask(self) -> Fields:
-        self._trial = self._study.ask(self._space)
-        told = self._trial.params.items()
-        return {n: v if isinstance(self._values[n], str) else self._values[n][v] for n, v in told}
-
-    def tell(self, validation: float | None) -> None:
-        if validation is None:
-            self._study.tell(self._trial, state=self._failed)
-        else:
-            self._study.tell(self._trial, validation)
-
-
-def _optuna() -> Any:
-    check_extra("optuna", "tune", "a search with trials", "leave out --trials")
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
-
-
-def _distribution(kinds: Any, values: Any) -> Any:
-    if not isinstance(values, str):
-        return kinds.CategoricalDistribution(range(len(values)))  # values may be mappings, which Optuna does not know
-    found = Range.parse(values)
-    whole = isinstance(found.low, int) and isinstance(found.high, int)
-    kind = kinds.IntDistribution if whole else kinds.FloatDistribution
-    return kind(found.low, found.high, log=found.low > 0)
 
 
 def _values(method: Method, name: str, values: Any) -> Any:

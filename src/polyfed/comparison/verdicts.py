@@ -188,11 +188,19 @@ def notes(
     if unclear:
         found.append(f"{listed(unclear)}: too few test examples for an interval of {content['score_label']}, and not in "
                      "that of the mean")  # fmt: skip
+    for label, searched in ((content["tuning"] or {}).get("methods") or {}).items():
+        if worse := searched.get("diverged"):
+            found.append(f"{label}: {_fields(worse[-1])} was better in the search, but diverged with another seed, so "
+                         f"{_fields(searched['chosen'])} is compared")  # fmt: skip
     if content["best_by"] == "test" and len(content["methods"]) > 2:
         found.append(
             "the best was chosen by the test examples on which it is reported; the intervals allow for that choice"
         )
     return found
+
+
+def _fields(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in fields.items())
 
 
 def told_budget(kind: str, limit: float | None, *, asked: bool, validated: bool) -> str:

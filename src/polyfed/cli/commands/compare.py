@@ -14,7 +14,8 @@ from polyfed.comparison.compare import SEEDS, carry_out, search_of
 from polyfed.comparison.contenders import ALWAYS, by_name, methods_of
 from polyfed.comparison.directory import DESCRIPTION, Comparison, read_description, reading_of
 from polyfed.comparison.plans import Cast, Method, Plan
-from polyfed.comparison.tuning import AUTO, GRID, NONE, number_or_word
+from polyfed.comparison.trials import number_or_word
+from polyfed.comparison.tuning import AUTO, GRID, NONE
 from polyfed.core.code import written
 from polyfed.core.errors import RoundError, UserError, nearest
 from polyfed.data.resplit import resplit as dealt_anew

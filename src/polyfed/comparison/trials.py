@@ -1,0 +1,105 @@
+"""Ranges of numbers to search, and Optuna's search in them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from polyfed.core.errors import UserError, check_extra
+
+_START = 4  # trials at random before Optuna's estimator has its say: searches are small
+
+
+@final
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, both included; whole ones if both are. Where both are positive each factor is equally
+    probable, as learning rates need it; otherwise each difference.
+
+    Raises:
+        UserError: text that is no range, or a range without a number in it.
+
+    >>> Range.parse("0.001..0.3")
+    Range(low=0.001, high=0.3)
+    """
+
+    low: float
+    high: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Range":
+        """From "LOW..HIGH"."""
+        low, dots, high = text.partition("..")
+        first, last = number_or_word(low), number_or_word(high)
+        if not dots or isinstance(first, str) or isinstance(last, str):
+            raise UserError(f"a range to search is LOW..HIGH, such as 0.001..0.3, got {text!r}")
+        if not float("-inf") < first < last < float("inf"):
+            raise UserError(f"a range to search goes from the lower to the higher number, got {text!r}")
+        return cls(first, last)
+
+
+def number_or_word(text: str) -> int | float | str:
+    """A whole number, a number, or the word as it is.
+
+    >>> [number_or_word(text) for text in ("2", "1e-3", "mean")]
+    [2, 0.001, 'mean']
+    """
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@final
+class Study:
+    """Optuna's search for one method. It depends on the seed and the scores alone, so that a search that was stopped asks
+    for the same runs again, and finds them finished.
+
+    Args:
+        values: by field, a list of those to try or a range as text.
+        seed: of its random draws.
+    """
+
+    def __init__(self, values: Mapping[str, Any], seed: int) -> None:
+        optuna = imported()
+        self._values = values
+        self._space = {name: _distribution(optuna.distributions, values) for name, values in self._values.items()}
+        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_START)
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        self._failed = optuna.trial.TrialState.FAIL
+
+    def ask(self) -> dict[str, Any]:
+        """The fields to try next."""
+        self._trial = self._study.ask(self._space)
+        told = self._trial.params.items()
+        return {n: v if isinstance(self._values[n], str) else self._values[n][v] for n, v in told}
+
+    def tell(self, validation: float | None) -> None:
+        """The score of what was asked for last, higher is better; None if it has none."""
+        if validation is None:
+            self._study.tell(self._trial, state=self._failed)
+        else:
+            self._study.tell(self._trial, validation)
+
+
+def imported() -> Any:
+    """The module Optuna.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    check_extra("optuna", "tune", "a search with trials", "leave out --trials")
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _distribution(kinds: Any, values: Any) -> Any:
+    if not isinstance(values, str):
+        return kinds.CategoricalDistribution(range(len(values)))  # values may be mappings, which Optuna does not know
+    found = Range.parse(values)
+    whole = isinstance(found.low, int) and isinstance(found.high, int)
+    kind = kinds.IntDistribution if whole else kinds.FloatDistribution
+    return kind(found.low, found.high, log=found.low > 0)
