@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, cast, final
 
 import torch
@@ -126,37 +127,65 @@ def grouped(candidates: Sequence[nn.Module], value: Tensor, index: Tensor) -> Te
     sizes = torch.bincount(index, minlength=len(candidates)).tolist()
     if max(sizes) == len(index):
         return cast(Tensor, candidates[sizes.index(len(index))](value))
-    back = torch.argsort(order)
-    groups = torch.split(_permute(value, order, back), sizes)
-    outs = [operation(group) for operation, group in zip(candidates, groups, strict=True) if len(group)]
-    return _permute(torch.cat(outs), back, order)
-
-
-def _permute(value: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    return cast(Tensor, _Permuted.apply(value, order, back))  # type: ignore[no-untyped-call]
+    rows = torch.split(order, sizes)
+    chosen = [(operation, of) for operation, of in zip(candidates, rows, strict=True) if len(of)]
+    rows = tuple(of for _, of in chosen)
+    groups = _Dealt.apply(value, rows)  # type: ignore[no-untyped-call]
+    outs = [operation(group) for (operation, _), group in zip(chosen, groups, strict=True)]
+    return cast(Tensor, _Gathered.apply(rows, *outs))  # type: ignore[no-untyped-call]
 
 
 @final
-class _Permuted(torch.autograd.Function):
-    """Rows in another order. Since the order is a permutation, its gradient is a selection too, and no sum."""
+class _Dealt(torch.autograd.Function):
+    """The rows of each group as a tensor of its own. A row is in one group, so that the gradient is a copy, and no sum."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        """value[order]; `back` is the inverse of `order`."""
-        ctx.save_for_backward(back)
-        return _selected(value, order)
+    def forward(ctx: Any, value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """value[rows], for each of `rows`, which hold each row of `value` once."""
+        ctx.rows = rows
+        return _dealt(value, rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient in the order of `value`."""
-        return _selected(gradient, ctx.saved_tensors[0]), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The gradients in the order of `value`."""
+        return _gathered(gradients, ctx.rows), None
 
 
-def _selected(value: Tensor, rows: Tensor) -> Tensor:
-    """value[rows] in its memory layout. `index_select` is several times as fast as indexing, but forgets channels-last."""
+@final
+class _Gathered(torch.autograd.Function):
+    """The inverse of `_Dealt`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Sequence[Tensor], *groups: Tensor) -> Tensor:
+        """The groups in the order that `rows` say."""
+        ctx.rows = rows
+        return _gathered(groups, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of each group."""
+        return None, *_dealt(gradient, ctx.rows)
+
+
+def _dealt(value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """In the memory layout of `value`. `index_select` is several times as fast as indexing, but forgets channels-last."""
     if not value.is_contiguous(memory_format=torch.channels_last):
-        return value.index_select(0, rows)
-    return value.permute(0, 2, 3, 1).index_select(0, rows).permute(0, 3, 1, 2)
+        return tuple(value.index_select(0, of) for of in rows)
+    last = value.permute(0, 2, 3, 1)
+    return tuple(last.index_select(0, of).permute(0, 3, 1, 2) for of in rows)
+
+
+def _gathered(groups: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+    """In the memory layout of the first group. Types may differ under autocast: a skip connection keeps its input's."""
+    first, dtype = groups[0], reduce(torch.promote_types, (group.dtype for group in groups))
+    last = first.is_contiguous(memory_format=torch.channels_last)
+    form = torch.channels_last if last else torch.contiguous_format
+    size = (sum(map(len, rows)), *first.shape[1:])
+    out = torch.empty(size, dtype=dtype, device=first.device, memory_format=form)
+    filled = out.permute(0, 2, 3, 1) if last else out
+    for of, group in zip(rows, groups, strict=True):
+        filled.index_copy_(0, of, (group.permute(0, 2, 3, 1) if last else group).to(dtype))
+    return out
 
 
 def _chosen(out: Tensor, scale: Tensor) -> Tensor:
