@@ -54,6 +54,17 @@ def polyfed_seconds(workload, clients, rounds, workers, evaluate, method=METHOD)
     return statistics.median(record["seconds"] for record in records)
 
 
+def forward_seconds(arrays):
+    """Seconds of one thread for the outputs of all test images, 128 at a time: what no evaluation can do without."""
+    model, x = fresh_model().to(memory_format=torch.channels_last).eval(), arrays.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        model(x[:128])
+        start = time.perf_counter()
+        for first in range(0, len(x), 128):
+            model(x[first : first + 128])
+        return time.perf_counter() - start
+
+
 def ratios_of(times):
     """Medians of the ratios within each repetition, whose measurements lie seconds apart."""
 
@@ -98,6 +109,8 @@ def main():
                 w, c, r, 2, True
             ),
         }
+        tests = torch.cat([c.test.batch(torch.arange(len(c.test)))[0] for c in clients])
+        candidates["forward pass of all test images, 1 thread"] = lambda t=tests: forward_seconds(t)
         if bf16_runs:
             candidates["polyfed, 2 workers, bf16"] = lambda w=workload, c=clients, r=rounds: polyfed_seconds(
                 w, c, r, 2, False, bf16
