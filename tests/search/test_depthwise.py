@@ -4,9 +4,27 @@ import pytest
 import torch
 from torch import nn
 
+from polyfed.search import depthwise
 from polyfed.search.depthwise import Depthwise
 
 
+@pytest.fixture
+def own(monkeypatch):
+    """However few pixels there are, the gradients are not torch's own."""
+    monkeypatch.setattr(depthwise, "_FEW", 0)
+    monkeypatch.setattr(depthwise, "_FEW_DILATED", 0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "batch", "torchs"),
+    [((3,), 48, True), ((5,), 48, False), ((5,), 5, True), ((3, 1, 2), 5, False), ((3, 1, 2), 1, True)],
+)
+def test_gradients_are_torchs_own_where_these_are_as_quick(layer, batch, torchs):
+    out = Depthwise(2, *layer)(torch.randn(batch, 2, 20, 20))
+    assert ("Convolution" in out.grad_fn.name()) == torchs
+
+
+@pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
 @pytest.mark.parametrize(
     ("kernel", "stride", "dilation"), [(3, 1, 1), (5, 2, 1), (7, 1, 1), (7, 2, 1), (3, 1, 2), (5, 2, 2), (3, 2, 3)]
@@ -27,6 +45,7 @@ def test_it_is_the_convolution_of_torch(kernel, stride, dilation, size):
     assert torch.allclose(*single, atol=1e-6)
 
 
+@pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(("kernel", "stride", "dilation"), [(5, 1, 1), (5, 2, 1), (3, 1, 2)])
 def test_its_gradients_have_gradients(kernel, stride, dilation):
     layer = Depthwise(1, kernel, stride, dilation).double()
@@ -39,6 +58,7 @@ def test_its_gradients_have_gradients(kernel, stride, dilation):
     assert torch.autograd.gradgradcheck(convolved, (x, layer.weight))
 
 
+@pytest.mark.usefixtures("own")
 def test_a_gradient_that_nobody_wants_is_not_computed():
     layer = Depthwise(2, 5)
     layer.weight.requires_grad_(False)

@@ -1,7 +1,8 @@
 """Depthwise convolutions whose gradients are quick on a processor.
 
 oneDNN has quick kernels for the gradient to a depthwise kernel of at most three columns, and for the gradient to the input
-without dilation; others take 5 to 30 times as long as the convolution itself. They are put together from quick ones.
+without dilation; others take 5 to 30 times as long as the convolution itself. They are put together from quick ones, where
+there are enough pixels that this is worth several calls.
 """
 
 from typing import Any, final
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _COLUMNS = 3
+_FEW, _FEW_DILATED = 4000, 400  # pixels of a batch, up to which torch's own gradients take no longer
 
 
 @final
@@ -33,6 +35,9 @@ class Depthwise(nn.Conv2d):
             stride > 1 and dilation % stride == 0
         ):  # it reads no pixel that the stride leaves out: a convolution of the others
             x, stride, dilation = _thinned(x, stride), 1, dilation // stride
+        size, pixels = self.kernel_size[0], x.shape[0] * x.shape[2] * x.shape[3]
+        if (dilation == 1 and size <= _COLUMNS) or pixels <= (_FEW if dilation == 1 else _FEW_DILATED):
+            return F.conv2d(x, self.weight, None, stride, dilation * (size // 2), dilation, len(self.weight))
         return _Depthwise.apply(x, self.weight, stride, dilation)  # type: ignore[no-untyped-call, no-any-return]
 
 
