@@ -85,6 +85,10 @@ CONCLUSIONS = (
      (("fashion-1", "fedavg", "local", "better"), ("fashion-1", "fedpac", "fedavg", "better"),
       ("fashion-1", "knn_per", "fedavg", "better"), ("fashion-1", "flha_ghn", "fedavg", "better"),
       ("fashion-1", "pfedla", "local", "better"))),
+    ("Under strong label skew of Fashion-MNIST kNN-Per is better than training alone, {}; FedAvg is worse, {}, and SCAFFOLD {} "
+     "and MOON {} too.",
+     (("fashion-0.1", "knn_per", "local", "better"), ("fashion-0.1", "fedavg", "local", "worse"),
+      ("fashion-0.1", "scaffold", "local", "worse"), ("fashion-0.1", "moon", "local", "worse"))),
     ("With four classes of Fashion-MNIST a client nothing is better than training alone: kNN-Per {}, FedPAC {}, FedMD {}.",
      (("fashion-4-classes", "*", "local", "better"),
       ("fashion-4-classes", "knn_per", "local", "not decided"), ("fashion-4-classes", "fedpac", "local", "not decided"),
