@@ -282,8 +282,14 @@ def test_the_tutorial_runs_as_it_stands(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
-def test_the_command_of_a_methods_page_is_accepted(path, capsys):
-    (line,) = re.findall(r"^polyfed .*", path.read_text(encoding="utf-8").replace("\\\n", " "), flags=re.MULTILINE)
+def test_the_command_of_a_methods_page_is_accepted(path, capsys, tmp_path):
+    """Or its experiment, where the clients' networks differ."""
+    text = path.read_text(encoding="utf-8")
+    lines = re.findall(r"^polyfed .*", text.replace("\\\n", " "), flags=re.MULTILINE)
+    for content in re.findall(r"^```yaml\n(algorithm: .*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        (tmp_path / "experiment.yaml").write_text(content, encoding="utf-8")
+        lines.append(f"polyfed run {(tmp_path / 'experiment.yaml').as_posix()}")
+    (line,) = lines
     assert main([*shlex.split(line)[1:], "--print_config"]) == 0, capsys.readouterr().err
 
 

@@ -219,8 +219,8 @@ def _last(
 ) -> tuple[float | None, int | None]:
     """The score of a run after all rounds that a budget allows, or after the first if that is none, and its last round.
 
-    >>> _last([], [(1, 0.9), (2, 0.3), (3, 0.4), (4, 0.5)], Budget("steps"))
-    (0.4, 4)
+    >>> _last([], [(1, 0.9), (2, 0.25), (3, 0.5), (4, 0.75)], Budget("steps"))
+    (0.5, 4)
     """
     spent = {point.round: getattr(point, at.kind) for point in curve(history, "")} if at.limit is not None else {}
     inside = [one for one in scored if at.limit is None or spent[one[0]] <= at.limit][-_NEAR:] or scored[:1]
@@ -260,8 +260,8 @@ def _written(fields: Fields) -> str:
 def folder_of(fields: Fields) -> str:
     """Name of a folder for what is chosen instead of the best, within that of the method.
 
-    >>> folder_of({"lr": 0.1})[:10]
-    'lr%3D0.1-b'
+    >>> folder_of({"lr": 0.1})[:8]
+    'lr%3D0.1'
     """
     return file_name(_written(fields))
 
