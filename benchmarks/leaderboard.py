@@ -1,13 +1,16 @@
-"""Every method on small federations of eleven kinds: docs/leaderboard.md.
+"""Every method on small federations of eleven kinds, and some once more: docs/leaderboard.md.
 
     python benchmarks/leaderboard.py list
-    python benchmarks/leaderboard.py run digits-0.1 groups ... [--seeds 0,1,2] [--data NAME=FOLDER]     `all` is every one
+    python benchmarks/leaderboard.py run digits-0.1 drift ... [--seeds 0,1,2] [--data NAME=FOLDER]     `all` is every one
     python benchmarks/leaderboard.py page                        docs/leaderboard.md and its picture, from the results
 
 A federation is a variant of the recipe `leaderboard`, and its run is `polyfed compare`: for each method five learning rates
 (0.1, 0.3, 1, 3 and 10 times its own) with the first seed, the best by validation examples, then a run with each seed on the
 same clients. All methods take the same number of local steps. Runs are in --runs (runs/leaderboard); what is finished is
 not repeated, and what was stopped goes on. Results are in benchmarks/results/leaderboard, one file a federation.
+
+Methods whose advantage does not show there are searched once more in federations like those of their papers: the variants of
+the recipe `rivals`. There rates and each method's own weights are searched together, `TRIALS` runs a method by Optuna.
 
 A method is compared after all rounds, so that all have taken as many local steps; besides, at equal bytes (what a third of
 the rounds of FedAvg send) and at equal seconds (what the runs of FedAvg take). Where networks differ FedAvg's are the
@@ -37,6 +40,14 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "leaderboard"
 FOLDERS = {"fashion_mnist": "/usr/share/datasets/fashion-mnist", "cifar10": "cifar10", "sentiment140": "sentiment140"}
 HOSPITALS = {"north": (60, 30), "south": (90, 40), "east": (140, 56), "west": (279, 86)}  # patients, malignant ones
+TRIALS = 12
+SEARCHED = {  # of the variants of `rivals`: what a method has of these fields
+    "drift": "lr=grid;mu=0.001,0.01,0.1,1;alpha=0.001,0.01,0.1;server_lr=0.01,0.1,1",
+    "long_local": "lr=grid;mu=0.001,0.01,0.1,1;alpha=0.001,0.01,0.1;server_lr=0.01,0.1,1",
+    "class_groups": "lr=grid;lam=0.1,1,10;personal_lr=0.03,0.1;adapt_steps=1,5;clip_norm=null,10",
+    "near_networks": "lr=grid;lam=0.1,1,10;margin=1,10,100;gamma=0.1,1,10;alpha=0.2,0.5,0.8;distil=0.1,1;eta0=0.1,1,10;"
+    "clip_norm=null,10",
+}
 COLUMNS = {"bytes": 2, "seconds": 3}  # of a curve's points
 KEPT = (
     "mean", "interval", "worst", "gain", "gain_interval", "gain_per_seed", "losers", "participants", "bytes", "seconds",
@@ -45,7 +56,13 @@ KEPT = (
 
 
 def federations():
-    return {name: read("leaderboard").configuration(variant=name) for name in read("leaderboard").variants}
+    """The recipe and the configuration of each, by name."""
+    recipes = {name: read(name) for name in ("leaderboard", "rivals")}
+    return {
+        variant: (name, recipe.configuration(variant=variant))
+        for name, recipe in recipes.items()
+        for variant in recipe.variants
+    }
 
 
 def hospitals(file):
@@ -63,7 +80,7 @@ def hospitals(file):
 
 
 def run(name, given):
-    config, folder = federations()[name], Path(given.runs)
+    (recipe, config), folder = federations()[name], Path(given.runs)
     known = dict(part.split("=", 1) for part in given.data)
     source = config["data"]["name"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,8 +89,8 @@ def run(name, given):
         path = str(folder / "patients.csv")
         hospitals(Path(path))
     out, load, began = folder / name, os.getloadavg()[0], time.time()
-    words = ["compare", "leaderboard", "--variant", name, "--same-data", "--seeds", given.seeds, "--no-references",
-             "--budget", "steps",
+    words = ["compare", recipe, "--variant", name, "--same-data", "--seeds", given.seeds, "--no-references",
+             "--budget", "steps", *(["--tune", SEARCHED[name], "--trials", str(TRIALS)] if name in SEARCHED else []),
              *(["--data.path", path] if path else []), "--out", str(out), "--parallel", str(given.parallel),
              *(["--quiet"] if given.quiet else [])]  # fmt: skip
     found = compared(words, out)

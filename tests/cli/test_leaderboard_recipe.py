@@ -1,4 +1,4 @@
-"""The recipe of the leaderboard: every method that suits a federation is in it, and all take as many steps."""
+"""The recipes of the leaderboard: every method that suits a federation is in it, and all take as many steps."""
 
 import pytest
 
@@ -7,15 +7,15 @@ from polyfed.cli.commands import options
 from polyfed.cli.commands.recipes import read
 from polyfed.simulation.experiment import from_config
 
-RECIPE = read("leaderboard")
+RECIPE, RIVALS = read("leaderboard"), read("rivals")
 ELSEWHERE = {"local", "fedbn", "heterofl", "fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas"}
 """Local training is the recipe's method; FedBN is FedAvg on networks without norm layers, and HeteroFL nearly so with one
 width; the searches bring a network of their own."""
 
 
-def experiment(variant):
+def experiment(variant, recipe=RECIPE):
     path = {"data": {"path": "x"}}
-    config = RECIPE.configuration(variant=variant)
+    config = recipe.configuration(variant=variant)
     config["data"] = {**config["data"], **(path["data"] if config["data"]["name"] != "digits" else {})}
     return from_config(options.parse([], config, "polyfed run"))
 
@@ -33,3 +33,11 @@ def test_all_take_the_same_number_of_steps(variant):
     found = experiment(variant)
     for method in (found.algorithm, *found.baselines.values()):
         assert (method.local_epochs, method.local_steps, method.batch_size) == (2, None, 16)
+
+
+@pytest.mark.parametrize("variant", RIVALS.variants)
+def test_methods_searched_once_more_take_the_same_number_of_steps(variant):
+    found = experiment(variant, RIVALS)
+    methods = (found.algorithm, *found.baselines.values())
+    assert len({(method.local_epochs, method.local_steps, method.batch_size) for method in methods}) == 1
+    assert not set(found.baselines) - set(REGISTRY)
