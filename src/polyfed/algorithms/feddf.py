@@ -1,6 +1,6 @@
 """FedDF: models are averaged by architecture, and each average learns the mean outputs of all clients' models on unlabelled
 public examples (Lin, Kong, Stich and Jaggi, NeurIPS 2020, "Ensemble Distillation for Robust Model Fusion in Federated
-Learning", its algorithm for several architectures)."""
+Learning", algorithm 3 in appendix B)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

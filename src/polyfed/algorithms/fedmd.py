@@ -43,7 +43,7 @@ class FedMD(KeepsNetwork, PublicPool, Averaging):
         digest_batch_size: public examples in a minibatch (256, authors' code); 0 takes all.
         distance: of outputs and f̃: "l1", the mean absolute difference (authors' code), or "l2", the mean squared one. The
             paper does not say which.
-        public_size: public examples of a round, drawn afresh (5000, authors' code); all if there are fewer.
+        public_size: public examples of a round, drawn afresh (5000, paper); all if there are fewer.
         pool_once: send the public examples to a client once, and afterwards their numbers (True, paper: all have them).
             Clients keep them, in memory and in checkpoints.
         weighted: f̃ by the number of training examples; False is the plain mean (False, paper).
