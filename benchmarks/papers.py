@@ -94,6 +94,7 @@ TABLES = {
         {"cifar10": "cifar10*", "sentiment140": "sentiment*"},
         ("FedHeNN, global", "FedHeNN, mean over the last round"), by="column",
     ),
+    "fedpnas/effects": Table({"digits": "digits", FASHION: "fashion-mnist"}, ("CA-FedPNAS",), by="column"),
     "fedpnas/fig3": Table({FASHION: "fashion-mnist*", "cifar10": "cifar10"}, ("CA-FedPNAS", "FedPNAS"), by="column"),
     "fedpnas/fig3c": Table({FASHION: "fashion-mnist", "cifar10": "cifar10"}),
     "pfedla/table3": Table(
@@ -187,7 +188,12 @@ def run_table(key, given):
     for data, pattern in (plan.variants or {"": None}).items():
         if given.only not in (None, data):
             continue
-        words = [paper, name, *plan.options, *(["--data.path", folder_of(data, given)] if data else [])]
+        words = [
+            paper,
+            name,
+            *plan.options,
+            *(["--data.path", folder_of(data, given)] if data not in ("", "digits") else []),
+        ]
         try:
             reproduce.run(words, Wanted(scale="cpu", variant=pattern, seeds=seeds, out=str(out)), quiet=given.quiet)
         except RoundError as error:  # of one method: the table has the others, and a gap

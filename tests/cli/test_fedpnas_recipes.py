@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedAvg, FedDSNAS, FedPNAS
+from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedAvg, FedAvgFT, FedDSNAS, FedPNAS
 from polyfed.algorithms.searching import Searching
 from polyfed.cli.commands import recipes as shipped
 from polyfed.cli.commands.recipes import SCALES, recipes
@@ -35,6 +35,8 @@ SETTINGS = {  # data, images of a client in the published training set, channels
     ("fedpnas_table1", "low-fashion-mnist"): ("fashion_mnist", 12_000, 16),
     ("fedpnas_table1", "high-fashion-mnist"): ("fashion_mnist", 12_000, 16),
     ("fedpnas_table2", None): ("cifar10", 10_000, 32),
+    ("fedpnas_effects", "fashion-mnist"): ("fashion_mnist", 12_000, 16),
+    ("fedpnas_effects", "digits"): ("digits", 359, 16),  # all that there are
 }
 SHAPES = {"mnist": (1, 28, 28), "fashion_mnist": (1, 28, 28), "cifar10": (3, 32, 32), "digits": (1, 8, 8)}
 SETTINGS |= {
@@ -53,7 +55,7 @@ def shifts(experiment):
 
 
 def test_every_table_and_figure_has_a_recipe():
-    assert [f"fedpnas_{name}" for name in ("eta", "fig3", "table1", "table2")] == FEDPNAS
+    assert [f"fedpnas_{name}" for name in ("effects", "eta", "fig3", "table1", "table2")] == FEDPNAS
     assert set(FEDERATIONS) == set(SETTINGS)
 
 
@@ -85,7 +87,8 @@ def test_methods_that_are_compared(name, scale, experiment):
     four = {"fedavg": FedAvg, "feddsnas": FedDSNAS, "ca_feddsnas": CAFedDSNAS, "fedpnas": FedPNAS}
     for variant in read(name).variants or [None]:
         found = experiment(name, scale, variant)
-        wanted = {"fedpnas_fig3": four, "fedpnas_eta": {}}.get(name, {"feddsnas": FedDSNAS})
+        parts = {"fedavg": FedAvg, "fedavg_ft": FedAvgFT, "feddsnas": FedDSNAS, "ca_feddsnas": CAFedDSNAS}
+        wanted = {"fedpnas_fig3": four, "fedpnas_eta": {}, "fedpnas_effects": parts}.get(name, {"feddsnas": FedDSNAS})
         assert {baseline: type(method) for baseline, method in found.baselines.items()} == wanted
         assert found.algorithm.finetune_epochs == 1
         tuned = {n: m.finetune_epochs for n, m in found.baselines.items() if isinstance(m, Searching)}
@@ -98,7 +101,7 @@ def test_the_papers_protocol(name, variant, experiment):
     method, settings = found.algorithm, found.settings
     _, images, channels = SETTINGS[name, variant]
     assert found.split.examples_per_client is None
-    assert round(found.split.test_fraction * images) == 2000
+    assert round(found.split.test_fraction * images) == (2000 if variant != "digits" else 180)
     assert (found.split.global_test, found.split.public_fraction, found.augment) == (0, 0, False)
     assert (settings.rounds, settings.clients_per_round) == (1000, 1.0)
     assert (method.batch_size, method.optimizer, method.lr, method.local_steps) == (48, "adam", 0.002, 10)
@@ -153,13 +156,14 @@ def test_the_partition_gives_the_papers_sizes(experiment):
 def test_shifts(scale, experiment):
     slight = [(rotation, 0) for rotation in ROTATIONS]
     for name, variant in FEDERATIONS:
-        if "high" not in (variant or ""):
+        if "high" not in (variant or "") and name != "fedpnas_effects":
             assert shifts(experiment(name, scale, variant)) == slight
     hues = [0, 0] if scale == "smoke" else [-0.5, 0.5]  # digits are grey
     strong = [*((0, hue) for hue in hues), (0, 0), (-90, 0), (90, 0)]
     assert shifts(experiment("fedpnas_table1", scale, "high")) == strong
     grey = [(0, 0), (0, 0), (0, 0), (-90, 0), (90, 0)]
-    assert shifts(experiment("fedpnas_table1", scale, "high-fashion-mnist")) == grey
+    for name, variant in (("table1", "high-fashion-mnist"), ("effects", "fashion-mnist"), ("effects", "digits")):
+        assert shifts(experiment(f"fedpnas_{name}", scale, variant)) == grey
 
 
 def test_hue_has_colours_to_change(experiment):
@@ -182,14 +186,16 @@ def test_table_2_is_the_federation_of_figure_3(experiment):
 def test_the_cpu_scale(name, variant, experiment):
     found = experiment(name, "cpu", variant)
     method, settings = found.algorithm, found.settings
-    images = (200, 0.4, 333) if name == "fedpnas_eta" else (400, 0.4, 667)
+    digits = variant == "digits"
+    images = (200, 0.4, 333) if name == "fedpnas_eta" else (None, 0.5, None) if digits else (400, 0.4, 667)
     assert (found.split.examples_per_client, found.split.test_fraction, found.split.num_examples) == images
-    assert (method.channels, method.stem_stride, method.local_epochs, method.local_steps) == (16, 2, 2, None)
+    assert (method.channels, method.stem_stride) == (16, 1 if digits else 2)
+    assert (method.local_epochs, method.local_steps) == (2, None)
     assert (method.batch_size, method.lr) == (48, 0.01)
-    rounds = {"fedpnas_eta": 12, "fedpnas_table1": 30}.get(name, 12 if "table3" in (variant or "") else 20)
+    rounds = {"fedpnas_eta": 12, "fedpnas_table1": 30, "fedpnas_effects": 30}.get(name, 12 if "table3" in (variant or "") else 20)
     assert (settings.rounds, settings.checkpoint_every) == (rounds, 10)
     assert rounds % settings.evaluate_every == 0
-    minibatches = rounds * method.local_epochs * -(-found.split.examples_per_client // method.batch_size)
+    minibatches = rounds * method.local_epochs * -(-(found.split.examples_per_client or 179) // method.batch_size)
     assert f"{minibatches} minibatches" in read(name).reduced("cpu")
     samplers = {n: m.sampler_lr for n, m in found.baselines.items() if isinstance(m, Searching)}
     assert {**samplers, "ca_fedpnas": method.sampler_lr} == {
