@@ -3,7 +3,9 @@ garbage collection, which costs a tenth of the time and finds little."""
 
 import gc
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,13 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     finally:
         gc.set_threshold(50_000, 20, 20)
         gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files whose tests are all slow are not even imported where slow tests are left out."""
+    if "not slow" not in config.getoption("markexpr") or not collection_path.name.startswith("test_"):
+        return None
+    return bool(re.search(r"^pytestmark = pytest\.mark\.slow\b", collection_path.read_text("utf-8"), re.M)) or None
 
 
 def pytest_unconfigure() -> None:

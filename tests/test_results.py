@@ -50,9 +50,9 @@ def test_a_sentence_that_its_intervals_do_not_carry_is_not_written(board, monkey
         monkeypatch.setattr(board, "CONCLUSIONS", (("IFCA helps: {}.", (("groups", "ifca", "local", kind),)),))
         if kind == "better":
             with pytest.raises(SystemExit, match="is not carried: ifca over local in 'groups'"):
-                board.conclusions(found)
+                board.conclusions(found, board.CONCLUSIONS)
         else:
-            assert "- IFCA helps: +1.0 (−1.0 to +3.0)." in board.conclusions(found)
+            assert "- IFCA helps: +1.0 (−1.0 to +3.0)." in board.conclusions(found, board.CONCLUSIONS)
 
 
 def test_a_difference_is_decided_where_its_interval_leaves_out_0(page):

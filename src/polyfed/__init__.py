@@ -5,6 +5,7 @@
 True
 """
 
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_rooms()})
 
 
+@cache
 def _rooms() -> list[str]:
     """The packages below this one, and `testing`."""
     return [found.name for found in iter_modules(__path__) if not found.name.startswith("_")]

@@ -11,6 +11,8 @@ from polyfed.testing import AlgorithmContract
 ALIGNING = {"local_epochs": 2, "rad_size": 20, "rad_batch": 8, "eta0": 1.0}
 """Of FedHeNN, whose defaults want 5,000 public examples."""
 
+SMALL = {"feddf": {"server_steps": 5}, "flha_ghn": {"depth": 2, "hidden": 4}}
+
 
 PUBLISHED = {
     "fedfomo": frozenset({"model", "before"}),  # the second is a mixture of models that were sent
@@ -40,7 +42,7 @@ class TestRegistered(AlgorithmContract):
     def algorithm(self, name):
         self.published = PUBLISHED.get(name, frozenset())
         momentum = 0.0 if name == "scaffold" else 0.5  # of which it takes none
-        more = ALIGNING if "fedhenn" in name else {"server_steps": 5} if name == "feddf" else {}
+        more = ALIGNING if "fedhenn" in name else SMALL.get(name, {})
         return REGISTRY[name](lr=0.05, momentum=momentum, batch_size=8, **more)
 
 

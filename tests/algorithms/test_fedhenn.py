@@ -94,7 +94,16 @@ def differs(one: Run, other: Run) -> bool:
 # -- identities ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{}, {"share": "weights"}, {"rad": "noise"}, {"kernel": "rbf", "rad_batch": 0}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        *(
+            pytest.param(f, marks=pytest.mark.thorough)
+            for f in ({"share": "weights"}, {"rad": "noise"}, {"kernel": "rbf", "rad_batch": 0})
+        ),
+    ],
+)
 def test_without_the_term_each_client_trains_alone_bit_for_bit(fields: Mapping[str, Any]) -> None:
     """Identity 2."""
     method = FedHeNN(**OPTIONS | {"eta0": 0.0} | fields)

@@ -169,6 +169,7 @@ def test_a_round_of_feddf_written_out_in_plain_torch_is_the_same():
         torch.testing.assert_close(dict(sent), dict(student.state_dict()), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_distillation_brings_the_outputs_of_both_architectures_together():
     """With BatchNorm and dropout too; and a model that nobody has trained in the round learns from the others'."""
     pool = public(200)

@@ -124,6 +124,7 @@ def test_the_cpu_scale(experiment):
         assert (split.clients, split.examples_per_client) == (40, 50)
 
 
+@pytest.mark.thorough
 def test_table_1_compares_global_models(experiment):
     assert variants("fedhenn_table1") == list(SETTINGS)
     for variant, (data, clients, classes) in SETTINGS.items():
@@ -169,6 +170,7 @@ def test_table_2_has_one_architecture_and_several(experiment):
                 assert found.algorithm.normalise == (scale != "paper")
 
 
+@pytest.mark.thorough
 def test_table_3_compares_kernels(experiment):
     rows = ["cifar10", "cifar10-5", "cifar100", "sentiment140"]
     assert variants("fedhenn_table3") == [f"{row}-{kernel}" for row in rows for kernel in ("linear", "rbf")]
@@ -183,6 +185,7 @@ def test_table_3_compares_kernels(experiment):
             assert (found.split, found.partition, found.models) == (one.split, one.partition, one.models)
 
 
+@pytest.mark.thorough
 def test_figure_1_drops_clients_or_gives_them_small_networks(experiment):
     shares = {"20": 0.2, "50": 0.5, "80": 0.8, "full": 0.0}
     for side in ("dropped", "fedhenn"):

@@ -192,7 +192,9 @@ def test_the_cpu_scale(name, variant, experiment):
     assert (method.channels, method.stem_stride) == (16, 1 if digits else 2)
     assert (method.local_epochs, method.local_steps) == (2, None)
     assert (method.batch_size, method.lr) == (48, 0.01)
-    rounds = {"fedpnas_eta": 12, "fedpnas_table1": 30, "fedpnas_effects": 30}.get(name, 12 if "table3" in (variant or "") else 20)
+    rounds = {"fedpnas_eta": 12, "fedpnas_table1": 30, "fedpnas_effects": 30}.get(
+        name, 12 if "table3" in (variant or "") else 20
+    )
     assert (settings.rounds, settings.checkpoint_every) == (rounds, 10)
     assert rounds % settings.evaluate_every == 0
     minibatches = rounds * method.local_epochs * -(-(found.split.examples_per_client or 179) // method.batch_size)

@@ -239,6 +239,7 @@ def test_table_2_has_four_depths_with_and_without_gnn(experiment):
         assert experiment("flha_table2", "cpu", one).split == experiment("flha_table2", "cpu", other).split
 
 
+@pytest.mark.thorough
 def test_table_5_deals_training_and_test_images_alike(experiment):
     alphas = {"alpha100": 100, "alpha1": 1, "alpha0.1": 0.1}
     assert variants("flha_table5") == [*alphas, *(f"{alpha}-standard" for alpha in alphas)]
@@ -265,6 +266,7 @@ def test_table_5_deals_training_and_test_images_alike(experiment):
     assert max(np.bincount(c.train.labels.numpy()).max() / len(c.train) for c in clients) > 0.4
 
 
+@pytest.mark.thorough
 def test_table_6_leaves_out_each_architecture_in_turn(experiment):
     assert variants("flha_table6_fig3") == [f"without-arch{i}" for i in range(4)]
     for scale in SCALES:
@@ -287,6 +289,7 @@ def test_figure_7s_newcomer_is_the_small_network(experiment):
     assert [client.model.name for client in there.unseen] == ["flha_small"]
 
 
+@pytest.mark.thorough
 def test_table_7_replaces_each_architecture_in_turn(experiment):
     assert variants("flha_table7") == ["none", "arch3", "arch2", "arch1", "arch0"]  # the order of the rows
     for scale in SCALES:
@@ -302,6 +305,7 @@ def test_table_7_replaces_each_architecture_in_turn(experiment):
     assert (none.algorithm, none.settings) == (table1.algorithm, table1.settings)
 
 
+@pytest.mark.thorough
 def test_figure_4_keeps_epochs_times_communications(experiment):
     for scale, product in (("paper", 1000), ("cpu", 40), ("smoke", 20)):
         for variant, epochs in {"l1": 1, "l2": 2, "l5": 5, "l10": 10, "l20": 20}.items():
@@ -313,6 +317,7 @@ def test_figure_4_keeps_epochs_times_communications(experiment):
                 assert found.config["data"]["name"] == "cifar10"
 
 
+@pytest.mark.thorough
 def test_appendix_b_has_resnet18_and_its_three_hybrids(experiment):
     assert variants("flha_appendix_b") == [
         f"{source}-{s}" for source in ("cifar10", "cifar100") for s in ("25", "12.5")

@@ -222,7 +222,9 @@ def gone(found, node, wave, rounds=(1,)):
     found.nodes[node].app = app
 
 
-@pytest.mark.parametrize("wave", ["advertise", "share", "local", "hand_out"])
+@pytest.mark.parametrize(
+    "wave", ["share", "hand_out", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("advertise", "local"))]
+)
 def test_a_site_that_drops_out_at_a_step_costs_its_part_only(tmp_path, secure_grid, secure_play, wave):
     clients = small_clients(4)
     found = secure_grid(clients)

@@ -146,7 +146,9 @@ class Kept:
             return receive(theirs)
 
 
-@pytest.mark.parametrize("method", [FedAvg(lr=0.05), PFedLA(lr=0.05)], ids=["fedavg", "pfedla"])
+@pytest.mark.parametrize(
+    "method", [FedAvg(lr=0.05), pytest.param(PFedLA(lr=0.05), marks=pytest.mark.thorough)], ids=["fedavg", "pfedla"]
+)
 def test_the_bits_are_those_of_a_simulation(tmp_path, nodes, method, monkeypatch):
     """With clients and networks that stay in memory from round to round; and a second run after the first."""
     monkeypatch.setattr("polyfed.deploy.flower._POLL_SECONDS", 0.01)
