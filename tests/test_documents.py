@@ -127,6 +127,12 @@ def test_commands_of_the_faq_are_accepted(tmp_path, monkeypatch, capsys):
     sys.modules.pop("my_code", None)
 
 
+def test_readme_counts_the_methods():
+    found = re.search(r"polyfed has (\d+)\s+methods", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert found is not None
+    assert int(found[1]) == len(REGISTRY)
+
+
 def test_readme_names_a_table_that_can_be_reproduced():
     (line,) = re.findall(r"^polyfed reproduce .*", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     _, _, paper, table, *_ = shlex.split(line, comments=True)
