@@ -1,6 +1,7 @@
 """How often `polyfed compare` says something false where nothing differs, and how often it says what is there.
 
     python benchmarks/verdicts.py simulated [--repeats 2000]     predictions drawn with a known truth, 54 cells, and power
+    python benchmarks/verdicts.py covered [--repeats 500]        the same with a large effect: do intervals hold the truth?
     python benchmarks/verdicts.py real [--repeats 200]           federations trained and compared, 6 cells
     python benchmarks/verdicts.py table                          benchmarks/results/verdicts.md from the two
 
@@ -35,14 +36,20 @@ SCORES = ("accuracy", "auc", "r2")
 GAINS = (0.02, 0.05, 0.10)
 
 
-def drawn(score, clients, examples, seeds, rng, gain=0.0):
-    """Outputs of two methods, (2, seeds, clients, examples, outputs), and targets (clients, examples)."""
-    luck = 0.0 if seeds == 1 else 0.15
+def luck_of(seeds):
+    """The standard deviation of a network's luck at a site; at all sites together it is half of that."""
+    return 0.0 if seeds == 1 else 0.15
+
+
+def drawn(score, clients, examples, seeds, rng, gain=0.0, base=None):
+    """Outputs of two methods, (2, seeds, clients, examples, outputs), and targets (clients, examples). `base` are the
+    clients' levels, (clients,), if they are not to be drawn."""
+    luck = luck_of(seeds)
     shared = rng.normal(0, 1.2, (1, 1, clients, examples))
     of_method = rng.normal(0, 0.7, (2, 1, clients, examples))
     of_network = rng.normal(0, 0.7, (2, seeds, clients, examples))
     lucky = rng.normal(0, luck, (2, seeds, clients, 1)) + rng.normal(0, luck / 2, (2, seeds, 1, 1))
-    level = rng.normal(0.8, 0.4, (1, 1, clients, 1)) + lucky
+    level = (rng.normal(0.8, 0.4, (1, 1, clients, 1)) if base is None else base[:, None]) + lucky
     level[0] += gain
     if score == "r2":
         targets = rng.normal(size=(clients, examples))
@@ -105,6 +112,24 @@ def power(score, gain, clients, examples, seeds, repeats):
     return {"repeats": repeats, "mean": said["mean"], "sites": said["sites"], "of_sites": repeats * clients}
 
 
+def covered(gain, clients, examples, seeds, repeats):
+    """How often an interval leaves out the expected accuracy, or difference of accuracies, of these very clients."""
+    rng = np.random.default_rng(derive(2, int(10 * gain), clients, examples, seeds))
+    width = (1.2**2 + 2 * 0.7**2 + 1.25 * luck_of(seeds) ** 2) ** 0.5
+    missed = {"gain": 0, "score": 0, "sites": 0}
+    for _ in range(repeats):
+        base = rng.normal(0.8, 0.4, clients)
+        outputs, targets = drawn("accuracy", clients, examples, seeds, rng, gain, base)
+        ours, theirs = (stats.norm.cdf((base + more) / width) for more in (gain, 0.0))
+        mean, sites = sentences("accuracy", outputs, targets)
+        found, truth = torch.from_numpy(outputs[0]), torch.from_numpy(targets)
+        alone = of_mean([parts(METRICS["accuracy"], list(found[:, i]), None, truth[i]) for i in range(clients)])
+        missed["gain"] += not mean.low <= (ours - theirs).mean() <= mean.high
+        missed["score"] += not alone.low <= ours.mean() <= alone.high
+        missed["sites"] += any(not one.low <= true <= one.high for one, true in zip(sites, ours - theirs, strict=True))
+    return {"repeats": repeats, **missed}
+
+
 def kept():
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
@@ -133,6 +158,16 @@ def simulated(repeats, scores):
                 for seeds in (3, 5, 10):
                     name = f"{score}, gain {gain}, 4 clients, {examples} examples, {seeds} seeds"
                     once("power", name, lambda a=(score, gain, 4, examples, seeds): power(*a, max(20, repeats // 10)))
+
+
+def with_effects(repeats):
+    for gain in (0.0, 1.5):
+        for clients in (4, 20, 100):
+            for examples in (12, 40, 200):
+                for seeds in (1, 3):
+                    effect = "a large effect" if gain else "no effect"
+                    name = f"accuracy, {effect}, {clients} clients, {examples} examples, {seeds} seeds"
+                    once("covered", name, lambda a=(gain, clients, examples, seeds): covered(*a, repeats))
 
 
 # -- real federations -------------------------------------------------------------------------------------------------
@@ -260,6 +295,18 @@ def table():
             lines.append(f"| {name} | {one['repeats']} | {mean} | {sites} |")
         lines.append("")
     lines += [
+        "## Intervals that leave out the truth, in per cent",
+        "",
+        "A large effect is one of about 20 points of accuracy.",
+        "",
+        "| case | repeats | mean gain | mean score | gain of a site or more |",
+        "|---|---|---|---|---|",
+    ]
+    for name, one in content.get("covered", {}).items():
+        cells = " | ".join(share(one[what], one["repeats"]) for what in ("gain", "score", "sites"))
+        lines.append(f"| {name} | {one['repeats']} | {cells} |")
+    lines.append("")
+    lines += [
         "## Power: how often a true difference is said, in per cent",
         "",
         "| case | repeats | of the mean | of each site |",
@@ -274,7 +321,7 @@ def table():
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("part", choices=("simulated", "real", "table"))
+    arguments.add_argument("part", choices=("simulated", "covered", "real", "table"))
     arguments.add_argument("--repeats", type=int)
     arguments.add_argument(
         "--scores", default=",".join(SCORES), help="of the simulated part; several processes may share it"
@@ -283,6 +330,8 @@ def main():
     torch.set_num_threads(1)
     if asked.part == "simulated":
         simulated(asked.repeats or 2000, asked.scores.split(","))
+    elif asked.part == "covered":
+        with_effects(asked.repeats or 500)
     elif asked.part == "real":
         real(asked.repeats or 200)
     else:

@@ -299,6 +299,23 @@ def test_a_difference_that_is_there_is_found():
     assert found >= 18
 
 
+@pytest.mark.parametrize(("clients", "examples"), [(30, 20), pytest.param(100, 12, marks=pytest.mark.thorough)])
+def test_intervals_of_means_over_many_small_sites_hold_the_truth_where_there_is_an_effect(clients, examples):
+    """Shares are moved towards the middle at each site, and a mean of many sites must not be. At most 5 % of 60 are to
+    miss; 9 or more would be one chance in a thousand."""
+    rng = np.random.default_rng(0)
+    targets, repeats = torch.zeros(examples, dtype=torch.int64), 60
+    missed = {"gain": 0, "score": 0}
+    for _ in range(repeats):
+        ours, theirs = rng.uniform(0.8, 1.0, clients), rng.uniform(0.1, 0.5, clients)
+        right = [[logits(rng.random(examples) < p, targets) for p in chances] for chances in (ours, theirs)]
+        gain = of_mean([parts(ACCURACY, [o], [t], targets) for o, t in zip(*right, strict=True)])
+        score = of_mean([parts(ACCURACY, [o], None, targets) for o in right[0]])
+        missed["gain"] += not gain.low <= (ours - theirs).mean() <= gain.high
+        missed["score"] += not score.low <= ours.mean() <= score.high
+    assert max(missed.values()) < 9, missed
+
+
 def test_budget_and_target_on_a_curve():
     points = [Point(2, 0.5, 20, 2.0), Point(4, None, 40, 4.0), Point(6, 0.7, 60, 6.0)]
     assert within(points, "steps", None).round == 6

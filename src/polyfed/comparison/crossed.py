@@ -243,7 +243,10 @@ def of_mean(sites: Sequence[Parts], *, tests: int = 1, alpha: float = ALPHA) -> 
         spread = _t(alpha / tests, freedom) ** 2 * whole
         return math.sqrt(spread + (_t(alpha / tests, seeds - 1) ** 2 * of_seeds if seeds > 1 else 0.0))
 
-    return _estimate(float(np.mean([site.value for site in sites])), float(means.mean()), half, alpha)
+    value = float(np.mean([site.value for site in sites]))
+    # As many pseudo-examples in all as one site has: those of every site would move a mean of many small ones by more than
+    # its interval is wide.
+    return _estimate(value, value + (float(means.mean()) - value) / len(sites), half, alpha)
 
 
 def score_interval(
