@@ -107,6 +107,11 @@ CONCLUSIONS = (
     ("These three are better than FedAvg with fine-tuning there, {}, {} and {}.",
      (("fashion-4-classes", "knn_per", "fedavg_ft", "better"), ("fashion-4-classes", "fedpac", "fedavg_ft", "better"),
       ("fashion-4-classes", "fedmd", "fedavg_ft", "better"))),
+    ("With four classes of CIFAR-10 a client kNN-Per {} and FedPAC {} are better than training alone, and than FedAvg with "
+     "fine-tuning, {} and {}; FedAvg is worse than alone, {}.",
+     (("cifar10", "knn_per", "local", "better"), ("cifar10", "fedpac", "local", "better"),
+      ("cifar10", "knn_per", "fedavg_ft", "better"), ("cifar10", "fedpac", "fedavg_ft", "better"),
+      ("cifar10", "fedavg", "local", "worse"))),
     ("Four hospitals with a table of 30 numbers are nearly perfect alone, and no method is better (AUC): FedAvg {}, "
      "pFedLA {}.",
      (("hospitals", "*", "local", "better"),
@@ -118,6 +123,13 @@ SECOND = (
      (("drift", "feddyn", "fedavg", "not decided"), ("drift", "scaffold", "fedavg", "not decided"),
       ("drift", "fedprox", "fedavg", "not decided"), ("drift", "fedopt", "fedavg", "not decided"),
       ("drift", "moon", "fedavg", "not decided"))),
+    ("With two groups of clients that have other classes FedAvg {} and Per-FedAvg {} are better than training alone, and "
+     "no method is better than FedAvg: pFedMe {}, IFCA {}, FedAMP {}, FedFomo {}; Ditto {} and APFL {} are worse.",
+     (("class_groups", "fedavg", "local", "better"), ("class_groups", "per_fedavg", "local", "better"),
+      ("class_groups", "*", "fedavg", "better"), ("class_groups", "pfedme", "fedavg", "not decided"),
+      ("class_groups", "ifca", "fedavg", "not decided"), ("class_groups", "fedamp", "fedavg", "not decided"),
+      ("class_groups", "fedfomo", "fedavg", "not decided"), ("class_groups", "ditto", "fedavg", "worse"),
+      ("class_groups", "apfl", "fedavg", "worse"))),
 )  # fmt: skip
 
 

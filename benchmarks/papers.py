@@ -198,16 +198,29 @@ def run_table(key, given):
             reproduce.run(words, Wanted(scale="cpu", variant=pattern, seeds=seeds, out=str(out)), quiet=given.quiet)
         except RoundError as error:  # of one method: the table has the others, and a gap
             print(f"{key}: {error}", flush=True)
-    content = json.loads((out / reproduce.RESULT).read_text(encoding="utf-8"))
-    content["cells"] = [cell for cell in content["cells"] if cell["ours"] is not None]
+    content, file = json.loads((out / reproduce.RESULT).read_text(encoding="utf-8")), RESULTS / f"{paper}-{name}.json"
+    before = json.loads(file.read_text(encoding="utf-8")) if given.only and file.exists() else {"cells": []}
+    content["cells"], kept = completed(content["cells"], before["cells"])
     content |= {"number": table.number, "own": plan.own, "by": plan.by, "options": plan.options}
     content["gains"] = gains(content["cells"], plan)
     content["seconds"] = sum(
         record["seconds_clients"] + record["seconds_server"]
-        for file in out.rglob("metrics.jsonl") for record in read_metrics(file)
+        for metrics in out.rglob("metrics.jsonl") for record in read_metrics(metrics)
     )  # fmt: skip
-    write(RESULTS / f"{paper}-{name}.json", content)
+    if kept:
+        content["seconds_kept"] = before.get("seconds_kept", before["seconds"])
+        content["seconds"] += content["seconds_kept"]
+    write(file, content)
     print(f"{key}: {time.time() - began:.0f} s", flush=True)
+
+
+def completed(cells, before):
+    """The table's cells that were measured, now or else before, in the table's order; and the places of the latter."""
+    earlier = {(cell["row"], cell["column"]): cell for cell in before}
+    places = [(cell["row"], cell["column"]) for cell in cells]
+    kept = {place for place, cell in zip(places, cells, strict=True) if cell["ours"] is None and place in earlier}
+    merged = [earlier[place] if place in kept else cell for place, cell in zip(places, cells, strict=True)]
+    return [cell for cell in merged if cell["ours"] is not None], kept
 
 
 def gains(cells, plan):
@@ -339,7 +352,7 @@ def main():
     parser.add_argument("--sizes", default="20,40,80,160,320")
     parser.add_argument("--runs", default="runs/papers")
     parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER")
-    parser.add_argument("--only", metavar="NAME", help="of a data set: the table has its part, and what was run before")
+    parser.add_argument("--only", metavar="NAME", help="of a data set; the rest of the table stays")
     parser.add_argument("--quiet", action="store_true")
     given = parser.parse_args()
     if given.what == "list":

@@ -58,3 +58,15 @@ def test_a_sentence_that_its_intervals_do_not_carry_is_not_written(board, monkey
 def test_a_difference_is_decided_where_its_interval_leaves_out_0(page):
     told = [page.kind_of({"low": low, "high": high}) for low, high in ((0.1, 2), (-1, 0.1), (-2, -1), (None, None))]
     assert told == ["ahead of", "not decided against", "behind", "one seed only, against"]
+
+
+def test_what_one_data_set_adds_leaves_the_rest_of_a_table():
+    import papers
+
+    def cell(row, ours):
+        return {"row": row, "column": "FedRep", "ours": ours}
+
+    before = [cell("images", 66.4), cell("tweets", 70.0), cell("a row that the paper no longer has", 1.0)]
+    cells, kept = papers.completed([cell("images", None), cell("tweets", 73.3), cell("digits", None)], before)
+    assert cells == [cell("images", 66.4), cell("tweets", 73.3)]
+    assert kept == {("images", "FedRep")}

@@ -16,7 +16,6 @@ from polyfed.core.examples import as_examples
 from polyfed.core.scratch import initial_state
 from polyfed.core.seeds import torch_generator
 from polyfed.core.threads import one_thread
-from polyfed.models import ModelSpec
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.results import Run
 from polyfed.simulation.settings import Settings
@@ -376,29 +375,3 @@ def test_a_module_is_named_for_all_or_for_some() -> None:
     assert torch.equal(weights.last.state["representations"]["client-1"], PUBLIC[0])
     with pytest.raises(pf.ClientError, match=r"module='hat': the network of .* has none.*head"):
         federate(FedHeNNHomo(**OPTIONS | {"module": "hat"}), small_clients(), rounds=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", ["representations", "weights"])
-def test_a_vision_transformer_learns_among_cnns_with_other_classes(
-    share: Literal["representations", "weights"],
-) -> None:
-    """Images as bytes, which clients and server scale alike."""
-    specs = [
-        ModelSpec("vit", {"dim": 8, "depth": 1, "patch": 4}, (1, 8, 8), 3),
-        ModelSpec("cnn_small", {}, (1, 8, 8), 2),
-        ModelSpec("mlp", {"hidden": (9,)}, (1, 8, 8), 5),
-    ]
-    images = torch.randint(256, (60, 1, 8, 8), generator=torch_generator(1), dtype=torch.uint8)
-    clients = []
-    for k, spec in enumerate(specs):
-        data = images[12 * k : 12 * k + 12], torch.arange(12) % spec.num_classes
-        clients.append(pf.Client(f"client-{k}", spec, data, data))
-    method = FedHeNN(share=share, **OPTIONS | {"rad_size": 10, "local_epochs": 1})
-    run = federate(method, clients, rounds=2, public=(images[40:], torch.zeros(20, dtype=torch.int64)))
-    assert run.history[-1]["failures"] == []
-    shapes = {i: tuple(a.shape) for i, a in run.last.state["representations"].items()}
-    assert shapes["client-0"] == (20, 8)
-    assert shapes["client-2"] == (20, 9)
-    outputs = run.model("client-1")(clients[1].train.batch(torch.arange(3))[0])
-    assert outputs.shape == (3, 2)
