@@ -108,7 +108,7 @@ def test_fedavg_sends_the_adapters_and_the_head_alone():
     assert {(row["bytes_down"], row["bytes_up"]) for row in found.history[-1]["clients"].values()} == {(size, size)}
 
 
-@pytest.mark.parametrize("mode", ["zero_pad", "svd", "stack"])
+@pytest.mark.parametrize("mode", ["svd", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("zero_pad", "stack"))])
 def test_one_client_ends_where_it_went(mode):
     """With one client the mean is its reply: the model of the next round computes what the client's did."""
     found, state = federation(FedAvg(**OPTIONS, adapters=mode), rank_2)

@@ -39,7 +39,7 @@ def test_w_is_that_of_fedavg_whatever_alpha_is():
         assert row["loss"] != row["server_loss"]
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("adaptive", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_round_is_what_the_paper_says_step_by_step(adaptive):
     """In plain torch, on full batches: v by the loss of the mixture, with α of the chain rule; α once, at the first step."""
     (client,), eta, alpha = linear_clients(1), 0.2, 0.3

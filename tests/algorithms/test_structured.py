@@ -15,7 +15,7 @@ from polyfed.core.code import trust_code
 from polyfed.core.seeds import torch_generator
 
 OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MODEL_WORDS]
-FAST = {"fedavg", "fedrep", "fedhenn", "fedavg_kd", "flha_ghn"}
+FAST = {"fedavg", "fedhenn", "fedavg_kd"}
 COMMON = {"fedavg_kd": "teacher", "fml": "shared", "fedkd": "shared"}
 """The network that a method brings beside the clients' own."""
 

@@ -114,6 +114,7 @@ def test_the_papers_protocol(name, variant, experiment):
     assert {m.sampler_lr for m in searching} == {None}  # eq. 5: one rate for weights and samplers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "variant"), FEDERATIONS)
 def test_the_form_of_the_search_space(name, variant, experiment):
     """Section 3.1's, of which `reduced` says how many edges it has, or that of Table 3: "total of 32 edges"."""

@@ -182,7 +182,7 @@ def begun(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("phase", ["local", "evaluate"])
+@pytest.mark.parametrize("phase", ["local", pytest.param("evaluate", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("case", WRONG)
 def test_a_private_state_that_is_not_its_own_is_refused_and_named(tmp_path, begun, case, phase):
     folder = Path(shutil.copytree(begun, tmp_path / "site"))

@@ -235,9 +235,10 @@ LIES = {
         "tells nothing of the",
     ),
 }
+DIFFERENT = ("another round", "another site", "NaN", "a refusal", "within", "nothing")  # one of each place that refuses
 
 
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("lie", [n if n in DIFFERENT else pytest.param(n, marks=pytest.mark.thorough) for n in LIES])
 def test_a_site_that_lies_of_its_evaluation_loses_that_only(run, nodes, lie):
     change, sentence = LIES[lie]
     found = run(instead(change), method=Local(lr=0.05), rounds=2, file="")

@@ -235,6 +235,7 @@ def test_graphs(folder, tmp_path, ending):
     assert_drawn(tmp_path / f"cell.{ending}")
 
 
+@pytest.mark.thorough
 def test_no_label_of_a_graph_covers_another_or_leaves_the_picture(tmp_path):
     """Four nodes, all edges: as many as the authors' code has."""
     told = description()

@@ -66,7 +66,7 @@ def test_every_method_gives_the_same_bits_on_a_pool_and_after_a_stop(tmp_path, n
     check_contract(tmp_path, method, clients, **how)
 
 
-@pytest.mark.parametrize("how", [BOTH, SPARSE], ids=str)
+@pytest.mark.parametrize("how", [BOTH, pytest.param(SPARSE, marks=pytest.mark.thorough)], ids=str)
 @pytest.mark.parametrize(
     "method", [FedAvg(lr=0.05), FedHeNN(rad_size=20, rad_batch=8), PFedLA(lr=0.05), FLHAGHN(hidden=8)]
 )

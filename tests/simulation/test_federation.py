@@ -69,8 +69,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "workers"),
+    [
+        *((fault, 0) for fault in FAULTS),
+        *(pytest.param(fault, 2, marks=() if fault in ("nan", "raise") else pytest.mark.thorough) for fault in FAULTS),
+    ],
+)
 def test_a_bad_reply_is_refused_with_client_tensor_and_reason(fault, workers):
     method = Faulty(fault=fault, lr=0.05)
     with pytest.raises(pf.ClientError, match=f"round 1, client 'client-1', phase '(reply|local)': .*{FAULTS[fault]}"):

@@ -61,7 +61,7 @@ CASES = [
     ("fedavg_kd", wider, "aggregate"),
     ("fedrep", without_its_first_tensor, "aggregate"),
 ]
-WHO = [{"client-0"}, {"client-2"}, {"client-0", "client-3"}]
+WHO = [{"client-0", "client-3"}, *(pytest.param({i}, marks=pytest.mark.thorough) for i in ("client-0", "client-2"))]
 
 
 @pytest.mark.parametrize("who", WHO, ids=lambda who: "+".join(sorted(who)))
