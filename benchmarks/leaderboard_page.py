@@ -107,6 +107,12 @@ CONCLUSIONS = (
     ("These three are better than FedAvg with fine-tuning there, {}, {} and {}.",
      (("fashion-4-classes", "knn_per", "fedavg_ft", "better"), ("fashion-4-classes", "fedpac", "fedavg_ft", "better"),
       ("fashion-4-classes", "fedmd", "fedavg_ft", "better"))),
+    ("On tweets with an LSTM FedPAC {}, FedAMP {} and IFCA {} are better than training alone; one model for all is worse: "
+     "FedAvg {}, FedProx {}, SCAFFOLD {}.",
+     (("tweets", "fedpac", "local", "better"), ("tweets", "fedamp", "local", "better"),
+      ("tweets", "ifca", "local", "better"),
+      ("tweets", "fedavg", "local", "worse"), ("tweets", "fedprox", "local", "worse"),
+      ("tweets", "scaffold", "local", "worse"))),
     ("With four classes of CIFAR-10 a client kNN-Per {} and FedPAC {} are better than training alone, and than FedAvg with "
      "fine-tuning, {} and {}; FedAvg is worse than alone, {}.",
      (("cifar10", "knn_per", "local", "better"), ("cifar10", "fedpac", "local", "better"),
@@ -130,6 +136,13 @@ SECOND = (
       ("class_groups", "ifca", "fedavg", "not decided"), ("class_groups", "fedamp", "fedavg", "not decided"),
       ("class_groups", "fedfomo", "fedavg", "not decided"), ("class_groups", "ditto", "fedavg", "worse"),
       ("class_groups", "apfl", "fedavg", "worse"))),
+    ("With networks that differ in width only nothing is better than training alone: FML {}, FD {}, LG-FedAvg {}, FedGH {}, "
+     "FedTGP {}, FedKD {}, FedHeNN {}, FedProto {}.",
+     (("near_networks", "*", "local", "better"), ("near_networks", "fml", "local", "not decided"),
+      ("near_networks", "fd", "local", "not decided"), ("near_networks", "lg_fedavg", "local", "not decided"),
+      ("near_networks", "fedgh", "local", "not decided"), ("near_networks", "fedtgp", "local", "not decided"),
+      ("near_networks", "fedkd", "local", "not decided"), ("near_networks", "fedhenn", "local", "not decided"),
+      ("near_networks", "fedproto", "local", "not decided"))),
 )  # fmt: skip
 
 
@@ -257,7 +270,7 @@ def federation(one):
         )
     )
     if one["failed"]:
-        lines.append(f"Diverged: {', '.join(f'`{label}`' for label in one['failed'])}.")
+        lines.append(f"Failed: {', '.join(f'`{label}` ({reason})' for label, reason in one['failed'].items())}.")
     if one["edge"]:
         lines.append(f"The best rate was the smallest or largest that was tried: {', '.join(one['edge'])}.")
     return "\n".join([*lines, ""])

@@ -20,7 +20,7 @@ def experiment(variant, recipe=RECIPE):
     return from_config(options.parse([], config, "polyfed run"))
 
 
-@pytest.mark.parametrize("variant", ["digits-0.1", "architectures"])
+@pytest.mark.parametrize("variant", ["digits-0.1", "architectures", "tweets", "cifar10"])
 def test_every_method_that_suits_is_compared(variant):
     missing = set(REGISTRY) - ELSEWHERE - set(experiment(variant).baselines)
     needs = {name for name in missing if "one_architecture" in REGISTRY[name].requires}

@@ -81,8 +81,10 @@ def common_form(given: Mapping[str, Any], state: Tree, client: Client, method: s
         found = predict(network, one).shape[1]
     except Exception as error:  # whatever a network raises that does not take such inputs
         told = f"shape {tuple(x.shape)} ({x.dtype})" if isinstance(x, Tensor) else f"several parts ({form_of(x)})"
+        tokens = isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
+        other = "as {name: lstm, vocabulary: 5000} for numbers of tokens" if tokens else f"{field}=..."
         raise UserError(
-            f"{name} fails on inputs of {told}: {type(error).__name__}: {error}; give another, {field}=..."
+            f"{name} fails on inputs of {told}: {type(error).__name__}: {error}; give another, {other}"
         ) from error
     if found != outputs:
         raise UserError(
