@@ -37,6 +37,7 @@ Some methods are not ahead above where their papers have them ahead. Here each i
 made small (recipe `rivals`, where the papers' sections are named). Twelve runs a method search its rate together with its
 own weights, by validation examples; `benchmarks/leaderboard.py` has the values. All else is as above.
 """
+RULE = "of the last 3 evaluated rounds"  # as the page says
 HEAD = """# Leaderboard
 
 Every method on the same small federations. The recipe is `leaderboard`:
@@ -161,7 +162,12 @@ def write(results, docs):
 
 def read(results, names):
     known = [name for name in names if (results / f"{name}.json").exists()]
-    return {name: json.loads((results / f"{name}.json").read_text(encoding="utf-8")) for name in known}
+    found = {name: json.loads((results / f"{name}.json").read_text(encoding="utf-8")) for name in known}
+    if other := [name for name, one in found.items() if RULE not in one["tuning"]]:
+        raise SystemExit(
+            f"{', '.join(other)}: searched by another rule than {RULE!r}; measure again in an empty folder"
+        )
+    return found
 
 
 def ranks(one):

@@ -1,5 +1,6 @@
 """docs/results.md and docs/leaderboard.md are what their scripts make of the measurements."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -53,6 +54,14 @@ def test_a_sentence_that_its_intervals_do_not_carry_is_not_written(board, monkey
                 board.conclusions(found, board.CONCLUSIONS)
         else:
             assert "- IFCA helps: +1.0 (−1.0 to +3.0)." in board.conclusions(found, board.CONCLUSIONS)
+
+
+def test_federations_that_were_searched_by_another_rule_are_refused(board, tmp_path):
+    found = board.read(ROOT / "benchmarks" / "results" / "leaderboard", ["groups"])["groups"]
+    other = found | {"tuning": "chosen by the best mean validation score"}
+    (tmp_path / "groups.json").write_text(json.dumps(other), "utf-8")
+    with pytest.raises(SystemExit, match="groups: searched by another rule"):
+        board.read(tmp_path, ["groups"])
 
 
 def test_a_difference_is_decided_where_its_interval_leaves_out_0(page):
