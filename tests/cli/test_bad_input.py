@@ -142,9 +142,22 @@ OUT_OF_RANGE = {
     "data --plot x.pdf": "a picture must end in .png or .svg, got 'x.pdf'",
     "data --plot no/such/folder/x.png": "cannot write the picture 'no/such/folder/x.png'",
 }
+CHECKED_ELSEWHERE = (
+    "run --algorithm.local_epochs",
+    "run --algorithm.batch_size",
+    "run --algorithm.momentum",
+    "run --data.",
+)
+"""Fields of a method and of data, whose own tests have them too."""
 
 
-@pytest.mark.parametrize(("command", "sentence"), [*UNKNOWN.items(), *WRONG_TYPE.items(), *OUT_OF_RANGE.items()])
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        pytest.param(*case, marks=pytest.mark.thorough if case[0].startswith(CHECKED_ELSEWHERE) else ())
+        for case in [*UNKNOWN.items(), *WRONG_TYPE.items(), *OUT_OF_RANGE.items()]
+    ],
+)
 def test_refused(refused, command, sentence):
     assert sentence in refused(*(word.replace("\t", " ") for word in command.split(" ")))
 

@@ -95,6 +95,7 @@ def test_methods_that_are_compared(name, scale, experiment):
         assert tuned == {n: int(n == "fedpnas") for n in tuned}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "variant"), FEDERATIONS)
 def test_the_papers_protocol(name, variant, experiment):
     found = experiment(name, "paper", variant)

@@ -56,7 +56,10 @@ def test_the_last_of_an_option_given_twice_holds():
     assert options.parse(words, {}, "polyfed run")["algorithm"]["name"] == "local"
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+FEW = {"local", "fedopt", "scaffold", "fedavg_kd", "flha_ghn", "fedhenn", "fedpnas"}
+
+
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.thorough) for n in REGISTRY])
 def test_a_configuration_gives_the_same_method_again(name):
     config = options.parse(["--algorithm", name, "--algorithm.lr", "0.3"], {}, "polyfed run")
     method = from_config(config).algorithm
