@@ -130,6 +130,12 @@ SECOND = (
      (("drift", "feddyn", "fedavg", "not decided"), ("drift", "scaffold", "fedavg", "not decided"),
       ("drift", "fedprox", "fedavg", "not decided"), ("drift", "fedopt", "fedavg", "not decided"),
       ("drift", "moon", "fedavg", "not decided"))),
+    ("With ten epochs a round FedAvg is better than training alone, {}, and no method is better than FedAvg: FedProx {}, "
+     "MOON {}, FedDyn {}, SCAFFOLD {}; FedOpt is worse, {}.",
+     (("long_local", "fedavg", "local", "better"), ("long_local", "*", "fedavg", "better"),
+      ("long_local", "fedprox", "fedavg", "not decided"), ("long_local", "moon", "fedavg", "not decided"),
+      ("long_local", "feddyn", "fedavg", "not decided"), ("long_local", "scaffold", "fedavg", "not decided"),
+      ("long_local", "fedopt", "fedavg", "worse"))),
     ("With two groups of clients that have other classes FedAvg {} and Per-FedAvg {} are better than training alone, and "
      "no method is better than FedAvg: pFedMe {}, IFCA {}, FedAMP {}, FedFomo {}; Ditto {} and APFL {} are worse.",
      (("class_groups", "fedavg", "local", "better"), ("class_groups", "per_fedavg", "local", "better"),
