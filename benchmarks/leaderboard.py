@@ -113,7 +113,10 @@ def run(name, given):
 
 def compared(words, out):
     """The results of a comparison, as asked for; a method that diverged is missing in them, and named under `failed`."""
+    (out / "comparison.json").unlink(missing_ok=True)  # one of before would be taken for this one where this one is refused
     polyfed(words)
+    if not (out / "comparison.json").exists():
+        raise SystemExit(f"{out}: not compared, for the reason above")
     found = json.loads((out / "comparison.json").read_text(encoding="utf-8"))
     kind = words[words.index("--budget") + 1].partition("=")[0]
     if found["budget"]["kind"] != kind:
