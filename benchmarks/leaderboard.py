@@ -113,7 +113,8 @@ def run(name, given):
 
 def compared(words, out):
     """The results of a comparison, as asked for; a method that diverged is missing in them, and named under `failed`."""
-    (out / "comparison.json").unlink(missing_ok=True)  # one of before would be taken for this one where this one is refused
+    # one of before would be taken for this one where this one is refused
+    (out / "comparison.json").unlink(missing_ok=True)
     polyfed(words)
     if not (out / "comparison.json").exists():
         raise SystemExit(f"{out}: not compared, for the reason above")
