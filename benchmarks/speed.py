@@ -10,6 +10,7 @@ a repetition. Run it on an idle machine. bf16 is measured where it runs (see pol
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -25,6 +26,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.precision import check_precision
 from polyfed.core.scratch import initial_state
 
+HALVES = "bare loop, half of the clients in each of 2 processes, channels-last"
+
 
 def fresh_model():
     model = MODEL()
@@ -38,6 +41,16 @@ def bare_seconds(workload, arrays, rounds, channels_last):
         fresh_model(), arrays, rounds, lr=0.01, batch_size=32, channels_last=channels_last, clients_per_round=sample
     )
     return statistics.median(seconds[1:] or seconds)
+
+
+def halves_seconds(workload, arrays, rounds):
+    """Seconds of the slower of two processes that have half of a round's clients each and exchange nothing: what no two
+    workers can beat on these two cores."""
+    share = (workload.clients if workload.clients_per_round == 1.0 else workload.clients_per_round) // 2
+    half = dataclasses.replace(workload, clients_per_round=share)
+    with multiprocessing.get_context("fork").Pool(2) as processes:
+        given = (half, arrays, rounds, True)
+        return max(processes.starmap(bare_seconds, [given, given], chunksize=1))
 
 
 def polyfed_seconds(workload, clients, rounds, workers, evaluate, method=METHOD):
@@ -77,6 +90,9 @@ def ratios_of(times):
             "polyfed, in process", "bare loop, 1 thread, channels-last", lambda a, b: a / b
         ),
         "1 worker / 2 workers (target 1.8)": paired("polyfed, 1 worker", two, lambda a, b: a / b),
+        "bare loop / half of it in each of two processes at once": paired(
+            "bare loop, 1 thread, channels-last", HALVES, lambda a, b: a / b
+        ),
         "seconds that evaluating all clients adds": paired(f"{two}, all clients evaluated", two, lambda a, b: a - b),
     }
 
@@ -102,6 +118,7 @@ def main():
         candidates = {
             "bare loop, 1 thread": lambda w=workload, a=arrays, r=rounds: bare_seconds(w, a, r, False),
             "bare loop, 1 thread, channels-last": lambda w=workload, a=arrays, r=rounds: bare_seconds(w, a, r, True),
+            HALVES: lambda w=workload, a=arrays, r=rounds: halves_seconds(w, a, r),
             "polyfed, in process": lambda w=workload, c=clients, r=rounds: polyfed_seconds(w, c, r, 0, False),
             "polyfed, 1 worker": lambda w=workload, c=clients, r=rounds: polyfed_seconds(w, c, r, 1, False),
             "polyfed, 2 workers": lambda w=workload, c=clients, r=rounds: polyfed_seconds(w, c, r, 2, False),
@@ -121,7 +138,7 @@ def main():
                 times[name].append(measure())
         for name, values in times.items():
             rounded = [round(v, 3) for v in values]
-            print(f"{workload.name}  {name:45s} {statistics.median(values):7.3f} s a round   {rounded}", flush=True)
+            print(f"{workload.name}  {name:70s} {statistics.median(values):7.3f} s a round   {rounded}", flush=True)
         measured[workload.name] = {name: {"median": statistics.median(v), "all": v} for name, v in times.items()}
     ratios = {name: ratios_of(times) for name, times in measured.items()}
     print(json.dumps(ratios, indent=1))
