@@ -31,10 +31,12 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files whose tests are all slow are not even imported where slow tests are left out."""
-    if "not slow" not in config.getoption("markexpr") or not collection_path.name.startswith("test_"):
+    """Files whose tests are all slow, or thorough, are not even imported where such tests are left out."""
+    left_out = re.findall(r"not (slow|thorough)\b", config.getoption("markexpr"))
+    if not left_out or not collection_path.name.startswith("test_"):
         return None
-    return bool(re.search(r"^pytestmark = pytest\.mark\.slow\b", collection_path.read_text("utf-8"), re.M)) or None
+    marked = rf"^pytestmark = pytest\.mark\.({'|'.join(left_out)})\b"
+    return bool(re.search(marked, collection_path.read_text("utf-8"), re.M)) or None
 
 
 def pytest_unconfigure() -> None:

@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,14 @@ import polyfed
 
 SOURCE = Path(polyfed.__file__).parent
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(SOURCE.rglob("*.py"))}
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow", "sklearn": "scikit-learn"}
 BROUGHT = {"huggingface_hub": "datasets", "packaging": "matplotlib", "threadpoolctl": "scikit-learn"}
+
+
+@cache
+def trees():
+    """Each file of the package and what it parses to."""
+    return {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(SOURCE.rglob("*.py"))}
 
 
 def distribution(package):
@@ -29,10 +35,11 @@ CORE = names(PROJECT["dependencies"])
 EXTRAS = {extra: names(of) for extra, of in PROJECT["optional-dependencies"].items()}
 
 
+@cache
 def third_party():
     """Top-level packages that are neither polyfed nor Python's own, with one file each that imports them."""
     found = {}
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for node in ast.walk(tree):
             modules = []
             if isinstance(node, ast.Import):
@@ -61,7 +68,7 @@ def test_the_core_is_small():
 def test_every_extra_that_an_error_names_installs_the_package():
     calls = [
         node
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check_extra"
     ]

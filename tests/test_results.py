@@ -38,6 +38,7 @@ def test_the_page_of_results_is_made_of_the_measurements(page, tmp_path):
     assert ours == made, "run python benchmarks/papers.py page"
 
 
+@pytest.mark.thorough
 def test_the_leaderboard_is_made_of_the_measurements(board, tmp_path):
     board.write(ROOT / "benchmarks" / "results" / "leaderboard", tmp_path)
     ours, made = both("leaderboard.md", tmp_path)

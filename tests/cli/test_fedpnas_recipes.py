@@ -27,6 +27,7 @@ SETTINGS = {  # data, images of a client in the published training set, channels
     ("fedpnas_fig3", "mnist"): ("mnist", 12_000, 16),
     ("fedpnas_fig3", "fashion-mnist"): ("fashion_mnist", 12_000, 16),
     ("fedpnas_fig3", "cifar10"): ("cifar10", 10_000, 32),
+    ("fedpnas_fig3", "digits"): ("digits", 359, 16),  # all that there are
     ("fedpnas_fig3", "mnist-table3"): ("mnist", 12_000, 16),
     ("fedpnas_fig3", "fashion-mnist-table3"): ("fashion_mnist", 12_000, 16),
     ("fedpnas_fig3", "cifar10-table3"): ("cifar10", 10_000, 32),

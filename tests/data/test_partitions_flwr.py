@@ -17,6 +17,7 @@ from flwr_datasets.partitioner import (
 
 from polyfed.data.partitions import IID, ClassesPerClient, Dirichlet, Natural, Shards
 
+pytestmark = pytest.mark.thorough  # flwr-datasets takes seconds to import
 CLASSES = 10
 
 
@@ -66,7 +67,6 @@ def test_classes_per_client_has_the_cells_of_their_deterministic_mode(labels):
     assert np.array_equal(np.sort(flwr, axis=None), np.sort(ours, axis=None))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "alpha", [pytest.param(0.1, marks=pytest.mark.slow), 1.0, pytest.param(10.0, marks=pytest.mark.slow)]
 )

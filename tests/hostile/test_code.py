@@ -190,6 +190,8 @@ def uses(file):
             continue
         of = node.func.value if isinstance(node.func, ast.Attribute) else None
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if called not in BY_NAME and called not in ("load", "loads", "load_all"):
+            continue
         owner = ast.unparse(of) if of is not None else ""
         words = {word.arg: word.value for word in node.keywords}
         if called == "eval" and of is not None:

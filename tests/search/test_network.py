@@ -63,6 +63,7 @@ def test_form_of_the_paper():
     assert sum(p.numel() for p in next(network.cells())[0].operations[0].parameters()) == 9_184
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("channels", "edge", "master"), [pytest.param(32, 29_632, 948_224, marks=pytest.mark.slow), (16, 9_184, 293_888)]
 )

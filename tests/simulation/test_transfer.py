@@ -32,6 +32,13 @@ def run(request):
     return pf.federate(clients, request.param(**SMALL, local_epochs=6), rounds=4, workers=0, evaluate_every=4)
 
 
+@pytest.fixture(scope="module")
+def quick():
+    """A run whose scores say nothing."""
+    clients = [pf.Client(f"c{k}", None, images(20, seed=k), images(10, seed=10 + k)) for k in range(2)]
+    return pf.federate(clients, FedDSNAS(**SMALL), rounds=1, workers=0)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("parts", ["all", "personal"])
 def test_a_new_task_is_learned_and_samplers_stay(run, parts):
@@ -50,13 +57,11 @@ def test_a_new_task_is_learned_and_samplers_stay(run, parts):
     assert not torch.equal(before["personal.classifier.weight"], after["personal.classifier.weight"])
 
 
-def test_the_run_is_left_as_it_was():
-    clients = [pf.Client(f"c{k}", None, images(20, seed=k), images(10, seed=10 + k)) for k in range(2)]
-    run = pf.federate(clients, FedDSNAS(**SMALL), rounds=1, workers=0)
-    before = {n: t.clone() for n, t in run.model("c0").state_dict().items()}
-    one, other = (transfer(run, "c0", pf.Client("t", None, images(20, 1), images(20, 1)), steps=3) for _ in range(2))
+def test_the_run_is_left_as_it_was(quick):
+    before = {n: t.clone() for n, t in quick.model("c0").state_dict().items()}
+    one, other = (transfer(quick, "c0", pf.Client("t", None, images(20, 1), images(20, 1)), steps=3) for _ in range(2))
     assert one.after == other.after
-    assert all(torch.equal(t, before[n]) for n, t in run.model("c0").state_dict().items())
+    assert all(torch.equal(t, before[n]) for n, t in quick.model("c0").state_dict().items())
 
 
 @pytest.mark.thorough
@@ -77,18 +82,18 @@ def test_adapted_afterwards_is_adapted_in_the_run(method):
         adapted(runs[0], "c7")
 
 
-def test_what_is_refused(run):
+def test_what_is_refused(quick):
     task = pf.Client("t", None, images(20), images(20))
     with pytest.raises(UserError, match="no client 'c9'"):
-        transfer(run, "c9", task)
+        transfer(quick, "c9", task)
     with pytest.raises(UserError, match="steps must be at least 1, got 0"):
-        transfer(run, "c0", task, steps=0)
+        transfer(quick, "c0", task, steps=0)
     x, y = images(20)
     with pytest.raises(UserError, match="label 7, but the run's network has 3 outputs"):
-        transfer(run, "c0", pf.Client("t", None, (x, y), (x, y + 5)))
+        transfer(quick, "c0", pf.Client("t", None, (x, y), (x, y + 5)))
     small = torch.zeros(4, 1, 5, 5), torch.zeros(4, dtype=torch.int64)
     with pytest.raises(UserError, match=r"inputs \(1, 5, 5\)"):
-        transfer(run, "c0", pf.Client("t", None, small, small))
+        transfer(quick, "c0", pf.Client("t", None, small, small))
     other = pf.federate(small_clients(1), FedAvg(), rounds=1, workers=0)
     assert other.federation.clients["client-0"].model is SmallNet
     with pytest.raises(UserError, match="this run is of FedAvg"):

@@ -228,6 +228,7 @@ def test_longest_clients_go_first():
     assert [t.client for t in longest_first(tasks, clients)] == ["client-2", "client-1", "client-0"]
 
 
+@pytest.mark.thorough
 def test_results_do_not_depend_on_engines_for_a_convolutional_network_and_sampling():
     generator = torch.Generator().manual_seed(0)
     spec = ModelSpec("cnn_small", {"norm": "batch"}, (1, 8, 8), 4)

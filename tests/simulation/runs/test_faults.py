@@ -53,7 +53,8 @@ class KillPoints:
 @pytest.mark.parametrize(
     ("more", "kill_points"),
     [
-        ({"keep": "best", "checkpoint_every": 2}, range(0, 200, 9)),
+        ({"keep": "best", "checkpoint_every": 2}, range(0, 200, 15)),
+        pytest.param({"keep": "best", "checkpoint_every": 2}, range(4, 200, 9), marks=pytest.mark.thorough),
         pytest.param({"keep": "best", "checkpoint_every": 2}, range(200), marks=pytest.mark.slow),
         pytest.param({"evaluate_every": 3}, range(200), marks=pytest.mark.slow),
     ],
@@ -92,8 +93,8 @@ def test_killed_at_any_write_and_started_or_resumed_it_ends_as_if_it_had_not_bee
                 assert (out / folder / name).read_bytes() == (tmp_path / "whole" / folder / name).read_bytes()
         if kills == 0:
             break
-    assert started > 2
-    assert resumed > 10
+    assert started > 1
+    assert resumed > 6
     assert kills == 0
 
 
