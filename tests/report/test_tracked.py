@@ -23,6 +23,8 @@ from polyfed.simulation.kept import load_model
 from polyfed.simulation.runs.progress import Silent
 from polyfed.simulation.tracking import tracked
 
+pytestmark = pytest.mark.thorough
+
 ROWS = {
     "age": np.linspace(40, 80, 40), "sex": list("fm") * 20, "ill": ["no", "yes", "yes", "no"] * 10,
     "town": ["north", "south"] * 20,

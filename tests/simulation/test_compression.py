@@ -59,7 +59,12 @@ LONG = [(name, how) for name in REGISTRY for how in (BOTH, SPARSE) if (name, how
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("fedavg", BOTH), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)], ids=str
+    ("name", "how"),
+    [
+        pytest.param("fedavg", BOTH, marks=pytest.mark.thorough),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG),
+    ],
+    ids=str,
 )
 def test_every_method_gives_the_same_bits_on_a_pool_and_after_a_stop(tmp_path, name, how):
     method, clients = method_of(name), clients_of(name)

@@ -16,6 +16,7 @@ from polyfed.simulation.runs.progress import Silent
 from polyfed.simulation.tracking import Logger, kept, numbers, tracked
 from polyfed.testing import _StopAfter, small_clients
 
+pytestmark = pytest.mark.thorough
 ROUNDS = 5
 
 
