@@ -59,10 +59,10 @@ CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or c
 )  # fmt: skip
 
 REMARKS = {  # what one should know to read a table or a curve
-    "pfedla-examples": "With 40 examples nine of the ten methods chose the largest rate, 0.2. At 0.5 (one run each) training "
-    "alone is as good on validation examples, pFedLA, FedAvg and FedAvg with fine-tuning are worse. FedFomo weighs models by "
-    "held-out examples, 8 of the 40: where a client's own training makes their loss worse, it goes back to where it was, "
-    "and with all its images in one batch it stays there.",
+    "pfedla-examples": "With 40 examples nine of the ten methods chose the largest rate, 0.2. At 0.5 (one run each) "
+    "training alone is as good on validation examples, pFedLA, FedAvg and FedAvg with fine-tuning are worse. FedFomo "
+    "weighs models by held-out examples, 8 of the 40: where a client's own training makes their loss worse, it goes back "
+    "to where it was, and with all its images in one batch it stays there.",
     "flha-table2": "One of three runs without GNN ended at chance at 25 %: its networks stopped learning in the first "
     "rounds. Hence the width of that interval.",
     "fedpnas-effects": "Seeds 0, 1 and 2 were measured first: CA-FedPNAS over CA-FedDSNAS +0.016 (−0.005 to +0.037). The "
