@@ -1,7 +1,7 @@
 """docs/results.md and its pictures, from benchmarks/results/papers. `papers.py page` calls it.
 
-No number and no conclusion is written by hand: a sentence says "ahead" or "behind" where an interval leaves out 0, and
-"not decided" where it does not.
+No conclusion is written by hand but for REMARKS, which are on single tables: a sentence says "ahead" or "behind" where
+an interval leaves out 0, and "not decided" where it does not.
 """
 
 import json
@@ -45,7 +45,7 @@ CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or c
     ("pFedLA is better than training alone and than FedAvg with few, different clients", "pfedla-examples", "40",
      ("local", "fedavg", "fedavg_ft")),
     ("pFedLA is better than training alone and than FedAvg", "pfedla-table1", ("pFedLA",),
-     ("local training", "FedAvg", "FedAvg, fine-tuned (ours)")),
+     ("local training", "FedAvg", "FedAvg, fine-tuned (not in the paper)")),
     ("FLHA-GHN is better than training alone, pFedHN and distillation, for different architectures", "flha-table1",
      ("25 %, FLHA-GHN", "12.5 %, FLHA-GHN", "6.25 %, FLHA-GHN"), ("local training", "pFedHN", "distillation")),
     ("FedHeNN is better than FedRep, and than training alone", "fedhenn-table2", ("FedHeNN Homo", "FedHeNN Hetero"),
@@ -59,8 +59,8 @@ CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or c
 )  # fmt: skip
 
 REMARKS = {  # what one should know to read a table or a curve
-    "pfedla-examples": "With 40 examples nine of the ten methods chose the largest rate, 0.2. At 0.5 (one run each) "
-    "training alone is as good on validation examples, pFedLA, FedAvg and FedAvg with fine-tuning are worse. FedFomo "
+    "pfedla-examples": "With 40 examples a rate of 0.5 (one run each, benchmarks/README.md) is as good on validation "
+    "examples for training alone, and worse for pFedLA, FedAvg and FedAvg with fine-tuning. FedFomo "
     "weighs models by held-out examples, 8 of the 40: where a client's own training makes their loss worse, it goes back "
     "to where it was, and with all its images in one batch it stays there.",
     "flha-table2": "One of three runs without GNN ended at chance at 25 %: its networks stopped learning in the first "
@@ -275,9 +275,22 @@ def of_curve(paper, name, found, docs):
         f"examples a client, {rounds} rounds. Every method's rate is the best of {rates} on held-out training examples (one "
         "run each), and it is compared at its best round by them. Intervals cover new seeds and new test examples.\n"
     )
+    lines.append(f"{edges(found, sizes)}\n")
     if remark := REMARKS.get(f"{paper}-examples"):
         lines.append(f"{remark}\n")
     return "\n".join(lines)
+
+
+def edges(found, sizes):
+    """At which sizes methods took the smallest or largest rate that was tried, and might have taken another beyond it."""
+    tried = sorted(map(float, found["tuned"].removeprefix("lr=").split(",")))
+    told = []
+    for size in sizes:
+        chosen = {name: fields["lr"] for name, fields in found["points"][str(size)]["chosen"].items() if "lr" in fields}
+        for rate, kind in ((tried[0], "smallest"), (tried[-1], "largest")):
+            if names := [f"`{name}`" for name, lr in chosen.items() if lr == rate]:
+                told.append(f"with {size} examples {', '.join(names)} took the {kind} rate")
+    return f"At the edge of what was tried: {'; '.join(told) or 'none'}."
 
 
 def shown(method, own):

@@ -138,8 +138,8 @@ def test_a_round_of_every_method(there, name):
     assert rows == played(name, "cpu", 8)[1]
 
 
-@pytest.mark.parametrize("model", [plain, normed])
 @pytest.mark.thorough
+@pytest.mark.parametrize("model", [plain, normed])
 @pytest.mark.parametrize("name", TOGETHER)
 def test_many_clients_at_once(there, name, model):
     """The device draws dropout as the CPU does, so that rows are those of the CPU."""
