@@ -221,7 +221,7 @@ def test_a_site_refuses_boxes_that_are_not_for_it_in_this_sum():
             {**boxes, "site-1": server.boxes["site-1"]["site-2"]},  # for another
             {**boxes, "site-1": boxes["site-2"]},  # of another
             {**boxes, "site-1": other.boxes["site-1"]["site-0"]},  # of another round
-            {**boxes, "site-1": boxes["site-1"][:-1] + b"\0"},
+            {**boxes, "site-1": boxes["site-1"][:-1] + bytes([boxes["site-1"][-1] ^ 1])},
             {**boxes, "site-1": b""},
         ],
         "2 sites have shared their secrets, fewer than 3": [{"site-1": boxes["site-1"]}],
