@@ -142,6 +142,9 @@ def test_one_dealing_for_all_seeds(polyfed):
     content = json.loads((polyfed.here / "a" / "comparison.json").read_text())
     assert content["same_clients"] is True
     assert content["data"]["0"] == content["data"]["1"]
+    (other,) = (polyfed.here / "a").glob("fedavg/seed-1/config.yaml")
+    status, _, err = polyfed("run", str(other))
+    assert (status, "dealt by another seed of a comparison" in err) == (2, True)
     assert {row["verdict"] for row in content["methods"]["fedavg"]["statistics"]["clients"].values()} <= {
         "gains", "loses", "undecided",
     }  # fmt: skip

@@ -129,7 +129,8 @@ def read(name: str) -> Recipe:
     """A recipe by its name, a YAML file, or a run directory's `config.yaml` (which has no variants and scales).
 
     Raises:
-        UserError: there is no such recipe or file, or its variants or scales are not what they should be.
+        UserError: there is no such recipe or file, or its variants or scales are not what they should be, or it is of a run
+            and does not say its data.
     """
     known = recipes()
     if name in known:
@@ -137,8 +138,23 @@ def read(name: str) -> Recipe:
     if name and Path(name).is_dir() and not (Path(name) / "config.yaml").is_file():
         raise UserError(f"{name} is a folder without config.yaml; give a run directory, a YAML file or a recipe")
     if name and (name.endswith((".yaml", ".yml")) or Path(name).exists()):
-        return _recipe(name, read_config(name))
+        config = read_config(name)
+        _check_says_its_data(Path(name), config)
+        return _recipe(name, config)
     raise UserError(f"there is no recipe or file {name!r}; {nearest(name, known)}")
+
+
+def _check_says_its_data(path: Path, config: Mapping[str, Any]) -> None:
+    """A run made in Python, or of a comparison in which another seed dealt the data, does not say which examples its clients
+    had. Run as a file, it would take the default data instead."""
+    folder = path if path.is_dir() else path.parent
+    if "data" in config or "deployment" in config or not (folder / "manifest.json").is_file():
+        return
+    raise UserError(
+        f"{path} is of a run, and does not say what data its clients had: they were given in Python, or dealt by another "
+        "seed of a comparison, which `polyfed compare` goes on with. To use its settings with other data, copy the file "
+        "to another folder and add a section `data`"
+    )
 
 
 def load_recipe(name: str, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
