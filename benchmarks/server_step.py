@@ -8,7 +8,8 @@ the update of their hypernetworks. No client trains; the replies are the message
 "processor" are seconds of all cores together; "load" is the machine's: above 1, other programs ran.
 
 Memory is the peak resident set of the process (MiB), with N = 1,000 clients of 2,410 weights: when torch and polyfed are
-imported, after the initial state, after four rounds of ten clients, and after messages to all.
+imported, after the initial state, after four rounds of ten clients, after messages to all, and both again when all clients
+have taken part.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from workloads import MODEL
 
 from polyfed.algorithms import HeurPFedLA, PFedLA
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
+from polyfed.core.memory import keep_memory
 from polyfed.core.threads import one_thread, usable_cores
 from polyfed.models import ModelSpec
 
@@ -64,19 +66,27 @@ def memory(clients=1000):
     model, method, noise = ModelSpec("mlp", {"hidden": [32]}, (64,), 10), PFedLA(), torch.Generator().manual_seed(0)
     peak("imported")
     state = method.server_init(ServerContext(0, 10, everyone, model=model))
-    found["hypernetworks"] = sum(t.nbytes for n in state["hypernetworks"].values() for t in n.values()) >> 20
     peak("initial state")
-    for number in range(4):
-        some = [everyone[(37 * number + 91 * k) % clients] for k in range(10)]
-        replies = {}
-        for who, down in zip(some, method.dispatch_all(state, some), strict=True):
-            changed = {n: t + 0.01 * torch.randn(t.shape, generator=noise) for n, t in down.tensors["model"].items()}
-            replies[who.id] = Message({"model": changed})
-        state = method.aggregate(state, replies, None)
-    peak("four rounds of ten")
-    for _ in method.dispatch_all(state, everyone):
-        pass
-    peak("messages to all")
+
+    def rounds(numbers):
+        nonlocal state
+        for number in numbers:
+            some = [everyone[(10 * number + k) % clients] for k in range(10)]
+            replies = {}
+            for who, down in zip(some, method.dispatch_all(state, some), strict=True):
+                changed = {
+                    n: t + 0.01 * torch.randn(t.shape, generator=noise) for n, t in down.tensors["model"].items()
+                }
+                replies[who.id] = Message({"model": changed})
+            state = method.aggregate(state, replies, None)
+
+    for after, numbers in {"four rounds of ten": range(4), "all have taken part": range(4, clients // 10 + 4)}.items():
+        rounds(numbers)
+        peak(after)
+        for _ in method.dispatch_all(state, everyone):
+            pass
+        peak(f"{after}, messages to all")
+    found["hypernetworks"] = sum(t.nbytes for n in state["hypernetworks"].values() for t in n.values()) >> 20
     return {"clients": clients, "parameters": 2410, "MiB": found}
 
 
@@ -86,6 +96,7 @@ def main():
     parser.add_argument("--memory", action="store_true", help="of 1,000 clients, in this process")
     given = parser.parse_args()
     if given.memory:
+        keep_memory()  # as every engine does
         with one_thread():
             results = memory()
         print(results)

@@ -30,13 +30,11 @@ def started_with(monkeypatch, weight, bias):
     """Hypernetworks whose heads have constant weights and these biases, (N, L, N)."""
     good = aggregation.create
 
-    def create(*arguments):
-        made = good(*arguments)
-        biases = bias(torch.stack([network["heads.bias"] for network in made]))
-        return [
-            network | {"heads.weight": torch.full_like(network["heads.weight"], weight), "heads.bias": row}
-            for network, row in zip(made, biases, strict=True)
-        ]
+    def create(client, sizes, seed):
+        made = good(client, sizes, seed)
+        biases = bias(torch.zeros(sizes.clients, sizes.layers, sizes.clients))
+        row = biases[int(client.removeprefix("client-"))]
+        return made | {"heads.weight": torch.full_like(made["heads.weight"], weight), "heads.bias": row}
 
     monkeypatch.setattr(pfedla, "create", create)
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import HeurPFedLA, PFedLA, pfedla
-from polyfed.core.algorithm import ClientInfo
+from polyfed.core.algorithm import ClientInfo, ServerContext
 from polyfed.core.tree import decode, encode
 from polyfed.hypernetworks import aggregation
 from polyfed.testing import SmallNet, small_clients
@@ -156,7 +156,8 @@ def test_buffers_stay_with_the_client():
 @pytest.mark.parametrize("number", [3, 10, 40])
 def test_weights_do_not_depend_on_who_else_is_asked(number):
     """Bit for bit: the server finds out which layers a client retained by computing its weights again."""
-    networks = aggregation.stacked(aggregation.create(number, 5, 100, 100, seed=1))
+    sizes = aggregation.Sizes(number, 5, 100, 100)
+    networks = aggregation.stacked([aggregation.create(f"client-{k}", sizes, seed=1) for k in range(number)])
     together = aggregation.alphas(networks, range(number), "relu")
     for size in (1, 2, number - 1):
         part = aggregation.alphas({n: t[:size] for n, t in networks.items()}, range(size), "relu")
@@ -168,14 +169,42 @@ def test_hypernetworks_are_stacked_a_few_at_a_time_with_the_same_bits(monkeypatc
     method = PFedLA(**OPTIONS)
     state = federate(method).last.state
     clients, networks = state["clients"], list(state["hypernetworks"].values())
-    products = torch.randn(len(clients), len(state["layers"]), len(clients), dtype=torch.float64)
-    rows, alpha = pfedla.weights(state, clients, method)
-    after = aggregation.updated(networks, rows, products, 0.5, "relu")
-    assert [range(len(clients))[few] for few in aggregation.in_groups(networks)] == [range(len(clients))]
+    assert [range(3)[few] for few, _ in pfedla.hypernetworks(state, clients, method)] == [range(3)]
+    replies = {client: {n: t + 0.1 for n, t in state["models"][client].items()} for client in clients}
+    alpha, after = pfedla.weights(state, clients, method)[1], pfedla.learned(state, replies, method)
 
     monkeypatch.setattr(aggregation, "_STACKED", 2 * sum(tensor.numel() for tensor in networks[0].values()))
-    assert next(len(networks[few]) for few in aggregation.in_groups(networks)) == 2
+    groups = list(pfedla.hypernetworks(state, clients, method))
+    assert [(few, len(own)) for few, own in groups] == [(slice(0, 2), 2), (slice(2, 4), 1)]
     assert torch.equal(pfedla.weights(state, clients, method)[1], alpha)
-    for network, other in zip(aggregation.updated(networks, rows, products, 0.5, "relu"), after, strict=True):
-        assert all(torch.equal(network[name], tensor) for name, tensor in other.items())
-        assert not torch.equal(network["heads.bias"], torch.zeros(()).expand_as(network["heads.bias"]))
+    again = pfedla.learned(state, replies, method)
+    for client, before in zip(clients, networks, strict=True):
+        for name, tensor in after["hypernetworks"][client].items():
+            assert torch.equal(again["hypernetworks"][client][name], tensor)
+        assert not torch.equal(before["heads.bias"], after["hypernetworks"][client]["heads.bias"])
+
+
+def test_hypernetworks_of_clients_that_have_not_taken_part_are_drawn_when_needed():
+    """They are N² numbers, which neither the server nor its checkpoints need to hold."""
+    method = PFedLA(**OPTIONS)
+    everyone = small_clients()
+    first = pfedla.begin(
+        ServerContext(7, 3, tuple(ClientInfo(c.id) for c in everyone), model=everyone[0].model), method
+    )
+    assert first["hypernetworks"] == {}
+    (_, drawn), (_, again) = (next(pfedla.hypernetworks(first, first["clients"], method)) for _ in range(2))
+    for one, other in zip(drawn, again, strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    sizes = aggregation.Sizes(3, len(first["layers"]), method.embedding_dim, method.hidden)
+    assert sum(tensor.numel() for tensor in drawn[0].values()) == sizes.numbers
+    assert not any(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0] if name != "heads.bias")
+
+    held = {**first, "hypernetworks": dict(zip(first["clients"], drawn, strict=True))}
+    assert torch.equal(
+        pfedla.weights(first, first["clients"], method)[1], pfedla.weights(held, first["clients"], method)[1]
+    )
+    replies = {"client-1": {n: t + 0.1 for n, t in first["models"]["client-1"].items()}}
+    drawing, holding = (pfedla.learned(state, replies, method)["hypernetworks"] for state in (first, held))
+    assert list(drawing) == ["client-1"]
+    for name, tensor in holding["client-1"].items():
+        assert torch.equal(drawing["client-1"][name], tensor)

@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
 from polyfed.core.errors import UserError
+from polyfed.core.room import check_room
 from polyfed.core.scratch import initial_state, scratch
 from polyfed.core.training import LocalTraining, fit, scalars_of
 from polyfed.core.tree import Tree, copied
 from polyfed.hypernetworks.aggregation import (
+    Hypernetwork,
     Normalise,
     Similarity,
+    Sizes,
     alphas,
     create,
     in_groups,
@@ -31,9 +34,8 @@ from polyfed.hypernetworks.aggregation import (
 )
 from polyfed.models.split import layer_owners
 
-ServerState = dict[
-    str, Any
-]  # "models": θ_j of every client; "hypernetworks": v_i, ψ_i of each; "clients" and "layers": their names
+# "models": θ_j of every client; "hypernetworks": v_i, ψ_i of each that has taken part; "clients" and "layers": their names
+ServerState = dict[str, Any]
 ClientState = dict[str, Tree]
 Granularity = Literal["module", "block", "tensor", "model"]
 Weights = Literal["hypernetwork", "similarity"]
@@ -166,17 +168,35 @@ def begin(server: ServerContext, options: LayerAggregation, k: int = 0) -> Serve
             f"({', '.join(layers)}); k must be at most {len(layers)}, which is training alone"
         )
     ids = sorted(who.id for who in server.clients)
-    networks: dict[str, Tree] = {}
-    if options.weights == "hypernetwork":
-        made = create(len(ids), len(layers), options.embedding_dim, options.hidden, server.seed)
-        networks = dict(zip(ids, made, strict=True))
-    return {
+    state = {
         "clients": ids,
         "layers": layers,
         "same": same,
         "models": dict.fromkeys(ids, model),
-        "hypernetworks": networks,
+        "hypernetworks": {},
+        "seed": server.seed,
     }
+    if options.weights == "hypernetwork":
+        what = f"hypernetworks of {len(ids)} clients with embedding_dim={options.embedding_dim} and hidden={options.hidden}"
+        check_room(what, 4 * len(ids) * _sizes(state, options).numbers)
+    return state
+
+
+def _sizes(state: ServerState, options: LayerAggregation) -> Sizes:
+    return Sizes(len(state["clients"]), len(state["layers"]), options.embedding_dim, options.hidden)
+
+
+def hypernetworks(
+    state: ServerState, clients: Sequence[str], options: LayerAggregation
+) -> Iterator[tuple[slice, list[Hypernetwork]]]:
+    """v_i and ψ_i of these clients, a few clients at a time, with their places. Those of a client that has not taken part
+    are still as they were drawn (line 1), and are drawn again."""
+    sizes, known = _sizes(state, options), state["hypernetworks"]
+    for few in in_groups(len(clients), sizes):
+        yield (
+            few,
+            [known[client] if client in known else create(client, sizes, state["seed"]) for client in clients[few]],
+        )
 
 
 def _shared_names(module: nn.Module) -> dict[str, str]:
@@ -197,9 +217,9 @@ def weights(state: ServerState, clients: Sequence[str], options: LayerAggregatio
     if options.weights == "similarity":
         models = [state["models"][client] for client in state["clients"]]
         return rows, similarities(models, state["layers"], rows, options.similarity, options.sharpness, state["same"])
-    networks = [state["hypernetworks"][client] for client in clients]
-    groups = [alphas(stacked(networks[few]), rows[few], options.normalise) for few in in_groups(networks)]
-    alpha = torch.cat(groups)
+    alpha = torch.cat(
+        [alphas(stacked(own), rows[few], options.normalise) for few, own in hypernetworks(state, clients, options)]
+    )
     if not bool(torch.isfinite(alpha).all()):
         raise UserError(
             f"{type(options).__name__}: the hypernetworks have diverged, their weights are no numbers; lower "
@@ -254,9 +274,10 @@ def learned(state: ServerState, replies: Mapping[str, Tree], options: LayerAggre
     models = [state["models"][client] for client in state["clients"]]
     products = inner_products(models, served, [replies[c] for c in clients], state["layers"], state["same"])
     rate = len(models) / 10 if options.hn_lr is None else options.hn_lr
-    networks: dict[str, Tree] = state["hypernetworks"]
-    learnt = updated([networks[c] for c in clients], rows, products, rate, options.normalise)
-    after = {**networks, **dict(zip(clients, learnt, strict=True))}
+    after = dict(state["hypernetworks"])
+    for few, own in hypernetworks(state, clients, options):
+        learnt = updated(own, rows[few], products[few], rate, options.normalise)
+        after.update(zip(clients[few], learnt, strict=True))
     return {**state, "models": {**state["models"], **replies}, "hypernetworks": after}
 
 
@@ -265,9 +286,8 @@ def weights_for_plots(
 ) -> Mapping[str, Tensor | Sequence[str] | float]:
     """α of these clients with the names of its dimensions, and how many rows had no weight to give."""
     _, alpha = weights(state, who, options)
-    networks = state["hypernetworks"]
     relu = options.weights == "hypernetwork" and options.normalise == "relu"
-    own = [networks[client] for client in who] if relu else []
-    dead = sum(int(zero_rows(scores(stacked(own[few]))).sum()) for few in in_groups(own))
+    groups = hypernetworks(state, who, options) if relu else ()
+    dead = sum(int(zero_rows(scores(stacked(own))).sum()) for _, own in groups)
     names = {"rows": list(who), "layers": list(state["layers"]), "clients": list(state["clients"])}
     return {"alpha": alpha, **names, "zero_rows": dead}

@@ -34,6 +34,25 @@ def room() -> int:
     return min(size for size in found if size > 0)
 
 
+def check_room(what: str, size: int) -> None:
+    """
+    Args:
+        what: takes `size` bytes, for the error.
+
+    Raises:
+        UserError: this machine has less memory.
+
+    >>> check_room("a table", 4 * 10**15)
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: a table would take more than 4 PB of memory, and this machine has ...
+    """
+    if size > room():
+        raise UserError(
+            f"{what} would take more than {_in_words(size)} of memory, and this machine has {_in_words(room())}; make it "
+            "smaller"
+        )
+
+
 def within_memory(what: str, make: Callable[[], Made]) -> Made:
     """What `make` makes, if all tensors of it fit into this machine's memory together. It is called twice: first with
     tensors that have sizes only.
@@ -85,11 +104,7 @@ class _Sizes(TorchFunctionMode):
     def _count(self, made: Tensor) -> None:
         self._bytes += made.numel() * made.element_size()
         self._tensors += 1
-        if self._bytes > room():
-            raise UserError(
-                f"{self._what} would take more than {_in_words(self._bytes)} of memory, and this machine has "
-                f"{_in_words(room())}; make it smaller"
-            )
+        check_room(self._what, self._bytes)
         if self._tensors > MOST_TENSORS:
             raise UserError(f"{self._what} would have more than {MOST_TENSORS} tensors; make it smaller")
 

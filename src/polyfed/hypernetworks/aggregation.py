@@ -1,7 +1,7 @@
 """The layer-aggregation hypernetworks of pFedLA (Ma et al., CVPR 2022, section 3.2 and Fig. 3), one per client.
 
 Each maps its embedding v_i to α_i, one weight per layer and client. Each client's is held by itself, so that a round makes
-new ones for its own clients only; theirs are evaluated in one operation. Dimensions: N clients, B of them in a round, L
+new ones for its own clients only; theirs are evaluated in a few operations. Dimensions: N clients, B of them in a round, L
 layers, E entries of an embedding, H hidden units.
 """
 
@@ -12,7 +12,6 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from polyfed.core.room import within_memory
 from polyfed.core.seeds import derive, torch_generator
 from polyfed.core.threads import in_threads
 from polyfed.core.tree import Tree
@@ -23,49 +22,52 @@ Hypernetwork = Mapping[str, Tensor]
 _DEPTH = 3
 _EPSILON = 1e-8
 _TINY = 1e-300
-_STACKED = 2**20  # numbers of hypernetworks that are stacked at one time: 4 MB
+_STACKED = 2**18  # numbers of hypernetworks that are stacked at one time: 1 MB
 _CHUNK = 2**20  # numbers of all clients' models that are stacked at one time: 4 MB
 _NEAR = 2**17  # numbers of them that are multiplied at one time: 512 kB, which a core's own cache holds
 
 
-def create(num_clients: int, num_layers: int, embedding_dim: int, hidden: int, seed: int) -> list[dict[str, Tensor]]:
-    """Embedding and parameters {v_i, ψ_i} of each client: a trunk of three linear layers with ReLU, and for each layer of
-    the model a linear head to N weights.
+@final
+@dataclass(frozen=True)
+class Sizes:
+    """Of one client's hypernetwork: N clients, L layers of the model, E entries of an embedding, H hidden units."""
+
+    clients: int
+    layers: int
+    embedding: int
+    hidden: int
+
+    @property
+    def numbers(self) -> int:
+        """Entries of all its tensors together."""
+        trunk = self.hidden * (self.embedding + 1) + (_DEPTH - 1) * self.hidden * (self.hidden + 1)
+        return self.embedding + trunk + self.layers * self.clients * (self.hidden + 1)
+
+
+def create(client: str, sizes: Sizes, seed: int) -> dict[str, Tensor]:
+    """Embedding and parameters {v_i, ψ_i} of one client: a trunk of three linear layers with ReLU, and for each layer of
+    the model a linear head to N weights. They depend on the client's name and the seed only, so that those of a client
+    that has not taken part can be drawn when they are needed: all of them take N² numbers.
 
     Heads start at weights from U(0, 1) and biases of 0: what the ReLU lets through of the trunk is not negative, so neither
     is any z, and all weights start near 1/N. The rest starts as torch's `nn.Embedding`, N(0, 1), and `nn.Linear`,
     U(−1/√inputs, 1/√inputs).
 
     Returns:
-        Of each client "embedding" (E), "trunk.K.weight" (H, E or H), "trunk.K.bias" (H), "heads.weight" (L, N, H),
-        "heads.bias" (L, N).
+        "embedding" (E), "trunk.K.weight" (H, E or H), "trunk.K.bias" (H), "heads.weight" (L, N, H), "heads.bias" (L, N).
 
-    >>> {name: tuple(t.shape) for name, t in create(5, 2, 4, 3, seed=0)[0].items()}["heads.weight"]
+    >>> {name: tuple(t.shape) for name, t in create("north", Sizes(5, 2, 4, 3), seed=0).items()}["heads.weight"]
     (2, 5, 3)
     """
-    n = num_clients
-
-    def uniform(name: str, *shape: int) -> Iterator[Tensor]:
-        generator = torch_generator(derive(seed, "aggregation hypernetwork", name))
-        return (torch.rand(shape, generator=generator) for _ in range(n))
-
-    def networks() -> list[dict[str, Tensor]]:
-        normal = torch_generator(derive(seed, "aggregation hypernetwork", "embedding"))
-        made = [{"embedding": row.clone()} for row in torch.randn(n, embedding_dim, generator=normal)]
-        for k in range(_DEPTH):
-            inputs = hidden if k else embedding_dim
-            for part, shape in {"weight": (hidden, inputs), "bias": (hidden,)}.items():
-                name = f"trunk.{k}.{part}"
-                for network, drawn in zip(made, uniform(name, *shape), strict=True):
-                    network[name] = drawn.mul_(2).sub_(1).div_(inputs**0.5)
-        zeros = torch.zeros(num_layers, n)  # one for all, until a client's is updated
-        for network, drawn in zip(made, uniform("heads.weight", num_layers, n, hidden), strict=True):
-            network |= {"heads.weight": drawn, "heads.bias": zeros}
-        return made
-
-    return within_memory(
-        f"hypernetworks of {n} clients with embedding_dim={embedding_dim} and hidden={hidden}", networks
-    )
+    generator = torch_generator(derive(seed, "aggregation hypernetwork", client))
+    made = {"embedding": torch.randn(sizes.embedding, generator=generator)}
+    for k in range(_DEPTH):
+        inputs = sizes.hidden if k else sizes.embedding
+        for part, shape in {"weight": (sizes.hidden, inputs), "bias": (sizes.hidden,)}.items():
+            made[f"trunk.{k}.{part}"] = torch.rand(shape, generator=generator).mul_(2).sub_(1).div_(inputs**0.5)
+    made["heads.weight"] = torch.rand(sizes.layers, sizes.clients, sizes.hidden, generator=generator)
+    made["heads.bias"] = torch.zeros(sizes.layers, sizes.clients)
+    return made
 
 
 def stacked(networks: Sequence[Hypernetwork]) -> dict[str, Tensor]:
@@ -73,10 +75,10 @@ def stacked(networks: Sequence[Hypernetwork]) -> dict[str, Tensor]:
     return {name: torch.stack([network[name] for network in networks]) for name in networks[0]}
 
 
-def in_groups(networks: Sequence[Hypernetwork]) -> Iterator[slice]:
-    """Places of networks that are stacked at one time: so many that a stack is small next to all networks."""
-    size = max(1, _STACKED // sum(tensor.numel() for tensor in networks[0].values())) if networks else 1
-    return (slice(first, first + size) for first in range(0, len(networks), size))
+def in_groups(number: int, sizes: Sizes) -> Iterator[slice]:
+    """Places of so many hypernetworks, those together that are stacked at one time: few next to all."""
+    size = max(1, _STACKED // sizes.numbers)
+    return (slice(first, first + size) for first in range(0, number, size))
 
 
 def scores(networks: Hypernetwork) -> Tensor:
@@ -108,7 +110,8 @@ def alphas(networks: Hypernetwork, own: Sequence[int], normalise: Normalise) -> 
         own: the positions of these clients among the N.
         normalise: "relu" or "softmax".
 
-    >>> alphas(stacked(create(4, 2, 8, 8, seed=0)), range(4), normalise="relu").sum(2).round(decimals=4).unique()
+    >>> networks = stacked([create(f"client-{i}", Sizes(4, 2, 8, 8), seed=0) for i in range(4)])
+    >>> alphas(networks, range(4), normalise="relu").sum(2).round(decimals=4).unique()
     tensor([1.])
     """
     z = scores(networks)
@@ -127,7 +130,7 @@ def zero_rows(z: Tensor) -> Tensor:
 def updated(
     networks: Sequence[Hypernetwork], rows: Sequence[int], products: Tensor, rate: float, normalise: Normalise
 ) -> list[dict[str, Tensor]]:
-    """v_i ← v_i + rate · (∇_v θ̄_i)ᵀ Δθ_i, and ψ_i likewise (eq. 10 and 11), for the B clients of a round at once.
+    """v_i ← v_i + rate · (∇_v θ̄_i)ᵀ Δθ_i, and ψ_i likewise (eq. 10 and 11), for B clients of a round at once.
 
     The sign makes it a descent: Δθ_i is about −η∇L_i, so that the step goes down L_i(θ̄_i(v_i, ψ_i)), as it does down
     ½‖θ̄_i − θ_i‖². Since θ̄_i^l = Σ_j α_i^{l,j} θ_j^l, all that is needed of Δθ_i are N products a layer.
@@ -137,18 +140,25 @@ def updated(
         rows: their positions among the N.
         products: ⟨θ_j^l, Δθ_i^l⟩, (B, L, N).
     """
-    after: list[dict[str, Tensor]] = []
-    for group in in_groups(networks):
-        with torch.enable_grad():
-            leaves = {name: tensor.requires_grad_() for name, tensor in stacked(networks[group]).items()}
-            alpha = alphas(leaves, rows[group], normalise)
-            ascent = torch.autograd.grad(alpha, list(leaves.values()), products[group].to(alpha.dtype))
-        steps = dict(zip(leaves, ascent, strict=True))
-        after += (
-            {name: tensor.add(steps[name][i], alpha=rate) for name, tensor in network.items()}
-            for i, network in enumerate(networks[group])
-        )
+    with torch.enable_grad():
+        leaves = {name: tensor.requires_grad_() for name, tensor in stacked(networks).items()}
+        alpha = alphas(leaves, rows, normalise)
+        ascent = torch.autograd.grad(alpha, list(leaves.values()), products.to(alpha.dtype))
+    steps = dict(zip(leaves, ascent, strict=True))
+    after = []
+    for i, network in enumerate(networks):
+        made = _together(network)
+        for name, tensor in network.items():
+            torch.add(tensor, steps[name][i], alpha=rate, out=made[name])
+        after.append(made)
     return after
+
+
+def _together(like: Hypernetwork) -> dict[str, Tensor]:
+    """Tensors of these shapes, without values, in one piece of memory: what pieces of one size leave, others fill."""
+    sizes = [tensor.numel() for tensor in like.values()]
+    parts = torch.split(torch.empty(sum(sizes), dtype=next(iter(like.values())).dtype), sizes)
+    return {name: part.view(tensor.shape) for (name, tensor), part in zip(like.items(), parts, strict=True)}
 
 
 def layers_of(
