@@ -79,7 +79,7 @@ TABLES = {
         {FASHION: "fashion_mnist-*"}, ("FLHA-GHN",), groups=("25 %, ", "12.5 %, ", "6.25 %, "), means=FOUR
     ),
     "fedhenn/table2": Table(
-        {FASHION: "fashion*", "cifar10": "cifar10*", "sentiment140": "sentiment*"}, ("FedHeNN Homo", "FedHeNN Hetero"),
+        {FASHION: "fashion*", "cifar10": "cifar10-*", "sentiment140": "sentiment*"}, ("FedHeNN Homo", "FedHeNN Hetero"),
         by="column",
     ),
     "fedpnas/table1": Table(
@@ -91,7 +91,7 @@ TABLES = {
         means=(("Fashion-MNIST, mean of the networks", "Fashion-MNIST, *"),),
     ),
     "fedhenn/table1": Table(
-        {"cifar10": "cifar10*", "sentiment140": "sentiment*"},
+        {"cifar10": "cifar10-*", "sentiment140": "sentiment*"},
         ("FedHeNN, global", "FedHeNN, mean over the last round"), by="column",
     ),
     "fedpnas/effects": Table({"digits": "digits", FASHION: "fashion-mnist"}, ("CA-FedPNAS",), by="column"),
@@ -107,9 +107,14 @@ TABLES = {
     "pfedla/sweep_layer": Table({FASHION: None}, ("each layer (paper)",)),
     "pfedla/sweep_hn_lr": Table({FASHION: None}, ("1 (the default, N/10)",)),
     "pfedla/table2b": Table({FASHION: "fashion_mnist-10*", "cifar10": "cifar10-10*"}, ("pFedLA", "HeurpFedLA")),
-    "pfedla/fig5": Table({FASHION: "fashion_mnist"}),
-    "pfedla/fig6": Table({FASHION: "fashion_mnist"}),
-    "pfedla/fig7": Table({FASHION: "fashion_mnist", "cifar10": "cifar10"}),
+    "pfedla/fig5": Table(
+        {FASHION: "fashion_mnist"}, ("the same classes",), ("three of four classes", "each of the others"), by="column",
+    ),
+    "pfedla/fig6": Table(
+        {FASHION: "fashion_mnist"}, ("the next, 3 of 4 classes",),
+        ("2 away, 2 of 4 classes", "3 away, 1 of 4 classes", "4 away"), by="column",
+    ),
+    "pfedla/fig7": Table({FASHION: "fashion_mnist", "cifar10": "cifar10"}, ("fc1",), by="column"),
     "flha/table5": Table(
         {FASHION: None}, ("FLHA-GHN",), groups=("α = 100, ", "α = 1, ", "α = 0.1, "),
         means=(("own test images", "* unbal."), ("balanced test images", "* bal.")), options=ON_FASHION,
@@ -119,7 +124,7 @@ TABLES = {
     ),
     "fedhenn/effects": Table({"cifar10": None}, ("as in Table 2",), over=("η_0 = 0", "Procrustes distance")),
     "fedhenn/fig3": Table({"cifar10": None}, ("FedHeNN Homo", "FedHeNN Hetero"), by="column"),
-    "fedhenn/table3": Table({"cifar10": "cifar10*", "sentiment140": "sentiment*"}, ("linear CKA",), by="column"),
+    "fedhenn/table3": Table({"cifar10": "cifar10-*", "sentiment140": "sentiment*"}, ("linear CKA",), by="column"),
     "fedhenn/fig1": Table({"cifar10": None}, ("FedHeNN",), by="column"),
     "fedpnas/sweep_eta": Table({FASHION: None}, ("SGD, η = 0.01 (polyfed's default)",)),
     "fedpnas/table2": Table({FASHION: None}, ("CA-FedPNAS", "CA-FedPNAS, retrained"), by="column"),

@@ -20,6 +20,8 @@ PAPERS = {
     "flha": ("FLHA-GHN", "A graph hypernetwork for different architectures (Litany et al., 2022)"),
     "fedpnas": ("FedPNAS", "Personalised architecture search (Hoang and Kingsford)"),
 }
+WIDE = 8  # columns; a table that has more is printed on its side
+NOT_BETTER = ("MB", "s", "count", "ratio")  # units in which more is not better
 DIGITS = {"%": 1, "fraction": 3, "count": 0, "MB": 2, "s": 1, "ratio": 2}
 HEAD = """# Results of the papers' methods
 
@@ -147,8 +149,11 @@ def of_table(found):
     rows = list(dict.fromkeys(cell["row"] for cell in found["cells"]))
     at = {(cell["row"], cell["column"]): cell for cell in found["cells"]}
     seeds = max(len(cell["seeds"]) for cell in found["cells"])
-    stated = {c for c in columns if any(at[r, c]["paper"] is not None for r in rows if (r, c) in at)}
     beside = only_in_the_paper(found, columns)
+    if turned := len(columns) > WIDE and len(columns) > len(rows):  # on its side
+        columns, rows, at = rows, columns, {(column, row): cell for (row, column), cell in at.items()}
+        beside = {}
+    stated = {c for c in columns if any(at[r, c]["paper"] is not None for r in rows if (r, c) in at)}
     head = [word for c in columns for word in ([f"{c}: polyfed", "paper"] if c in stated else [f"{c}: polyfed"])]
     lines = [
         f"### {found['number']}: {found['title']}\n",
@@ -166,7 +171,7 @@ def of_table(found):
             if column in stated:
                 words.append("" if cell is None or cell["paper"] is None else cell["printed"])
         words += [given.get(row, "") for given in beside.values()]
-        bold = f"**{row}**" if found["by"] == "row" and row.endswith(tuple(found["own"])) else row
+        bold = f"**{row}**" if found["by"] == "row" and not turned and row.endswith(tuple(found["own"])) else row
         lines.append(f"| {bold} | " + " | ".join(words) + " |")
     lines.append("")
     said = [
@@ -181,8 +186,8 @@ def of_table(found):
     lines.append(f"{seeds} seed{'s' if seeds > 1 else ''}; {minutes:.0f} minutes of computing in all.")
     if remark := REMARKS.get(f"{found['paper']}-{found['table']}"):
         lines.append(f"\n{remark}\n")
-    if found["note"]:
-        lines.append(f"Note: {' '.join(found['note'].split())}.")
+    if note := " ".join(find(found["paper"], found["table"]).note.split()):
+        lines.append(f"Note: {note}.")
     return "\n".join([*lines, ""])
 
 
@@ -205,9 +210,13 @@ def only_in_the_paper(found, columns):
 def sentence(gains, own, at):
     """Which differences of a method are decided, at one place."""
     kinds = {"ahead of": [], "behind": [], "not decided against": [], "one seed only, against": []}
+    better = True
     for gain in gains:
         if (gain["own"], gain["at"]) == (own, at) and gain["gain"] is not None:
             kinds[kind_of(gain)].append(split(gain["over"])[1])
+            better = gain.get("unit", "%") not in NOT_BETTER
+    if not better:
+        kinds = dict(zip(("more than", "less than", *list(kinds)[2:]), kinds.values(), strict=True))
     said = "; ".join(f"{kind} {', '.join(names)}" for kind, names in kinds.items() if names)
     return f"{at}: **{own}** is {said}."
 

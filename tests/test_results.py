@@ -2,9 +2,12 @@
 
 import json
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+
+from polyfed.cli.commands.recipes import load_recipe
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,6 +39,25 @@ def test_the_page_of_results_is_made_of_the_measurements(page, tmp_path):
     page.write(ROOT / "benchmarks" / "results" / "papers", tmp_path)
     ours, made = both("results.md", tmp_path)
     assert ours == made, "run python benchmarks/papers.py page"
+
+
+def test_a_table_takes_only_variants_of_the_data_that_it_was_given(page):
+    """A pattern that takes another data set's variant ends a measurement of hours by an error at its end."""
+    import papers
+
+    for key, table in papers.TABLES.items():
+        cells = papers.find(*key.split("/")).cells
+        for data, pattern in table.variants.items():
+            taken = {(c.recipe, c.variant) for c in cells if c.variant and fnmatchcase(c.variant, pattern or "*")}
+            names = {load_recipe(recipe, "cpu", variant)["data"]["name"] for recipe, variant in taken}
+            names = {name.replace("fashion_mosaics", "fashion_mnist") for name in names}  # which are made of it
+            assert names <= {data} or table.options[:2] == ("--data.name", data), (key, pattern)
+
+
+def test_more_bytes_are_not_called_ahead(page):
+    gain = {"own": "k = 0", "over": "k = 1", "at": "megabytes", "gain": 9.0, "low": 8.0, "high": 10.0}
+    assert page.sentence([gain], "k = 0", "megabytes") == "megabytes: **k = 0** is ahead of k = 1."
+    assert page.sentence([{**gain, "unit": "MB"}], "k = 0", "megabytes") == "megabytes: **k = 0** is more than k = 1."
 
 
 @pytest.mark.thorough
