@@ -95,8 +95,8 @@ def main():
     parser.add_argument("--out")
     parser.add_argument("--memory", action="store_true", help="of 1,000 clients, in this process")
     given = parser.parse_args()
+    keep_memory()  # as every engine does
     if given.memory:
-        keep_memory()  # as every engine does
         with one_thread():
             results = memory()
         print(results)
