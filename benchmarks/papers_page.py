@@ -20,6 +20,7 @@ PAPERS = {
     "flha": ("FLHA-GHN", "A graph hypernetwork for different architectures (Litany et al., 2022)"),
     "fedpnas": ("FedPNAS", "Personalised architecture search (Hoang and Kingsford)"),
 }
+DATA_SETS = {"fashion_mnist": "Fashion-MNIST"}
 WIDE = 8  # columns; a table that has more is printed on its side
 NOT_BETTER = ("MB", "s", "count", "ratio")  # units in which more is not better
 DIGITS = {"%": 1, "fraction": 3, "count": 0, "MB": 2, "s": 1, "ratio": 2}
@@ -180,6 +181,9 @@ def of_table(found):
     ]
     lines += [*(f"- {one}" for one in said), ""] if said else []
     lines += differences(found["gains"])
+    if "--data.name" in (options := list(found["options"])):
+        data = options[options.index("--data.name") + 1]
+        lines.append(f"polyfed's figures are on {DATA_SETS[data]}, the paper's on its own data.\n")
     for reduced in dict.fromkeys(found["reduced"].values()):
         lines.append(f"Reduced against the paper: {' '.join(reduced.split())}.\n" if reduced else "")
     minutes = found["seconds"] / 60
