@@ -35,7 +35,8 @@ def room() -> int:
 
 
 def check_room(what: str, size: int) -> None:
-    """
+    """Refuses what this machine has no memory for.
+
     Args:
         what: takes `size` bytes, for the error.
 
