@@ -312,7 +312,7 @@ def test_every_choice_is_a_whole_configuration(name, scale, variant):
 def test_scales_say_what_they_reduce(name):
     recipe = read(name)
     assert tuple(recipe.scales) == SCALES
-    assert recipe.reduced("paper").startswith("nothing that the paper states; what it does not state is ours: ")
+    assert recipe.reduced("paper").startswith("nothing that the paper states; the rest is polyfed's choice: ")
     assert recipe.reduced("cpu")
     assert recipe.reduced("smoke")
 
