@@ -236,7 +236,9 @@ def sentence(gains, own, at):
 def kind_of(gain):
     if gain["low"] is None:
         return "one seed only, against"
-    return "ahead of" if gain["low"] > 0 else "behind" if gain["high"] < 0 else "not decided against"
+    digits = DIGITS[gain["unit"]] if "unit" in gain else 6
+    low, high = round(gain["low"], digits), round(gain["high"], digits)  # what is printed as 0 is none
+    return "ahead of" if low > 0 else "behind" if high < 0 else "not decided against"
 
 
 def differences(gains):

@@ -60,6 +60,13 @@ def test_more_bytes_are_not_called_ahead(page):
     assert page.sentence([{**gain, "unit": "MB"}], "k = 0", "megabytes") == "megabytes: **k = 0** is more than k = 1."
 
 
+def test_a_difference_that_is_printed_as_0_is_none(page):
+    gain = {"own": "a", "over": "b", "at": "x", "unit": "fraction", "gain": 0.0003, "low": 0.0002, "high": 0.0004}
+    assert page.kind_of(gain) == page.kind_of({**gain, "low": -0.0004, "high": -0.0002}) == "not decided against"
+    assert page.kind_of({**gain, "low": 0.0006}) == "ahead of"
+    assert page.kind_of({**gain, "unit": "%", "low": -0.3, "high": -0.06}) == "behind"
+
+
 @pytest.mark.thorough
 def test_the_leaderboard_is_made_of_the_measurements(board, tmp_path):
     board.write(ROOT / "benchmarks" / "results" / "leaderboard", tmp_path)
