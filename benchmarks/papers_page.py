@@ -51,6 +51,8 @@ CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or c
      ("local training", "FedAvg", "FedAvg, fine-tuned (not in the paper)")),
     ("FLHA-GHN is better than training alone, pFedHN and distillation, for different architectures", "flha-table1",
      ("25 %, FLHA-GHN", "12.5 %, FLHA-GHN", "6.25 %, FLHA-GHN"), ("local training", "pFedHN", "distillation")),
+    ("FLHA-GHN is better than one network by FedAvg where clients' classes are very unbalanced (α = 0.1)", "flha-table5",
+     ("α = 0.1, FLHA-GHN",), ("α = 0.1, standard FL", "α = 0.1, local training")),
     ("FedHeNN is better than FedRep, and than training alone", "fedhenn-table2", ("FedHeNN Homo", "FedHeNN Hetero"),
      ("FedRep", "local training, homo", "local training, hetero")),
     ("FedHeNN's global model is better than those of FedAvg and FedProx", "fedhenn-table1", ("FedHeNN, global",),
