@@ -79,6 +79,7 @@ REMARKS = {  # what one should know to read a table or a curve
     "pfedla-table1": "With 100 clients of which 10 % take part, each client is drawn in 6 of the 60 rounds, and its "
     "hypernetwork takes 6 steps; in the paper's 2,500 rounds it would be 250. So that column says how the methods begin, "
     "not where they end.",
+    "pfedla-table2b": "pFedHN diverged in two of three seeds at the rate that all methods share here.",
     "fedpnas-table1": "The columns of high heterogeneity without a name of data are CIFAR-10: 400 images a client and 540 "
     "minibatches teach none of the three much (10 % is chance), so that nothing is decided there.",
 }
