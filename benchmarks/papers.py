@@ -68,10 +68,8 @@ class Table:
 
 
 FASHION = "fashion_mnist"
-ON_FASHION = (
-    "--data.name",
-    FASHION,
-)  # with so few images CIFAR-10 teaches four networks next to nothing; the page says so
+# With so few images CIFAR-10 teaches four networks next to nothing. The page says so.
+ON_FASHION = ("--data.name", FASHION)
 FOUR = (
     ("CIFAR-10, mean of the architectures", "CIFAR-10, *"),
     ("Fashion-MNIST, mean of the architectures", "Fashion-MNIST, *"),
