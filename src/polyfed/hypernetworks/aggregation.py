@@ -24,6 +24,7 @@ _EPSILON = 1e-8
 _TINY = 1e-300
 _STACKED = 2**18  # numbers of hypernetworks that are stacked at one time: 1 MB
 _CHUNK = 2**20  # numbers of all clients' models that are stacked at one time: 4 MB
+_PIECE = 2**22  # numbers of new models that are allocated together: 16 MB, which glibc keeps for the next round
 _NEAR = 2**17  # numbers of them that are multiplied at one time: 512 kB, which a core's own cache holds
 
 
@@ -197,20 +198,30 @@ def mixtures(models: Sequence[Tree], alpha: Tensor, layers: Mapping[str, Sequenc
         layers: the L layers, each with the names of its tensors.
 
     Returns:
-        B trees; each tensor is a view of one that holds those of all B.
+        B trees; each tensor is a view of one that holds those of several clients.
     """
-    mixed = {name: torch.empty(len(alpha), *tensor.shape, dtype=tensor.dtype) for name, tensor in models[0].items()}
+    few = {name: max(1, _PIECE // max(1, tensor.numel())) for name, tensor in models[0].items()}
+    pieces = {
+        name: [
+            torch.empty(min(few[name], len(alpha) - first), *tensor.shape, dtype=tensor.dtype)
+            for first in range(0, len(alpha), few[name])
+        ]
+        for name, tensor in models[0].items()
+    }
     thetas = _cut(models, layers, len(models))
 
     def mix(part: _Part) -> None:
         theta = part.of(thetas)
-        weights, out = alpha[:, part.layer].to(theta.dtype), mixed[part.name].view(len(alpha), -1)[:, part.where]
+        weights, made = alpha[:, part.layer].to(theta.dtype), theta.new_empty(len(alpha), theta.shape[1])
         for near in _near(theta):
-            torch.mm(weights, theta[:, near], out=out[:, near])
+            torch.mm(weights, theta[:, near], out=made[:, near])
+        for piece, found in zip(pieces[part.name], torch.split(made, few[part.name]), strict=True):
+            piece.view(len(piece), -1)[:, part.where] = found
 
     for _ in in_threads(mix, _parts(models, layers)):
         pass
-    return [{name: tensor[i] for name, tensor in mixed.items()} for i in range(len(alpha))]
+    mixed = {name: [tensor for piece in made for tensor in piece] for name, made in pieces.items()}
+    return [{name: tensors[i] for name, tensors in mixed.items()} for i in range(len(alpha))]
 
 
 def inner_products(
