@@ -55,7 +55,7 @@ class Table:
             called, instead of one column at a time.
         options: of `polyfed run`, beside the table's.
         seeds: 3 if 0.
-        runs: the table of the same recipe whose runs it shares.
+        runs: the table whose runs it shares.
     """
 
     variants: dict[str, str | None]
@@ -134,6 +134,7 @@ TABLES = {
     "fedpnas/sweep_eta": Table({FASHION: None}, ("SGD, η = 0.01 (polyfed's default)",)),
     "fedpnas/table2": Table(
         {FASHION: "fashion-mnist", "cifar10": "cifar10"}, ("CA-FedPNAS", "CA-FedPNAS, retrained"), by="column",
+        runs="fedpnas/fig3",
     ),
     "flha/table3": Table(
         {FASHION: "mosaics-*"}, ("FLHA-GHN",), groups=("25 %, ", "12.5 %, ", "6.25 %, "),

@@ -2,7 +2,6 @@
 written here from the paper by hand, and runs at scale `smoke`."""
 
 import functools
-import itertools
 import re
 
 import numpy as np
@@ -37,7 +36,6 @@ SETTINGS = {  # data, images of a client in the published training set, channels
     ("fedpnas_table1", "low-fashion-mnist"): ("fashion_mnist", 12_000, 16),
     ("fedpnas_table1", "high-fashion-mnist"): ("fashion_mnist", 12_000, 16),
     ("fedpnas_table2", "cifar10"): ("cifar10", 10_000, 32),
-    ("fedpnas_table2", "fashion-mnist"): ("fashion_mnist", 12_000, 16),
     ("fedpnas_effects", "fashion-mnist"): ("fashion_mnist", 12_000, 16),
     ("fedpnas_effects", "digits"): ("digits", 359, 16),  # all that there are
 }
@@ -180,8 +178,8 @@ def test_hue_has_colours_to_change(experiment):
 
 
 def test_table_2_is_the_federation_of_figure_3(experiment):
-    for scale, variant in itertools.product(SCALES, ("cifar10", "fashion-mnist")):
-        table, figure = experiment("fedpnas_table2", scale, variant), experiment("fedpnas_fig3", scale, variant)
+    for scale in SCALES:
+        table, figure = experiment("fedpnas_table2", scale), experiment("fedpnas_fig3", scale, "cifar10")
         for part in ("source", "split", "partition", "shifts", "models", "algorithm", "settings"):
             assert getattr(table, part) == getattr(figure, part), part
         assert table.baselines["feddsnas"] == figure.baselines["feddsnas"]
