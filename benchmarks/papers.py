@@ -51,6 +51,7 @@ class Table:
         own: the rows of the paper's method, or with `by="column"` the columns.
         over: those it is compared with; empty: all others (of the same group).
         groups: beginnings of names of rows: rows are compared with rows of the same beginning.
+        pairs: of the paper's method and of another, if not all are compared.
         means: differences of means over columns (with `by="column"`, over rows) whose names fit a pattern, by what they are
             called, instead of one column at a time.
         options: of `polyfed run`, beside the table's.
@@ -62,6 +63,7 @@ class Table:
     own: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
     groups: tuple[str, ...] = ("",)
+    pairs: tuple[tuple[str, str], ...] = ()
     means: tuple[tuple[str, str], ...] = ()
     by: str = "row"
     options: tuple[str, ...] = ()
@@ -128,7 +130,10 @@ TABLES = {
         options=ON_FASHION,
     ),
     "fedhenn/effects": Table({"cifar10": None}, ("as in Table 2",), over=("η_0 = 0", "Procrustes distance")),
-    "fedhenn/fig3": Table({"cifar10": None}, ("FedHeNN Homo", "FedHeNN Hetero"), by="column"),
+    "fedhenn/fig3": Table(
+        {"cifar10": None}, ("FedHeNN Homo", "FedHeNN Hetero"), by="column",
+        pairs=(("FedHeNN Homo", "local training, homo"), ("FedHeNN Hetero", "local training, hetero")),
+    ),
     "fedhenn/table3": Table({"cifar10": "cifar10-*", "sentiment140": "sentiment*"}, ("linear CKA",), by="column"),
     "fedhenn/fig1": Table({"cifar10": None}, ("FedHeNN",), by="column"),
     "fedpnas/sweep_eta": Table({FASHION: None}, ("SGD, η = 0.01 (polyfed's default)",)),
@@ -251,6 +256,7 @@ def gains(cells, plan):
         for own in (f"{group}{name}" for name in plan.own):
             for over in lines:
                 others = over not in plan.own if not plan.over else over.removeprefix(group) in plan.over
+                others = others and (not plan.pairs or (own, over) in plan.pairs)
                 if own not in lines or over == own or not over.startswith(group) or not others:
                     continue
                 for called, pattern in merged:
