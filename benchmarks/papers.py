@@ -184,6 +184,10 @@ CURVES = {
         options=("--algorithm.clip-norm", "5"),
         rounds=(40, 40, 30, 20, 15), one=("--model", "cnn_fedhenn", "--model.level", "1", "--model.channels", "16"),
     ),
+    "fedhenn_homo": Curve(
+        "fedhenn_table2", "fashion-100-5-homo", "fedhenn_homo,local,fedavg,fedavg_ft", "fashion_mnist",
+        rates="lr=0.01,0.02,0.05", options=("--algorithm.clip-norm", "5"), rounds=(40, 40, 30, 20, 15),
+    ),
     "flha": Curve(
         "flha_table1", "fashion_mnist-12.5", "flha_ghn,local,fedavg_kd", "fashion_mnist", main=80, rivals="pfedhn",
         rates="lr=0.01,0.03,0.1", rounds=(40, 40, 30, 20, 10), one=("--model", "flha_arch1", "--model.width", "8"),

@@ -21,6 +21,7 @@ PAPERS = {
     "fedpnas": ("FedPNAS", "Personalised architecture search (Hoang and Kingsford)"),
 }
 DATA_SETS = {"fashion_mnist": "Fashion-MNIST"}
+HOMO = {"fedhenn_homo"}  # curves of clients that have the same network
 WIDE = 8  # columns; a table that has more is printed on its side
 NOT_BETTER = ("MB", "s", "count", "ratio")  # units in which more is not better
 DIGITS = {"%": 1, "fraction": 3, "count": 0, "MB": 2, "s": 1, "ratio": 2}
@@ -55,6 +56,8 @@ CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or c
      ("α = 0.1, FLHA-GHN",), ("α = 0.1, standard FL", "α = 0.1, local training")),
     ("FedHeNN is better than FedRep, and than training alone", "fedhenn-table2", ("FedHeNN Homo", "FedHeNN Hetero"),
      ("FedRep", "local training, homo", "local training, hetero")),
+    ("FedHeNN is better than training alone, also with few examples (Fashion-MNIST)", "fedhenn-examples", "40", ("local",)),
+    ("The same, one network for all clients", "fedhenn_homo-examples", "40", ("local", "fedavg", "fedavg_ft")),
     ("FedHeNN is better than training alone where some clients have half of the data, too", "fedhenn-fig3",
      ("FedHeNN Homo", "FedHeNN Hetero"), ("local training, homo", "local training, hetero")),
     ("FLHA-GHN's weights are a better start for an unseen architecture than random ones", "flha-table6", ("GHN init",),
@@ -148,12 +151,16 @@ def write(results, docs):
     parts = [HEAD, in_short(results)]
     for paper, (name, what) in PAPERS.items():
         tables = sorted(f for f in results.glob(f"{paper}-*.json") if not f.stem.endswith("-examples"))
-        curve = results / f"{paper}-examples.json"
-        if not tables and not curve.exists():
+        curves = {
+            key: results / f"{key}-examples.json" for key in (paper, *(h for h in HOMO if h.startswith(f"{paper}_")))
+        }
+        curves = {key: file for key, file in curves.items() if file.exists()}
+        if not tables and not curves:
             continue
         parts.append(f"## {name}\n\n{what}.\n")
-        if curve.exists():
-            parts.append(of_curve(paper, name, json.loads(curve.read_text(encoding="utf-8")), docs))
+        parts += [
+            of_curve(key, name, json.loads(file.read_text(encoding="utf-8")), docs) for key, file in curves.items()
+        ]
         parts += [of_table(json.loads(file.read_text(encoding="utf-8"))) for file in tables]
     (docs / "results.md").write_text("\n".join(parts), encoding="utf-8")
 
@@ -280,7 +287,7 @@ def of_curve(paper, name, found, docs):
     methods.sort(key=lambda method: method != own)
     draw(docs / "images" / f"examples_{paper}.svg", found, methods, own)
     lines = [
-        "### Accuracy by the number of training examples a client\n",
+        f"### Accuracy by the number of training examples a client{', one network for all' if paper in HOMO else ''}\n",
         f"![Accuracy of {name} and others over the number of examples a client](images/examples_{paper}.svg)\n",
         "| accuracy, % | " + " | ".join(map(str, sizes)) + " |",
         "|---|" + "---|" * len(sizes),
