@@ -10,6 +10,7 @@ from polyfed.core.examples import Examples, Normalise
 from polyfed.core.gathered import FitCall, Half, OfClient, Parked, fill_named, gathering, half, whole_state
 from polyfed.core.stacked import CannotStackError, Stacked, obstacle
 from polyfed.core.stacked_layers import pooled
+from polyfed.core.stacked_lstm import lstm
 from polyfed.core.streams import Streams, plan
 from polyfed.core.together import _trial, groups, outputs_of, same_form, train
 from polyfed.core.training import fit
@@ -208,6 +209,22 @@ def test_layers_with_weights_that_are_not_known_are_named():
     assert obstacle(nn.GRU(2, 2)) == "GRU has weights of its own"
     assert obstacle(hooked) == "Linear has hooks"
     assert obstacle(nn.LSTM(2, 2, bidirectional=True)) == "LSTM has options that are computed alone"
+
+
+def test_the_derivative_of_an_lstm_is_that_of_finite_differences():
+    part, generator = nn.LSTM(3, 2, batch_first=True).double(), torch.Generator().manual_seed(0)
+    names = [name for name, _ in part.named_parameters()]
+
+    def outputs(x, *own):
+        out, (h, c) = lstm(part, dict(zip(names, own, strict=True)), x)
+        return out, h, c
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    own = [drawn(2, *tensor.shape) for tensor in part.parameters()]
+    assert torch.autograd.gradcheck(outputs, (drawn(2 * 2, 4, 3), *own))
+    assert torch.autograd.gradcheck(outputs, (drawn(2 * 2, 4, 3).detach(), *own))
 
 
 def test_groups_have_one_network_and_the_same_options():

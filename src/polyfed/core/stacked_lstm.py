@@ -11,9 +11,10 @@ class _Cells(torch.autograd.Function):
     """One layer, step after step (Hochreiter and Schmidhuber 1997, as in `torch.nn.LSTM`), of k networks at once:
     c ← σ(f)·c + σ(i)·tanh(g), h ← σ(o)·tanh(c), where (i, f, g, o) = W·(x, h, 1).
 
-    The derivative is written out, since recording two dozen small operations a step takes longer than computing them. A step
-    has one product, of inputs, state and bias together, and tanh z is computed as 2σ(2z) − 1, so that one sigmoid does for
-    all gates: torch's tanh takes five times as long.
+    The derivative is written out, since recording two dozen small operations a step takes longer than computing them. There
+    are as few calls as possible: a step has one product, of inputs, state and bias together, and as tanh z = 2σ(2z) − 1,
+    one sigmoid does for all gates (torch's tanh takes five times as long). So −tanh = 1 − 2σ is one call, and what is kept
+    are −tanh, −h and 2c. Weights have the factors that this needs: 2, ½ and −1, which round nothing.
 
     Shapes: x (k, length, rows, width), W (k, 4·hidden, width + hidden + 1); h (k, length, rows, hidden), the last c.
     """
@@ -22,28 +23,31 @@ class _Cells(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         clients, length, rows, width = x.shape
         hidden = weight.shape[1] // 4
-        doubled = weight.clone()
-        doubled[:, 2 * hidden : 3 * hidden] *= 2
-        turned = doubled.transpose(1, 2).contiguous()
-        # What each step's product takes: x, the h before, 1. The last has the last h.
+        scaled = weight.clone()
+        scaled[:, 2 * hidden : 3 * hidden] *= 2
+        scaled[:, :, width:-1].neg_()
+        turned = scaled.transpose(1, 2).contiguous()
+        # What each step's product takes: x, −h of the step before, 1. The last has the last −h.
         taken = x.new_empty(clients, length + 1, rows, width + hidden + 1)
         taken[:, :length, :, :width] = x
         taken[:, 0, :, width:-1] = 0
         taken[..., -1] = 1
+        inputs, outputs = taken.unbind(1), taken[..., width:-1].unbind(1)
         gates, states, squashed = [], [], []
-        c = x.new_zeros(clients, rows, hidden)
+        one, twice = x.new_ones(()), x.new_zeros(clients, rows, hidden)
         for t in range(length):
-            now = torch.bmm(taken[:, t], turned).sigmoid_()
+            now = torch.bmm(inputs[t], turned).sigmoid_()
             i, f, g, o = now.chunk(4, 2)
-            g.mul_(2).sub_(1)
-            c = torch.mul(f, c).addcmul_(i, g)
-            s = torch.add(c, c).sigmoid_().mul_(2).sub_(1)
-            torch.mul(o, s, out=taken[:, t + 1, :, width:-1])
+            torch.sub(one, g, alpha=2, out=g)
+            twice = torch.mul(f, twice).addcmul_(i, g, value=-2)
+            s = twice.sigmoid()
+            torch.sub(one, s, alpha=2, out=s)
+            torch.mul(o, s, out=outputs[t + 1])
             gates.append(now)
-            states.append(c)
+            states.append(twice)
             squashed.append(s)
         ctx.save_for_backward(taken, weight, *gates, *states, *squashed)
-        return taken[:, 1:, :, width:-1].contiguous(), c.clone()
+        return taken[:, 1:, :, width:-1].neg(), twice / 2
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -51,30 +55,33 @@ class _Cells(torch.autograd.Function):
         length = taken.shape[1] - 1
         gates, states, squashed = (kept[k * length : (k + 1) * length] for k in range(3))
         hidden, width = weight.shape[1] // 4, taken.shape[3] - weight.shape[1] // 4 - 1
-        used = weight[..., :-1].contiguous()
+        # i has −tanh(g) as its factor, f has 2c, o has −tanh(c).
+        factors = weight.new_tensor([-1, 0.5, 1, -1]).repeat_interleave(hidden)[:, None]
+        of_x_gates, of_h_gates = (part.contiguous() for part in (weight * factors)[..., :-1].split([width, hidden], 2))
         of_gates = taken.new_empty(*taken[:, 1:, :, 0].shape, 4 * hidden)
-        of_x = taken.new_empty(*of_gates.shape[:3], width) if ctx.needs_input_grad[0] else None
-        of_c, of_h = slopes[1].clone(), slopes[0][:, -1].clone()
+        steps, given = of_gates.unbind(1), slopes[0].unbind(1)
+        of_c, of_h = slopes[1].clone(), given[-1]
         found = torch.empty_like(gates[0])
         of_i, of_f, of_g, of_o = found.chunk(4, 2)
         for t in reversed(range(length)):
             i, f, g, o = gates[t].chunk(4, 2)
+            now = steps[t]
             of_c += torch.ops.aten.tanh_backward(of_h * o, squashed[t])
             torch.mul(of_c, g, out=of_i)
             torch.mul(of_c, states[t - 1], out=of_f) if t else of_f.zero_()
             torch.mul(of_h, squashed[t], out=of_o)
-            now = of_gates[:, t]
             torch.ops.aten.sigmoid_backward.grad_input(found, gates[t], grad_input=now)
             # g is tanh of its gate, not σ.
             torch.ops.aten.tanh_backward.grad_input(torch.mul(of_c, i, out=of_g), g, grad_input=now.chunk(4, 2)[2])
-            of_c *= f
-            if t or of_x is not None:
-                back = torch.bmm(now, used)
-                if of_x is not None:
-                    of_x[:, t] = back[..., :width]
-                if t:
-                    of_h = back[..., width:] + slopes[0][:, t - 1]
-        return of_x, torch.bmm(of_gates.flatten(1, 2).transpose(1, 2), taken[:, :-1].flatten(1, 2))
+            if t:
+                of_c *= f
+                of_h = torch.baddbmm(given[t - 1], now, of_h_gates)
+        every = of_gates.flatten(1, 2)
+        of_weight = torch.bmm(every.transpose(1, 2), taken[:, :-1].flatten(1, 2)).mul_(factors)
+        of_weight[:, :, width:-1].neg_()
+        if not ctx.needs_input_grad[0]:
+            return None, of_weight
+        return torch.bmm(every, of_x_gates).view(*of_gates.shape[:3], width), of_weight
 
 
 def lstm(part: nn.LSTM, own: Mapping[str, Tensor], x: Tensor, hx: None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
