@@ -139,6 +139,7 @@ TABLES = {
     "fedpnas/sweep_eta": Table({FASHION: None}, ("SGD, η = 0.01 (polyfed's default)",)),
     "fedpnas/table2": Table(
         {FASHION: "fashion-mnist", "cifar10": "cifar10"}, ("CA-FedPNAS", "CA-FedPNAS, retrained"), by="column",
+        pairs=(("CA-FedPNAS", "FedDSNAS"), ("CA-FedPNAS, retrained", "FedDSNAS, retrained")),
         runs="fedpnas/fig3",
     ),
     "flha/table3": Table(
@@ -225,7 +226,7 @@ def run_table(key, given):
     content, file = json.loads((out / reproduce.RESULT).read_text(encoding="utf-8")), RESULTS / f"{paper}-{name}.json"
     before = json.loads(file.read_text(encoding="utf-8")) if given.only and file.exists() else {"cells": []}
     content["cells"], kept = completed(content["cells"], before["cells"])
-    content |= {"number": table.number, "own": plan.own, "by": plan.by, "options": plan.options}
+    content |= {"number": table.number, "own": plan.own, "by": plan.by, "options": plan.options, "runs": plan.runs}
     content["gains"] = gains(content["cells"], plan)
     content["seconds"] = sum(
         record["seconds_clients"] + record["seconds_server"]

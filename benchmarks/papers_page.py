@@ -66,6 +66,8 @@ CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or c
      ("FedAvg", "FedAvg, mean over all", "FedProx", "FedProx, mean over all")),
     ("CA-FedPNAS is better than a search of one network for all, FedDSNAS", "fedpnas-table1", ("CA-FedPNAS",),
      ("FedDSNAS", "FedDSNAS, adapted")),
+    ("CA-FedPNAS is better than FedDSNAS on rotations that no client has seen", "fedpnas-table2",
+     ("CA-FedPNAS", "CA-FedPNAS, retrained"), ("FedDSNAS", "FedDSNAS, retrained")),
     ("CA-FedPNAS is better than its parts, and than FedAvg (images turned by 0 and ±90 degrees)", "fedpnas-effects",
      ("CA-FedPNAS",), ("CA-FedDSNAS", "FedDSNAS", "FedAvg")),
     ("CA-FedPNAS is better than its parts, and than FedAvg (images turned by −30 to 30 degrees)", "fedpnas-fig3",
@@ -209,10 +211,13 @@ def of_table(found):
     if "--data.name" in (options := list(found["options"])):
         data = options[options.index("--data.name") + 1]
         lines.append(f"polyfed's figures are on {DATA_SETS[data]}, the paper's on its own data.\n")
-    for reduced in dict.fromkeys(found["reduced"].values()):
+    recipes = dict.fromkeys(cell["recipe"] for cell in found["cells"] if cell["recipe"])
+    for reduced in dict.fromkeys(found["reduced"][recipe] for recipe in recipes):
         lines.append(f"Reduced against the paper: {' '.join(reduced.split())}.\n" if reduced else "")
-    if minutes := found["seconds"] / 60:
-        lines.append(f"{seeds} seed{'s' if seeds > 1 else ''}; {minutes:.0f} minutes of computing in all.")
+    minutes, runs = found["seconds"] / 60, found.get("runs")
+    took = f"the runs of {find(*runs.split('/')).number}" if runs else f"{minutes:.0f} minutes of computing in all"
+    if minutes:
+        lines.append(f"{seeds} seed{'s' if seeds > 1 else ''}; {took}.")
     if remark := REMARKS.get(f"{found['paper']}-{found['table']}"):
         lines.append(f"\n{remark}\n")
     if note := " ".join(find(found["paper"], found["table"]).note.split()):

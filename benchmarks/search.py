@@ -5,6 +5,7 @@
     python benchmarks/search.py fig3 --variant cifar10 --path $C --transfer --out $R/search_cifar10.json
     python benchmarks/search.py table1 --variant high --path $C --out $R/search_high.json
     python benchmarks/search.py step --out $R/search_step.json
+    python benchmarks/search.py whole --path $F --seeds 0 --rounds 20 --out $R/search_whole.json
     python benchmarks/search.py draw --out $R/search.png          # accuracy against rounds and against time, of the above
 
 The first three run the recipes `fedpnas_fig3` and `fedpnas_table1` at scale `cpu`, with `--rounds` and `--seeds`;
@@ -15,7 +16,9 @@ rotated by -90 and 90 degrees (Table 2). search_eta0.json is of the first, with 
 --algorithm.eta 0`.
 
 `step` times one training step of each method (16 channels, 48 images of 28×28, the paper's search space) in one process
-with one thread, in turns, counts which operations are computed, and profiles it.
+with one thread, in turns, counts which operations are computed, and profiles it. In its first step all operations are
+equally probable; `whole` times whole federations of `fedpnas_fig3`, in which a few come to be chosen: seconds of the
+clients' local updates, one after the other in one thread. Both want an idle machine.
 """
 
 import argparse
@@ -231,6 +234,41 @@ def step(arguments):
         Path(arguments.out).write_text(json.dumps(results, indent=1) + "\n")
 
 
+def whole(arguments):
+    """Seconds of all local updates of a federation, and how many times those of FedDSNAS, whole and in pieces."""
+    results = {"rounds": arguments.rounds, "seeds": {}}
+    for seed in map(int, arguments.seeds.split(",")):
+        words = ["--data.path", arguments.path, "--rounds", str(arguments.rounds), "--seed", str(seed)]
+        config = recipes.read("fedpnas_fig3").configuration("cpu", "fashion-mnist")
+        experiment = experiments.from_config(options.parse(words, config, "benchmark"))
+        clients, seconds = experiments.participants(experiment).clients, {}
+        methods = {name_of(m): m for m in (*experiment.baselines.values(), experiment.algorithm)}
+        for name in ("feddsnas", "ca_feddsnas", "fedpnas", "ca_fedpnas"):
+            run = pf.federate(
+                clients, methods[name], rounds=arguments.rounds, seed=seed, workers=0, evaluate_every=10**6,
+                progress=Silent(),
+            )  # fmt: skip
+            seconds[name] = [record["seconds_clients"] for record in run.history]
+            pieces = {"all rounds": slice(None), "the first": slice(1), "the last five": slice(-5, None)}
+            times = {of: sum(seconds[name][part]) / sum(seconds["feddsnas"][part]) for of, part in pieces.items()}
+            images = sum(len(client.train) for client in clients) * methods[name].local_epochs * arguments.rounds
+            found = {
+                "seconds": sum(seconds[name]),
+                "images a second": images / sum(seconds[name]),
+                "by round": seconds[name],
+            }
+            results["seeds"].setdefault(str(seed), {})[name] = found | {"times feddsnas": times}
+            print(
+                seed,
+                name,
+                f"{found['seconds']:.1f} s",
+                {of: round(value, 2) for of, value in times.items()},
+                flush=True,
+            )
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps(results, indent=1) + "\n")
+
+
 KINDS = {"convolution": "conv", "batch norm": "batch_norm", "pooling": "pool"}
 
 
@@ -289,7 +327,7 @@ def draw(arguments):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["fig3", "table1", "step", "draw"])
+    parser.add_argument("what", choices=["fig3", "table1", "step", "whole", "draw"])
     parser.add_argument("--variant", default=None)
     parser.add_argument("--path")
     parser.add_argument("--seeds", default="0,1,2")
@@ -300,7 +338,8 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", default=None)
     known, others = parser.parse_known_args()
-    if known.what in ("step", "draw"):
-        {"step": step, "draw": draw}[known.what](known)
+    alone = {"step": step, "whole": whole, "draw": draw}
+    if known.what in alone:
+        alone[known.what](known)
     else:
         federations(known, others)
