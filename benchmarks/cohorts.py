@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from workloads import cpu_name
 
 import polyfed as pf
 from polyfed.core.examples import Examples
@@ -186,9 +187,8 @@ def main():
         for number in asked.clients:
             if name == "cnn_582k" and number > 100:
                 continue  # gigabytes of images, and nothing to be gained on a CPU
-            found.append(
-                {**measured(name, number, asked.repeats, asked.alone, asked.pfl), "load": round(os.getloadavg()[0], 1)}
-            )
+            row = measured(name, number, asked.repeats, asked.alone, asked.pfl)
+            found.append({**row, "load": round(os.getloadavg()[0], 1), "cpu": cpu_name()})
             print(json.dumps(found[-1]), flush=True)
             if asked.out:
                 write(asked.out, found)
@@ -199,7 +199,7 @@ def write(out, found):
     before = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
     rows = {(row["network"], row["clients"]): row for row in [*before, *found]}
     facts = {
-        "machine": {"cores": usable_cores(), "processor": platform.processor() or platform.machine()},
+        "cores": usable_cores(),
         "python": platform.python_version(), "torch": torch.__version__,
         "auto": {"at least clients": AT_LEAST, "gain": GAIN},
         "pfl-research": "0.6.0" if all("pfl-research" in row["steps a second"] for row in rows.values()) else

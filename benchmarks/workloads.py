@@ -5,6 +5,8 @@ each client has test images, 70/30 as everywhere: 429 and 43. Batch 32, lr 0.01,
 """
 
 import dataclasses
+import platform
+from pathlib import Path
 
 import torch
 
@@ -40,3 +42,11 @@ def clients_of(workload, path=PATH):
 def arrays_of(clients):
     """The same examples as plain float tensors, for the bare loop."""
     return [c.train.batch(torch.arange(len(c.train))) for c in clients]
+
+
+def cpu_name():
+    """The processor, as Linux calls it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
