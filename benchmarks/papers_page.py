@@ -311,11 +311,14 @@ def of_curve(paper, name, found, docs):
     first = points[str(sizes[0])]
     seeds = len(first["seeds"].split(","))
     rounds = ", ".join(str(points[str(size)]["rounds"]) for size in sizes)
-    rates = found["tuned"].removeprefix("lr=").replace(",", ", ")
+    tuned = {}
+    for size in sizes:
+        tuned.setdefault(", ".join(f"{rate:g}" for rate in rates_of(points[str(size)])), []).append(str(size))
+    rates = "; ".join(f"{r} (with {', '.join(at)} examples)" if len(tuned) > 1 else r for r, at in tuned.items())
     lines.append(
         f"Recipe `{found['recipe']}`, variant `{found['variant']}`, scale cpu, {seeds} seeds on the same clients, 100 test "
-        f"examples a client, {rounds} rounds. Every method's rate is the best of {rates} on held-out training examples (one "
-        "run each), and it is compared at its best round by them. Intervals cover new seeds and new test examples.\n"
+        f"examples a client, {rounds} rounds. Every method has the rate, and is compared at the round, that was best on "
+        f"held-out training examples, one run each. Rates tried: {rates}. Intervals cover new seeds and new test examples.\n"
     )
     lines.append(f"{edges(found, sizes)}\n")
     if remark := REMARKS.get(f"{paper}-examples"):
@@ -323,11 +326,16 @@ def of_curve(paper, name, found, docs):
     return "\n".join(lines)
 
 
+def rates_of(point):
+    """The rates that were tried, the smallest first."""
+    return sorted(map(float, point["tuned"].removeprefix("lr=").split(",")))
+
+
 def edges(found, sizes):
     """At which sizes methods took the smallest or largest rate that was tried, and might have taken another beyond it."""
-    tried = sorted(map(float, found["tuned"].removeprefix("lr=").split(",")))
     told = []
     for size in sizes:
+        tried = rates_of(found["points"][str(size)])
         chosen = {name: fields["lr"] for name, fields in found["points"][str(size)]["chosen"].items() if "lr" in fields}
         for rate, kind in ((tried[0], "smallest"), (tried[-1], "largest")):
             if names := [f"`{name}`" for name, lr in chosen.items() if lr == rate]:

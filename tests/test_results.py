@@ -96,10 +96,8 @@ def test_federations_that_were_searched_by_another_rule_are_refused(board, tmp_p
 
 def test_rates_at_the_edge_of_what_was_tried_are_told(page):
     rates = {"local": {"lr": 0.2}, "fedavg": {"lr": 0.02}, "pfedla": {"lr": 0.05}, "fedmd": {}}
-    found = {
-        "tuned": "lr=0.02,0.05,0.2",
-        "points": {"20": {"chosen": {"pfedla": {"lr": 0.05}}}, "40": {"chosen": rates}},
-    }
+    wider = {"tuned": "lr=0.02,0.05,0.2,0.4", "chosen": {"pfedla": {"lr": 0.05}, "local": {"lr": 0.2}}}
+    found = {"points": {"20": wider, "40": {"tuned": "lr=0.02,0.05,0.2", "chosen": rates}}}
     told = "with 40 examples `fedavg` took the smallest rate; with 40 examples `local` took the largest rate"
     assert page.edges(found, [20, 40]) == f"At the edge of what was tried: {told}."
     assert page.edges(found, [20]) == "At the edge of what was tried: none."
