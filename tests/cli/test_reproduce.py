@@ -89,6 +89,19 @@ def test_refused(polyfed, words, sentence):
     assert not [path for path in polyfed.here.rglob("*") if path.name == "config.yaml"]
 
 
+@pytest.mark.parametrize("words", [["--data.path", "nowhere"], ["--data.path=nowhere"]])
+def test_where_data_lie_is_no_option_of_other_data_in_the_same_folder(polyfed, words):
+    """The folder has a run of digits, which have no path."""
+    (polyfed.here / "here" / "fedpnas_fig3-digits-seed0").mkdir(parents=True)
+    asked = ["fedpnas", "fig3", "--variant", "fashion-mnist", "--seeds", "0", "--out", "here"]
+    status, _, err = polyfed("reproduce", *asked, *words)
+    assert status == 2
+    assert "unknown option" not in err
+    assert "nowhere" in err
+    status, _, err = polyfed("reproduce", *asked, "--data.paht", "nowhere")
+    assert (status, "unknown option --data.paht" in err) == (2, True)
+
+
 def test_a_missing_source_is_found_before_the_first_run(polyfed, monkeypatch):
     """Digits are there, the other recipe's files are not."""
     monkeypatch.setattr(running, "run", lambda *_, **__: pytest.fail("something ran"))

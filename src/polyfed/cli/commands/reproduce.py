@@ -217,8 +217,8 @@ def _jobs(
                 folder = _folder(wanted.folder(table), name, variant, seed)
                 if variant not in chosen and not folder.exists():
                     continue
-                words = [*given, "--seed", str(seed)]
-                experiment = _experiment(options.parse(words, config, "polyfed reproduce"))
+                words = given if variant in chosen else _without_paths(given)
+                experiment = _experiment(options.parse([*words, "--seed", str(seed)], config, "polyfed reproduce"))
                 _check_settings(folder, experiment)
                 if variant in chosen:
                     jobs[folder] = Job(f"{recipe.title(scale, variant)}, seed {seed}", experiment, folder)
@@ -255,6 +255,13 @@ def _check_settings(folder: Path, experiment: "Experiment") -> None:
                 f"{folder} is a run with other settings ({key} was {before!r} and is now {after!r}); choose another --out, "
                 "or delete the folder"
             )
+
+
+def _without_paths(words: Sequence[str]) -> list[str]:
+    """The words for a variant that only is shown: where the chosen one's data lie is no option of data without files."""
+    named = tuple(f"--data.{path}" for path in _PATHS)
+    kept = [k for k, word in enumerate(words) if word.partition("=")[0] not in named]
+    return [words[k] for k in kept if k == 0 or words[k - 1] not in named]
 
 
 def _settled(key: str, value: Any) -> Any:
