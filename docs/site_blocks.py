@@ -5,6 +5,7 @@ A page holds `<!-- facts NAME -->`, `<!-- defaults NAME -->` or `<!-- results NA
 pages, so that they can be read in the repository, and a test finds a page that is out of date.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,10 +78,25 @@ def defaults(name: str) -> str:
     return "\n".join([*([*lines, ""] if own else []), others])
 
 
+def picture(name: str) -> str:
+    """Accuracy over examples a client, of the method whose curve that is, if two points of it have been measured."""
+    for file in sorted((ROOT / "benchmarks" / "results" / "papers").glob("*-examples.json")):
+        curve = json.loads(file.read_text(encoding="utf-8"))
+        sizes = sorted(map(int, curve["points"]))
+        if curve["own"] == name and len(sizes) > 1:
+            image = f"../images/examples_{file.stem.removesuffix('-examples')}.svg"
+            listed = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
+            return (
+                f"![Accuracy of `{name}` and others over the number of training examples a client]({image})\n\n"
+                f"Accuracy with {listed} training examples a client; [figures and intervals](../results.md)."
+            )
+    return ""
+
+
 def results(name: str) -> str:
-    """The tables of benchmarks/README.md in which a method stands: its rows and those of `COMPARED`, below what introduces
-    the table."""
-    found = []
+    """The curve of a method, and the tables of benchmarks/README.md in which it stands: its rows and those of `COMPARED`,
+    below what introduces the table."""
+    found: list[str] = []
     for title, introduced, header, rows in benchmark_tables():
         owners = _owners(rows)
         if title.startswith(MACHINE):
@@ -96,11 +112,12 @@ def results(name: str) -> str:
         ruled = "|" + "---|" * len(_cells(header))
         before = [introduced, ""] if introduced else []
         found.append("\n".join([f"**{plain}**{script}", "", *before, header, ruled, *kept]))
-    if not found:
+    drawn = [drawing] if (drawing := picture(name)) else []
+    if not found and not drawn:
         return "No script in `benchmarks/` has measured it yet."
     measured = "[Measured](../../benchmarks/README.md)"
     about = f"Rows of the tables in {measured}, which says how each was made and what it does not show."
-    return "\n\n".join([about, *found])
+    return "\n\n".join([*drawn, about, *found])
 
 
 def benchmark_tables() -> Iterator[tuple[str, str, str, list[str]]]:

@@ -160,6 +160,8 @@ def test_rows_of_results_are_the_methods_own_beside_local_and_fedavg(blocks):
     assert "| **10** (chosen on validation)" in shown  # a row without a name belongs to the one before
     assert "Fashion-MNIST:\n\n| |" in blocks.results("fedpnas")  # what a table is of
     assert "No script" in blocks.results("feddyn")
+    assert "](../images/examples_pfedla.svg)" in shown
+    assert "examples_" not in blocks.results("local")  # which is in the curves of others
 
 
 @pytest.mark.parametrize(
