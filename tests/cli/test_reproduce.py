@@ -79,7 +79,12 @@ def cells(path):
         (["flha", "fig7", "--variant", "x"], "flha fig7 has no variants; leave --variant x out"),
         (["flha", "Table 4"], "states no figure; `polyfed data flha_table5 --variant alpha1` prints and draws it"),
         (["flha", "1", "--variant", "cifar10-25", "--data.path", "nowhere"], "nowhere"),
-        (["pfedla", "1", "--variant", "emnist-10,cifar10-10", "--data.path", "nowhere"], "nowhere"),
+        (
+            ["pfedla", "1", "--variant", "emnist-10,cifar10-10", "--data.path", "nowhere"],
+            "is of several data sets (cifar10, emnist), and --data.path says where one lies; choose with --variant",
+        ),
+        (["pfedla", "1", "--data", "fashion_mnist", "--data.path", "nowhere"], "nowhere"),
+        (["fedpnas", "fig3", "--data.path=nowhere"], "is of several data sets (cifar10, digits, fashion_mnist, mnist)"),
     ],
 )
 def test_refused(polyfed, words, sentence):

@@ -197,15 +197,20 @@ def _selected(table: PaperTable, patterns: str | None) -> dict[str, list[str | N
     return {recipe: [v for v in variants if v in wanted] for recipe, variants in every.items()}
 
 
-def _jobs(
-    table: PaperTable,
-    recipes: Mapping[str, Recipe],
-    wanted: Wanted,
-    given: Sequence[str],
-) -> list[Job]:
+def _jobs(table: PaperTable, recipes: Mapping[str, Recipe], wanted: Wanted, given: Sequence[str]) -> list[Job]:
     """The runs that the chosen variants need; variants that are the same at this scale share one. Runs of other variants
     that are there are shown, too, and so must have the same settings."""
     scale, selected = wanted.scale or "cpu", _selected(table, wanted.variant)
+    configs = [
+        recipes[name].configuration(scale, variant) for name, variants in selected.items() for variant in variants
+    ]
+    names = sorted({str(config["data"]["name"]) for config in configs})
+    named = any(word.partition("=")[0] in ("--data", "--data.name") for word in given)  # one for all variants
+    if len(names) > 1 and not named and _without_paths(given) != list(given):
+        raise UserError(
+            f"{table.paper} {table.name} is of several data sets ({', '.join(names)}), and --data.path says where one lies; "
+            "choose with --variant, in one call for each, with the same --out"
+        )
     jobs: dict[Path, Job] = {}
     for name, variants in table.variants().items():
         recipe = recipes[name]
