@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import papers_page
+from papers_curves import EVERY
 from scipy.special import stdtrit
 
 from polyfed.cli.commands import reproduce
@@ -179,6 +180,7 @@ CURVES = {
         "pfedla_table1", "fashion_mnist-10-balanced", "pfedla,local,fedavg,fedavg_ft", "fashion_mnist",
         rivals="heur_pfedla,per_fedavg,pfedme,pfedhn,fedrep,fedfomo",
         options=("--algorithm.clip-norm", "5"),  # without, a rate that suits one seed diverges with another
+        rounds=(60, 60, 60, 60, 60),  # its weights over clients are learned by a step a round
     ),
     "fedhenn": Curve(
         "fedhenn_table2", "fashion-100-5-hetero", "fedhenn,local", "fashion_mnist", rates="lr=0.01,0.02,0.05,0.1",
@@ -295,26 +297,24 @@ def interval(values, level=0.95):
 def run_curve(paper, given):
     curve = CURVES[paper]
     file = RESULTS / f"{paper}-examples.json"
-    content = json.loads(file.read_text()) if file.exists() else {"paper": paper, "points": {}}
     own = curve.methods.split(",")[0]
-    content |= {
-        "recipe": curve.recipe,
-        "variant": curve.variant,
-        "seeds": given.seeds,
-        "own": own,
-    }
+    settings = {"recipe": curve.recipe, "variant": curve.variant, "seeds": given.seeds, "own": own}
     for size in map(int, given.sizes.split(",")):
-        asked = {"seeds": given.seeds, "tuned": curve.rates}
-        if asked.items() <= content["points"].get(str(size), {}).items():
-            continue
         began, rounds = time.time(), curve.rounds[SIZES.index(size)]
+        asked = {"seeds": given.seeds, "tuned": curve.rates, "rounds": rounds}
+        if asked.items() <= points_of(file).get(str(size), {}).items():
+            continue
         methods = ",".join(filter(None, [curve.methods, curve.rivals if size == curve.main else ""]))
         parts = [compared(paper, curve, size, rounds, methods, (), given)]
         if curve.one:
             parts.append(compared(paper, curve, size, rounds, HOMOGENEOUS, curve.one, given))
-        content["points"][str(size)] = {**asked, "rounds": rounds, **joined(parts, own)}
-        write(file, content)
+        points = points_of(file) | {str(size): {**asked, **joined(parts, own)}}  # another call may have written some
+        write(file, {"paper": paper, "points": points, **settings})
         print(f"{paper}, {size} examples a client: {time.time() - began:.0f} s", flush=True)
+
+
+def points_of(file):
+    return json.loads(file.read_text(encoding="utf-8"))["points"] if file.exists() else {}
 
 
 def compared(paper, curve, size, rounds, methods, network, given):
@@ -324,7 +324,7 @@ def compared(paper, curve, size, rounds, methods, network, given):
              *curve.options, *network, "--data.path", folder_of(curve.data, given),
              "--data.examples-per-client", str(size), "--data.test-fraction", f"{TEST / (TEST + size):.6f}",
              "--same-data", "--rounds", str(rounds), "--seeds", given.seeds, "--tune", curve.rates, "--no-references",
-             "--evaluate-every", "5", "--out", str(out)]  # fmt: skip
+             "--evaluate-every", str(EVERY), "--out", str(out)]  # fmt: skip
     if polyfed([*words, *(["--quiet"] if given.quiet else [])]) != 0:
         raise SystemExit(f"{paper}, {size} examples: the comparison failed")
     return json.loads((out / "comparison.json").read_text(encoding="utf-8")), out

@@ -5,14 +5,11 @@ an interval leaves out 0, and "not decided" where it does not.
 """
 
 import json
-from pathlib import Path
 from statistics import fmean
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from papers_curves import DIGITS, HOMO, of_curve, spanned
 
 from polyfed.cli.commands.papers import find
-from polyfed.data.plot import save_figure
 
 PAPERS = {
     "pfedla": ("pFedLA", "Layer-wise aggregation by a hypernetwork for each client (Ma et al., CVPR 2022)"),
@@ -21,10 +18,8 @@ PAPERS = {
     "fedpnas": ("FedPNAS", "Personalised architecture search (Hoang and Kingsford)"),
 }
 DATA_SETS = {"fashion_mnist": "Fashion-MNIST"}
-HOMO = {"fedhenn_homo"}  # curves of clients that have the same network
 WIDE = 8  # columns; a table that has more is printed on its side
 NOT_BETTER = ("MB", "s", "count", "ratio")  # units in which more is not better
-DIGITS = {"%": 1, "fraction": 3, "count": 0, "MB": 2, "s": 1, "ratio": 2}
 HEAD = """# Results of the papers' methods
 
 What the four systems do, measured with polyfed on data that fit a small machine, next to the figures of the papers.
@@ -161,7 +156,8 @@ def write(results, docs):
             continue
         parts.append(f"## {name}\n\n{what}.\n")
         parts += [
-            of_curve(key, name, json.loads(file.read_text(encoding="utf-8")), docs) for key, file in curves.items()
+            of_curve(key, name, json.loads(file.read_text(encoding="utf-8")), docs, REMARKS.get(f"{key}-examples"))
+            for key, file in curves.items()
         ]
         parts += [of_table(json.loads(file.read_text(encoding="utf-8"))) for file in tables]
     (docs / "results.md").write_text("\n".join(parts), encoding="utf-8")
@@ -271,119 +267,3 @@ def differences(gains):
         at = {gain["at"]: gain for gain in known if (gain["own"], gain["over"]) == (own, over)}
         lines.append(f"| {own} − {over} | " + " | ".join(spanned(at.get(place)) for place in places) + " |")
     return [*lines, ""]
-
-
-def spanned(gain, times=1):
-    if gain is None or gain["low"] is None:
-        return ""
-    mean, low, high = (signed(times * gain[key], gain.get("unit", "%")) for key in ("gain", "low", "high"))
-    return f"{mean} ({low} to {high})"
-
-
-def signed(value, unit):
-    return f"{value:+.{DIGITS[unit]}f}".replace("-", "−")
-
-
-def of_curve(paper, name, found, docs):
-    """Accuracy over the number of examples a client: a picture, tables, and where the method is ahead."""
-    sizes = sorted(map(int, found["points"]))
-    own, points = found["own"], found["points"]
-    methods = list(dict.fromkeys(method for size in sizes for method in points[str(size)]["methods"]))
-    methods.sort(key=lambda method: method != own)
-    draw(docs / "images" / f"examples_{paper}.svg", found, methods, own)
-    lines = [
-        f"### Accuracy by the number of training examples a client{', one network for all' if paper in HOMO else ''}\n",
-        f"![Accuracy of {name} and others over the number of examples a client](images/examples_{paper}.svg)\n",
-        "| accuracy, % | " + " | ".join(map(str, sizes)) + " |",
-        "|---|" + "---|" * len(sizes),
-    ]
-    for method in methods:
-        cells = [points[str(size)]["methods"].get(method) for size in sizes]
-        lines.append(
-            f"| {shown(method, own)} | " + " | ".join(f"{100 * c['mean']:.1f}" if c else "" for c in cells) + " |"
-        )
-    lines += ["", f"| `{own}` is ahead of it by (95 % interval) | " + " | ".join(map(str, sizes)) + " |",
-              "|---|" + "---|" * len(sizes)]  # fmt: skip
-    for method in methods[1:]:
-        gains = [points[str(size)]["against"].get(method) for size in sizes]
-        lines.append(f"| {shown(method, own)} | " + " | ".join(spanned(gain, 100) for gain in gains) + " |")
-    lines += ["", *(f"- {crossing(found, sizes, own, other)}" for other in methods[1:]), ""]
-    first = points[str(sizes[0])]
-    seeds = len(first["seeds"].split(","))
-    rounds = ", ".join(str(points[str(size)]["rounds"]) for size in sizes)
-    tuned = {}
-    for size in sizes:
-        tuned.setdefault(", ".join(f"{rate:g}" for rate in rates_of(points[str(size)])), []).append(str(size))
-    rates = "; ".join(f"{r} (with {', '.join(at)} examples)" if len(tuned) > 1 else r for r, at in tuned.items())
-    lines.append(
-        f"Recipe `{found['recipe']}`, variant `{found['variant']}`, scale cpu, {seeds} seeds on the same clients, 100 test "
-        f"examples a client, {rounds} rounds. Every method has the rate, and is compared at the round, that was best on "
-        f"held-out training examples, one run each. Rates tried: {rates}. Intervals cover new seeds and new test examples.\n"
-    )
-    lines.append(f"{edges(found, sizes)}\n")
-    if remark := REMARKS.get(f"{paper}-examples"):
-        lines.append(f"{remark}\n")
-    return "\n".join(lines)
-
-
-def rates_of(point):
-    """The rates that were tried, the smallest first."""
-    return sorted(map(float, point["tuned"].removeprefix("lr=").split(",")))
-
-
-def edges(found, sizes):
-    """At which sizes methods took the smallest or largest rate that was tried, and might have taken another beyond it."""
-    told = []
-    for size in sizes:
-        tried = rates_of(found["points"][str(size)])
-        chosen = {name: fields["lr"] for name, fields in found["points"][str(size)]["chosen"].items() if "lr" in fields}
-        for rate, kind in ((tried[0], "smallest"), (tried[-1], "largest")):
-            if names := [f"`{name}`" for name, lr in chosen.items() if lr == rate]:
-                told.append(f"with {size} examples {', '.join(names)} took the {kind} rate")
-    return f"At the edge of what was tried: {'; '.join(told) or 'none'}."
-
-
-def shown(method, own):
-    name, _, rest = method.partition(" ")
-    return f"**`{name}`**" if method == own else f"`{name}`{' ' + rest if rest else ''}"
-
-
-def crossing(found, sizes, own, other):
-    """At which sizes the method is ahead of another one."""
-    known = {size: gain for size in sizes if (gain := found["points"][str(size)]["against"].get(other))}
-    kinds = {"ahead": [], "behind": [], "not decided": []}
-    for size, gain in known.items():
-        kinds["ahead" if gain["low"] > 0 else "behind" if gain["high"] < 0 else "not decided"].append(str(size))
-    words = [f"{kind} with {', '.join(names)} examples" for kind, names in kinds.items() if names]
-    every = [
-        f"in every seed with {', '.join(names)}"
-        for names in [[str(size) for size, gain in known.items() if min(gain["by_seed"]) > 0]] if names
-    ]  # fmt: skip
-    return f"against {shown(other, own)}: {'; '.join([*words, *every])}."
-
-
-def draw(file, found, methods, own):
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    sizes = sorted(map(int, found["points"]))
-    for method in methods:
-        cells = [found["points"][str(size)]["methods"].get(method) for size in sizes]
-        if not all(cells):
-            continue  # compared at one size only
-        line = axes.plot(
-            sizes, [100 * c["mean"] for c in cells], marker="o", label=method, linewidth=2.5 if method == own else 1.5
-        )
-        if all(c["interval"] for c in cells):
-            axes.fill_between(
-                sizes, *([100 * c["interval"][end] for c in cells] for end in (0, 1)),
-                color=line[0].get_color(), alpha=0.12, linewidth=0,
-            )  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.set_xlabel("training examples a client")
-    axes.set_ylabel("accuracy on own test examples, %")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    Path(file).parent.mkdir(exist_ok=True)
-    save_figure(figure, file)

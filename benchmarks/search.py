@@ -17,8 +17,8 @@ rotated by -90 and 90 degrees (Table 2). search_eta0.json is of the first, with 
 
 `step` times one training step of each method (16 channels, 48 images of 28×28, the paper's search space) in one process
 with one thread, in turns, counts which operations are computed, and profiles it. In its first step all operations are
-equally probable; `whole` times whole federations of `fedpnas_fig3`, in which a few come to be chosen: seconds of the
-clients' local updates, one after the other in one thread. Both want an idle machine.
+equally probable; `whole` times whole federations of `fedpnas_fig3`, in which samplers learn: seconds of the clients' local
+updates, one after the other in one thread. Both want an idle machine.
 """
 
 import argparse

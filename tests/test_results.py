@@ -95,12 +95,18 @@ def test_federations_that_were_searched_by_another_rule_are_refused(board, tmp_p
 
 
 def test_rates_at_the_edge_of_what_was_tried_are_told(page):
+    from papers_curves import edges, unfinished
+
     rates = {"local": {"lr": 0.2}, "fedavg": {"lr": 0.02}, "pfedla": {"lr": 0.05}, "fedmd": {}}
     wider = {"tuned": "lr=0.02,0.05,0.2,0.4", "chosen": {"pfedla": {"lr": 0.05}, "local": {"lr": 0.2}}}
     found = {"points": {"20": wider, "40": {"tuned": "lr=0.02,0.05,0.2", "chosen": rates}}}
     told = "with 40 examples `fedavg` took the smallest rate; with 40 examples `local` took the largest rate"
-    assert page.edges(found, [20, 40]) == f"At the edge of what was tried: {told}."
-    assert page.edges(found, [20]) == "At the edge of what was tried: none."
+    assert edges(found, [20, 40]) == f"At the edge of what was tried: {told}."
+    assert edges(found, [20]) == "At the edge of what was tried: none."
+    found = {
+        "points": {"20": {"rounds": 60, "methods": {"pfedla": {"rounds": [55, 55]}, "local": {"rounds": [50, 50]}}}}
+    }
+    assert unfinished(found, [20]).endswith(": `pfedla` with 20 examples (55 of 60).")
 
 
 def test_a_difference_is_decided_where_its_interval_leaves_out_0(page):

@@ -84,6 +84,7 @@ def cells(path):
             "is of several data sets (cifar10, emnist), and --data.path says where one lies; choose with --variant",
         ),
         (["pfedla", "1", "--data", "fashion_mnist", "--data.path", "nowhere"], "nowhere"),
+        (["flha", "3", "--data.cache", "nowhere.npy"], "unknown option --data.cache; fashion_mosaics has no"),
         (["fedpnas", "fig3", "--data.path=nowhere"], "is of several data sets (cifar10, digits, fashion_mnist, mnist)"),
     ],
 )

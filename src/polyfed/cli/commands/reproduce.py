@@ -201,16 +201,9 @@ def _jobs(table: PaperTable, recipes: Mapping[str, Recipe], wanted: Wanted, give
     """The runs that the chosen variants need; variants that are the same at this scale share one. Runs of other variants
     that are there are shown, too, and so must have the same settings."""
     scale, selected = wanted.scale or "cpu", _selected(table, wanted.variant)
-    configs = [
-        recipes[name].configuration(scale, variant) for name, variants in selected.items() for variant in variants
-    ]
-    names = sorted({str(config["data"]["name"]) for config in configs})
-    named = any(word.partition("=")[0] in ("--data", "--data.name") for word in given)  # one for all variants
-    if len(names) > 1 and not named and _without_paths(given) != list(given):
-        raise UserError(
-            f"{table.paper} {table.name} is of several data sets ({', '.join(names)}), and --data.path says where one lies; "
-            "choose with --variant, in one call for each, with the same --out"
-        )
+    _check_path(
+        table, {recipes[n].configuration(scale, v)["data"]["name"] for n, of in selected.items() for v in of}, given
+    )
     jobs: dict[Path, Job] = {}
     for name, variants in table.variants().items():
         recipe = recipes[name]
@@ -262,11 +255,19 @@ def _check_settings(folder: Path, experiment: "Experiment") -> None:
             )
 
 
+def _check_path(table: PaperTable, sources: set[str], words: Sequence[str]) -> None:
+    """Refuses one path for several data sets."""
+    named = {word.partition("=")[0] for word in words}
+    if len(sources) > 1 and "--data.path" in named and not named & {"--data", "--data.name"}:
+        several = f"{table.paper} {table.name} is of several data sets ({', '.join(sorted(sources))})"
+        how = "choose with --variant, in one call for each, with the same --out"
+        raise UserError(f"{several}, and --data.path says where one lies; {how}")
+
+
 def _without_paths(words: Sequence[str]) -> list[str]:
     """The words for a variant that only is shown: where the chosen one's data lie is no option of data without files."""
-    named = tuple(f"--data.{path}" for path in _PATHS)
-    kept = [k for k, word in enumerate(words) if word.partition("=")[0] not in named]
-    return [words[k] for k in kept if k == 0 or words[k - 1] not in named]
+    paths, before = {f"--data.{path}" for path in _PATHS}, ["", *words]
+    return [word for word, last in zip(words, before, strict=False) if not {word.partition("=")[0], last} & paths]
 
 
 def _settled(key: str, value: Any) -> Any:
