@@ -90,7 +90,7 @@ def run(name, given):
         hospitals(Path(path))
     out, load, began = folder / name, os.getloadavg()[0], time.time()
     words = ["compare", recipe, "--variant", name, "--same-data", "--seeds", given.seeds, "--no-references",
-             "--budget", "steps", *(["--tune", SEARCHED[name], "--trials", str(TRIALS)] if name in SEARCHED else []),
+             "--budget", "steps", "--tune", *([SEARCHED[name], "--trials", str(TRIALS)] if name in SEARCHED else ["grid"]),
              *(["--data.path", path] if path else []), "--out", str(out), "--parallel", str(given.parallel),
              *(["--quiet"] if given.quiet else [])]  # fmt: skip
     found = compared(words, out)

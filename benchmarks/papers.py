@@ -167,7 +167,7 @@ class Curve:
     main: int = 40
     rivals: str = ""
     one: tuple[str, ...] = ()
-    rates: str = "lr=0.02,0.05,0.1,0.2"
+    rates: str = "lr=0.02,0.05,0.1,0.2,..."
     rounds: tuple[int, ...] = (60, 60, 40, 25, 15)  # by size; fewer where an epoch has more steps
     options: tuple[str, ...] = ()
 
@@ -183,21 +183,21 @@ CURVES = {
         rounds=(60, 60, 60, 60, 60),  # its weights over clients are learned by a step a round
     ),
     "fedhenn": Curve(
-        "fedhenn_table2", "fashion-100-5-hetero", "fedhenn,local", "fashion_mnist", rates="lr=0.01,0.02,0.05,0.1",
+        "fedhenn_table2", "fashion-100-5-hetero", "fedhenn,local", "fashion_mnist", rates="lr=0.01,0.02,0.05,0.1,...",
         options=("--algorithm.clip-norm", "5"),
         rounds=(40, 40, 30, 20, 15), one=("--model", "cnn_fedhenn", "--model.level", "1", "--model.channels", "16"),
     ),
     "fedhenn_homo": Curve(
         "fedhenn_table2", "fashion-100-5-homo", "fedhenn_homo,local,fedavg,fedavg_ft", "fashion_mnist",
-        rates="lr=0.02,0.05,0.1,0.2", options=("--algorithm.clip-norm", "5"), rounds=(40, 40, 30, 20, 15),
+        options=("--algorithm.clip-norm", "5"), rounds=(40, 40, 30, 20, 15),
     ),
     "flha": Curve(
         "flha_table1", "fashion_mnist-12.5", "flha_ghn,local,fedavg_kd", "fashion_mnist", main=80, rivals="pfedhn",
-        rates="lr=0.01,0.03,0.1,0.3", rounds=(40, 40, 30, 20, 10), one=("--model", "flha_arch1", "--model.width", "8"),
+        rates="lr=0.01,0.03,0.1,...", rounds=(40, 40, 30, 20, 10), one=("--model", "flha_arch1", "--model.width", "8"),
     ),
     "fedpnas": Curve(
         "fedpnas_table1", "high-fashion-mnist", "ca_fedpnas,local,fedavg,fedavg_ft", "fashion_mnist", main=160,
-        rivals="feddsnas", rates="lr=0.001,0.003,0.01",  # of Adam
+        rivals="feddsnas", rates="lr=0.001,0.003,0.01,...",  # of Adam
     ),
 }  # fmt: skip
 
@@ -333,18 +333,19 @@ def compared(paper, curve, size, rounds, methods, network, given):
 def joined(parts, own):
     """The scores of all methods, and how far the paper's method is ahead of each other one."""
     kept = ("mean", "interval", "gain", "gain_interval", "gain_per_seed", "seconds", "bytes", "rounds")
-    content, methods, chosen, against = parts[0][0], {}, {}, {}
+    content, methods, chosen, tried, against = parts[0][0], {}, {}, {}, {}
     for found, folder in parts:
         single = found is not content
         for name, one in found["methods"].items():
             name_kept = f"{name} (one network)" if single else name
             methods[name_kept] = {k: one["statistics"][k] for k in kept}
             chosen[name_kept] = found["tuning"]["methods"][name]["chosen"]
+            tried[name_kept] = sorted(run["fields"]["lr"] for run in found["tuning"]["methods"][name]["tried"])
             if (single, name) != (False, own):
                 against[name_kept] = ahead((parts[0], own), ((found, folder), name))
     return {
         "level": content["level"], "reference": content["reference"], "methods": methods, "chosen": chosen,
-        "against": against,
+        "tried": tried, "against": against,
     }  # fmt: skip
 
 

@@ -41,12 +41,18 @@ def of_curve(paper, name, found, docs, remark):
     rounds = ", ".join(str(points[str(size)]["rounds"]) for size in sizes)
     tuned = {}
     for size in sizes:
-        tuned.setdefault(", ".join(f"{rate:g}" for rate in rates_of(points[str(size)])), []).append(str(size))
+        beyond = (
+            " and, where the best was the smallest or largest, up to two beyond" if "tried" in points[str(size)] else ""
+        )
+        tuned.setdefault(f"{', '.join(f'{rate:g}' for rate in rates_of(points[str(size)]))}{beyond}", []).append(
+            str(size)
+        )
     rates = "; ".join(f"{r} (with {', '.join(at)} examples)" if len(tuned) > 1 else r for r, at in tuned.items())
     lines.append(
         f"Recipe `{found['recipe']}`, variant `{found['variant']}`, scale cpu, {seeds} seeds on the same clients, 100 test "
         f"examples a client, {rounds} rounds. Every method has the rate, and is compared at the round, that was best on "
-        f"held-out training examples, one run each. Rates tried: {rates}. Intervals cover new seeds and new test examples.\n"
+        f"held-out training examples, one run a rate. Rates tried: {rates}. Intervals cover new seeds and new test "
+        "examples.\n"
     )
     lines += [f"{edges(found, sizes)}\n", f"{unfinished(found, sizes)}\n"]
     if remark:
@@ -55,18 +61,19 @@ def of_curve(paper, name, found, docs, remark):
 
 
 def rates_of(point):
-    """The rates that were tried, the smallest first."""
-    return sorted(map(float, point["tuned"].removeprefix("lr=").split(",")))
+    """The rates that were tried of every method, the smallest first."""
+    return sorted(map(float, point["tuned"].removeprefix("lr=").removesuffix(",...").split(",")))
 
 
 def edges(found, sizes):
     """At which sizes methods took the smallest or largest rate that was tried, and might have taken another beyond it."""
     told = []
     for size in sizes:
-        tried = rates_of(found["points"][str(size)])
-        chosen = {name: fields["lr"] for name, fields in found["points"][str(size)]["chosen"].items() if "lr" in fields}
-        for rate, kind in ((tried[0], "smallest"), (tried[-1], "largest")):
-            if names := [f"`{name}`" for name, lr in chosen.items() if lr == rate]:
+        point = found["points"][str(size)]
+        chosen = {name: fields["lr"] for name, fields in point["chosen"].items() if "lr" in fields}
+        tried = {name: point.get("tried", {}).get(name) or rates_of(point) for name in chosen}
+        for edge, kind in ((min, "smallest"), (max, "largest")):
+            if names := [f"`{name}`" for name, lr in chosen.items() if lr == edge(tried[name])]:
                 told.append(f"with {size} examples {', '.join(names)} took the {kind} rate")
     return f"At the edge of what was tried: {'; '.join(told) or 'none'}."
 

@@ -308,7 +308,7 @@ def test_every_method_is_tuned_unasked_and_trained_on_all_examples_afterwards(tm
     found = pf.compare(clients, ["fedavg"], **(SHORT | {"rounds": 2}), out=tmp_path / "a")
     told = found.results["tuning"]
     assert sorted(told["methods"]) == ["fedavg", "fedavg_ft", "local"]
-    assert {one["runs"] for one in told["methods"].values()} == {5}
+    assert all(5 <= one["runs"] <= 7 for one in told["methods"].values())
     for label, one in told["methods"].items():
         best = max(value["validation"] for value in one["tried"])
         chosen = [value["validation"] for value in one["tried"] if value["fields"] == one["chosen"]]

@@ -147,7 +147,8 @@ def _compare(words: list[str]) -> None:
       --target SCORE       for rounds, MB and seconds to reach it (default: what local reaches)
       --method-config FILE         YAML: fields of methods by name; or by any label, with the method's name: among them
       --tune none          leaves the learning rates as they are; default: the best of 0.1, 0.3, 1, 3 and 10 times each
-                           method's own, on validation examples; or "lr=0.01,0.1;mu=0.1,1", all combinations
+                           method's own, on validation examples, and of up to two beyond where the best is the smallest or
+                           the largest; or "lr=0.01,0.1;mu=0.1,1,...", all combinations, and with "..." beyond
       --trials N           in that search N runs a method by Optuna, which also takes ranges: "lr=0.001..0.3"
       --no-references      no scores of simple models and of all data pooled beside the methods
       --parallel N         runs at once (default: one per core where a round has few clients)

@@ -17,6 +17,7 @@ from polyfed.comparison.plans import Cast, Method, Plan
 from polyfed.comparison.reading import Budget, Reading
 from polyfed.comparison.references import pooled_reference, simple_references
 from polyfed.comparison.summary import Material, summarise
+from polyfed.comparison.values import MORE
 from polyfed.core.algorithm import BringsNetwork, Client, evaluated_network
 from polyfed.core.compression import Compression
 from polyfed.core.errors import Interrupted, UserError
@@ -102,8 +103,9 @@ def compare(
             each run at its last evaluated round that has spent no more. `polyfed.comparison.reading.Budget` says more.
         target: the mean score for the columns "to reach it"; None takes what training alone reaches.
         tune: "auto" searches the learning rate of every method on validation examples before, over 0.1 to 10 times its
-            own; "none" does not, and the results say so; or fields with the values to try or their range:
-            {"lr": [0.01, 0.1]}, {"lr": "0.001..0.3"}; see `polyfed.comparison.tuning`.
+            own and beyond where the best is at the edge; "none" does not, and the results say so; or fields with the values
+            to try or their range: {"lr": [0.01, 0.1]}, {"lr": [0.01, 0.1, ...]} (and beyond), {"lr": "0.001..0.3"}; see
+            `polyfed.comparison.tuning`.
         trials: runs a method has in that search, by Optuna (extra `tune`); None tries every combination of the values.
         parallel: runs at once, each in a process of its own; "auto" is one per core where a round has few clients.
         references: puts scores of simple models and of all data pooled next to the methods
@@ -158,8 +160,8 @@ def search_of(tune: Any, trials: int | None = None) -> Mapping[str, Sequence[Any
     Raises:
         UserError: an unknown word, or `trials` without fields.
 
-    >>> search_of("auto"), search_of("none"), search_of({"mu": [0.1]})
-    ({'lr': 'grid'}, None, {'mu': [0.1]})
+    >>> search_of("auto"), search_of("none"), search_of({"mu": [0.1, 1, ...]})
+    ({'lr': 'grid,...'}, None, {'mu': [0.1, 1, '...']})
     """
     if isinstance(tune, str):
         if tune not in (tuning.AUTO, tuning.NONE):
@@ -169,8 +171,13 @@ def search_of(tune: Any, trials: int | None = None) -> Mapping[str, Sequence[Any
         if trials is not None:
             raise UserError(tuning.no_fields(trials))
         return tuning.BY_DEFAULT if tune == tuning.AUTO else None
-    found: Mapping[str, Sequence[Any] | str] | None = tune
-    return found
+    if not isinstance(tune, Mapping):
+        found: Mapping[str, Sequence[Any] | str] | None = tune  # None, or refused by `tuning.check`
+        return found
+    return {
+        name: [MORE if value is ... else value for value in values] if isinstance(values, list | tuple) else values
+        for name, values in tune.items()
+    }
 
 
 @one_warning()

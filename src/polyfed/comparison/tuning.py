@@ -1,7 +1,9 @@
 """Hyper-parameters of a comparison, searched on validation examples before it, with the same budget for every method.
 
-Without `trials` every combination of the values given is tried, the small grid; with `trials`, that many runs a method,
-chosen by Optuna's tree-structured Parzen estimator, also within ranges. Each is a run of full length with the first seed;
+Without `trials` every combination of the values given is tried, the small grid. Where the best is then the smallest or the
+largest value, up to two further ones are tried beyond it, unless only those given were asked for. With `trials` there are
+that many runs a method, chosen by Optuna's tree-structured Parzen estimator, also within ranges. Each is a run of full
+length with the first seed;
 the best mean validation score wins, of equals the lower validation loss: each at the round at which methods are to be
 compared, or its best round where that is theirs. A score is the mean of three evaluated rounds that are neighbours. Test
 examples have no say. Where clients have no validation examples, a fifth of their training examples is held out for the
@@ -21,18 +23,26 @@ from typing import Any, final
 from polyfed.comparison.curves import curve, means
 from polyfed.comparison.plans import EQUAL, TUNING, Failure, Job, Method, Plan, play
 from polyfed.comparison.reading import Budget
-from polyfed.comparison.trials import Range, Study, imported
+from polyfed.comparison.trials import Study, imported
+from polyfed.comparison.values import (
+    GRID,
+    GRID_AND_MORE,
+    check_beyond,
+    ends_of,
+    goes_on,
+    is_number,
+    next_value,
+    values_of,
+)
 from polyfed.core.errors import RoundError, UserError, nearest
 from polyfed.data.held_out import with_validation
 from polyfed.simulation.fingerprints import fingerprint
-from polyfed.simulation.runs.directory import plain
 from polyfed.simulation.runs.paths import file_name
 
-GRID = "grid"  # instead of a field's values: what a method has, times each of the factors
-FACTORS = (0.1, 0.3, 1, 3, 10)
 AUTO, NONE = "auto", "none"
-BY_DEFAULT = {"lr": GRID}
-"""What is searched unless something else is asked for: every method's learning rate, over `FACTORS` times its own."""
+BY_DEFAULT = {"lr": GRID_AND_MORE}
+"""What is searched unless something else is asked for: every method's learning rate, around its own and beyond."""
+_BEYOND = 2  # further values of a field
 _NEAR = 3  # evaluated rounds of which a score is the mean
 Fields = dict[str, Any]
 
@@ -59,15 +69,16 @@ def check(plan: Plan) -> None:
     for name, values in asked.items():
         if name in EQUAL:
             raise UserError(f"{name} cannot be searched: methods are compared with equal local training")
-        if isinstance(values, str) and values != GRID and trials is None:
+        if isinstance(values, str) and values not in (GRID, GRID_AND_MORE) and trials is None:
             raise UserError(f"the range {values!r} for {name} needs a number of runs a method, trials=20 (--trials 20), "
                             "or give the values to try")  # fmt: skip
         known = {f.name for method in plan.methods.values() for f in _fields(method)}
         if name not in known:
             raise UserError(f"no method of the comparison has a field {name!r} to search; {nearest(name, known)}")
+        check_beyond(name, values, trials)
         for method in plan.methods.values():
             if name in {f.name for f in _fields(method)}:
-                for value in _ends(name, _values(method, name, values)):
+                for value in ends_of(name, values_of(method, name, values)):
                     dataclasses.replace(method, **{name: value})  # type: ignore[type-var]  # which checks the value
     if trials is not None:
         imported()
@@ -76,18 +87,6 @@ def check(plan: Plan) -> None:
             "hyper-parameters are searched on validation examples, and no client has any, or enough training examples to "
             "hold some out; give val=... (Client), --data.val_fraction 0.2, or tune='none' (--tune none)"
         )
-
-
-def _ends(name: str, values: Any) -> tuple[Any, ...]:
-    """Values with which a field is tried: all, or the ends of a range."""
-    if isinstance(values, str):
-        found = Range.parse(values)
-        return found.low, found.high
-    if not isinstance(values, Sequence) or not len(values):
-        raise UserError(
-            f"the values to try for {name} must be a list of at least one, or a range 'LOW..HIGH', got {values!r}"
-        )
-    return tuple(values)
 
 
 def search(plan: Plan, methods: Mapping[str, Method]) -> "Searched":
@@ -100,9 +99,15 @@ def search(plan: Plan, methods: Mapping[str, Method]) -> "Searched":
     sign = 1 if plan.metrics[0].higher_is_better else -1
     tried: dict[str, list[_Tried]] = {label: [] for label in methods}
     if plan.trials is None:
-        combinations = [(label, fields) for label, method in methods.items() for fields in _grid(plan, method)]
-        for one in _played(plan, methods, combinations, data):
-            tried[one.label].append(one)
+        tries = [(label, fields) for label, method in methods.items() for fields in _grid(plan, method)]
+        while tries:
+            for one in _played(plan, methods, tries, data):
+                tried[one.label].append(one)
+            tries = [
+                (label, fields)
+                for label, ranked in _ranked(tried, sign).items()
+                for fields in _beyond(plan, methods[label], tried[label], ranked)
+            ]
     else:
         studies = {label: Study(of, plan.seeds[0]) for label, method in methods.items() if (of := _of(plan, method))}
         for _ in range(plan.trials):  # one run of each method at a time: the next depends on what it found
@@ -113,12 +118,35 @@ def search(plan: Plan, methods: Mapping[str, Method]) -> "Searched":
                 whole = one.validation is not None and len(one.scored) == known
                 studies[one.label].tell(sign * one.validation if whole and one.validation is not None else None)
                 tried[one.label].append(one)
+    return Searched(plan, methods, tried, _ranked(tried, sign), held_out)
+
+
+def _ranked(tried: Mapping[str, Sequence["_Tried"]], sign: int) -> "dict[str, list[_Tried]]":
+    """The runs of each method that have a score over all clients, the best first."""
     everyone = max((one.scored for runs in tried.values() for one in runs), key=len, default=frozenset())
-    ranked = {}
+    found = {}
     for label, runs in tried.items():
         scored = [one for one in runs if one.validation is not None and one.scored == everyone]
-        ranked[label] = sorted(scored, key=lambda one: (sign * (one.validation or 0.0), -one.loss), reverse=True)
-    return Searched(plan, methods, tried, ranked, held_out)
+        found[label] = sorted(scored, key=lambda one: (sign * (one.validation or 0.0), -one.loss), reverse=True)
+    return found
+
+
+def _beyond(plan: Plan, method: Method, runs: Sequence["_Tried"], ranked: Sequence["_Tried"]) -> list[Fields]:
+    """What was best, with the next value of each field of which the best value is the smallest or the largest."""
+    found = []
+    for name, given in _of(plan, method).items() if ranked else ():
+        if not goes_on((plan.search or {})[name]):
+            continue
+        tried, best = {one.fields[name] for one in runs}, ranked[0].fields
+        whole = not any(f.name == name and "float" in str(f.type) for f in _fields(method))
+        further = next_value([*tried], best[name], whole) if len(tried) - len(given) < _BEYOND else None
+        if further is not None:
+            try:
+                dataclasses.replace(method, **{name: further})  # type: ignore[type-var]  # which checks the value
+            except UserError:
+                continue
+            found.append({**best, name: further})
+    return found
 
 
 @final
@@ -183,6 +211,8 @@ class Searched:
     def _sentence(self, most: int) -> str:
         plan, at = self.plan, self.plan.searched_at
         how = "all combinations" if plan.trials is None else "by Optuna"
+        if plan.trials is None and any(goes_on(values) for values in (plan.search or {}).values()):
+            how += f", and up to {_BEYOND} values beyond where the best was the smallest or the largest"
         runs = (
             f"up to {most} {'run' if most == 1 else 'runs'} of {plan.settings.rounds} rounds with seed {plan.seeds[0]}"
         )
@@ -229,12 +259,8 @@ def _last(
 
 def _at_the_edge(name: str, best: "_Tried", runs: Sequence["_Tried"]) -> bool:
     """Whether the best number is the smallest or the largest that was tried, of three or more."""
-    values = sorted({one.fields[name] for one in runs if _is_number(one.fields[name])})
+    values = sorted({one.fields[name] for one in runs if is_number(one.fields[name])})
     return len(values) > 2 and best.fields[name] in (values[0], values[-1])
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -292,21 +318,8 @@ def _played(plan: Plan, methods: Mapping[str, Method], tries: Sequence[tuple[str
     return found
 
 
-def _values(method: Method, name: str, values: Any) -> Any:
-    if not isinstance(values, str):
-        if not isinstance(values, Sequence):
-            return values
-        written = [plain(value, f"tune[{name!r}]") for value in values]  # NumPy's numbers as Python's
-        return [value for position, value in enumerate(written) if value not in written[:position]]
-    if values != GRID:
-        return values
-    own = getattr(method, name)
-    if isinstance(own, bool) or not isinstance(own, int | float) or not own > 0:
-        raise UserError(f"{name} of a method is {own!r}, of which there is no tenth; give the values to try for {name}")
-    around = [own * factor for factor in FACTORS]
-    if isinstance(own, int):
-        return sorted({max(1, round(value)) for value in around})
-    return [float(f"{value:.4g}") for value in around]
+def _fields(method: Method) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(method)  # type: ignore[arg-type]
 
 
 def variants(plan: Plan, method: Method) -> list[Method]:
@@ -314,19 +327,15 @@ def variants(plan: Plan, method: Method) -> list[Method]:
     if plan.trials is None:
         tries = _grid(plan, method)
     else:
-        ends = {name: _ends(name, values) for name, values in _of(plan, method).items()}
+        ends = {name: ends_of(name, values) for name, values in _of(plan, method).items()}
         tries = [{name: found[k] for name, found in ends.items()} for k in (0, -1)] if ends else []
     return [dataclasses.replace(method, **fields) for fields in tries]  # type: ignore[type-var]
-
-
-def _fields(method: Method) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(method)  # type: ignore[arg-type]
 
 
 def _of(plan: Plan, method: Method) -> dict[str, Any]:
     """The fields to search that a method has, with their values or range."""
     own = {f.name for f in _fields(method)}
-    return {name: _values(method, name, values) for name, values in (plan.search or {}).items() if name in own}
+    return {name: values_of(method, name, values) for name, values in (plan.search or {}).items() if name in own}
 
 
 def _grid(plan: Plan, method: Method) -> list[Fields]:

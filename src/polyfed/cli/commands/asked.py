@@ -24,8 +24,8 @@ class Asked:
         resplit: how many times each client's examples are dealt anew.
         method_config: a YAML file with the fields of methods, by label.
         budget, target: how results are read; None leaves what the directory says, or the defaults.
-        tune: fields to search and their values or ranges, "lr=0.01,0.1;mu=0.01..1", or "none"; None and "grid" search the
-            learning rate.
+        tune: fields to search and their values or ranges, "lr=0.01,0.1,...;mu=0.01..1", or "none"; None and "grid" search
+            the learning rate, None also beyond the grid.
         trials: runs a method has in the search, by Optuna; None tries all combinations.
         same_data: the first seed deals the data for all.
         no_references: no simple models beside the methods.

@@ -15,7 +15,8 @@ from polyfed.comparison.contenders import ALWAYS, by_name, methods_of
 from polyfed.comparison.directory import DESCRIPTION, Comparison, read_description, reading_of
 from polyfed.comparison.plans import Cast, Method, Plan
 from polyfed.comparison.trials import number_or_word
-from polyfed.comparison.tuning import AUTO, GRID, NONE
+from polyfed.comparison.tuning import AUTO, NONE
+from polyfed.comparison.values import GRID, GRID_AND_MORE, MORE
 from polyfed.core.code import written
 from polyfed.core.errors import RoundError, UserError, nearest
 from polyfed.data.resplit import resplit as dealt_anew
@@ -184,18 +185,18 @@ def _one(label: str, entry: Any, known: Mapping[str, Method], experiment: Experi
 def _search(text: str) -> dict[str, list[Any] | str]:
     """The fields of `--tune` with their values or range.
 
-    >>> _search("lr=0.001..0.3; mu=1; weighted=true,false")
-    {'lr': '0.001..0.3', 'mu': [1], 'weighted': [True, False]}
+    >>> _search("lr=0.001..0.3; mu=1,2,...; weighted=true,false")
+    {'lr': '0.001..0.3', 'mu': [1, 2, '...'], 'weighted': [True, False]}
     """
-    if text == GRID:
-        return {"lr": GRID}
+    if text in (GRID, GRID_AND_MORE):
+        return {"lr": text}
     found: dict[str, list[Any] | str] = {}
     for part in text.split(";"):
         name, _, values = (word.strip() for word in part.partition("="))
         if not values or name in found:
             raise UserError("--tune takes 'grid', or each field with its values or range, such as "
                             f"'lr=0.001..0.3;mu=0.1,1', got {text!r}")  # fmt: skip
-        whole = ".." in values or values == GRID
+        whole = ".." in values.removesuffix(MORE) or values in (GRID, GRID_AND_MORE)
         found[name] = values if whole else [_WORDS.get(v.strip(), number_or_word(v.strip())) for v in values.split(",")]
     return found
 
