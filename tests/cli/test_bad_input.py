@@ -189,6 +189,15 @@ def test_missing_yaml(refused, here):
     assert "there is no recipe or file ''" in refused("run", "")
     (here / "empty").mkdir()
     assert "empty is a folder without config.yaml" in refused("run", "empty")
+    assert "such as --data imagefolder --data.path empty" in refused("run", "empty")
+
+
+@pytest.mark.parametrize("command", ["run", "data", "compare"])
+def test_data_in_place_of_a_recipe(refused, here, command):
+    (here / "own.csv").write_text("age,sick,site\n40,1,north\n")
+    how = "--data table --data.path own.csv --data.target COLUMN --data.site COLUMN"
+    assert refused(command, "own.csv") == f"own.csv is no recipe or config.yaml; if it holds data, give {how}"
+    assert "give --data npz --data.path scans.NPZ" in refused(command, "scans.NPZ")
 
 
 @pytest.fixture

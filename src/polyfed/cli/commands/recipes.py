@@ -17,6 +17,8 @@ from polyfed.simulation.runs.directory import read_config
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SCALES = ("paper", "cpu", "smoke")
+_TABLE = "--data table --data.path {} --data.target COLUMN --data.site COLUMN"
+_AS_DATA = dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), _TABLE) | {".npz": "--data npz --data.path {}"}
 _DEFAULT_SCALE = "cpu"
 _CHOICES = ("data", "partition", "model", "algorithm")  # sections of which a bare text is the `name`
 
@@ -135,8 +137,13 @@ def read(name: str) -> Recipe:
     known = recipes()
     if name in known:
         return _recipe(name, shipped(known[name]))
+    if as_data := _AS_DATA.get(Path(name).suffix.lower()):
+        raise UserError(f"{name} is no recipe or config.yaml; if it holds data, give {as_data.format(name)}")
     if name and Path(name).is_dir() and not (Path(name) / "config.yaml").is_file():
-        raise UserError(f"{name} is a folder without config.yaml; give a run directory, a YAML file or a recipe")
+        how = (
+            f"or if it holds data, say of which kind (polyfed list data), such as --data imagefolder --data.path {name}"
+        )
+        raise UserError(f"{name} is a folder without config.yaml; give a run directory, a YAML file or a recipe; {how}")
     if name and (name.endswith((".yaml", ".yml")) or Path(name).exists()):
         config = read_config(name)
         _check_says_its_data(Path(name), config)
