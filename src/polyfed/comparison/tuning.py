@@ -1,16 +1,16 @@
-"""Hyper-parameters of a comparison, searched on validation examples before it, with the same budget for every method.
+"""Hyper-parameters of a comparison, searched on validation examples before it, by the same rule for every method.
 
 Without `trials` every combination of the values given is tried, the small grid. Where the best is then the smallest or the
 largest value, up to two further ones are tried beyond it, unless only those given were asked for. With `trials` there are
-that many runs a method, chosen by Optuna's tree-structured Parzen estimator, also within ranges. Each is a run of full
-length with the first seed;
-the best mean validation score wins, of equals the lower validation loss: each at the round at which methods are to be
-compared, or its best round where that is theirs. A score is the mean of three evaluated rounds that are neighbours. Test
-examples have no say. Where clients have no validation examples, a fifth of their training examples is held out for the
-search alone: the round of the winner's best score is then the round at which the method is compared, and the final runs
-train on all of it. With `trials` every method has the same number of runs, with all combinations those of the fields that
-it has; the results tell how many. A run that diverges counts as tried, and does not win. If what won diverges with another
-seed, the next best is compared in its place. `DIR/tuning/METHOD/FIELDS` is the directory of each.
+that many runs a method, chosen by Optuna's tree-structured Parzen estimator, also within ranges.
+
+Each is a run of full length with the first seed. The best mean validation score wins, of equals the lower validation loss:
+each at the round at which methods are to be compared, or its best round where that is theirs. A score is the mean of three
+evaluated rounds that are neighbours. Test examples have no say. Where clients have no validation examples, a fifth of their
+training examples is held out for the search alone: the round of the winner's best score is then the round at which the
+method is compared, and the final runs train on all of it. The results tell how many runs each method had. A run that
+diverges counts as tried, and does not win. If what won diverges with another seed, the next best is compared in its place.
+`DIR/tuning/METHOD/FIELDS` is the directory of each.
 """
 
 import dataclasses
