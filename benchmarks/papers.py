@@ -183,13 +183,14 @@ CURVES = {
         rounds=(60, 60, 60, 60, 60),  # its weights over clients are learned by a step a round
     ),
     "fedhenn": Curve(
-        "fedhenn_table2", "fashion-100-5-hetero", "fedhenn,local", "fashion_mnist", rates="lr=0.01,0.02,0.05,0.1,...",
+        "fedhenn_table2", "fashion-100-5-hetero", "fedhenn,local", "fashion_mnist",
+        rates="lr=0.01,0.02,0.05,0.1,...;eta0=0.1,1",
         options=("--algorithm.clip-norm", "5"),
         rounds=(40, 40, 30, 20, 15), one=("--model", "cnn_fedhenn", "--model.level", "1", "--model.channels", "16"),
     ),
     "fedhenn_homo": Curve(
         "fedhenn_table2", "fashion-100-5-homo", "fedhenn_homo,local,fedavg,fedavg_ft", "fashion_mnist",
-        options=("--algorithm.clip-norm", "5"), rounds=(40, 40, 30, 20, 15),
+        rates="lr=0.02,0.05,0.1,0.2,...;eta0=0.1,1", options=("--algorithm.clip-norm", "5"), rounds=(40, 40, 30, 20, 15),
     ),
     "flha": Curve(
         "flha_table1", "fashion_mnist-12.5", "flha_ghn,local,fedavg_kd", "fashion_mnist", main=80, rivals="pfedhn",

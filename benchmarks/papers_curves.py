@@ -51,8 +51,8 @@ def of_curve(paper, name, found, docs, remark):
     lines.append(
         f"Recipe `{found['recipe']}`, variant `{found['variant']}`, scale cpu, {seeds} seeds on the same clients, 100 test "
         f"examples a client, {rounds} rounds. Every method has the rate, and is compared at the round, that was best on "
-        f"held-out training examples, one run a rate. Rates tried: {rates}. Intervals cover new seeds and new test "
-        "examples.\n"
+        f"held-out training examples, one run a rate. Rates tried: {rates}. {besides(found, sizes)}Intervals cover new "
+        "seeds and new test examples.\n"
     )
     lines += [f"{edges(found, sizes)}\n", f"{unfinished(found, sizes)}\n"]
     if remark:
@@ -62,7 +62,30 @@ def of_curve(paper, name, found, docs, remark):
 
 def rates_of(point):
     """The rates that were tried of every method, the smallest first."""
-    return sorted(map(float, point["tuned"].removeprefix("lr=").removesuffix(",...").split(",")))
+    return sorted(map(float, fields_of(point)["lr"].removesuffix(",...").split(",")))
+
+
+def fields_of(point):
+    """What was searched: the values as they were given, by field."""
+    return dict(part.split("=") for part in point["tuned"].split(";"))
+
+
+def besides(found, sizes):
+    """What was searched besides the rate, and what was chosen."""
+    told = []
+    for name in dict.fromkeys(name for size in sizes for name in fields_of(found["points"][str(size)]) if name != "lr"):
+        chosen = {}
+        for size in sizes:
+            for method, fields in found["points"][str(size)]["chosen"].items():
+                if name in fields:
+                    chosen.setdefault(method, []).append(f"{fields[name]:g} with {size} examples")
+        given = next(of[name] for size in sizes if name in (of := fields_of(found["points"][str(size)])))
+        values = given.replace(",", ", ")
+        for method, of in chosen.items():
+            told.append(
+                f"Of {values} for `{name}` of `{method}`, in all combinations with the rates: {', '.join(of)}. "
+            )
+    return "".join(told)
 
 
 def edges(found, sizes):

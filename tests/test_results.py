@@ -95,7 +95,7 @@ def test_federations_that_were_searched_by_another_rule_are_refused(board, tmp_p
 
 
 def test_rates_at_the_edge_of_what_was_tried_are_told(page):
-    from papers_curves import edges, unfinished
+    from papers_curves import besides, edges, unfinished
 
     rates = {"local": {"lr": 0.2}, "fedavg": {"lr": 0.02}, "pfedla": {"lr": 0.05}, "fedmd": {}}
     wider = {"tuned": "lr=0.02,0.05,0.2,0.4", "chosen": {"pfedla": {"lr": 0.05}, "local": {"lr": 0.2}}}
@@ -107,6 +107,14 @@ def test_rates_at_the_edge_of_what_was_tried_are_told(page):
         "points": {"20": {"rounds": 60, "methods": {"pfedla": {"rounds": [55, 55]}, "local": {"rounds": [50, 50]}}}}
     }
     assert unfinished(found, [20]).endswith(": `pfedla` with 20 examples (55 of 60).")
+    chosen = {"fedhenn": {"lr": 0.1, "eta0": 0.1}, "local": {"lr": 0.4}}
+    tried = {"fedhenn": [0.1, 0.1, 0.2, 0.2], "local": [0.1, 0.2, 0.4]}
+    found = {"points": {"20": {"tuned": "lr=0.1,0.2,...;eta0=0.1,1", "chosen": chosen, "tried": tried}}}
+    told = "with 20 examples `fedhenn` took the smallest rate; with 20 examples `local` took the largest rate"
+    assert edges(found, [20]) == f"At the edge of what was tried: {told}."
+    assert besides(found, [20]).startswith(
+        "Of 0.1, 1 for `eta0` of `fedhenn`, in all combinations with the rates: 0.1 with 20"
+    )
 
 
 def test_a_difference_is_decided_where_its_interval_leaves_out_0(page):
