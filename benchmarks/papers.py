@@ -1,8 +1,8 @@
 """The papers' tables, measured, and accuracy over the number of examples a client.
 
     python benchmarks/papers.py list
-    python benchmarks/papers.py run pfedla/table1 fedhenn/table2 ... [--seeds 0,1,2] [--data NAME=FOLDER] [--only NAME]
-                                                            `all` is every table; --only what is on this data set
+    python benchmarks/papers.py run pfedla/table1 fedhenn/table2 ... [--seeds 0,1,2] [--data NAME=FOLDER] [--only NAME
+        [--variant PATTERN]]        `all` is every table; --only what is on this data set, and of that these variants
     python benchmarks/papers.py examples pfedla ... [--seeds 0,1,2] [--sizes 20,40,80,160,320]
     python benchmarks/papers.py page                        docs/results.md and its pictures, from the results
 
@@ -216,14 +216,10 @@ def run_table(key, given):
     for data, pattern in (plan.variants or {"": None}).items():
         if given.only not in (None, data):
             continue
-        words = [
-            paper,
-            name,
-            *plan.options,
-            *(["--data.path", folder_of(data, given)] if data not in ("", "digits") else []),
-        ]
+        where = ["--data.path", folder_of(data, given)] if data not in ("", "digits") else []
+        wanted = Wanted(scale="cpu", variant=given.variant or pattern, seeds=seeds, out=str(out))
         try:
-            reproduce.run(words, Wanted(scale="cpu", variant=pattern, seeds=seeds, out=str(out)), quiet=given.quiet)
+            reproduce.run([paper, name, *plan.options, *where], wanted, quiet=given.quiet)
         except RoundError as error:  # of one method: the table has the others, and a gap
             print(f"{key}: {error}", flush=True)
     content, file = json.loads((out / reproduce.RESULT).read_text(encoding="utf-8")), RESULTS / f"{paper}-{name}.json"
@@ -381,8 +377,11 @@ def main():
     parser.add_argument("--runs", default="runs/papers")
     parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--only", metavar="NAME", help="of a data set; the rest of the table stays")
+    parser.add_argument("--variant", metavar="PATTERN", help="of the variants on that data set; the rest stays, too")
     parser.add_argument("--quiet", action="store_true")
     given = parser.parse_args()
+    if given.variant and not given.only:
+        raise SystemExit("--variant is of one data set; say which with --only")
     if given.what == "list":
         print("\n".join([*TABLES, *(f"examples {paper}" for paper in CURVES)]))
     elif given.what == "page":

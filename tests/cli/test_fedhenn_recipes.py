@@ -102,18 +102,25 @@ def test_scales_say_what_they_reduce(name):
     several = any("rank" in v.get("algorithm", {}) for v in recipe.variants.values())
     assert "256 of the RAD's 5,000 examples" in recipe.reduced("paper")
     assert ("reduced to 128 columns" in recipe.reduced("paper")) == several
-    assert re.search(r"20 clients of 100 .* 50 rounds of 4 epochs .* RAD of 500 .* η_0 1", recipe.reduced("cpu"))
+    assert re.search(r"20 clients of 100 .* 50 rounds of 4 epochs .* RAD of 500 .* η_0 (0\.)?1 ", recipe.reduced("cpu"))
     assert "digits of scikit-learn instead of" in recipe.reduced("smoke")
 
 
 def test_the_cpu_scale(experiment):
-    for name, variant in (("fedhenn_table1", "cifar10-100-2"), ("fedhenn_table2", "cifar10-100-2-hetero")):
+    for name, variant, eta0 in (
+        ("fedhenn_table1", "cifar10-100-2", 1.0),
+        ("fedhenn_table2", "cifar10-100-2-homo", 1.0),
+        ("fedhenn_table2", "cifar10-100-2-hetero", 0.1),
+        ("fedhenn_fig1", "fedhenn-20", 0.1),
+        ("fedhenn_fig3", "hetero-0.2", 0.1),
+        ("fedhenn_effects", "hetero-rad-0.1", 0.1),
+    ):
         found = experiment(name, "cpu", variant)
         split, method, settings = found.split, found.algorithm, found.settings
         assert (split.clients, split.examples_per_client, split.test_fraction) == (20, 100, 0.3)
         assert (settings.rounds, settings.clients_per_round, settings.evaluate_every) == (50, 0.2, 10)
-        assert (method.local_epochs, method.batch_size, method.lr, method.eta0) == (4, 32, 0.02, 1.0)
-        if name == "fedhenn_table2":
+        assert (method.local_epochs, method.batch_size, method.lr, method.eta0) == (4, 32, 0.02, eta0)
+        if eta0 < 1:
             assert (method.normalise, method.rank) == (True, 64)
     for name, variant in (("fedhenn_table1", "sentiment140-100"), ("fedhenn_table2", "sentiment140-100-hetero")):
         found = experiment(name, "cpu", variant)  # those of benchmarks/alignment.py
