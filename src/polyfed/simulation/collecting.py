@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polyfed.algorithms import name_of
 from polyfed.core.algorithm import Message
+from polyfed.core.dense import dense
 from polyfed.core.errors import ClientError, RoundError
 from polyfed.core.evaluation import summarise
 from polyfed.core.tree import check_keepable
@@ -195,6 +196,7 @@ def play_round(
         raise RoundError(f"round {number} has {len(replies)} replies that can be aggregated, min_replies is "
                          f"{settings.min_replies} ({next(iter(dropped.values()), '')})")  # fmt: skip
     check_keepable(state, f"{name_of(algorithm)}: the server's state")
+    state = dense(state)
     seconds_server = local.seconds_dispatch + intake.seconds + clock() - aggregating
 
     rows: dict[str, dict[str, Any]] = {i: {"bytes_down": size} for i, size in local.bytes_down.items()}

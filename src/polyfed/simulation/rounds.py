@@ -10,6 +10,7 @@ from polyfed.core import adapters
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext, alien
 from polyfed.core.compressed import Broadcast, decompress
 from polyfed.core.compression import Compression, compression
+from polyfed.core.dense import dense, dense_message
 from polyfed.core.evaluation import SCORE
 from polyfed.core.examples import Examples
 from polyfed.core.metrics import Metric, metrics_of
@@ -75,7 +76,7 @@ class Federation:
         context = self.context()
         state = adapters.begun(self.algorithm, self.algorithm.server_init(context), context.model)
         check_keepable(state, f"{name_of(self.algorithm)}: the server's state")
-        return Checkpoint(0, state, {})
+        return Checkpoint(0, dense(state), {})
 
     def context(self) -> ServerContext:
         """What the server knows before the first round: no more than the method requires."""
@@ -141,6 +142,7 @@ class Federation:
         check_scalars(down.scalars, f"{name_of(self.algorithm)}: the message to {client!r}")
         purpose = "local" if phase == "local" else "personal"
         seed = derive(self.settings.seed, round_number, client, purpose)
+        down = dense_message(down)
         sent, arrived = (sending or self.broadcast(before))(down)
         own = before.client_states.get(client)
         return Task(phase, round_number, client, arrived, own, seed, self.settings.seed, None if sent is down else sent)

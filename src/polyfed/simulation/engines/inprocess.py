@@ -12,6 +12,7 @@ from polyfed.core.adapters import fitted, leaving
 from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, alien
 from polyfed.core.compressed import compress
 from polyfed.core.compression import Compression
+from polyfed.core.dense import dense, dense_message
 from polyfed.core.errors import ClientError
 from polyfed.core.evaluation import client_scores, predict
 from polyfed.core.examples import Examples
@@ -67,7 +68,9 @@ class InProcessEngine(Engine):
                         _check_finite(algorithm, reply, own)
                         if self._compression is not None and not alien(reply):  # else it is refused as it is
                             reply = compress(reply, task.down, self._compression, task.reply_seed)
-                        result = Result(task, reply=reply, own=own)
+                        if not alien(reply):
+                            reply = dense_message(reply)
+                        result = Result(task, reply=reply, own=dense(own))
                     else:
                         model = settled(algorithm.personal_model(down, own, client, task.seed))
                         if task.phase == "export":

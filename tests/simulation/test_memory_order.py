@@ -1,0 +1,72 @@
+"""Numbers lie in the same order in memory wherever they were, so that products of them are rounded alike."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import polyfed as pf
+from polyfed.algorithms.averaging import Averaging
+from polyfed.core.algorithm import Message
+from polyfed.core.dense import dense, dense_message
+from polyfed.core.tree import tensors_of
+from polyfed.testing import _StopAfter, small_clients
+
+
+def turned(tensor):
+    """The same numbers in column-major order, as an SVD leaves them."""
+    return tensor.T.contiguous().T
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns(Averaging):
+    """Turns each matrix that it makes, and writes down the order of all that it gets."""
+
+    def server_init(self, server):
+        return {**super().server_init(server), "kept": turned(torch.ones(3, 2)), "turned": 0}
+
+    def dispatch(self, state, who):
+        down = super().dispatch(state, who)
+        scalars = {**down.scalars, "turned": state["turned"] + strides(state)}
+        return Message({**down.tensors, "more": {"w": turned(torch.ones(3, 2))}}, scalars)
+
+    def client_init(self, client, seed):
+        return {"first": True}
+
+    def local_update(self, down, own, client, seed):
+        reply, _ = super().local_update(down, {}, client, seed)
+        scalars = {**reply.scalars, "train_loss": down.scalars["turned"] + strides([down.tensors, own])}
+        model = {name: turned(t) if t.dim() == 2 else t for name, t in reply.tensors["model"].items()}
+        return Message({"model": model}, scalars), {"w": turned(torch.ones(3, 2)), "list": [turned(torch.ones(2, 4))]}
+
+    def aggregate(self, state, replies, server):
+        found = sum(strides(reply.tensors) for reply in replies.values())
+        after = super().aggregate(state, replies, server)
+        return {**after, "kept": turned(torch.ones(3, 2)), "turned": state["turned"] + found}
+
+
+def strides(nested):
+    """How many tensors are not in row-major order."""
+    return sum(not tensor.is_contiguous() for tensor in tensors_of(nested))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_method_gets_row_major_numbers_whatever_it_gave(workers, stopped, tmp_path):
+    """In this process, from a worker, and from a checkpoint."""
+    method, out = Turns(local_epochs=1), tmp_path / "run"
+    if stopped:
+        with pytest.raises(KeyboardInterrupt):
+            pf.federate(small_clients(), method, rounds=3, out=out, workers=workers, progress=_StopAfter(1))
+        run = pf.resume(out, clients=small_clients(), algorithm=method, workers=workers)
+    else:
+        run = pf.federate(small_clients(), method, rounds=3, workers=workers)
+    assert [row["train_loss"] for record in run.history for row in record["clients"].values()] == [0.0] * 9
+
+
+def test_what_is_in_row_major_order_stays_the_same_object():
+    kept = {"w": torch.ones(2, 3), "n": [1, None, torch.ones(2)]}
+    assert dense(kept) is kept
+    message = Message({"model": {"w": torch.ones(2, 3)}})
+    assert dense_message(message) is message
+    assert dense(7) == 7
