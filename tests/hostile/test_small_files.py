@@ -152,7 +152,7 @@ BOMBS = {
 def test_a_yaml_of_few_bytes_takes_neither_time_nor_the_process(text):
     """libyaml itself would end the process with a fault of memory, or take hours."""
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"levels deep|more than 2000000 values|holds itself"):
+    with pytest.raises(ValueError, match=r"levels deep|maximum nesting depth|more than 2000000 values|holds itself"):
         from_yaml(text)
     assert time.monotonic() - began < 5
 
