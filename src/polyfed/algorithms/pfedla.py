@@ -3,6 +3,7 @@
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -13,6 +14,7 @@ from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
 from polyfed.core.errors import UserError
 from polyfed.core.room import check_room
 from polyfed.core.scratch import initial_state, scratch
+from polyfed.core.threads import in_threads
 from polyfed.core.training import LocalTraining, fit, scalars_of
 from polyfed.core.tree import Tree, copied
 from polyfed.hypernetworks.aggregation import (
@@ -189,14 +191,15 @@ def _sizes(state: ServerState, options: LayerAggregation) -> Sizes:
 def hypernetworks(
     state: ServerState, clients: Sequence[str], options: LayerAggregation
 ) -> Iterator[tuple[slice, list[Hypernetwork]]]:
-    """v_i and ψ_i of these clients, a few clients at a time, with their places. Those of a client that has not taken part
-    are still as they were drawn (line 1), and are drawn again."""
+    """v_i and ψ_i of these clients, a few clients at a time, with their places."""
+    for few in in_groups(len(clients), _sizes(state, options)):
+        yield few, _known(state, clients[few], options)
+
+
+def _known(state: ServerState, clients: Sequence[str], options: LayerAggregation) -> list[Hypernetwork]:
+    """Those of a client that has not taken part are still as they were drawn (line 1), and are drawn again."""
     sizes, known = _sizes(state, options), state["hypernetworks"]
-    for few in in_groups(len(clients), sizes):
-        yield (
-            few,
-            [known[client] if client in known else create(client, sizes, state["seed"]) for client in clients[few]],
-        )
+    return [known[client] if client in known else create(client, sizes, state["seed"]) for client in clients]
 
 
 def _shared_names(module: nn.Module) -> dict[str, str]:
@@ -217,9 +220,11 @@ def weights(state: ServerState, clients: Sequence[str], options: LayerAggregatio
     if options.weights == "similarity":
         models = [state["models"][client] for client in state["clients"]]
         return rows, similarities(models, state["layers"], rows, options.similarity, options.sharpness, state["same"])
-    alpha = torch.cat(
-        [alphas(stacked(own), rows[few], options.normalise) for few, own in hypernetworks(state, clients, options)]
-    )
+
+    def weigh(few: slice) -> Tensor:
+        return alphas(stacked(_known(state, clients[few], options)), rows[few], options.normalise)
+
+    alpha = torch.cat(list(in_threads(weigh, in_groups(len(clients), _sizes(state, options)))))
     if not bool(torch.isfinite(alpha).all()):
         raise UserError(
             f"{type(options).__name__}: the hypernetworks have diverged, their weights are no numbers; lower "
@@ -274,10 +279,13 @@ def learned(state: ServerState, replies: Mapping[str, Tree], options: LayerAggre
     models = [state["models"][client] for client in state["clients"]]
     products = inner_products(models, served, [replies[c] for c in clients], state["layers"], state["same"])
     rate = len(models) / 10 if options.hn_lr is None else options.hn_lr
-    after = dict(state["hypernetworks"])
-    for few, own in hypernetworks(state, clients, options):
-        learnt = updated(own, rows[few], products[few], rate, options.normalise)
-        after.update(zip(clients[few], learnt, strict=True))
+
+    def learn(few: slice) -> list[dict[str, Tensor]]:
+        own = _known(state, clients[few], options)
+        return updated(own, rows[few], products[few], rate, options.normalise)
+
+    learnt = chain.from_iterable(in_threads(learn, in_groups(len(clients), _sizes(state, options))))
+    after = {**state["hypernetworks"], **dict(zip(clients, learnt, strict=True))}
     return {**state, "models": {**state["models"], **replies}, "hypernetworks": after}
 
 

@@ -5,7 +5,7 @@ new ones for its own clients only; theirs are evaluated in a few operations. Dim
 layers, E entries of an embedding, H hidden units.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -23,9 +23,11 @@ _DEPTH = 3
 _EPSILON = 1e-8
 _TINY = 1e-300
 _STACKED = 2**18  # numbers of hypernetworks that are stacked at one time: 1 MB
-_CHUNK = 2**20  # numbers of all clients' models that are stacked at one time: 4 MB
+_CHUNK = 2**21  # numbers of all clients' models that are stacked at one time: 8 MB
 _PIECE = 2**22  # numbers of new models that are allocated together: 16 MB, which glibc keeps for the next round
 _NEAR = 2**17  # numbers of them that are multiplied at one time: 512 kB, which a core's own cache holds
+
+_LINE = 16  # numbers of a line of the cache
 
 
 @final
@@ -76,10 +78,10 @@ def stacked(networks: Sequence[Hypernetwork]) -> dict[str, Tensor]:
     return {name: torch.stack([network[name] for network in networks]) for name in networks[0]}
 
 
-def in_groups(number: int, sizes: Sizes) -> Iterator[slice]:
+def in_groups(number: int, sizes: Sizes) -> list[slice]:
     """Places of so many hypernetworks, those together that are stacked at one time: few next to all."""
     size = max(1, _STACKED // sizes.numbers)
-    return (slice(first, first + size) for first in range(0, number, size))
+    return [slice(first, first + size) for first in range(0, number, size)]
 
 
 def scores(networks: Hypernetwork) -> Tensor:
@@ -324,22 +326,28 @@ class _Part:
         return torch.stack(list(cut[self.name][self.number]))
 
 
+def _columns(numbers: int, rows: int) -> int:
+    """How many columns a matrix of so many rows has if it is to hold about `numbers`: whole lines of the cache, since
+    products of rows that begin within one take up to twice as long."""
+    return max(1, numbers // rows // _LINE) * _LINE
+
+
 def _near(theta: Tensor) -> list[slice]:
     """Columns of a part, few enough to be multiplied where they are near: in less than half of the time."""
-    width = max(1, _NEAR // len(theta))
+    width = _columns(_NEAR, len(theta))
     return [slice(start, start + width) for start in range(0, theta.shape[1], width)]
 
 
 def _cut(models: Sequence[Tree], layers: Mapping[str, Sequence[str]], number: int) -> _Cut:
     """The parts of `_parts` as views, of N = `number` models in all; one call a tensor, since calls are what takes time."""
-    width = max(1, _CHUNK // number)
+    width = _columns(_CHUNK, number)
     names = [name for names in layers.values() for name in names]
     return {n: list(zip(*(torch.split(model[n].reshape(-1), width) for model in models), strict=True)) for n in names}
 
 
 def _parts(models: Sequence[Tree], layers: Mapping[str, Sequence[str]]) -> list[_Part]:
     """All tensors in parts of which all models' are small enough to stay in a core's cache: no more is ever stacked."""
-    width = max(1, _CHUNK // len(models))
+    width = _columns(_CHUNK, len(models))
     return [
         _Part(layer, name, number, slice(start, start + width))
         for layer, names in enumerate(layers.values())
