@@ -5,6 +5,7 @@
     python benchmarks/search.py fig3 --variant cifar10 --path $C --transfer --out $R/search_cifar10.json
     python benchmarks/search.py table1 --variant high --path $C --out $R/search_high.json
     python benchmarks/search.py step --out $R/search_step.json
+    python benchmarks/search.py calls --out $R/search_calls.json
     python benchmarks/search.py whole --path $F --seeds 0 --rounds 20 --out $R/search_whole.json
     python benchmarks/search.py draw --out $R/search.png          # accuracy against rounds and against time, of the above
 
@@ -18,7 +19,9 @@ rotated by -90 and 90 degrees (Table 2). search_eta0.json is of the first, with 
 `step` times one training step of each method (16 channels, 48 images of 28×28, the paper's search space) in one process
 with one thread, in turns, counts which operations are computed, and profiles it. In its first step all operations are
 equally probable; `whole` times whole federations of `fedpnas_fig3`, in which samplers learn: seconds of the clients' local
-updates, one after the other in one thread. Both want an idle machine.
+updates, one after the other in one thread. `calls` times each operation of each edge by itself, forward and back, nothing
+around it: with all 48 images, as one that is chosen for the batch has them, and with its share of them, as each has them
+where images choose and choices are equally probable. All three want an idle machine.
 """
 
 import argparse
@@ -28,6 +31,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -234,6 +238,48 @@ def step(arguments):
         Path(arguments.out).write_text(json.dumps(results, indent=1) + "\n")
 
 
+def calls(arguments, images=48):
+    """What operations alone allow: seconds of one operation an edge for all images, mean over its operations, and of all
+    operations an edge for a share of them each."""
+    torch.set_num_threads(1)
+
+    def seconds(operation, x):
+        """Forward and back: the least of five."""
+        x, found = x.clone().requires_grad_(), []
+        for _ in range(5):
+            start = time.perf_counter()
+            out = operation(x)
+            if out is not x:
+                out.backward(out.detach())
+            found.append(time.perf_counter() - start)
+        return min(found)
+
+    with local_rng(0):
+        network = FedPNAS().plan(1, 10)().to(memory_format=torch.channels_last).train()
+        seen, edges, hooks = {}, [edge for cell, _ in network.cells() for edge in cell.operations], []
+        for number, edge in enumerate(edges):
+            for operation in edge.values():
+                keep = partial(lambda n, _, inputs: seen.update({n: inputs[0].detach()}), number)
+                hooks.append(operation.register_forward_pre_hook(keep))
+        network(torch.randn(images, 1, 28, 28).contiguous(memory_format=torch.channels_last))
+        for hook in hooks:
+            hook.remove()
+        together = apart = 0.0
+        for number, edge in enumerate(edges):
+            x, k = seen[number], len(edge)
+            together += statistics.mean(seconds(operation, x) for operation in edge.values())
+            shares = [images * (i + 1) // k - images * i // k for i in range(k)]
+            apart += sum(seconds(operation, x[:n]) for operation, n in zip(edge.values(), shares, strict=True))
+    found = {
+        "one an edge": together,
+        "all, a share each": apart,
+        "speed against one an edge": round(together / apart, 2),
+    }
+    print(found)
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps(found, indent=1) + "\n")
+
+
 def whole(arguments):
     """Seconds of all local updates of a federation, and how many times those of FedDSNAS, whole and in pieces."""
     results = {"rounds": arguments.rounds, "seeds": {}}
@@ -327,7 +373,7 @@ def draw(arguments):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["fig3", "table1", "step", "whole", "draw"])
+    parser.add_argument("what", choices=["fig3", "table1", "step", "calls", "whole", "draw"])
     parser.add_argument("--variant", default=None)
     parser.add_argument("--path")
     parser.add_argument("--seeds", default="0,1,2")
@@ -338,7 +384,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", default=None)
     known, others = parser.parse_known_args()
-    alone = {"step": step, "whole": whole, "draw": draw}
+    alone = {"step": step, "calls": calls, "whole": whole, "draw": draw}
     if known.what in alone:
         alone[known.what](known)
     else:
