@@ -32,8 +32,8 @@ How to read it:
 - "paper" is the paper's figure. polyfed's runs are smaller than the paper's: what is reduced stands under each table. So
   compare the order of methods and their distances, not the levels.
 - A method is *ahead* of another where the 95 % interval of their paired difference is above 0, *behind* where it is below 0.
-  Otherwise nothing is decided. Each interval is for one difference: where ten methods are compared, one in twenty such
-  statements may be wrong.
+  Otherwise nothing is decided, nor where all seeds happen to differ alike, so that the interval has no width. Each interval
+  is for one difference: where ten methods are compared, one in twenty such statements may be wrong.
 - In the curves over the number of examples every method's learning rate was chosen on validation examples. Methods of a
   table share the rates of its recipe, which were chosen for some of them only: each recipe says for which.
 - A table or figure of the papers that is not on this page has not been measured.
@@ -257,6 +257,8 @@ def kind_of(gain):
         return "one seed only, against"
     digits = DIGITS[gain["unit"]] if "unit" in gain else 6
     low, high = round(gain["low"], digits), round(gain["high"], digits)  # what is printed as 0 is none
+    if low == high and gain.get("unit") in ("%", "fraction"):  # shares of examples that are alike in all seeds by chance
+        return "not decided against"
     return "ahead of" if low > 0 else "behind" if high < 0 else "not decided against"
 
 

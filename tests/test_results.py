@@ -63,6 +63,8 @@ def test_more_bytes_are_not_called_ahead(page):
 def test_a_difference_that_is_printed_as_0_is_none(page):
     gain = {"own": "a", "over": "b", "at": "x", "unit": "fraction", "gain": 0.0003, "low": 0.0002, "high": 0.0004}
     assert page.kind_of(gain) == page.kind_of({**gain, "low": -0.0004, "high": -0.0002}) == "not decided against"
+    assert page.kind_of({**gain, "unit": "%", "low": 0.465, "high": 0.466}) == "not decided against"
+    assert page.kind_of({**gain, "unit": "MB", "low": 246.11, "high": 246.11}) == "ahead of"  # whatever the seed
     assert page.kind_of({**gain, "low": 0.0006}) == "ahead of"
     assert page.kind_of({**gain, "unit": "%", "low": -0.3, "high": -0.06}) == "behind"
 
