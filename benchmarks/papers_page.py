@@ -85,7 +85,7 @@ REMARKS = {  # what one should know to read a table or a curve
     "to where it was, and with all its images in one batch it stays there.",
     "flha-table2": "One of three runs without GNN ended at chance at 25 %: its networks stopped learning in the first "
     "rounds. Hence the width of that interval.",
-    "fedpnas-effects": "Seeds 0, 1 and 2 were measured first: CA-FedPNAS over CA-FedDSNAS +0.016 (−0.005 to +0.037). The "
+    "fedpnas-effects": "On digits seeds 0, 1 and 2 were measured first: CA-FedPNAS over CA-FedDSNAS +0.016 (−0.005 to +0.037). The "
     "seeds here are six others, so that none was chosen for what it shows.",
     "pfedla-table1": "With 100 clients of which 10 % take part, each client is drawn in 6 of the 60 rounds, and its "
     "hypernetwork takes 6 steps; in the paper's 2,500 rounds it would be 250. So that column says how the methods begin, "
@@ -257,7 +257,10 @@ def kind_of(gain):
         return "one seed only, against"
     digits = DIGITS[gain["unit"]] if "unit" in gain else 6
     low, high = round(gain["low"], digits), round(gain["high"], digits)  # what is printed as 0 is none
-    if low == high and gain.get("unit") in ("%", "fraction"):  # shares of examples that are alike in all seeds by chance
+    if low == high and gain.get("unit") in (
+        "%",
+        "fraction",
+    ):  # shares of examples that are alike in all seeds by chance
         return "not decided against"
     return "ahead of" if low > 0 else "behind" if high < 0 else "not decided against"
 
