@@ -19,6 +19,7 @@ PAPERS = {
 }
 DATA_SETS = {"fashion_mnist": "Fashion-MNIST"}
 WIDE = 8  # columns; a table that has more is printed on its side
+SHARES = ("%", "fraction")  # of examples
 NOT_BETTER = ("MB", "s", "count", "ratio")  # units in which more is not better
 HEAD = """# Results of the papers' methods
 
@@ -266,10 +267,7 @@ def kind_of(gain):
         return "one seed only, against"
     digits = DIGITS[gain["unit"]] if "unit" in gain else 6
     low, high = round(gain["low"], digits), round(gain["high"], digits)  # what is printed as 0 is none
-    if low == high and gain.get("unit") in (
-        "%",
-        "fraction",
-    ):  # shares of examples that are alike in all seeds by chance
+    if low == high and gain.get("unit") in SHARES:  # which are alike in all seeds by chance
         return "not decided against"
     return "ahead of" if low > 0 else "behind" if high < 0 else "not decided against"
 

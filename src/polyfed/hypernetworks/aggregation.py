@@ -26,7 +26,6 @@ _STACKED = 2**18  # numbers of hypernetworks that are stacked at one time: 1 MB
 _CHUNK = 2**21  # numbers of all clients' models that are stacked at one time: 8 MB
 _PIECE = 2**22  # numbers of new models that are allocated together: 16 MB, which glibc keeps for the next round
 _NEAR = 2**17  # numbers of them that are multiplied at one time: 512 kB, which a core's own cache holds
-
 _LINE = 16  # numbers of a line of the cache
 
 
@@ -328,7 +327,7 @@ class _Part:
 
 def _columns(numbers: int, rows: int) -> int:
     """How many columns a matrix of so many rows has if it is to hold about `numbers`: whole lines of the cache, since
-    products of rows that begin within one take up to twice as long."""
+    products of rows that begin within one take half as long again."""
     return max(1, numbers // rows // _LINE) * _LINE
 
 

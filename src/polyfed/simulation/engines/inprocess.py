@@ -66,9 +66,9 @@ class InProcessEngine(Engine):
                         reply = leaving(algorithm, client, reply)
                         check_keepable(own, "the private state")
                         _check_finite(algorithm, reply, own)
-                        if self._compression is not None and not alien(reply):  # else it is refused as it is
-                            reply = compress(reply, task.down, self._compression, task.reply_seed)
-                        if not alien(reply):
+                        if not alien(reply):  # else it is refused as it is
+                            if self._compression is not None:
+                                reply = compress(reply, task.down, self._compression, task.reply_seed)
                             reply = dense_message(reply)
                         result = Result(task, reply=reply, own=dense(own))
                     else:
