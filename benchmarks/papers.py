@@ -2,7 +2,9 @@
 
     python benchmarks/papers.py list
     python benchmarks/papers.py run pfedla/table1 fedhenn/table2 ... [--seeds 0,1,2] [--data NAME=FOLDER] [--only NAME
-        [--variant PATTERN]]        `all` is every table; --only what is on this data set, and of that these variants
+        [--variant PATTERN] [--add]]
+        `all` is every table; --only what is on this data set, and of that these variants; --add joins these seeds with those
+        in results/papers, and wants a folder of runs of its own
     python benchmarks/papers.py examples pfedla ... [--seeds 0,1,2] [--sizes 20,40,80,160,320]
     python benchmarks/papers.py page                        docs/results.md and its pictures, from the results
 
@@ -17,16 +19,13 @@ time. Intervals of curves are those of `polyfed compare` (crossed over seeds and
 
 import argparse
 import json
-import math
 import time
 from dataclasses import dataclass
-from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
-from statistics import fmean, stdev
 
 import papers_page
+from papers_cells import completed, gains
 from papers_curves import EVERY
-from scipy.special import stdtrit
 
 from polyfed.cli.commands import reproduce
 from polyfed.cli.commands.papers import find
@@ -223,8 +222,9 @@ def run_table(key, given):
         except RoundError as error:  # of one method: the table has the others, and a gap
             print(f"{key}: {error}", flush=True)
     content, file = json.loads((out / reproduce.RESULT).read_text(encoding="utf-8")), RESULTS / f"{paper}-{name}.json"
-    before = json.loads(file.read_text(encoding="utf-8")) if given.only and file.exists() else {"cells": []}
-    content["cells"], kept = completed(content["cells"], before["cells"])
+    known = (given.only or given.add) and file.exists()
+    before = json.loads(file.read_text(encoding="utf-8")) if known else {"cells": []}
+    content["cells"], kept = completed(content["cells"], before["cells"], given.add)
     content |= {"number": table.number, "own": plan.own, "by": plan.by, "options": plan.options, "runs": plan.runs}
     content["gains"] = gains(content["cells"], plan)
     content["seconds"] = sum(
@@ -232,63 +232,10 @@ def run_table(key, given):
         for metrics in out.rglob("metrics.jsonl") for record in read_metrics(metrics)
     )  # fmt: skip
     if kept:
-        content["seconds_kept"] = before.get("seconds_kept", before["seconds"])
+        content["seconds_kept"] = before["seconds"] if given.add else before.get("seconds_kept", before["seconds"])
         content["seconds"] += content["seconds_kept"]
     write(file, content)
     print(f"{key}: {time.time() - began:.0f} s", flush=True)
-
-
-def completed(cells, before):
-    """The table's cells that were measured, now or else before, in the table's order; and the places of the latter."""
-    earlier = {(cell["row"], cell["column"]): cell for cell in before}
-    places = [(cell["row"], cell["column"]) for cell in cells]
-    kept = {place for place, cell in zip(places, cells, strict=True) if cell["ours"] is None and place in earlier}
-    merged = [earlier[place] if place in kept else cell for place, cell in zip(places, cells, strict=True)]
-    return [cell for cell in merged if cell["ours"] is not None], kept
-
-
-def gains(cells, plan):
-    """Of the paper's method over every other one, in each column (or row, or mean of several), by seed with an interval."""
-    lines = {}  # name of the method's row -> name of the other direction -> cell
-    for cell in cells:
-        method, place = (cell["row"], cell["column"]) if plan.by == "row" else (cell["column"], cell["row"])
-        lines.setdefault(method, {})[place] = cell
-    places = list(dict.fromkeys(place for line in lines.values() for place in line))
-    merged = plan.means or tuple((place, place) for place in places)
-    found = []
-    for group in plan.groups:
-        for own in (f"{group}{name}" for name in plan.own):
-            for over in lines:
-                others = over not in plan.own if not plan.over else over.removeprefix(group) in plan.over
-                others = others and (not plan.pairs or (own, over) in plan.pairs)
-                if own not in lines or over == own or not over.startswith(group) or not others:
-                    continue
-                for called, pattern in merged:
-                    both = [p for p in places if fnmatch(p, pattern) and p in lines[own] and p in lines[over]]
-                    if pairs := [
-                        (lines[own][p], lines[over][p]) for p in both if lines[own][p]["unit"] == lines[over][p]["unit"]
-                    ]:
-                        found.append(gain_of(own, over, called, pairs))
-    return found
-
-
-def gain_of(own, over, called, pairs):
-    """The difference of two methods by seed, mean over the pairs of cells."""
-    seeds = [s for s in pairs[0][0]["seeds"] if all(s in cell["seeds"] for pair in pairs for cell in pair)]
-    by_seed = [fmean(mine["seeds"][s] - other["seeds"][s] for mine, other in pairs) for s in seeds]
-    return {
-        "own": own, "over": over, "at": called, "unit": pairs[0][0]["unit"], "by_seed": by_seed, **interval(by_seed),
-    }  # fmt: skip
-
-
-def interval(values, level=0.95):
-    """Student's, of the mean."""
-    if len(values) < 2:
-        return (
-            {"gain": fmean(values), "low": None, "high": None} if values else {"gain": None, "low": None, "high": None}
-        )
-    half = float(stdtrit(len(values) - 1, (1 + level) / 2)) * stdev(values) / math.sqrt(len(values))
-    return {"gain": fmean(values), "low": fmean(values) - half, "high": fmean(values) + half}
 
 
 def run_curve(paper, given):
@@ -378,6 +325,7 @@ def main():
     parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--only", metavar="NAME", help="of a data set; the rest of the table stays")
     parser.add_argument("--variant", metavar="PATTERN", help="of the variants on that data set; the rest stays, too")
+    parser.add_argument("--add", action="store_true", help="these seeds join those that were measured before")
     parser.add_argument("--quiet", action="store_true")
     given = parser.parse_args()
     if given.variant and not given.only:

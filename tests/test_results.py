@@ -125,12 +125,31 @@ def test_a_difference_is_decided_where_its_interval_leaves_out_0(page):
 
 
 def test_what_one_data_set_adds_leaves_the_rest_of_a_table():
-    import papers
+    import papers_cells
 
     def cell(row, ours):
         return {"row": row, "column": "FedRep", "ours": ours}
 
     before = [cell("images", 66.4), cell("tweets", 70.0), cell("a row that the paper no longer has", 1.0)]
-    cells, kept = papers.completed([cell("images", None), cell("tweets", 73.3), cell("digits", None)], before)
+    cells, kept = papers_cells.completed([cell("images", None), cell("tweets", 73.3), cell("digits", None)], before)
     assert cells == [cell("images", 66.4), cell("tweets", 73.3)]
     assert kept == {("images", "FedRep")}
+
+
+def test_further_seeds_join_those_of_a_table():
+    import papers_cells
+
+    def cell(row, **seeds):
+        ours = sum(seeds.values()) / len(seeds) if seeds else None
+        return {"row": row, "column": "FedRep", "ours": ours, "paper": 50.0, "seeds": seeds, "runs": [*seeds]}
+
+    before = [cell("images", s0=40.0, s1=44.0), cell("tweets", s0=70.0)]
+    now = [cell("images", s2=48.0), cell("tweets"), cell("digits", s2=1.0)]
+    (images, tweets, digits), kept = papers_cells.completed(now, before, add=True)
+    assert images["seeds"] == {"s0": 40.0, "s1": 44.0, "s2": 48.0}
+    assert images["runs"] == ["s0", "s1", "s2"]
+    assert (images["ours"], images["ours_spread"], images["difference"]) == (44.0, 4.0, -6.0)
+    assert (tweets, digits) == (before[1], now[2])
+    assert kept == {("images", "FedRep"), ("tweets", "FedRep")}
+    with pytest.raises(SystemExit, match="seeds s1 are in the results already"):
+        papers_cells.completed([cell("images", s1=44.0)], before, add=True)
