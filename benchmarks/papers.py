@@ -181,6 +181,10 @@ CURVES = {
         options=("--algorithm.clip-norm", "5"),  # without, a rate that suits one seed diverges with another
         rounds=(60, 60, 60, 60, 60),  # its weights over clients are learned by a step a round
     ),
+    "pfedla_cifar10": Curve(  # Table 2b's, in which its rates are not chosen
+        "pfedla_table2", "cifar10-10-share0.8", "pfedla,local,fedavg,fedavg_ft", "cifar10",
+        options=("--algorithm.clip-norm", "5"), rounds=(60, 60, 60, 60, 60),
+    ),
     "fedhenn": Curve(
         "fedhenn_table2", "fashion-100-5-hetero", "fedhenn,local", "fashion_mnist",
         rates="lr=0.01,0.02,0.05,0.1,...;eta0=0.1,1",

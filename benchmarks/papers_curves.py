@@ -7,7 +7,10 @@ from matplotlib.figure import Figure
 
 from polyfed.data.plot import save_figure
 
-HOMO = {"fedhenn_homo"}  # curves of clients that have the same network
+OTHER = {  # further curves of a paper, by what is different
+    "fedhenn_homo": "one network for all",
+    "pfedla_cifar10": "CIFAR-10, four of five images are of two classes",
+}
 EVERY = 5  # rounds from one evaluation to the next
 DIGITS = {"%": 1, "fraction": 3, "count": 0, "MB": 2, "s": 1, "ratio": 2}
 
@@ -18,10 +21,14 @@ def of_curve(paper, name, found, docs, remark):
     own, points = found["own"], found["points"]
     methods = list(dict.fromkeys(method for size in sizes for method in points[str(size)]["methods"]))
     methods.sort(key=lambda method: method != own)
-    draw(docs / "images" / f"examples_{paper}.svg", found, methods, own)
-    lines = [
-        f"### Accuracy by the number of training examples a client{', one network for all' if paper in HOMO else ''}\n",
-        f"![Accuracy of {name} and others over the number of examples a client](images/examples_{paper}.svg)\n",
+    where = f", {OTHER[paper]}" if paper in OTHER else ""
+    lines = [f"### Accuracy by the number of training examples a client{where}\n"]
+    if len(sizes) > 1:
+        draw(docs / "images" / f"examples_{paper}.svg", found, methods, own)
+        lines += [
+            f"![Accuracy of {name} and others over the number of examples a client](images/examples_{paper}.svg)\n"
+        ]
+    lines += [
         "| accuracy, % | " + " | ".join(map(str, sizes)) + " |",
         "|---|" + "---|" * len(sizes),
     ]
