@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms import FLHAGHN, name_of
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Task
+from polyfed.core.dense import dense_message
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation import SCORE, Metrics, client_metrics, predict
 from polyfed.core.examples import Examples, as_examples
@@ -230,7 +231,7 @@ def warmstart(server: Server, client: Client, *, held_out: int = 0) -> WarmStart
     with one_thread():
         try:
             with local_rng(seed, device):
-                _, down = broadcast(settings, server.round)(algorithm.dispatch(server.state, who))
+                _, down = broadcast(settings, server.round)(dense_message(algorithm.dispatch(server.state, who)))
                 graph = algorithm.graph(down, placed)
                 own = algorithm.client_init(placed, settings.seed)
                 ((_, network),) = algorithm.other_models(down, own, placed, seed)
