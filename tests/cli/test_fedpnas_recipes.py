@@ -41,8 +41,17 @@ SETTINGS = {  # data, images of a client in the published training set, channels
 }
 SHAPES = {"mnist": (1, 28, 28), "fashion_mnist": (1, 28, 28), "cifar10": (3, 32, 32), "digits": (1, 8, 8)}
 SETTINGS |= {
-    ("fedpnas_eta", f"{inner}-{eta}"): ("fashion_mnist", 12_000, 16)
-    for inner, eta in (("sgd", 0), ("sgd", 0.01), ("sgd", 0.1), ("sgd", 0.3), ("adam", 0.002), ("adam", 0.01))
+    ("fedpnas_eta", variant): ("fashion_mnist", 12_000, 16)
+    for variant in (
+        "sgd-0",
+        "sgd-0.01",
+        "sgd-0.1",
+        "sgd-0.3",
+        "sgd-0.1-first-order",
+        "sgd-0.3-first-order",
+        "adam-0.002",
+        "adam-0.01",
+    )
 }
 ROTATIONS = [-30, -15, 0, 15, 30]
 
@@ -136,9 +145,13 @@ def test_the_form_of_the_search_space(name, variant, experiment):
 def test_the_sweep_of_the_inner_step(experiment):
     for scale in SCALES:
         methods = [experiment("fedpnas_eta", scale, variant).algorithm for variant in read("fedpnas_eta").variants]
-        assert [(m.inner, m.eta) for m in methods] == [
+        with_outer_product, without = (
+            [(m.inner, m.eta) for m in methods if m.second_order == kind] for kind in ("outer_product", "none")
+        )
+        assert with_outer_product == [
             ("sgd", 0.0), ("sgd", 0.01), ("sgd", 0.1), ("sgd", 0.3), ("adam", 0.002), ("adam", 0.01)
         ]  # fmt: skip
+        assert without == [("sgd", 0.1), ("sgd", 0.3)]
     figure, sweep = (
         experiment(name, "paper", v) for name, v in (("fedpnas_fig3", "fashion-mnist"), ("fedpnas_eta", "sgd-0.01"))
     )
