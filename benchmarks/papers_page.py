@@ -7,7 +7,7 @@ an interval leaves out 0, and "not decided" where it does not.
 import json
 from statistics import fmean
 
-from papers_curves import DIGITS, OTHER, of_curve, spanned
+from papers_curves import DIGITS, OTHER, of_curve, signed, spanned
 
 from polyfed.cli.commands.papers import find
 
@@ -46,12 +46,16 @@ How to read it:
 CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or columns, or the curve at a size; against whom
     ("pFedLA is better than training alone and than FedAvg with few, different clients", "pfedla-examples", "40",
      ("local", "fedavg", "fedavg_ft")),
+    ("The same, four of five images of two classes (CIFAR-10)", "pfedla_cifar10-examples", "40",
+     ("local", "fedavg", "fedavg_ft")),
     ("pFedLA is better than training alone and than FedAvg", "pfedla-table1", ("pFedLA",),
      ("local training", "FedAvg", "FedAvg, fine-tuned (not in the paper)")),
     ("FLHA-GHN is better than training alone, pFedHN and distillation, for different architectures", "flha-table1",
      ("25 %, FLHA-GHN", "12.5 %, FLHA-GHN", "6.25 %, FLHA-GHN"), ("local training", "pFedHN", "distillation")),
     ("FLHA-GHN is better than one network by FedAvg where clients' classes are very unbalanced (α = 0.1)", "flha-table5",
      ("α = 0.1, FLHA-GHN",), ("α = 0.1, standard FL", "α = 0.1, local training")),
+    ("FLHA-GHN's weights are a better start for an unseen architecture than random ones", "flha-table6", ("GHN init",),
+     ("from scratch",)),
     ("FedHeNN is better than FedRep, and than training alone", "fedhenn-table2", ("FedHeNN Homo", "FedHeNN Hetero"),
      ("FedRep", "local training, homo", "local training, hetero")),
     ("FedHeNN is better than training alone, also with few examples (Fashion-MNIST)", "fedhenn-examples", "40", ("local",)),
@@ -60,10 +64,10 @@ CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or c
      ("FedHeNN Homo", "FedHeNN Hetero"), ("local training, homo", "local training, hetero")),
     ("FedHeNN is better than training alone where a share of the clients has a small network", "fedhenn-fig1",
      ("FedHeNN",), ("local training, FedHeNN's networks",)),
-    ("FLHA-GHN's weights are a better start for an unseen architecture than random ones", "flha-table6", ("GHN init",),
-     ("from scratch",)),
     ("FedHeNN's global model is better than those of FedAvg and FedProx", "fedhenn-table1", ("FedHeNN, global",),
      ("FedAvg", "FedAvg, mean over all", "FedProx", "FedProx, mean over all")),
+    ("CA-FedPNAS is better than training alone, FedAvg and FedDSNAS (images turned by 0 and ±90 degrees)",
+     "fedpnas-examples", "160", ("local", "fedavg", "fedavg_ft", "feddsnas")),
     ("CA-FedPNAS is better than a search of one network for all, FedDSNAS", "fedpnas-table1", ("CA-FedPNAS",),
      ("FedDSNAS", "FedDSNAS, adapted")),
     ("CA-FedPNAS is better than FedDSNAS on rotations that no client has seen", "fedpnas-table2",
@@ -111,33 +115,56 @@ def in_short(results):
     """What the papers claim first, and what of it was found, a line for whom it is against."""
     lines = [
         "## In short\n",
-        "| the paper's claim | against | ahead, difference (95 % interval) | not decided | behind |",
-        "|---|---|---|---|---|",
+        "Differences in points of accuracy, with 95 % intervals. Where more than two places come out alike, only their "
+        "number and their least and largest difference stand here.\n",
+        "| the paper's claim | measured in | against | ahead | not decided | behind |",
+        "|---|---|---|---|---|---|",
     ]
     for claim, stem, own, over in CLAIMS:
         file = results / f"{stem}.json"
         if not file.exists():
             continue
-        found, told = json.loads(file.read_text(encoding="utf-8")), claim
+        found, told = json.loads(file.read_text(encoding="utf-8")), f"{claim} | {named(stem)}"
         for name in over:
             if "points" in found:
                 against = found["points"].get(own, {}).get("against", {})
-                rows = [(f"{own} examples", against[name], 100)] if name in against else []
+                rows = [(f"{own} examples", against[name])] if name in against else []
             else:
                 rows = [
-                    (place_of(gain, own), gain, 1)
+                    (place_of(gain, own), gain)
                     for gain in found["gains"]
                     if gain["own"] in own and split(gain["over"])[1] == name and gain["low"] is not None and alike(gain)
                 ]
                 rows = [row for row in rows if row[0].endswith(", mean")] or rows  # where there are means over clients
             kinds = {"ahead of": [], "not decided against": [], "behind": []}
-            for where, gain, times in rows:
-                kinds[kind_of(gain)].append(f"{where}: {spanned(gain, times)}")
+            for row in rows:
+                kinds[kind_of(row[1])].append(row)
             if rows:
-                cells = " | ".join("<br>".join(places) for places in kinds.values())
-                lines.append(f"| {told} | {name} | {cells} |")
-                told = ""
+                lines.append(f"| {told} | {name} | " + " | ".join(gathered(places) for places in kinds.values()) + " |")
+                told = " | "
     return "\n".join([*lines, ""])
+
+
+def named(stem):
+    """A link to where a claim was measured."""
+    paper, _, table = stem.partition("-")
+    name = "curve" if table == "examples" else find(paper, table).number
+    return f"[{name}](#{PAPERS[paper.partition('_')[0]][0].lower()})"
+
+
+def gathered(rows):
+    """The differences at one or two places, or the range of those at more."""
+    points = [(place, in_points(gain)) for place, gain in rows]
+    if len(points) <= 2:
+        return "<br>".join(f"{place}: {spanned(gain)}" for place, gain in points)
+    least, most = (signed(end(gain["gain"] for _, gain in points), "%") for end in (min, max))
+    return f"{len(points)} places: {least} to {most}"
+
+
+def in_points(gain):
+    """A difference of shares, which are fractions in curves and in some tables, in percent."""
+    times = 1 if gain.get("unit") == "%" else 100
+    return {key: times * gain[key] for key in ("gain", "low", "high")}
 
 
 def place_of(gain, own):
