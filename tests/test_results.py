@@ -153,3 +153,14 @@ def test_further_seeds_join_those_of_a_table():
     assert kept == {("images", "FedRep"), ("tweets", "FedRep")}
     with pytest.raises(SystemExit, match="seeds s1 are in the results already"):
         papers_cells.completed([cell("images", s1=44.0)], before, add=True)
+
+
+def test_a_summary_names_one_or_two_places_and_counts_more_in_points(page):
+    fraction = {"gain": 0.05, "low": 0.01, "high": 0.09, "unit": "fraction"}
+    percent = {"gain": -2.0, "low": -3.0, "high": 1.0, "unit": "%"}
+    of_curve = {"gain": 0.1, "low": 0.0, "high": 0.2}
+    assert page.gathered([]) == ""
+    assert (
+        page.gathered([("digits", fraction), ("b", percent)]) == "digits: +5.0 (+1.0 to +9.0)<br>b: −2.0 (−3.0 to +1.0)"
+    )
+    assert page.gathered([("a", fraction), ("b", percent), ("c", of_curve)]) == "3 places: −2.0 to +10.0"
