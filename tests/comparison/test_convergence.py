@@ -58,6 +58,42 @@ def test_a_curve_that_rises_again_has_converged():
     assert found.sentence == "the validation loss no longer fell at round 20; it was lowest at round 7"
 
 
+def test_a_fall_back_to_where_the_loss_had_been_is_none():
+    """Twenty rounds of three hospitals' networks: lowest at round 8, then a rise, then back."""
+    loss = [
+        0.39,
+        0.40,
+        0.36,
+        0.37,
+        0.39,
+        0.34,
+        0.31,
+        0.32,
+        0.33,
+        0.33,
+        0.36,
+        0.34,
+        0.37,
+        0.37,
+        0.39,
+        0.38,
+        0.38,
+        0.36,
+        0.35,
+        0.34,
+    ]
+    found = judge([curve(loss)])
+    assert found.converged
+    assert found.sentence == "the validation loss no longer fell at round 20; it was lowest at round 7"
+    assert judge([curve([*loss[:-7], *np.linspace(0.36, 0.24, 7)])]).converged is False  # below where it had been
+
+
+def test_one_low_value_before_does_not_hide_a_fall():
+    loss = np.linspace(1, 0.5, 24)
+    loss[5] = 0.3
+    assert judge([curve(loss)]).converged is False
+
+
 def test_a_fall_after_a_rise_from_the_first_value_counts():
     found = judge([curve([1, 4, 5, 6, 5, 4, 3, 2])], kind="training loss")
     assert found.converged is False

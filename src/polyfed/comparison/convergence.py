@@ -13,6 +13,7 @@ FEWEST = 6
 _WINDOW = 4  # evaluated rounds that the end of a curve has at least
 _LEVEL = 0.05  # of the one-sided test
 _SHARE = 0.05  # of the whole fall, below which a fall at the end does not matter
+_NEAR = 3  # evaluated rounds of which the mean counts, where one may be low by chance
 _ROUNDING = 1e-9  # of the loss, below which it has not moved
 
 
@@ -32,8 +33,10 @@ def judge(curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation
     """Whether a loss had stopped falling at the end of the runs.
 
     It still fell if a straight line through the last third of the evaluated rounds (at least four) falls, by Student's t
-    at 5 % one-sided, and falls by more than 5 % of the way from the first to the lowest value. Both are of the mean over
-    the runs, at the rounds for which each run has a finite value.
+    at 5 % one-sided, falls by more than 5 % of the way from the first to the lowest value, and ends below what the loss
+    had been before: a loss that falls back after a rise, to where it was, is not on its way to a better one. (Before is the
+    lowest mean of three neighbours; a loss that only ever rose until then has not been low.) All is of the mean over the
+    runs, at the rounds for which each run has a finite value.
 
     Args:
         curves: one a run, of (round, loss); values that are not finite are skipped.
@@ -54,7 +57,8 @@ def judge(curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation
     last, size = int(rounds[-1]), max(_WINDOW, math.ceil(len(rounds) / 3))
     fall, p = _line(rounds[-size:], mean[-size:])
     whole = float(mean[0] - mean.min())
-    if fall > max(_SHARE * whole, _ROUNDING * float(np.abs(mean).max())) and p < _LEVEL:
+    lower = float(mean[-size:].mean()) - fall / 2 < _bottom(mean[:-size])
+    if lower and fall > max(_SHARE * whole, _ROUNDING * float(np.abs(mean).max())) and p < _LEVEL:
         much = f"by {100 * fall / whole:.0f} % of its whole fall" if whole > 0 else "after it had risen,"
         return Course(
             False,
@@ -63,6 +67,14 @@ def judge(curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation
     lowest = int(rounds[int(mean.argmin())])
     since = "" if lowest > rounds[-size - 1] else f"; it was lowest at round {lowest}"
     return Course(True, f"the {kind} no longer fell at round {last}{since}")
+
+
+def _bottom(before: NDArray[np.float64]) -> float:
+    """How low a loss has been, but for noise; infinity if it only rose."""
+    if int(before.argmin()) == 0:
+        return math.inf
+    near = min(_NEAR, len(before))
+    return float(np.convolve(before, np.full(near, 1 / near), "valid").min())
 
 
 def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
