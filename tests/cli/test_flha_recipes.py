@@ -164,7 +164,9 @@ def test_a_variant_names_the_data_set_and_the_share_of_a_client(name, experiment
 def test_table_1_and_3_are_the_papers(experiment):
     rows = [f"{source}-{share}" for source in ("cifar10", "cifar100", "fashion_mnist") for share in CLIENTS]
     forms = [
-        f"{source}-12.5-{form}" for source in ("cifar10", "fashion_mnist") for form in ("published", "unnormalised")
+        f"{source}-{form}"
+        for source in ("cifar10", "fashion_mnist")
+        for form in ("25-published", "12.5-published", "6.25-published", "12.5-unnormalised")
     ]
     assert variants("flha_table1") == [*rows, *forms]
     assert variants("flha_table3") == [f"{source}-{share}" for source in ("xray", "mosaics") for share in CLIENTS]
