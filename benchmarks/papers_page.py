@@ -51,7 +51,9 @@ CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or c
     ("pFedLA is better than training alone and than FedAvg", "pfedla-table1", ("pFedLA",),
      ("local training", "FedAvg", "FedAvg, fine-tuned (not in the paper)")),
     ("FLHA-GHN is better than training alone, pFedHN and distillation, for different architectures", "flha-table1",
-     ("25 %, FLHA-GHN", "12.5 %, FLHA-GHN", "6.25 %, FLHA-GHN"), ("local training", "pFedHN", "distillation")),
+     tuple(f"{share} %, FLHA-GHN" for share in (25, 12.5, 6.25)), ("local training", "pFedHN", "distillation")),
+    ("The same, with no value that the paper does not state", "flha-table1",
+     tuple(f"{share} %, FLHA-GHN as published" for share in (25, 12.5, 6.25)), ("local training", "pFedHN", "distillation")),
     ("FLHA-GHN is better than one network by FedAvg where clients' classes are very unbalanced (α = 0.1)", "flha-table5",
      ("α = 0.1, FLHA-GHN",), ("α = 0.1, standard FL", "α = 0.1, local training")),
     ("FLHA-GHN's weights are a better start for an unseen architecture than random ones", "flha-table6", ("GHN init",),
@@ -170,7 +172,8 @@ def in_points(gain):
 def place_of(gain, own):
     """Where a difference was measured, and of which of several methods."""
     group, name = split(gain["own"])
-    return f"{name}, {gain['at']}" if len(own) > 1 and not group else f"{group}{gain['at']}"
+    several = len({split(one)[1] for one in own}) > 1
+    return f"{group}{name}, {gain['at']}" if several else f"{group}{gain['at']}"
 
 
 def alike(gain):
