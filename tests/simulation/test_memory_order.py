@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import polyfed as pf
+from polyfed.algorithms import FLHAGHN
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.dense import dense, dense_message
 from polyfed.core.tree import tensors_of
+from polyfed.simulation.unseen import load_server, warmstart
 from polyfed.testing import _StopAfter, small_clients
 
 
@@ -70,3 +72,26 @@ def test_what_is_in_row_major_order_stays_the_same_object():
     message = Message({"model": {"w": torch.ones(2, 3)}})
     assert dense_message(message) is message
     assert dense(7) == 7
+
+
+def test_a_warm_start_reads_a_message_as_it_arrives(monkeypatch, tmp_path):
+    found, dispatch, graph = [], FLHAGHN.dispatch, FLHAGHN.graph
+
+    def left_turned(self, state, who):
+        down = dispatch(self, state, who)
+        parts = {
+            part: {name: turned(t) if t.dim() == 2 else t for name, t in tree.items()}
+            for part, tree in down.tensors.items()
+        }
+        return Message(parts, down.scalars)
+
+    def seen(self, down, client):
+        found.append(strides(down.tensors))
+        return graph(self, down, client)
+
+    first, *others = small_clients()
+    pf.federate(others, FLHAGHN(latent=12, head="mlp"), rounds=1, workers=0, out=tmp_path / "run")
+    monkeypatch.setattr(FLHAGHN, "dispatch", left_turned)
+    monkeypatch.setattr(FLHAGHN, "graph", seen)
+    warmstart(load_server(tmp_path / "run"), first)
+    assert found == [0]

@@ -13,7 +13,7 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, Local
 from polyfed.core.evaluation import evaluate
 from polyfed.core.scratch import fill, initial_state, new_module
-from polyfed.core.tree import encode, tensors_of
+from polyfed.core.tree import encode
 from polyfed.graphs import extract
 from polyfed.hypernetworks.ghn import GHN, catalogue_of, tensors_of_graph
 from polyfed.simulation.unseen import (
@@ -385,27 +385,3 @@ def test_curves_start_where_they_should(run):
 )
 def test_the_epoch_at_which_the_warm_start_has_the_goal(warm, scratch, reached):
     assert Curves("accuracy", warm, scratch).reached == reached
-
-
-def test_a_warm_start_has_the_bits_of_what_arrives_whatever_order_the_method_left(out, monkeypatch):
-    """Numbers in column-major order, as an SVD leaves them, would be multiplied otherwise."""
-    found, dispatch, graph = [], FLHAGHN.dispatch, FLHAGHN.graph
-
-    def turned(self, state, who):
-        down = dispatch(self, state, who)
-        parts = {
-            part: {name: t.T.contiguous().T if t.dim() == 2 else t for name, t in tree.items()}
-            for part, tree in down.tensors.items()
-        }
-        return pf.Message(parts, down.scalars)
-
-    def seen(self, down, client):
-        found.extend(tensor.is_contiguous() for tensor in tensors_of(down.tensors))
-        return graph(self, down, client)
-
-    monkeypatch.setattr(FLHAGHN, "dispatch", turned)
-    monkeypatch.setattr(FLHAGHN, "graph", seen)
-    (client,) = clients(thin)
-    warmstart(load_server(out), client)
-    assert found
-    assert all(found)
