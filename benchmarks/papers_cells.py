@@ -46,7 +46,8 @@ def gains(cells, plan):
             for over in lines:
                 others = over not in plan.own if not plan.over else over.removeprefix(group) in plan.over
                 others = others and (not plan.pairs or (own, over) in plan.pairs)
-                if own not in lines or over == own or not over.startswith(group) or not others:
+                told = any((gain["own"], gain["over"]) == (over, own) for gain in found)
+                if own not in lines or over == own or not over.startswith(group) or not others or told:
                     continue
                 for called, pattern in merged:
                     both = [p for p in places if fnmatch(p, pattern) and p in lines[own] and p in lines[over]]

@@ -52,7 +52,7 @@ CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or c
      ("local training", "FedAvg", "FedAvg, fine-tuned (not in the paper)")),
     ("FLHA-GHN is better than training alone, pFedHN and distillation, for different architectures", "flha-table1",
      tuple(f"{share} %, FLHA-GHN" for share in (25, 12.5, 6.25)), ("local training", "pFedHN", "distillation")),
-    ("The same, with no value that the paper does not state", "flha-table1",
+    ("The same as published: no normalise, Kaiming's variance, momentum or clipping", "flha-table1",
      tuple(f"{share} %, FLHA-GHN as published" for share in (25, 12.5, 6.25)), ("local training", "pFedHN", "distillation")),
     ("FLHA-GHN is better than one network by FedAvg where clients' classes are very unbalanced (α = 0.1)", "flha-table5",
      ("α = 0.1, FLHA-GHN",), ("α = 0.1, standard FL", "α = 0.1, local training")),

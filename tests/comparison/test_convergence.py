@@ -59,29 +59,8 @@ def test_a_curve_that_rises_again_has_converged():
 
 
 def test_a_fall_back_to_where_the_loss_had_been_is_none():
-    """Twenty rounds of three hospitals' networks: lowest at round 8, then a rise, then back."""
-    loss = [
-        0.39,
-        0.40,
-        0.36,
-        0.37,
-        0.39,
-        0.34,
-        0.31,
-        0.32,
-        0.33,
-        0.33,
-        0.36,
-        0.34,
-        0.37,
-        0.37,
-        0.39,
-        0.38,
-        0.38,
-        0.36,
-        0.35,
-        0.34,
-    ]
+    """Twenty rounds of training alone on a small table, in hundredths: lowest at round 7, then a rise, then back."""
+    loss = np.fromstring("39 40 36 37 39 34 31 32 33 33 36 34 37 37 39 38 38 36 35 34", sep=" ") / 100
     found = judge([curve(loss)])
     assert found.converged
     assert found.sentence == "the validation loss no longer fell at round 20; it was lowest at round 7"

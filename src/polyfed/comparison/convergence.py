@@ -55,10 +55,9 @@ def judge(curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation
         few = f"whether the {kind} still fell cannot be judged from {len(rounds)} evaluated rounds"
         return Course(None, f"{few}; it takes at least {FEWEST}")
     last, size = int(rounds[-1]), max(_WINDOW, math.ceil(len(rounds) / 3))
-    fall, p = _line(rounds[-size:], mean[-size:])
+    fall, end, p = _line(rounds[-size:], mean[-size:])
     whole = float(mean[0] - mean.min())
-    lower = float(mean[-size:].mean()) - fall / 2 < _bottom(mean[:-size])
-    if lower and fall > max(_SHARE * whole, _ROUNDING * float(np.abs(mean).max())) and p < _LEVEL:
+    if end < _bottom(mean[:-size]) and fall > max(_SHARE * whole, _ROUNDING * float(np.abs(mean).max())) and p < _LEVEL:
         much = f"by {100 * fall / whole:.0f} % of its whole fall" if whole > 0 else "after it had risen,"
         return Course(
             False,
@@ -84,8 +83,9 @@ def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[NDArray[
     return np.asarray(common, dtype=np.float64), np.asarray(values, dtype=np.float64)
 
 
-def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
-    """By how much the least-squares line falls from the first to the last x, and the one-sided p of its slope."""
+def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float]:
+    """By how much the least-squares line falls from the first to the last x, where it ends, and the one-sided p of its
+    slope."""
     from scipy import stats  # imported late: it takes half a second, which other commands should not pay
 
     centred = x - x.mean()
@@ -95,4 +95,4 @@ def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]
     error = math.sqrt(float(residuals @ residuals) / (len(x) - 2) / spread)
     # On a line that fits exactly every slope but 0 is certain.
     p = float(stats.t.cdf(slope / error, len(x) - 2)) if error > 0 else float(slope >= 0)
-    return -slope * float(x[-1] - x[0]), p
+    return -slope * float(x[-1] - x[0]), float(y.mean() + slope * centred[-1]), p
