@@ -161,6 +161,13 @@ def test_methods_that_were_not_tuned_are_named_on_top():
     assert any("not tuned (--tune none)" in text for text in made(three_sites(), tuning=None)["warnings"])
 
 
+def test_two_seeds_are_said_to_be_few():
+    right = three_sites()
+    two = {method: {client: rows[:2] for client, rows in of.items()} for method, of in right.items()}
+    assert any("Two seeds" in text for text in made(two)["warnings"])
+    assert not any("seeds" in text for text in made(right)["warnings"])
+
+
 def test_lower_losses_are_gains():
     content = made(three_sites(), metric="brier")
     north, east = (content["methods"]["fed"]["statistics"]["clients"][c] for c in ("north", "east"))

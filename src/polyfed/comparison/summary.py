@@ -198,6 +198,9 @@ def _warnings(content: Mapping[str, Any], budget: Budget) -> list[str]:
         found.append(
             "The methods were not tuned (--tune none): a gain may be that of a learning rate that suits one method better."
         )
+    if len(content["seeds"]) == 2:
+        found.append("Two seeds say little of what another seed would give, so that intervals are many times as wide as "
+                     "with five: give more (--seeds 0,1,2,3,4, or --resplit 5).")  # fmt: skip
     late = [label for label, one in content["convergence"].items() if one["converged"] is False]
     if late and not budget.asked:
         found.append(f"Not converged: {', '.join(late)}. No answer is given over or with these methods; give more rounds, "
