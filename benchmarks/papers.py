@@ -54,6 +54,7 @@ class Table:
         pairs: of the paper's method and of another, if not all are compared.
         means: differences of means over columns (with `by="column"`, over rows) whose names fit a pattern, by what they are
             called, instead of one column at a time.
+        but: patterns of columns (with `by="column"`, of rows) that are no score, so that methods are not compared there.
         options: of `polyfed run`, beside the table's.
         seeds: 3 if 0.
         runs: the table whose runs it shares.
@@ -66,6 +67,7 @@ class Table:
     pairs: tuple[tuple[str, str], ...] = ()
     means: tuple[tuple[str, str], ...] = ()
     by: str = "row"
+    but: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     seeds: int = 0
     runs: str = ""
@@ -141,6 +143,7 @@ TABLES = {
     "fedpnas/table2": Table(
         {FASHION: "fashion-mnist", "cifar10": "cifar10"}, ("CA-FedPNAS", "CA-FedPNAS, retrained"), by="column",
         pairs=(("CA-FedPNAS", "FedDSNAS"), ("CA-FedPNAS, retrained", "FedDSNAS, retrained")),
+        but=("*standard deviation*",),
         runs="fedpnas/fig3",
     ),
     "flha/table3": Table(

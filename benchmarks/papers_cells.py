@@ -38,7 +38,11 @@ def gains(cells, plan):
     for cell in cells:
         method, place = (cell["row"], cell["column"]) if plan.by == "row" else (cell["column"], cell["row"])
         lines.setdefault(method, {})[place] = cell
-    places = list(dict.fromkeys(place for line in lines.values() for place in line))
+    places = [
+        place
+        for place in dict.fromkeys(place for line in lines.values() for place in line)
+        if not any(fnmatch(place, pattern) for pattern in plan.but)
+    ]
     merged = plan.means or tuple((place, place) for place in places)
     found = []
     for group in plan.groups:

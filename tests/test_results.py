@@ -136,6 +136,30 @@ def test_what_one_data_set_adds_leaves_the_rest_of_a_table():
     assert kept == {("images", "FedRep")}
 
 
+def test_every_difference_is_made_of_the_cells_that_were_measured():
+    import papers
+    import papers_cells
+
+    for key, table in papers.TABLES.items():
+        file = papers.RESULTS / f"{key.replace('/', '-')}.json"
+        if file.exists():
+            content = json.loads(file.read_text(encoding="utf-8"))
+            made = json.loads(json.dumps(papers_cells.gains(content["cells"], table)))
+            assert made == content["gains"], key
+
+
+def test_methods_are_not_compared_where_a_place_is_no_score():
+    import papers
+    import papers_cells
+
+    cell = {"unit": "fraction", "seeds": {"0": 0.5, "1": 0.6}}
+    cells = [
+        {**cell, "row": row, "column": column} for row in ("turned", "turned, deviation") for column in ("own", "other")
+    ]
+    plan = papers.Table({}, ("own",), by="column", but=("*deviation*",))
+    assert [gain["at"] for gain in papers_cells.gains(cells, plan)] == ["turned"]
+
+
 def test_further_seeds_join_those_of_a_table():
     import papers_cells
 

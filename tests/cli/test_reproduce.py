@@ -305,10 +305,10 @@ def test_seconds_are_of_clients_and_server_over_all_rounds(run):
     other.mkdir(parents=True)
     (other / "config.yaml").write_text("algorithm: {name: feddsnas}")
     (other / "metrics.jsonl").write_text(json.dumps({**row, "round": 1, "seconds_clients": 7.0, "seconds_server": 1.0}))
-    assert measure(cell_of("fedpnas", "fig3c", "seconds", "CA-FedPNAS"), done) == 12.0
-    assert measure(cell_of("fedpnas", "fig3c", "times FedDSNAS", "CA-FedPNAS"), done) == 1.5
-    assert measure(cell_of("fedpnas", "fig3c", "times FedDSNAS", "FedDSNAS"), done) == 1.0
-    assert measure(cell_of("fedpnas", "fig3c", "seconds", "CA-FedDSNAS"), done) is None
+    assert measure(cell_of("fedpnas", "fig3c", "CIFAR-10, seconds", "CA-FedPNAS"), done) == 12.0
+    assert measure(cell_of("fedpnas", "fig3c", "CIFAR-10, times FedDSNAS", "CA-FedPNAS"), done) == 1.5
+    assert measure(cell_of("fedpnas", "fig3c", "CIFAR-10, times FedDSNAS", "FedDSNAS"), done) == 1.0
+    assert measure(cell_of("fedpnas", "fig3c", "CIFAR-10, seconds", "CA-FedDSNAS"), done) is None
 
 
 def test_weights_after_the_last_round(run):
