@@ -95,8 +95,8 @@ REMARKS = {  # what one should know to read a table or a curve
     "So read a narrow interval of three seeds with care: it may be narrow by chance.",
     "fedhenn-effects": "The term makes networks see alike, as it should, and that alone does not raise accuracy: from η_0 0 "
     "to 1 CKA goes from 0.4 to 0.95, and accuracy with several networks falls. With one network three seeds do not tell "
-    "training with the term from training without it (η_0 0), so that the lead over training alone in Table 2 may be that of "
-    "averaging. At η_0 10 every run diverged.",
+    "training with the term from training without it (η_0 0), so that the lead over training alone in Table 2 may be "
+    "that of averaging. At η_0 10 every run diverged.",
     "fedhenn-fig1": "FedAvg and FedProx have one model for ten classes here, and a client's own test images are of two. So "
     "FedHeNN's lead over them is not that of its alignment: training alone with FedHeNN's networks has it, too.",
     "fedhenn-fig3": "From nobody to all clients FedHeNN Homo loses 1.6 points and training alone 2.5. That difference, 0.9 "
