@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
@@ -15,6 +16,11 @@ from polyfed.hypernetworks.ghn import LARGEST, Form, create, light, num_bytes, t
 from polyfed.models import ModelSpec
 from polyfed.simulation.runs.directory import read_config, read_manifest
 from polyfed.testing import assert_same_run, small_clients
+
+
+class WithoutNorm(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def catalogue(width, names=("resnet18", "flha_arch1", "flha_arch2", "flha_arch3")):
@@ -70,3 +76,13 @@ def test_above_it_the_heads_are_factored_and_everyone_is_told(tmp_path, monkeypa
     assert read_manifest(tmp_path / "r")["decided"]["head"].startswith("factored: ")
     assert read_config(tmp_path / "r")["algorithm"]["head"] == "auto"
     assert pf.resume(tmp_path / "r", clients=small_clients()).last.round == 2  # nothing is decided or said again
+
+
+def test_the_published_form_without_norm_layers_is_warned_of():
+    published = FLHAGHN(normalise=False, initialisation="paper", depth=1)
+    clients = [pf.Client(one.id, WithoutNorm, one.train, one.test) for one in small_clients()]
+    with pytest.warns(UserWarning, match="networks without norm layers, as all are here, learned nothing"):
+        pf.federate(clients, published, rounds=1, workers=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pf.federate(small_clients(), published, rounds=1, workers=0)  # which have BatchNorm

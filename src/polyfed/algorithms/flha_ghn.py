@@ -43,7 +43,8 @@ class FLHAGHN(Averaging, Decides):
         head: "mlp" (paper); "factored": low rank over output and input channels, a fraction of the bytes; or "auto"
             (polyfed's choice), which is "mlp" up to 50 MB a message and "factored" where that would send more.
         rank: of the factored heads (16, polyfed's choice).
-        normalise: whether GNN and heads keep activations of one size (true, polyfed's choice); false is the published form.
+        normalise: whether GNN and heads keep activations of one size (true, polyfed's choice); false is the published form,
+            with initialisation="paper" more accurate where networks have norm layers, and of no use where they have none.
         initialisation: "kaiming" (polyfed's choice): generated weights have Kaiming's variance; "paper": section
             4.2's formula (paper).
         norms: "generate" (polyfed's choice; the paper does not say), or "local": scales and shifts of norm layers
@@ -111,6 +112,13 @@ class FLHAGHN(Averaging, Decides):
         types = tuple(t for t in catalogue.types if self.norms == "generate" or not t.is_norm)
         if not types:
             raise UserError("flha_ghn has nothing to generate: no layer of any client is of a type that it knows")
+        if not self.normalise and self.initialisation == "paper" and not any(t.is_norm for t in catalogue.types):
+            warnings.warn(
+                "FLHAGHN: as published (normalise=False, initialisation='paper') generated weights start at a small part of "
+                "Kaiming's size, and networks without norm layers, as all are here, learned nothing; take normalise=True, "
+                "initialisation='kaiming'",
+                UserWarning, stacklevel=2,
+            )  # fmt: skip
         form = self._form(LayerCatalogue(types))
         state = {"ghn": create(form, self.initialisation, server.seed)}
         for what, told in self.decided(state).items():
