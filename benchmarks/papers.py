@@ -20,13 +20,14 @@ time. Intervals of curves are those of `polyfed compare` (crossed over seeds and
 import argparse
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import papers_page
 from papers_cells import completed, gains
 from papers_curves import EVERY
 
+from polyfed.algorithms import REGISTRY
 from polyfed.cli.commands import reproduce
 from polyfed.cli.commands.papers import find
 from polyfed.cli.commands.reproduce import Wanted
@@ -269,14 +270,20 @@ def points_of(file):
     return json.loads(file.read_text(encoding="utf-8"))["points"] if file.exists() else {}
 
 
+def searched(curve, methods):
+    """What is searched, of the fields that any of the methods has."""
+    known = {field.name for name in methods.split(",") for field in fields(REGISTRY[name])}
+    return ";".join(part for part in curve.rates.split(";") if part.split("=")[0] in known)
+
+
 def compared(paper, curve, size, rounds, methods, network, given):
     """Runs a comparison: its content and its folder."""
     out = Path(given.runs) / f"{paper}-examples-{size}{'-one' if network else ''}"
     words = ["compare", curve.recipe, "--scale", "cpu", "--variant", curve.variant, "--algorithms", methods,
              *curve.options, *network, "--data.path", folder_of(curve.data, given),
              "--data.examples-per-client", str(size), "--data.test-fraction", f"{TEST / (TEST + size):.6f}",
-             "--same-data", "--rounds", str(rounds), "--seeds", given.seeds, "--tune", curve.rates, "--no-references",
-             "--evaluate-every", str(EVERY), "--out", str(out)]  # fmt: skip
+             "--same-data", "--rounds", str(rounds), "--seeds", given.seeds, "--tune", searched(curve, methods),
+             "--no-references", "--evaluate-every", str(EVERY), "--out", str(out)]  # fmt: skip
     if polyfed([*words, *(["--quiet"] if given.quiet else [])]) != 0:
         raise SystemExit(f"{paper}, {size} examples: the comparison failed")
     return json.loads((out / "comparison.json").read_text(encoding="utf-8")), out

@@ -54,6 +54,15 @@ def test_a_table_takes_only_variants_of_the_data_that_it_was_given(page):
             assert names <= {data} or table.options[:2] == ("--data.name", data), (key, pattern)
 
 
+def test_only_what_a_method_of_the_comparison_has_is_searched():
+    """FedHeNN's η_0 is no field of the two that stand for one network in its curve."""
+    import papers
+
+    curve = papers.CURVES["fedhenn"]
+    assert papers.searched(curve, curve.methods) == curve.rates
+    assert papers.searched(curve, papers.HOMOGENEOUS) == "lr=0.01,0.02,0.05,0.1,..."
+
+
 def test_more_bytes_are_not_called_ahead(page):
     gain = {"own": "k = 0", "over": "k = 1", "at": "megabytes", "gain": 9.0, "low": 8.0, "high": 10.0}
     assert page.sentence([gain], "k = 0", "megabytes") == "megabytes: **k = 0** is ahead of k = 1."
