@@ -44,7 +44,8 @@ class FLHAGHN(Averaging, Decides):
             (polyfed's choice), which is "mlp" up to 50 MB a message and "factored" where that would send more.
         rank: of the factored heads (16, polyfed's choice).
         normalise: whether GNN and heads keep activations of one size (true, polyfed's choice); false is the published form,
-            with initialisation="paper" more accurate where networks have norm layers, and seldom of use where they have none.
+            with initialisation="paper" more accurate where networks have norm layers, and seldom of use where they have
+            none.
         initialisation: "kaiming" (polyfed's choice): generated weights have Kaiming's variance; "paper": section
             4.2's formula (paper).
         norms: "generate" (polyfed's choice; the paper does not say), or "local": scales and shifts of norm layers
@@ -115,8 +116,8 @@ class FLHAGHN(Averaging, Decides):
         if not self.normalise and self.initialisation == "paper" and not any(t.is_norm for t in catalogue.types):
             warnings.warn(
                 "FLHAGHN: as published (normalise=False, initialisation='paper') generated weights start at a small part of "
-                "Kaiming's size, and networks without norm layers, as all are here, learned little or nothing; take normalise=True, "
-                "initialisation='kaiming'",
+                "Kaiming's size, and networks without norm layers, as all are here, learned little or nothing; take "
+                "normalise=True, initialisation='kaiming'",
                 UserWarning, stacklevel=2,
             )  # fmt: skip
         form = self._form(LayerCatalogue(types))
