@@ -20,7 +20,8 @@ time. Intervals of curves are those of `polyfed compare` (crossed over seeds and
 import argparse
 import json
 import time
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import papers_page
@@ -162,7 +163,8 @@ TABLES = {
 @dataclass(frozen=True)
 class Curve:
     """Accuracy over examples a client: a recipe's variant, the methods to tune and compare at every size, those to compare
-    at `main` (the table's size) only, and the same clients with `one` network for all, for methods that need one."""
+    at `main` (the table's size) only, and the same clients with `one` network for all, for methods that need one. `forms`
+    are further forms of the paper's method by label, with what each sets."""
 
     recipe: str
     variant: str
@@ -174,6 +176,7 @@ class Curve:
     rates: str = "lr=0.02,0.05,0.1,0.2,..."
     rounds: tuple[int, ...] = (60, 60, 40, 25, 15)  # by size; fewer where an epoch has more steps
     options: tuple[str, ...] = ()
+    forms: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 SIZES = (20, 40, 80, 160, 320)
@@ -202,7 +205,8 @@ CURVES = {
     ),
     "flha": Curve(
         "flha_table1", "fashion_mnist-12.5", "flha_ghn,local,fedavg_kd", "fashion_mnist", main=80, rivals="pfedhn",
-        rates="lr=0.01,0.03,0.1,0.3,...", rounds=(40, 40, 30, 20, 10), one=("--model", "flha_arch1", "--model.width", "8"),
+        rates="lr=0.01,0.03,0.1,0.3,...", rounds=(40, 40, 30, 20, 15), one=("--model", "flha_arch1", "--model.width", "8"),
+        forms={"flha_ghn_published": {"normalise": False, "initialisation": "paper", "momentum": 0, "clip_norm": None}},
     ),
     "fedpnas": Curve(
         "fedpnas_table1", "high-fashion-mnist", "ca_fedpnas,local,fedavg,fedavg_ft", "fashion_mnist", main=160,
@@ -255,13 +259,16 @@ def run_curve(paper, given):
     for size in map(int, given.sizes.split(",")):
         began, rounds = time.time(), curve.rounds[SIZES.index(size)]
         asked = {"seeds": given.seeds, "tuned": curve.rates, "rounds": rounds}
+        if curve.forms:
+            asked["forms"] = {label: dict(changes) for label, changes in curve.forms.items()}
         if asked.items() <= points_of(file).get(str(size), {}).items():
             continue
         methods = ",".join(filter(None, [curve.methods, curve.rivals if size == curve.main else ""]))
         parts = [compared(paper, curve, size, rounds, methods, (), given)]
         if curve.one:
             parts.append(compared(paper, curve, size, rounds, HOMOGENEOUS, curve.one, given))
-        points = points_of(file) | {str(size): {**asked, **joined(parts, own)}}  # another call may have written some
+        point = {**asked, **joined(parts, own, curve.forms)}
+        points = points_of(file) | {str(size): point}  # another call may have written some
         write(file, {"paper": paper, "points": points, **settings})
         print(f"{paper}, {size} examples a client: {time.time() - began:.0f} s", flush=True)
 
@@ -279,8 +286,10 @@ def searched(curve, methods):
 def compared(paper, curve, size, rounds, methods, network, given):
     """Runs a comparison: its content and its folder."""
     out = Path(given.runs) / f"{paper}-examples-{size}{'-one' if network else ''}"
-    words = ["compare", curve.recipe, "--scale", "cpu", "--variant", curve.variant, "--algorithms", methods,
-             *curve.options, *network, "--data.path", folder_of(curve.data, given),
+    forms = [] if network or not curve.forms else ["--method-config", str(written_forms(paper, curve, given))]
+    labels = ",".join([methods, *(curve.forms if forms else ())])
+    words = ["compare", curve.recipe, "--scale", "cpu", "--variant", curve.variant, "--algorithms", labels,
+             *forms, *curve.options, *network, "--data.path", folder_of(curve.data, given),
              "--data.examples-per-client", str(size), "--data.test-fraction", f"{TEST / (TEST + size):.6f}",
              "--same-data", "--rounds", str(rounds), "--seeds", given.seeds, "--tune", searched(curve, methods),
              "--no-references", "--evaluate-every", str(EVERY), "--out", str(out)]  # fmt: skip
@@ -289,10 +298,20 @@ def compared(paper, curve, size, rounds, methods, network, given):
     return json.loads((out / "comparison.json").read_text(encoding="utf-8")), out
 
 
-def joined(parts, own):
-    """The scores of all methods, and how far the paper's method is ahead of each other one."""
+def written_forms(paper, curve, given):
+    """A file for `--method-config` with the paper's method in its further forms."""
+    file, own = Path(given.runs) / f"{paper}-forms.yaml", curve.methods.split(",")[0]
+    content = {label: {"name": own, **changes} for label, changes in curve.forms.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")  # YAML has JSON in it
+    return file
+
+
+def joined(parts, own, forms=()):
+    """The scores of all methods, and how far the paper's method and its further forms are ahead of each other one."""
     kept = ("mean", "interval", "gain", "gain_interval", "gain_per_seed", "seconds", "bytes", "rounds")
-    content, methods, chosen, tried, against = parts[0][0], {}, {}, {}, {}
+    content, methods, chosen, tried = parts[0][0], {}, {}, {}
+    against = {form: {} for form in (own, *forms)}
     for found, folder in parts:
         single = found is not content
         for name, one in found["methods"].items():
@@ -300,11 +319,12 @@ def joined(parts, own):
             methods[name_kept] = {k: one["statistics"][k] for k in kept}
             chosen[name_kept] = found["tuning"]["methods"][name]["chosen"]
             tried[name_kept] = sorted(run["fields"]["lr"] for run in found["tuning"]["methods"][name]["tried"])
-            if (single, name) != (False, own):
-                against[name_kept] = ahead((parts[0], own), ((found, folder), name))
+            for form, found_ahead in against.items():
+                if single or name not in (own, form):
+                    found_ahead[name_kept] = ahead((parts[0], form), ((found, folder), name))
     return {
         "level": content["level"], "reference": content["reference"], "methods": methods, "chosen": chosen,
-        "tried": tried, "against": against,
+        "tried": tried, "against": against[own], **({"of_forms": {form: against[form] for form in forms}} if forms else {}),
     }  # fmt: skip
 
 

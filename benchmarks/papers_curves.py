@@ -37,12 +37,8 @@ def of_curve(paper, name, found, docs, remark):
         lines.append(
             f"| {shown(method, own)} | " + " | ".join(f"{100 * c['mean']:.1f}" if c else "" for c in cells) + " |"
         )
-    lines += ["", f"| `{own}` is ahead of it by (95 % interval) | " + " | ".join(map(str, sizes)) + " |",
-              "|---|" + "---|" * len(sizes)]  # fmt: skip
-    for method in methods[1:]:
-        gains = [points[str(size)]["against"].get(method) for size in sizes]
-        lines.append(f"| {shown(method, own)} | " + " | ".join(spanned(gain, 100) for gain in gains) + " |")
-    lines += ["", *(f"- {crossing(found, sizes, own, other)}" for other in methods[1:]), ""]
+    for form in (own, *forms_of(found)):
+        lines += compared(found, sizes, form, [method for method in methods if method not in (own, form)], own)
     first = points[str(sizes[0])]
     seeds = len(first["seeds"].split(","))
     rounds = ", ".join(str(points[str(size)]["rounds"]) for size in sizes)
@@ -61,10 +57,39 @@ def of_curve(paper, name, found, docs, remark):
         f"held-out training examples, one run a rate. Rates tried: {rates}. {besides(found, sizes)}Intervals cover new "
         "seeds and new test examples.\n"
     )
+    for form, fields in forms_of(found).items():
+        values = ", ".join(f"{name}: {word(value)}" for name, value in fields.items())
+        lines.append(f"`{form}` is `{own}` with `{values}`.\n")
     lines += [f"{edges(found, sizes)}\n", f"{unfinished(found, sizes)}\n"]
     if remark:
         lines.append(f"{remark}\n")
     return "\n".join(lines)
+
+
+def forms_of(found):
+    """The further forms of the paper's method, by what each sets."""
+    return {label: fields for point in found["points"].values() for label, fields in point.get("forms", {}).items()}
+
+
+def word(value):
+    """As YAML has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def compared(found, sizes, form, others, own):
+    """How far the paper's method, or a further form of it, is ahead of the others at each size."""
+    lines = ["", f"| `{form}` is ahead of it by (95 % interval) | " + " | ".join(map(str, sizes)) + " |",
+             "|---|" + "---|" * len(sizes)]  # fmt: skip
+    for method in others:
+        gains = [against(found, size, form).get(method) for size in sizes]
+        lines.append(f"| {shown(method, own)} | " + " | ".join(spanned(gain, 100) for gain in gains) + " |")
+    return [*lines, "", *(f"- {crossing(found, sizes, form, other)}" for other in others), ""]
+
+
+def against(found, size, form):
+    """How far this form of the paper's method is ahead of each other method at a size."""
+    point = found["points"][str(size)]
+    return point["against"] if form == found["own"] else point.get("of_forms", {}).get(form, {})
 
 
 def rates_of(point):
@@ -127,7 +152,7 @@ def shown(method, own):
 
 def crossing(found, sizes, own, other):
     """At which sizes the method is ahead of another one."""
-    known = {size: gain for size in sizes if (gain := found["points"][str(size)]["against"].get(other))}
+    known = {size: gain for size in sizes if (gain := against(found, size, own).get(other))}
     kinds = {"ahead": [], "behind": [], "not decided": []}
     for size, gain in known.items():
         kinds["ahead" if gain["low"] > 0 else "behind" if gain["high"] < 0 else "not decided"].append(str(size))

@@ -105,6 +105,26 @@ def test_federations_that_were_searched_by_another_rule_are_refused(board, tmp_p
         board.read(tmp_path, ["groups"])
 
 
+def test_a_further_form_of_a_method_has_a_comparison_of_its_own(page, tmp_path):
+    from papers_curves import of_curve
+
+    def gain(value):
+        return {"gain": value, "low": value - 0.01, "high": value + 0.01, "by_seed": [value, value]}
+
+    scores = {"mean": 0.5, "interval": None, "rounds": [5, 5]}
+    point = {"seeds": "0,1", "tuned": "lr=0.1,0.3", "rounds": 40, "chosen": {}, "methods": dict.fromkeys("abc", scores),
+             "forms": {"b": {"normalise": False, "clip_norm": None}}, "against": {"b": gain(-0.1), "c": gain(0.2)},
+             "of_forms": {"b": {"c": gain(0.3)}}}  # fmt: skip
+    found = {"own": "a", "recipe": "r", "variant": "v", "points": {"20": point}}
+    text = of_curve("x", "A", found, tmp_path, "")
+    own, form = text.split("| `b` is ahead of it by")
+    assert "| `b` | −10.0 (−11.0 to −9.0) |" in own
+    assert "| `c` | +20.0 (+19.0 to +21.0) |" in own
+    assert "| `c` | +30.0 (+29.0 to +31.0) |" in form
+    assert "**`a`**" not in form
+    assert "`b` is `a` with `normalise: false, clip_norm: null`" in form
+
+
 def test_rates_at_the_edge_of_what_was_tried_are_told(page):
     from papers_curves import besides, edges, unfinished
 
