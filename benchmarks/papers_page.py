@@ -7,7 +7,7 @@ an interval leaves out 0, and "not decided" where it does not.
 import json
 from statistics import fmean
 
-from papers_curves import DIGITS, OTHER, of_curve, signed, spanned
+from papers_curves import DIGITS, OTHER, against, of_curve, signed, spanned
 
 from polyfed.cli.commands.papers import find
 
@@ -19,6 +19,7 @@ PAPERS = {
 }
 DATA_SETS = {"fashion_mnist": "Fashion-MNIST"}
 WIDE = 8  # columns; a table that has more is printed on its side
+EXAMPLES = " examples"
 SHARES = ("%", "fraction")  # of examples
 NOT_BETTER = ("MB", "s", "count", "ratio")  # units in which more is not better
 HEAD = """# Results of the papers' methods
@@ -43,10 +44,10 @@ How to read it:
 """
 
 
-CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or columns, or the curve at a size; against whom
-    ("pFedLA is better than training alone and than FedAvg with few, different clients", "pfedla-examples", "40",
+CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or columns, or a curve's method; against whom
+    ("pFedLA is better than training alone and than FedAvg, by the number of examples", "pfedla-examples", ("pfedla",),
      ("local", "fedavg", "fedavg_ft")),
-    ("The same, four of five images of two classes (CIFAR-10)", "pfedla_cifar10-examples", "40",
+    ("The same, four of five images of two classes (CIFAR-10)", "pfedla_cifar10-examples", ("pfedla",),
      ("local", "fedavg", "fedavg_ft")),
     ("pFedLA is better than training alone and than FedAvg", "pfedla-table1", ("pFedLA",),
      ("local training", "FedAvg", "FedAvg, fine-tuned (not in the paper)")),
@@ -56,14 +57,19 @@ CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or c
      tuple(f"{share} %, FLHA-GHN as published" for share in (25, 12.5, 6.25)), ("local training", "pFedHN", "distillation")),
     ("The same with ten labels a picture (mosaics instead of X-rays; points of AUC)", "flha-table3",
      tuple(f"{share} %, FLHA-GHN" for share in (25, 12.5, 6.25)), ("local training", "pFedHN", "distillation")),
+    ("FLHA-GHN is better than these, by the number of examples, with rates chosen for each", "flha-examples", ("flha_ghn",),
+     ("local", "pfedhn", "fedavg_kd", "fedavg_ft (one network)")),
+    ("The same as published", "flha-examples", ("flha_ghn_published",),
+     ("local", "pfedhn", "fedavg_kd", "fedavg_ft (one network)")),
     ("FLHA-GHN is better than one network by FedAvg where clients' classes are very unbalanced (α = 0.1)", "flha-table5",
      ("α = 0.1, FLHA-GHN",), ("α = 0.1, standard FL", "α = 0.1, local training")),
     ("FLHA-GHN's weights are a better start for an unseen architecture than random ones", "flha-table6", ("GHN init",),
      ("from scratch",)),
     ("FedHeNN is better than FedRep, and than training alone", "fedhenn-table2", ("FedHeNN Homo", "FedHeNN Hetero"),
      ("FedRep", "local training, homo", "local training, hetero")),
-    ("FedHeNN is better than training alone, also with few examples (Fashion-MNIST)", "fedhenn-examples", "40", ("local",)),
-    ("The same, one network for all clients", "fedhenn_homo-examples", "40", ("local", "fedavg", "fedavg_ft")),
+    ("FedHeNN is better than training alone, by the number of examples (Fashion-MNIST)", "fedhenn-examples", ("fedhenn",),
+     ("local",)),
+    ("The same, one network for all clients", "fedhenn_homo-examples", ("fedhenn_homo",), ("local", "fedavg", "fedavg_ft")),
     ("FedHeNN is better than training alone where some clients have half of the data, too", "fedhenn-fig3",
      ("FedHeNN Homo", "FedHeNN Hetero"), ("local training, homo", "local training, hetero")),
     ("FedHeNN is better than training alone where a share of the clients has a small network", "fedhenn-fig1",
@@ -71,7 +77,7 @@ CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or c
     ("FedHeNN's global model is better than those of FedAvg and FedProx", "fedhenn-table1", ("FedHeNN, global",),
      ("FedAvg", "FedAvg, mean over all", "FedProx", "FedProx, mean over all")),
     ("CA-FedPNAS is better than training alone, FedAvg and FedDSNAS (images turned by 0 and ±90 degrees)",
-     "fedpnas-examples", "160", ("local", "fedavg", "fedavg_ft", "feddsnas")),
+     "fedpnas-examples", ("ca_fedpnas",), ("local", "fedavg", "fedavg_ft", "feddsnas")),
     ("CA-FedPNAS is better than a search of one network for all, FedDSNAS", "fedpnas-table1", ("CA-FedPNAS",),
      ("FedDSNAS", "FedDSNAS, adapted")),
     ("CA-FedPNAS is better than FedDSNAS on rotations that no client has seen", "fedpnas-table2",
@@ -127,8 +133,8 @@ def in_short(results):
     """What the papers claim first, and what of it was found, a line for whom it is against."""
     lines = [
         "## In short\n",
-        "Differences in points of accuracy, with 95 % intervals. Where more than two places come out alike, only their "
-        "number and their least and largest difference stand here.\n",
+        "Differences in points of accuracy, with 95 % intervals. Where more than two places come out alike, only "
+        "their least and largest difference stand here.\n",
         "| the paper's claim | measured in | against | ahead | not decided | behind |",
         "|---|---|---|---|---|---|",
     ]
@@ -139,8 +145,8 @@ def in_short(results):
         found, told = json.loads(file.read_text(encoding="utf-8")), f"{claim} | {named(stem)}"
         for name in over:
             if "points" in found:
-                against = found["points"].get(own, {}).get("against", {})
-                rows = [(f"{own} examples", against[name])] if name in against else []
+                gains = {size: against(found, size, *own).get(name) for size in sorted(found["points"], key=int)}
+                rows = [(f"{size}{EXAMPLES}", gain) for size, gain in gains.items() if gain]
             else:
                 rows = [
                     (place_of(gain, own), gain)
@@ -170,7 +176,8 @@ def gathered(rows):
     if len(points) <= 2:
         return "<br>".join(f"{place}: {spanned(gain)}" for place, gain in points)
     least, most = (signed(end(gain["gain"] for _, gain in points), "%") for end in (min, max))
-    return f"{len(points)} places: {least} to {most}"
+    sizes = [place.removesuffix(EXAMPLES) for place, _ in points if place.endswith(EXAMPLES)]
+    return f"{', '.join(sizes) + EXAMPLES if sizes else f'{len(points)} places'}: {least} to {most}"
 
 
 def in_points(gain):

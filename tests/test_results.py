@@ -217,3 +217,5 @@ def test_a_summary_names_one_or_two_places_and_counts_more_in_points(page):
         page.gathered([("digits", fraction), ("b", percent)]) == "digits: +5.0 (+1.0 to +9.0)<br>b: −2.0 (−3.0 to +1.0)"
     )
     assert page.gathered([("a", fraction), ("b", percent), ("c", of_curve)]) == "3 places: −2.0 to +10.0"
+    sizes = [("20 examples", fraction), ("40 examples", percent), ("80 examples", of_curve)]
+    assert page.gathered(sizes) == "20, 40, 80 examples: −2.0 to +10.0"
