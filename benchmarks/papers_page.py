@@ -272,9 +272,10 @@ def of_table(found):
     recipes = dict.fromkeys(cell["recipe"] for cell in found["cells"] if cell["recipe"])
     for reduced in dict.fromkeys(found["reduced"][recipe] for recipe in recipes):
         lines.append(f"Reduced against the paper: {' '.join(reduced.split())}.\n" if reduced else "")
-    minutes, runs = found["seconds"] / 60, found.get("runs")
-    took = f"the runs of {find(*runs.split('/')).number}" if runs else f"{minutes:.0f} minutes of computing in all"
-    if minutes:
+    minutes, runs = round(found["seconds"] / 60), found.get("runs")
+    computing = f"{minutes} minute{'s' * (minutes != 1)} of computing in all"
+    took = f"the runs of {find(*runs.split('/')).number}" if runs else computing
+    if found["seconds"]:
         seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
         lines.append(f"{seeds}; {took}.")
     if remark := REMARKS.get(f"{found['paper']}-{found['table']}"):
