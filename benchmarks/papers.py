@@ -23,7 +23,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import papers_page
 from papers_cells import completed, gains
 from papers_curves import EVERY
@@ -261,13 +263,14 @@ def run_curve(paper, given):
         asked = {"seeds": given.seeds, "tuned": curve.rates, "rounds": rounds}
         if curve.forms:
             asked["forms"] = {label: dict(changes) for label, changes in curve.forms.items()}
-        if asked.items() <= points_of(file).get(str(size), {}).items():
+        known = points_of(file).get(str(size), {})
+        if asked.items() <= known.items() and "after_all" in known:
             continue
         methods = ",".join(filter(None, [curve.methods, curve.rivals if size == curve.main else ""]))
         parts = [compared(paper, curve, size, rounds, methods, (), given)]
         if curve.one:
             parts.append(compared(paper, curve, size, rounds, HOMOGENEOUS, curve.one, given))
-        point = {**asked, **joined(parts, own, curve.forms)}
+        point = {**asked, **joined(parts, own, tuple(curve.forms), rounds)}
         points = points_of(file) | {str(size): point}  # another call may have written some
         write(file, {"paper": paper, "points": points, **settings})
         print(f"{paper}, {size} examples a client: {time.time() - began:.0f} s", flush=True)
@@ -307,11 +310,12 @@ def written_forms(paper, curve, given):
     return file
 
 
-def joined(parts, own, forms=()):
-    """The scores of all methods, and how far the paper's method and its further forms are ahead of each other one."""
+def joined(parts, own, forms, rounds):
+    """The scores of all methods, and how far the paper's method and its further forms are ahead of each other one: at the
+    round that was chosen for each, and after all rounds."""
     kept = ("mean", "interval", "gain", "gain_interval", "gain_per_seed", "seconds", "bytes", "rounds")
     content, methods, chosen, tried = parts[0][0], {}, {}, {}
-    against = {form: {} for form in (own, *forms)}
+    at_best, at_last = {}, {}
     for found, folder in parts:
         single = found is not content
         for name, one in found["methods"].items():
@@ -319,30 +323,39 @@ def joined(parts, own, forms=()):
             methods[name_kept] = {k: one["statistics"][k] for k in kept}
             chosen[name_kept] = found["tuning"]["methods"][name]["chosen"]
             tried[name_kept] = sorted(run["fields"]["lr"] for run in found["tuning"]["methods"][name]["tried"])
-            for form, found_ahead in against.items():
-                if single or name not in (own, form):
-                    found_ahead[name_kept] = ahead((parts[0], form), ((found, folder), name))
+            at_best[name_kept] = scores(found, folder, name)
+            at_last[name_kept] = scores(found, folder, name, rounds)
+    against, after_all = (
+        {form: {name: ahead(of[form], of[name]) for name in of if name not in (own, form)} for form in (own, *forms)}
+        for of in (at_best, at_last)
+    )
     return {
         "level": content["level"], "reference": content["reference"], "methods": methods, "chosen": chosen,
-        "tried": tried, "against": against[own], **({"of_forms": {form: against[form] for form in forms}} if forms else {}),
+        "tried": tried, "against": against.pop(own), **({"of_forms": against} if forms else {}),
+        "after_all": {"means": {name: fmean(by_seed(of)) for name, of in at_last.items()}, "against": after_all},
     }  # fmt: skip
+
+
+def scores(found, folder, name, at=None):
+    """A method's scores by client, of its chosen round or of the round `at`."""
+    metric, runs = METRICS[found["score"]], found["methods"][name]["runs"].values()
+    read = {
+        client: [predictions.read(folder / run["path"], client, round=at or run["round"]) for run in runs]
+        for client in found["clients"]
+    }
+    return {client: scored(metric, [p.outputs for p in of], of[0].targets) for client, of in read.items()}
+
+
+def by_seed(of):
+    """Mean score over clients, one a seed."""
+    return [float(value) for value in np.mean([one.values for one in of.values()], axis=0)]
 
 
 def ahead(ours, theirs):
     """The difference of two methods' scores, mean over clients, with an interval for new seeds and test examples."""
-    tables = []
-    for (found, folder), name in (ours, theirs):
-        runs = found["methods"][name]["runs"]
-        read = {
-            client: [predictions.read(folder / run["path"], client, round=run["round"]) for run in runs.values()]
-            for client in found["clients"]
-        }
-        metric = METRICS[found["score"]]
-        tables.append({client: scored(metric, [p.outputs for p in of], of[0].targets) for client, of in read.items()})
-    estimate = of_mean([difference(one, tables[1][client]) for client, one in tables[0].items()])
-    seeds = [[run["mean"] for run in found["methods"][name]["runs"].values()] for (found, _), name in (ours, theirs)]
-    return {"gain": estimate.value, "low": estimate.low, "high": estimate.high,
-            "by_seed": [one - other for one, other in zip(*seeds, strict=True)]}  # fmt: skip
+    estimate = of_mean([difference(one, theirs[client]) for client, one in ours.items()])
+    seeds = [one - other for one, other in zip(by_seed(ours), by_seed(theirs), strict=True)]
+    return {"gain": estimate.value, "low": estimate.low, "high": estimate.high, "by_seed": seeds}
 
 
 def write(file, content):

@@ -39,6 +39,7 @@ def of_curve(paper, name, found, docs, remark):
         )
     for form in (own, *forms_of(found)):
         lines += compared(found, sizes, form, [method for method in methods if method not in (own, form)], own)
+    lines += after_all(found, sizes, own)
     first = points[str(sizes[0])]
     seeds = len(first["seeds"].split(","))
     rounds = ", ".join(str(points[str(size)]["rounds"]) for size in sizes)
@@ -78,12 +79,35 @@ def word(value):
 
 def compared(found, sizes, form, others, own):
     """How far the paper's method, or a further form of it, is ahead of the others at each size."""
+    others = [method for method in others if any(method in against(found, size, form) for size in sizes)]
     lines = ["", f"| `{form}` is ahead of it by (95 % interval) | " + " | ".join(map(str, sizes)) + " |",
              "|---|" + "---|" * len(sizes)]  # fmt: skip
     for method in others:
         gains = [against(found, size, form).get(method) for size in sizes]
         lines.append(f"| {shown(method, own)} | " + " | ".join(spanned(gain, 100) for gain in gains) + " |")
     return [*lines, "", *(f"- {crossing(found, sizes, form, other)}" for other in others), ""]
+
+
+def after_all(found, sizes, own):
+    """The scores after all rounds, and how far the paper's method and its further forms are ahead there."""
+    known = {size: last for size in sizes if (last := found["points"][str(size)].get("after_all"))}
+    if not known:
+        return []
+    head = [" | ".join(map(str, known)) + " |", "|---|" + "---|" * len(known)]
+    lines = [
+        "The same runs after all rounds, whatever the validation examples say. This is the fairer reading where methods "
+        "still learn at the latest round that the search can choose.\n",
+        f"| accuracy after all rounds, % | {head[0]}", head[1],
+    ]  # fmt: skip
+    for method in dict.fromkeys(name for last in known.values() for name in last["means"]):
+        means = [last["means"].get(method) for last in known.values()]
+        lines.append(f"| {shown(method, own)} | " + " | ".join(f"{100 * m:.1f}" if m else "" for m in means) + " |")
+    for form in (own, *forms_of(found)):
+        gains = [last["against"].get(form, {}) for last in known.values()]
+        lines += ["", f"| `{form}` is ahead of it after all rounds by | {head[0]}", head[1]]
+        for method in dict.fromkeys(name for of in gains for name in of):
+            lines.append(f"| {shown(method, own)} | " + " | ".join(spanned(of.get(method), 100) for of in gains) + " |")
+    return [*lines, ""]
 
 
 def against(found, size, form):

@@ -113,6 +113,9 @@ REMARKS = {  # what one should know to read a table or a curve
     "examples for training alone, and worse for pFedLA, FedAvg and FedAvg with fine-tuning. FedFomo "
     "weighs models by held-out examples, 8 of the 40: where a client's own training makes their loss worse, it goes back "
     "to where it was, and with all its images in one batch it stays there.",
+    "flha-examples": "Distillation trains its teacher in the first half of the rounds. With 160 and 320 examples the search "
+    "can choose no round after 15 of 20 and 10 of 15, five and two rounds after that half: so there the lead over it after "
+    "all rounds is what counts.",
     "flha-table2": "One of three runs without GNN ended at chance at 25 %: its networks stopped learning in the first "
     "rounds. Hence the width of that interval.",
     "fedpnas-effects": "On digits seeds 0, 1 and 2 were measured first: CA-FedPNAS over CA-FedDSNAS +0.016 (−0.005 to "

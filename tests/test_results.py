@@ -114,15 +114,33 @@ def test_a_further_form_of_a_method_has_a_comparison_of_its_own(page, tmp_path):
     scores = {"mean": 0.5, "interval": None, "rounds": [5, 5]}
     point = {"seeds": "0,1", "tuned": "lr=0.1,0.3", "rounds": 40, "chosen": {}, "methods": dict.fromkeys("abc", scores),
              "forms": {"b": {"normalise": False, "clip_norm": None}}, "against": {"b": gain(-0.1), "c": gain(0.2)},
-             "of_forms": {"b": {"c": gain(0.3)}}}  # fmt: skip
+             "of_forms": {"b": {"c": gain(0.3)}},
+             "after_all": {"means": {"a": 0.625, "b": 0.5, "c": 0.25},
+                           "against": {"a": {"c": gain(0.375)}, "b": {"c": gain(0.25)}}}}  # fmt: skip
     found = {"own": "a", "recipe": "r", "variant": "v", "points": {"20": point}}
     text = of_curve("x", "A", found, tmp_path, "")
+    text, last = text.split("after all rounds, whatever")
+    assert "| **`a`** | 62.5 |" in last
+    assert "| `c` | +37.5 (+36.5 to +38.5) |\n\n| `b` is ahead of it after all rounds by | 20 |" in last
+    assert "`b` is `a` with `normalise: false, clip_norm: null`" in last
     own, form = text.split("| `b` is ahead of it by")
     assert "| `b` | −10.0 (−11.0 to −9.0) |" in own
     assert "| `c` | +20.0 (+19.0 to +21.0) |" in own
     assert "| `c` | +30.0 (+29.0 to +31.0) |" in form
     assert "**`a`**" not in form
-    assert "`b` is `a` with `normalise: false, clip_norm: null`" in form
+
+
+def test_differences_after_all_rounds_are_those_of_the_means():
+    checked = 0
+    for file in (ROOT / "benchmarks" / "results" / "papers").glob("*-examples.json"):
+        for point in json.loads(file.read_text("utf-8"))["points"].values():
+            last = point.get("after_all", {"means": {}, "against": {}})
+            for form, others in last["against"].items():
+                for name, gain in others.items():
+                    assert gain["gain"] == pytest.approx(last["means"][form] - last["means"][name], abs=1e-9)
+                    assert gain["gain"] == pytest.approx(sum(gain["by_seed"]) / len(gain["by_seed"]), abs=1e-9)
+                    checked += 1
+    assert checked > 50
 
 
 def test_rates_at_the_edge_of_what_was_tried_are_told(page):
