@@ -110,9 +110,11 @@ def after_all(found, sizes, own):
     return [*lines, ""]
 
 
-def against(found, size, form):
+def against(found, size, form, after_all=False):
     """How far this form of the paper's method is ahead of each other method at a size."""
     point = found["points"][str(size)]
+    if after_all:
+        return point.get("after_all", {"against": {}})["against"].get(form, {})
     return point["against"] if form == found["own"] else point.get("of_forms", {}).get(form, {})
 
 

@@ -38,7 +38,9 @@ How to read it:
   is for one difference: where ten methods are compared, one in twenty such statements may be wrong. Most are of three
   seeds, and may be narrow by chance: what three showed was measured with further seeds in two tables, and once it did not
   hold ([FedHeNN, Table 2](#fedhenn); [FLHA-GHN, Table 1](#flha-ghn)).
-- In the curves over the number of examples every method's learning rate was chosen on validation examples. Methods of a
+- In the curves over the number of examples every method's learning rate was chosen on validation examples. A curve is read
+  twice: at the round that was best on validation examples for each method, and after all rounds. What is decided both
+  times is firmer than what is decided once. Methods of a
   table share the rates of its recipe, which were chosen for some of them only: each recipe says for which.
 - A table or figure of the papers that is not on this page has not been measured.
 """
@@ -145,25 +147,43 @@ def in_short(results):
         file = results / f"{stem}.json"
         if not file.exists():
             continue
-        found, told = json.loads(file.read_text(encoding="utf-8")), f"{claim} | {named(stem)}"
-        for name in over:
-            if "points" in found:
-                gains = {size: against(found, size, *own).get(name) for size in sorted(found["points"], key=int)}
-                rows = [(f"{size}{EXAMPLES}", gain) for size, gain in gains.items() if gain]
-            else:
-                rows = [
-                    (place_of(gain, own), gain)
-                    for gain in found["gains"]
-                    if gain["own"] in own and split(gain["over"])[1] == name and gain["low"] is not None and alike(gain)
-                ]
-                rows = [row for row in rows if row[0].endswith(", mean")] or rows  # where there are means over clients
-            kinds = {"ahead of": [], "not decided against": [], "behind": []}
-            for row in rows:
-                kinds[kind_of(row[1])].append(row)
-            if rows:
-                lines.append(f"| {told} | {name} | " + " | ".join(gathered(places) for places in kinds.values()) + " |")
-                told = " | "
+        found, place = json.loads(file.read_text(encoding="utf-8")), named(stem)
+        if "points" in found:
+            lines += claimed(f"{claim} | {place}", {name: at_sizes(found, *own, name) for name in over})
+            last = {name: at_sizes(found, *own, name, after_all=True) for name in over}
+            lines += claimed(f"The same, after all rounds | {place}", last)
+        else:
+            lines += claimed(f"{claim} | {place}", {name: at_places(found, own, name) for name in over})
     return "\n".join([*lines, ""])
+
+
+def claimed(told, found):
+    """A line for each method that a claim is against."""
+    lines = []
+    for name, rows in found.items():
+        kinds = {"ahead of": [], "not decided against": [], "behind": []}
+        for row in rows:
+            kinds[kind_of(row[1])].append(row)
+        if rows:
+            lines.append(f"| {told} | {name} | " + " | ".join(gathered(places) for places in kinds.values()) + " |")
+            told = " | "
+    return lines
+
+
+def at_sizes(found, own, name, after_all=False):
+    """How far a method of a curve is ahead of another, by size: at the chosen rounds, or after all."""
+    gains = {size: against(found, size, own, after_all).get(name) for size in sorted(found["points"], key=int)}
+    return [(f"{size}{EXAMPLES}", gain) for size, gain in gains.items() if gain]
+
+
+def at_places(found, own, name):
+    """How far a method of a table is ahead of another, by place."""
+    rows = [
+        (place_of(gain, own), gain)
+        for gain in found["gains"]
+        if gain["own"] in own and split(gain["over"])[1] == name and gain["low"] is not None and alike(gain)
+    ]
+    return [row for row in rows if row[0].endswith(", mean")] or rows  # where there are means over clients
 
 
 def named(stem):
