@@ -112,9 +112,9 @@ REMARKS = {  # what one should know to read a table or a curve
     "fedhenn-fig3": "From nobody to all clients FedHeNN Homo loses 1.6 points and training alone 2.5. That difference, 0.9 "
     "(−1.6 to 3.5), is not decided.",
     "pfedla-examples": "Its weights over clients learn by one step a round. With 320 examples and 15 rounds it was behind "
-    "training alone by 4.0 (2.0 to 6.0); with the 40 rounds here nothing is decided. So the points with 80 and 160, of 40 and "
-    "25 rounds, say how the methods begin. With 40 examples a rate of 0.5 (one run each, benchmarks/README.md) is as good on validation "
-    "examples for training alone, and worse for pFedLA, FedAvg and FedAvg with fine-tuning. FedFomo "
+    "training alone by 4.0 (2.0 to 6.0); with the 40 rounds here nothing is decided. So the points with 80 and 160, of 40 "
+    "and 25 rounds, say how the methods begin. With 40 examples a rate of 0.5 (one run each, benchmarks/README.md) is as "
+    "good on validation examples for training alone, and worse for pFedLA, FedAvg and FedAvg with fine-tuning. FedFomo "
     "weighs models by held-out examples, 8 of the 40: where a client's own training makes their loss worse, it goes back "
     "to where it was, and with all its images in one batch it stays there.",
     "flha-examples": "Distillation trains its teacher in the first half of the rounds. With 160 and 320 examples the search "
