@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import t
+from papers_cells import interval
 from sklearn.datasets import load_digits
 from torch.nn import Linear, ReLU, Sequential
 
@@ -63,12 +63,6 @@ def compared(deal, runs):
     }
 
 
-def interval(values, level=0.95):
-    """Of the mean of independent values, by Student's t."""
-    half = t.ppf((1 + level) / 2, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
-    return float(np.mean(values) - half), float(np.mean(values) + half)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deals", type=int, default=12)
@@ -82,10 +76,9 @@ def main():
             continue
         deals.append(compared(deal, given.runs))
         gains = [one["accuracy"]["fedhenn"] - one["accuracy"]["local"] for one in deals]
-        low, high = interval(gains) if len(gains) > 1 else (None, None)
-        content = {"deals": deals, "gain": float(np.mean(gains)), "low": low, "high": high}
+        content = {"deals": deals, **interval(gains)}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        print(deal, deals[-1]["accuracy"], content["gain"], low, high, flush=True)
+        print(deal, deals[-1]["accuracy"], {key: content[key] for key in ("gain", "low", "high")}, flush=True)
 
 
 if __name__ == "__main__":

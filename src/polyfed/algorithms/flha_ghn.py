@@ -44,8 +44,8 @@ class FLHAGHN(Averaging, Decides):
             (polyfed's choice), which is "mlp" up to 50 MB a message and "factored" where that would send more.
         rank: of the factored heads (16, polyfed's choice).
         normalise: whether GNN and heads keep activations of one size (true, polyfed's choice); false is the published form,
-            with initialisation="paper" more accurate where networks have norm layers, and seldom of use where they have
-            none.
+            with initialisation="paper" more accurate in some federations of few images whose networks have norm layers,
+            and seldom of use where they have none.
         initialisation: "kaiming" (polyfed's choice): generated weights have Kaiming's variance; "paper": section
             4.2's formula (paper).
         norms: "generate" (polyfed's choice; the paper does not say), or "local": scales and shifts of norm layers
