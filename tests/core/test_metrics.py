@@ -54,6 +54,19 @@ def test_a_metric_is_that_of_scikit_learn(name, data):
     assert METRICS[name](*DATA[data]) == pytest.approx(float(EXPECTED[name, data]), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "reference"), [("auc", sk.roc_auc_score), ("average_precision", sk.average_precision_score)]
+)
+def test_scores_of_ranks_are_those_of_scikit_learn_where_many_values_are_equal(name, reference):
+    random = np.random.default_rng(0)
+    for size in (2, 3, 10, 200):
+        for values in (1, 2, 5, 1000):
+            outputs = torch.tensor(random.integers(values, size=(size, 2)), dtype=torch.float32)
+            targets = torch.tensor([0, 1, *random.integers(2, size=size - 2)])
+            expected = reference(targets.numpy(), (outputs[:, 1] - outputs[:, 0]).numpy())
+            assert METRICS[name](outputs, targets) == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.parametrize("percent", [80, 90, 97.5])
 def test_sensitivity_is_the_best_point_of_the_roc_curve_with_that_specificity(percent):
     false, true, _ = sk.roc_curve(Y["two"], SHARE["two"][:, 1], drop_intermediate=False)

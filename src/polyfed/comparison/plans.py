@@ -18,7 +18,7 @@ from polyfed.comparison.several import side_by_side
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.examples import Examples
-from polyfed.core.metrics import Metric, prepare
+from polyfed.core.metrics import Metric
 from polyfed.core.threads import usable_cores
 from polyfed.core.tree import decode, encode
 from polyfed.simulation.engines.machine import device_of_clients
@@ -178,8 +178,6 @@ def play(plan: Plan, jobs: Sequence[Job]) -> tuple[dict[Job, Played], dict[Job, 
     processes = min(_at_once(plan, len(clients)), max(1, len(missing)))
     alone = processes == 1
     settings = plan.settings if alone else dataclasses.replace(plan.settings, engine="inprocess", workers=0)
-
-    prepare(plan.metrics)
 
     def tasks() -> Iterator[tuple[Job, Callable[[], Any]]]:
         for job in missing:

@@ -26,7 +26,7 @@ from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.code import granted, inherit
 from polyfed.core.compression import Compression
 from polyfed.core.errors import ClientError
-from polyfed.core.metrics import Metric, prepare
+from polyfed.core.metrics import Metric
 from polyfed.core.together import MOST
 from polyfed.core.tree import decode, encode, tensors_of
 from polyfed.simulation.engines.cohort import CohortEngine
@@ -96,7 +96,6 @@ class PoolEngine(Engine):
         self._context: Any = multiprocessing.get_context(method)
         self._incidents: dict[str, list[str]] = {}  # client -> deaths of workers that are not reported yet
         self._workers: list[_Worker] = []
-        prepare(metrics)
         for _ in range(workers):
             self._workers.append(self._start())
 
