@@ -11,6 +11,7 @@ OTHER = {  # further curves of a paper, by what is different
     "fedhenn_homo": "one network for all",
     "pfedla_cifar10": "CIFAR-10, four of five images are of two classes",
 }
+SHARES = ("%", "fraction")  # of examples
 EVERY = 5  # rounds from one evaluation to the next
 DIGITS = {"%": 1, "fraction": 3, "count": 0, "MB": 2, "s": 1, "ratio": 2}
 
@@ -181,7 +182,7 @@ def crossing(found, sizes, own, other):
     known = {size: gain for size in sizes if (gain := against(found, size, own).get(other))}
     kinds = {"ahead": [], "behind": [], "not decided": []}
     for size, gain in known.items():
-        kinds["ahead" if gain["low"] > 0 else "behind" if gain["high"] < 0 else "not decided"].append(str(size))
+        kinds[kind_of(gain).removesuffix(" of").removesuffix(" against")].append(str(size))
     words = [f"{kind} with {', '.join(names)} examples" for kind, names in kinds.items() if names]
     every = [
         f"in every seed with {', '.join(names)}"
@@ -226,3 +227,13 @@ def spanned(gain, times=1):
 
 def signed(value, unit):
     return f"{value:+.{DIGITS[unit]}f}".replace("-", "−")
+
+
+def kind_of(gain):
+    if gain["low"] is None:
+        return "one seed only, against"
+    digits = DIGITS[gain.get("unit", "fraction")]  # of a curve: fractions
+    low, high = round(gain["low"], digits), round(gain["high"], digits)  # what is printed as 0 is none
+    if low == high and gain.get("unit") in SHARES:  # which are alike in all seeds by chance
+        return "not decided against"
+    return "ahead of" if low > 0 else "behind" if high < 0 else "not decided against"

@@ -1,0 +1,222 @@
+"""The first part of docs/results.md: what the papers claim, and what of it the measurements in benchmarks/results/papers
+show. A sentence that they do not carry is not written."""
+
+import json
+
+from papers_curves import against, kind_of, signed, spanned
+
+from polyfed.cli.commands.papers import find
+
+PAPERS = {
+    "pfedla": ("pFedLA", "Layer-wise aggregation by a hypernetwork for each client (Ma et al., CVPR 2022)"),
+    "fedhenn": ("FedHeNN", "Representations aligned by CKA (Makhija et al., ICML 2022)"),
+    "flha": ("FLHA-GHN", "A graph hypernetwork for different architectures (Litany et al., 2022)"),
+    "fedpnas": ("FedPNAS", "Personalised architecture search (Hoang and Kingsford)"),
+}
+EXAMPLES = " examples"
+
+
+CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or columns, or a curve's method; against whom
+    ("pFedLA is better than training alone and than FedAvg, by the number of examples", "pfedla-examples", ("pfedla",),
+     ("local", "fedavg", "fedavg_ft")),
+    ("The same, four of five images of two classes (CIFAR-10)", "pfedla_cifar10-examples", ("pfedla",),
+     ("local", "fedavg", "fedavg_ft")),
+    ("pFedLA is better than training alone and than FedAvg", "pfedla-table1", ("pFedLA",),
+     ("local training", "FedAvg", "FedAvg, fine-tuned (not in the paper)")),
+    ("FLHA-GHN is better than training alone, pFedHN and distillation, for different architectures", "flha-table1",
+     tuple(f"{share} %, FLHA-GHN" for share in (25, 12.5, 6.25)), ("local training", "pFedHN", "distillation")),
+    ("The same as published: no normalise, Kaiming's variance, momentum or clipping", "flha-table1",
+     tuple(f"{share} %, FLHA-GHN as published" for share in (25, 12.5, 6.25)), ("local training", "pFedHN", "distillation")),
+    ("The same with ten labels a picture (mosaics instead of X-rays; points of AUC)", "flha-table3",
+     tuple(f"{share} %, FLHA-GHN" for share in (25, 12.5, 6.25)), ("local training", "pFedHN", "distillation")),
+    ("FLHA-GHN is better than these, by the number of examples, with rates chosen for each", "flha-examples", ("flha_ghn",),
+     ("local", "pfedhn", "fedavg_kd", "fedavg_ft (one network)")),
+    ("The same as published", "flha-examples", ("flha_ghn_published",),
+     ("local", "pfedhn", "fedavg_kd", "fedavg_ft (one network)")),
+    ("FLHA-GHN is better than one network by FedAvg where clients' classes are very unbalanced (α = 0.1)", "flha-table5",
+     ("α = 0.1, FLHA-GHN",), ("α = 0.1, standard FL", "α = 0.1, local training")),
+    ("FLHA-GHN's weights are a better start for an unseen architecture than random ones", "flha-table6", ("GHN init",),
+     ("from scratch",)),
+    ("FedHeNN is better than FedRep, and than training alone", "fedhenn-table2", ("FedHeNN Homo", "FedHeNN Hetero"),
+     ("FedRep", "local training, homo", "local training, hetero")),
+    ("FedHeNN is better than training alone, by the number of examples (Fashion-MNIST)", "fedhenn-examples", ("fedhenn",),
+     ("local",)),
+    ("The same, one network for all clients", "fedhenn_homo-examples", ("fedhenn_homo",), ("local", "fedavg", "fedavg_ft")),
+    ("FedHeNN is better than training alone where some clients have half of the data, too", "fedhenn-fig3",
+     ("FedHeNN Homo", "FedHeNN Hetero"), ("local training, homo", "local training, hetero")),
+    ("FedHeNN is better than training alone where a share of the clients has a small network", "fedhenn-fig1",
+     ("FedHeNN",), ("local training, FedHeNN's networks",)),
+    ("FedHeNN's global model is better than those of FedAvg and FedProx", "fedhenn-table1", ("FedHeNN, global",),
+     ("FedAvg", "FedAvg, mean over all", "FedProx", "FedProx, mean over all")),
+    ("CA-FedPNAS is better than training alone, FedAvg and FedDSNAS (images turned by 0 and ±90 degrees)",
+     "fedpnas-examples", ("ca_fedpnas",), ("local", "fedavg", "fedavg_ft", "feddsnas")),
+    ("CA-FedPNAS is better than a search of one network for all, FedDSNAS", "fedpnas-table1", ("CA-FedPNAS",),
+     ("FedDSNAS", "FedDSNAS, adapted")),
+    ("CA-FedPNAS is better than FedDSNAS on rotations that no client has seen", "fedpnas-table2",
+     ("CA-FedPNAS", "CA-FedPNAS, retrained"), ("FedDSNAS", "FedDSNAS, retrained")),
+    ("CA-FedPNAS is better than its parts, and than FedAvg (images turned by 0 and ±90 degrees)", "fedpnas-effects",
+     ("CA-FedPNAS",), ("CA-FedDSNAS", "FedDSNAS", "FedAvg")),
+    ("CA-FedPNAS is better than its parts, and than FedAvg (images turned by −30 to 30 degrees)", "fedpnas-fig3",
+     ("CA-FedPNAS",), ("CA-FedDSNAS", "FedDSNAS", "FedAvg")),
+)  # fmt: skip
+
+FEW = ("20 ", "40 ", "160 ")  # examples a client
+AHEAD, NOT, BEHIND = ("ahead of",), ("not decided against",), ("behind",)
+CONCLUSIONS = (  # a sentence; its grounds: results, of which method, against whom, how places begin, which way
+    ("**pFedLA** is ahead of FedAvg with 20 to 320 images of Fashion-MNIST a client, {}. Of training alone it is ahead with "
+     "80 and 160, {}, which for 160 depends on the rate that was chosen; with 20, 40 and 320 nothing is decided, {}. On "
+     "CIFAR-10, where ten clients share classes, it is ahead of training alone, {}. Its weights over clients learn by one "
+     "step a round: where a tenth of 100 clients takes part, it is behind training alone, {}.",
+     (("pfedla-examples", "pfedla", "fedavg", "", AHEAD), ("pfedla-examples", "pfedla", "local", ("80 ", "160 "), AHEAD),
+      ("pfedla-examples", "pfedla", "local", ("20 ", "40 ", "320 "), NOT),
+      ("pfedla-table1", "pFedLA", "local training", "CIFAR10, 10", AHEAD),
+      ("pfedla-table1", "pFedLA", "local training", "FashionMNIST, 100", BEHIND))),
+    ("**FLHA-GHN** helps different networks with few images. With 20, 40 and 160 a client it is ahead of training alone, "
+     "{}, and of distillation, {}; with 80, {} and {}, and with 320 over training alone, {}, nothing is decided. Sites "
+     "that can all take one network do better with FedAvg and fine-tuning: with 20 to 160 FLHA-GHN is behind it, {}.",
+     (("flha-examples", "flha_ghn", "local", FEW, AHEAD), ("flha-examples", "flha_ghn", "fedavg_kd", FEW, AHEAD),
+      ("flha-examples", "flha_ghn", "local", "80 ", NOT), ("flha-examples", "flha_ghn", "fedavg_kd", "80 ", NOT),
+      ("flha-examples", "flha_ghn", "local", "320 ", NOT),
+      ("flha-examples", "flha_ghn", "fedavg_ft (one network)", ("20 ", "40 ", "80 ", "160 "), BEHIND))),
+    ("**FedHeNN** with one network for all is ahead of training alone on CIFAR-10, {}. With several networks it is ahead "
+     "on tweets of 100 clients, {}; on Fashion-MNIST nothing is decided, {}. Its global model is ahead of FedAvg's on "
+     "CIFAR-10, {}. That is the mean over all clients' latest networks: with it FedAvg is not behind FedHeNN, {}.",
+     (("fedhenn-fig3", "FedHeNN Homo", "local training, homo", "", AHEAD),
+      ("fedhenn-table2", "FedHeNN Hetero", "local training, hetero", "Sentiment140, 100", AHEAD),
+      ("fedhenn-examples", "fedhenn", "local", "", NOT), ("fedhenn-table1", "FedHeNN, global", "FedAvg", "CIFAR-10", AHEAD),
+      ("fedhenn-table1", "FedHeNN, global", "FedAvg, mean over all", "CIFAR-10", NOT + BEHIND))),
+    ("**CA-FedPNAS** is ahead of a search of one network for all, FedDSNAS, {}, and of FedAvg, {}, where images are "
+     "turned by 0 and ±90 degrees. Against CA-FedDSNAS, which samples by context, too, but is not personalised, nothing "
+     "is decided, {}.",
+     (("fedpnas-effects", "CA-FedPNAS", "FedDSNAS", "", AHEAD), ("fedpnas-effects", "CA-FedPNAS", "FedAvg", "", AHEAD),
+      ("fedpnas-effects", "CA-FedPNAS", "CA-FedDSNAS", "", NOT))),
+)  # fmt: skip
+
+
+def conclusions(results):
+    """What to take from the page.
+
+    Raises:
+        SystemExit: a sentence that the measurements do not carry.
+    """
+    lines = [
+        "## In a few sentences\n",
+        "Differences in points of accuracy, with the 95 % interval of one, or the least and the largest of several. Those "
+        "by the number of images are from the curves, after all rounds.\n",
+    ]
+    for sentence, grounds in CONCLUSIONS:
+        told = []
+        for stem, own, name, place, kinds in grounds:
+            found = json.loads((results / f"{stem}.json").read_text(encoding="utf-8"))
+            rows = at_sizes(found, own, name, after_all=True) if "points" in found else at_places(found, (own,), name)
+            rows = [row for row in rows if row[0].startswith(place)]
+            if not rows or any(kind_of(gain) not in kinds for _, gain in rows):
+                shown, wanted = gathered(rows), " or ".join(kinds)
+                raise SystemExit(
+                    f"{sentence!r} is not carried: {own} against {name} in {stem} is {shown}, not {wanted}"
+                )
+            told.append(in_words([gain for _, gain in rows]))
+        lines.append("- " + sentence.format(*told))
+    return "\n".join([*lines, ""])
+
+
+def in_words(gains):
+    """A difference in points with its interval, or the least and the largest of several."""
+    points = [in_points(gain) for gain in gains]
+    if len(points) == 1:
+        return spanned(points[0])
+    return " to ".join(signed(end(point["gain"] for point in points), "%") for end in (min, max))
+
+
+def in_short(results):
+    """What the papers claim first, and what of it was found, a line for whom it is against."""
+    lines = [
+        "## In short\n",
+        "Differences in points of accuracy, with 95 % intervals. Where more than two places come out alike, only "
+        "their least and largest difference stand here.\n",
+        "| the paper's claim | measured in | against | ahead | not decided | behind |",
+        "|---|---|---|---|---|---|",
+    ]
+    for claim, stem, own, over in CLAIMS:
+        file = results / f"{stem}.json"
+        if not file.exists():
+            continue
+        found, place = json.loads(file.read_text(encoding="utf-8")), named(stem)
+        if "points" in found:
+            lines += claimed(f"{claim} | {place}", {name: at_sizes(found, *own, name) for name in over})
+            last = {name: at_sizes(found, *own, name, after_all=True) for name in over}
+            lines += claimed(f"The same, after all rounds | {place}", last)
+        else:
+            lines += claimed(f"{claim} | {place}", {name: at_places(found, own, name) for name in over})
+    return "\n".join([*lines, ""])
+
+
+def claimed(told, found):
+    """A line for each method that a claim is against."""
+    lines = []
+    for name, rows in found.items():
+        kinds = {"ahead of": [], "not decided against": [], "behind": []}
+        for row in rows:
+            kinds[kind_of(row[1])].append(row)
+        if rows:
+            lines.append(f"| {told} | {name} | " + " | ".join(gathered(places) for places in kinds.values()) + " |")
+            told = " | "
+    return lines
+
+
+def at_sizes(found, own, name, after_all=False):
+    """How far a method of a curve is ahead of another, by size: at the chosen rounds, or after all."""
+    gains = {size: against(found, size, own, after_all).get(name) for size in sorted(found["points"], key=int)}
+    return [(f"{size}{EXAMPLES}", gain) for size, gain in gains.items() if gain]
+
+
+def at_places(found, own, name):
+    """How far a method of a table is ahead of another, by place."""
+    rows = [
+        (place_of(gain, own), gain)
+        for gain in found["gains"]
+        if gain["own"] in own and split(gain["over"])[1] == name and gain["low"] is not None and alike(gain)
+    ]
+    return [row for row in rows if row[0].endswith(", mean")] or rows  # where there are means over clients
+
+
+def named(stem):
+    """A link to where a claim was measured."""
+    paper, _, table = stem.partition("-")
+    name = "curve" if table == "examples" else find(paper, table).number
+    return f"[{name}](#{PAPERS[paper.partition('_')[0]][0].lower()})"
+
+
+def gathered(rows):
+    """The differences at one or two places, or the range of those at more."""
+    points = [(place, in_points(gain)) for place, gain in rows]
+    if len(points) <= 2:
+        return "<br>".join(f"{place}: {spanned(gain)}" for place, gain in points)
+    least, most = (signed(end(gain["gain"] for _, gain in points), "%") for end in (min, max))
+    sizes = [place.removesuffix(EXAMPLES) for place, _ in points if place.endswith(EXAMPLES)]
+    return f"{', '.join(sizes) + EXAMPLES if sizes else f'{len(points)} places'}: {least} to {most}"
+
+
+def in_points(gain):
+    """A difference of shares, which are fractions in curves and in some tables, in percent."""
+    times = 1 if gain.get("unit") == "%" else 100
+    return {key: times * gain[key] for key in ("gain", "low", "high")}
+
+
+def place_of(gain, own):
+    """Where a difference was measured, and of which of several methods."""
+    group, name = split(gain["own"])
+    several = len({split(one)[1] for one in own}) > 1
+    return f"{group}{name}, {gain['at']}" if several else f"{group}{gain['at']}"
+
+
+def alike(gain):
+    """Whether both methods had the same networks, where there are two kinds of clients."""
+    kinds = [word for word in ("homo", "hetero") if gain["over"].endswith(f", {word}")]
+    return all(gain["own"].lower().endswith(word) for word in kinds)
+
+
+def split(name):
+    """A row's group ("25 %, ") and its own name."""
+    group, comma, rest = name.partition(", ")
+    return (f"{group}{comma}", rest) if comma and "%" in group else ("", name)
