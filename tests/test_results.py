@@ -84,6 +84,7 @@ def test_a_sentence_on_a_paper_that_its_intervals_do_not_carry_is_not_written(cl
         ("B", "x", claims.BEHIND),
         ("C", "", claims.NOT),
         ("B", "z", claims.NOT),
+        ("B", ("x", "z"), claims.NOT),
     ):
         monkeypatch.setattr(claims, "CONCLUSIONS", (("A {}.", (("a-table1", "A", name, place, kinds),)),))
         with pytest.raises(SystemExit, match=f"is not carried: A against {name} in a-table1"):
