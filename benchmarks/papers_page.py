@@ -88,7 +88,7 @@ REMARKS = {  # what one should know to read a table or a curve
 
 def write(results, docs):
     """The page, with a section a paper."""
-    parts = [HEAD, conclusions(results), in_short(results)]
+    parts, took = [HEAD, conclusions(results), in_short(results)], minutes(results)
     for paper, (name, what) in PAPERS.items():
         tables = sorted(f for f in results.glob(f"{paper}-*.json") if not f.stem.endswith("-examples"))
         curves = {
@@ -102,7 +102,8 @@ def write(results, docs):
             of_curve(key, name, json.loads(file.read_text(encoding="utf-8")), docs, REMARKS.get(f"{key}-examples"))
             for key, file in curves.items()
         ]
-        parts += [of_table(json.loads(file.read_text(encoding="utf-8"))) for file in tables]
+        parts += [of_table(json.loads(file.read_text(encoding="utf-8")), took) for file in tables]
+    parts += [how_long(results)] if took else []
     (docs / "results.md").write_text("\n".join(parts), encoding="utf-8")
 
 
@@ -110,8 +111,8 @@ def number(value, unit):
     return f"{value:.{DIGITS[unit]}f}"
 
 
-def of_table(found):
-    """One table: its cells, what is reduced, and what is shown."""
+def of_table(found, took):
+    """One table: its cells, what is reduced, and what is shown. `took` has the minutes of those that were timed."""
     columns = list(dict.fromkeys(cell["column"] for cell in found["cells"]))
     rows = list(dict.fromkeys(cell["row"] for cell in found["cells"]))
     at = {(cell["row"], cell["column"]): cell for cell in found["cells"]}
@@ -153,12 +154,11 @@ def of_table(found):
     recipes = dict.fromkeys(cell["recipe"] for cell in found["cells"] if cell["recipe"])
     for reduced in dict.fromkeys(found["reduced"][recipe] for recipe in recipes):
         lines.append(f"Reduced against the paper: {' '.join(reduced.split())}.\n" if reduced else "")
-    minutes, runs = round(found["seconds"] / 60), found.get("runs")
-    computing = f"{minutes} minute{'s' * (minutes != 1)} of computing in all"
-    took = f"the runs of {find(*runs.split('/')).number}" if runs else computing
     if found["seconds"]:
         seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
-        lines.append(f"{seeds}; {took}.")
+        shared = f"; the runs of {find(*found['runs'].split('/')).number}" if found.get("runs") else ""
+        timed = took.get(f"{found['paper']}/{found['table']}")
+        lines.append(f"{seeds}{shared}." + (f" Three seeds take {spelled(timed)} on two idle cores." if timed else ""))
     if remark := REMARKS.get(f"{found['paper']}-{found['table']}"):
         lines.append(f"\n{remark}\n")
     if note := " ".join(find(found["paper"], found["table"]).note.split()):
@@ -205,3 +205,49 @@ def differences(gains):
         at = {gain["at"]: gain for gain in known if (gain["own"], gain["over"]) == (own, over)}
         lines.append(f"| {own} − {over} | " + " | ".join(spanned(at.get(place)) for place in places) + " |")
     return [*lines, ""]
+
+
+TIMED = "minutes.json"  # of papers_minutes.py: seconds of one seed, by table and variant
+MANY = 4  # variants; of more, only the fastest and the slowest are named
+
+
+def timings(results):
+    """Minutes that three seeds of each variant take, by table, and the machine."""
+    if not (results / TIMED).exists():
+        return {}, ""
+    found = json.loads((results / TIMED).read_text(encoding="utf-8"))
+    tables = {
+        key: {variant: 3 * one["seconds"] / 60 for variant, one in variants.items()}
+        for key, variants in found["tables"].items()
+    }
+    return tables, found["machine"]
+
+
+def minutes(results):
+    """Minutes that three seeds of each table take, all its variants."""
+    return {key: sum(variants.values()) for key, variants in timings(results)[0].items()}
+
+
+def spelled(value):
+    return f"{value:.0f} minute{'s' * (round(value) != 1)}"
+
+
+def how_long(results):
+    """A row a table: minutes for three seeds, of all its variants and of each."""
+    tables, machine = timings(results)
+    lines = [
+        "## How long a table takes\n",
+        f"Minutes for three seeds at scale `cpu` on two idle cores ({machine}): three times what one seed took, start of "
+        "the command and evaluation included. `--variant` makes a part of a table, and a table that was stopped goes on "
+        "where it was. Tables that are not here were not timed.\n",
+        "| table | whole | its variants |",
+        "|---|---|---|",
+    ]
+    for key, variants in tables.items():
+        paper, name = key.split("/")
+        each = ", ".join(f"{variant} {value:.0f}" for variant, value in variants.items())
+        if len(variants) > MANY:
+            each = f"{len(variants)} variants, {min(variants.values()):.1f} to {max(variants.values()):.1f} each"
+        whole = sum(variants.values())
+        lines.append(f"| {PAPERS[paper][0]}, {find(paper, name).number} | {whole:.0f} | {each} |")
+    return "\n".join([*lines, ""])

@@ -61,6 +61,27 @@ def test_a_table_takes_only_variants_of_the_data_that_it_was_given(page):
             assert names <= {data} or table.options[:2] == ("--data.name", data), (key, pattern)
 
 
+def test_a_table_was_timed_as_a_whole():
+    """One whose timing was stopped would be printed as faster than it is."""
+    from papers_minutes import variants_of
+    from papers_page import TIMED
+
+    timed = json.loads((ROOT / "benchmarks" / "results" / "papers" / TIMED).read_text(encoding="utf-8"))["tables"]
+    assert timed
+    for key, variants in timed.items():
+        assert sorted(variants) == sorted(variant or "" for _, variant in variants_of(key)), key
+
+
+def test_minutes_are_of_three_seeds_and_of_all_variants(page, tmp_path):
+    seconds = {"pfedla/table2": {"fashion_mnist-10": 100, "cifar10-10": 140}, "flha/fig4": dict.fromkeys("abcde", 60)}
+    tables = {key: {name: {"seconds": value} for name, value in of.items()} for key, of in seconds.items()}
+    (tmp_path / page.TIMED).write_text(json.dumps({"machine": "a machine", "tables": tables}), encoding="utf-8")
+    assert page.minutes(tmp_path) == {"pfedla/table2": 12, "flha/fig4": 15}
+    *_, two, five, _ = page.how_long(tmp_path).split("\n")
+    assert two == "| pFedLA, Table 2 | 12 | fashion_mnist-10 5, cifar10-10 7 |"
+    assert five == "| FLHA-GHN, Fig. 4 | 15 | 5 variants, 3.0 to 3.0 each |"
+
+
 def test_only_what_a_method_of_the_comparison_has_is_searched():
     """FedHeNN's η_0 is no field of the two that stand for one network in its curve."""
     import papers

@@ -1,0 +1,115 @@
+"""How long the papers' tables take at scale cpu: one seed of each variant of papers.py, by `polyfed reproduce`.
+
+    python benchmarks/papers_minutes.py pfedla/table1 ... --machine WORDS [--data NAME=FOLDER] [--runs runs/minutes]
+
+`all` is every table. Each variant is one call of the command, as a user would make it, from its start to its end, on all
+cores and with no run there before. Results are in results/papers/minutes.json; what is there is not timed again. Before each
+call the script waits until nothing else computes, and stops where that does not come. Other seeds have as many clients,
+rounds and minibatches, so that a table of three takes about three times as long.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from fnmatch import fnmatch
+from pathlib import Path
+
+from papers import RESULTS, TABLES, folder_of
+from papers_page import TIMED
+
+from polyfed.cli.commands.papers import find
+
+IDLE, PATIENCE = 0.15, 60  # of a core that others may use; seconds to wait for that
+
+
+def variants_of(key):
+    """The variants of a table that are measured, with the data set whose folder each is given ("" needs none)."""
+    known = dict.fromkeys(v for variants in find(*key.split("/")).variants().values() for v in variants)
+    for data, patterns in (TABLES[key].variants or {"": None}).items():
+        for variant in known:
+            if patterns is None or (variant and any(fnmatch(variant, p) for p in patterns.split(","))):
+                yield data, variant
+
+
+def busy_cores(seconds=3.0):
+    """Cores in use, of all processes (Linux)."""
+
+    def used():
+        times = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+        return (sum(times) - times[3] - times[4]) / os.sysconf("SC_CLK_TCK")  # less idle and waiting
+
+    before = used()
+    time.sleep(seconds)
+    return (used() - before) / seconds
+
+
+def wait_until_idle():
+    until = time.monotonic() + PATIENCE
+    while (found := busy_cores()) > IDLE:
+        if time.monotonic() > until:
+            raise SystemExit(f"something else uses {found:.2f} cores; time nothing beside it")
+
+
+def children():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def timed(key, data, variant, given):
+    """One variant's seconds."""
+    paper, name = key.split("/")
+    plan, out = TABLES[key], Path(given.runs) / key.replace("/", "-") / (variant or "all")
+    shutil.rmtree(out, ignore_errors=True)  # of an earlier call that was stopped
+    words = [
+        sys.executable,
+        "-m",
+        "polyfed",
+        "reproduce",
+        paper,
+        name,
+        *plan.options,
+        "--seeds",
+        "0",
+        "--out",
+        str(out),
+    ]
+    words += ["--variant", variant] if variant else []
+    words += ["--data.path", folder_of(data, given)] if data not in ("", "digits") else []
+    wait_until_idle()
+    began, used = time.monotonic(), children()
+    done = subprocess.run([*words, "--quiet"], capture_output=True, text=True, check=False)
+    took = {"seconds": round(time.monotonic() - began, 1), "processor": round(children() - used, 1)}
+    if not (out / "reproduce.json").exists():
+        raise SystemExit(f"{key}, {variant}: {done.stderr}")
+    return took
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="+")
+    parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--runs", default="runs/minutes")
+    parser.add_argument("--machine", required=True, help="what computes, e.g. 'AMD EPYC, AVX2'")
+    parser.add_argument("--out", type=Path, default=RESULTS / TIMED)
+    given = parser.parse_args()
+    found = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {"tables": {}}
+    found |= {"cores": os.cpu_count(), "machine": given.machine}
+    for key in TABLES if given.tables == ["all"] else given.tables:
+        if key not in TABLES:
+            raise SystemExit(f"no {key!r}; there are {', '.join(TABLES)}")
+        known = found["tables"].setdefault(key, {})
+        for data, variant in variants_of(key):
+            if (variant or "") in known:
+                continue
+            known[variant or ""] = timed(key, data, variant, given)
+            given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            print(key, variant, known[variant or ""], flush=True)
+
+
+if __name__ == "__main__":
+    main()
