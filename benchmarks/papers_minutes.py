@@ -1,11 +1,12 @@
 """How long the papers' tables take at scale cpu: one seed of each variant of papers.py, by `polyfed reproduce`.
 
-    python benchmarks/papers_minutes.py pfedla/table1 ... --machine WORDS [--data NAME=FOLDER] [--runs runs/minutes]
+    python benchmarks/papers_minutes.py pfedla/table1 ... [--data NAME=FOLDER] [--runs runs/minutes]
 
 `all` is every table. Each variant is one call of the command, as a user would make it, from its start to its end, on all
-cores and with no run there before. Results are in results/papers/minutes.json; what is there is not timed again. Before each
-call the script waits until nothing else computes, and stops where that does not come. Other seeds have as many clients,
-rounds and minibatches, so that a table of three takes about three times as long.
+cores and with no run there before. Results are in results/papers/minutes.json, all of one machine; what is there is not
+timed again. Before each call the script waits until nothing else computes, and stops where that does not come. A method
+that diverges ends early, and the call is marked "failed". Other seeds have as many clients, rounds and minibatches, so that
+a table of three takes about three times as long.
 """
 
 import argparse
@@ -21,8 +22,11 @@ from pathlib import Path
 
 from papers import RESULTS, TABLES, folder_of
 from papers_page import TIMED
+from workloads import cpu_name
 
 from polyfed.cli.commands.papers import find
+from polyfed.cli.commands.reproduce import RESULT
+from polyfed.core.threads import usable_cores
 
 IDLE, PATIENCE = 0.15, 60  # of a core that others may use; seconds to wait for that
 
@@ -65,27 +69,18 @@ def timed(key, data, variant, given):
     paper, name = key.split("/")
     plan, out = TABLES[key], Path(given.runs) / key.replace("/", "-") / (variant or "all")
     shutil.rmtree(out, ignore_errors=True)  # of an earlier call that was stopped
-    words = [
-        sys.executable,
-        "-m",
-        "polyfed",
-        "reproduce",
-        paper,
-        name,
-        *plan.options,
-        "--seeds",
-        "0",
-        "--out",
-        str(out),
-    ]
+    words = [sys.executable, "-m", "polyfed", "reproduce", paper, name, "--seeds", "0", "--out", str(out), "--quiet"]
+    words += plan.options
     words += ["--variant", variant] if variant else []
     words += ["--data.path", folder_of(data, given)] if data not in ("", "digits") else []
     wait_until_idle()
     began, used = time.monotonic(), children()
-    done = subprocess.run([*words, "--quiet"], capture_output=True, text=True, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     took = {"seconds": round(time.monotonic() - began, 1), "processor": round(children() - used, 1)}
-    if not (out / "reproduce.json").exists():
+    if not (out / RESULT).exists():
         raise SystemExit(f"{key}, {variant}: {done.stderr}")
+    if done.returncode:
+        took["failed"] = done.stderr.strip().rpartition("\n")[2]
     return took
 
 
@@ -94,16 +89,18 @@ def main():
     parser.add_argument("tables", nargs="+")
     parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--runs", default="runs/minutes")
-    parser.add_argument("--machine", required=True, help="what computes, e.g. 'AMD EPYC, AVX2'")
     parser.add_argument("--out", type=Path, default=RESULTS / TIMED)
     given = parser.parse_args()
     found = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {"tables": {}}
-    found |= {"cores": os.cpu_count(), "machine": given.machine}
+    machine = {"cpu": cpu_name(), "cores": usable_cores()}
+    if found["tables"] and any(found[key] != value for key, value in machine.items()):
+        raise SystemExit(f"{given.out} is of {found['cpu']}, {found['cores']} cores; give another file with --out")
+    found |= machine
     for key in TABLES if given.tables == ["all"] else given.tables:
         if key not in TABLES:
             raise SystemExit(f"no {key!r}; there are {', '.join(TABLES)}")
-        known = found["tables"].setdefault(key, {})
         for data, variant in variants_of(key):
+            known = found["tables"].setdefault(key, {})
             if (variant or "") in known:
                 continue
             known[variant or ""] = timed(key, data, variant, given)

@@ -158,7 +158,10 @@ def of_table(found, took):
         seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
         shared = f"; the runs of {find(*found['runs'].split('/')).number}" if found.get("runs") else ""
         timed = took.get(f"{found['paper']}/{found['table']}")
-        lines.append(f"{seeds}{shared}." + (f" Three seeds take {spelled(timed)} on two idle cores." if timed else ""))
+        lines.append(
+            f"{seeds}{shared}."
+            + (f" Three seeds take {spelled(timed)} ([where](#how-long-a-table-takes))." if timed else "")
+        )
     if remark := REMARKS.get(f"{found['paper']}-{found['table']}"):
         lines.append(f"\n{remark}\n")
     if note := " ".join(find(found["paper"], found["table"]).note.split()):
@@ -212,15 +215,15 @@ MANY = 4  # variants; of more, only the fastest and the slowest are named
 
 
 def timings(results):
-    """Minutes that three seeds of each variant take, by table, and the machine."""
+    """Minutes that three seeds of each variant take, by table, and the file's content."""
     if not (results / TIMED).exists():
-        return {}, ""
+        return {}, {}
     found = json.loads((results / TIMED).read_text(encoding="utf-8"))
     tables = {
         key: {variant: 3 * one["seconds"] / 60 for variant, one in variants.items()}
         for key, variants in found["tables"].items()
     }
-    return tables, found["machine"]
+    return tables, found
 
 
 def minutes(results):
@@ -234,12 +237,12 @@ def spelled(value):
 
 def how_long(results):
     """A row a table: minutes for three seeds, of all its variants and of each."""
-    tables, machine = timings(results)
+    tables, found = timings(results)
     lines = [
         "## How long a table takes\n",
-        f"Minutes for three seeds at scale `cpu` on two idle cores ({machine}): three times what one seed took, start of "
-        "the command and evaluation included. `--variant` makes a part of a table, and a table that was stopped goes on "
-        "where it was. Tables that are not here were not timed.\n",
+        f"Minutes for three seeds at scale `cpu` on {found['cores']} idle cores ({found['cpu']}): three times what one "
+        "seed took, start of the command and evaluation included. `--variant` makes a part of a table, and a table that was "
+        "stopped goes on where it was. Tables that are not here were not timed.\n",
         "| table | whole | its variants |",
         "|---|---|---|",
     ]

@@ -75,8 +75,11 @@ def test_a_table_was_timed_as_a_whole():
 def test_minutes_are_of_three_seeds_and_of_all_variants(page, tmp_path):
     seconds = {"pfedla/table2": {"fashion_mnist-10": 100, "cifar10-10": 140}, "flha/fig4": dict.fromkeys("abcde", 60)}
     tables = {key: {name: {"seconds": value} for name, value in of.items()} for key, of in seconds.items()}
-    (tmp_path / page.TIMED).write_text(json.dumps({"machine": "a machine", "tables": tables}), encoding="utf-8")
+    (tmp_path / page.TIMED).write_text(
+        json.dumps({"cpu": "a processor", "cores": 4, "tables": tables}), encoding="utf-8"
+    )
     assert page.minutes(tmp_path) == {"pfedla/table2": 12, "flha/fig4": 15}
+    assert "on 4 idle cores (a processor)" in page.how_long(tmp_path)
     *_, two, five, _ = page.how_long(tmp_path).split("\n")
     assert two == "| pFedLA, Table 2 | 12 | fashion_mnist-10 5, cifar10-10 7 |"
     assert five == "| FLHA-GHN, Fig. 4 | 15 | 5 variants, 3.0 to 3.0 each |"
