@@ -1,12 +1,12 @@
-"""How long the papers' tables take at scale cpu: one seed of each variant of papers.py, by `polyfed reproduce`.
+"""How long the papers' tables take at scale cpu, all seeds, by `polyfed reproduce`.
 
     python benchmarks/papers_minutes.py pfedla/table1 ... [--data NAME=FOLDER] [--runs runs/minutes]
 
-`all` is every table. Each variant is one call of the command, as a user would make it, from its start to its end, on all
-cores and with no run there before. Results are in results/papers/minutes.json, all of one machine; what is there is not
-timed again. Before each call the script waits until nothing else computes, and stops where that does not come. A method
-that diverges ends early, and the call is marked "failed". Other seeds have as many clients, rounds and minibatches, so that
-a table of three takes about three times as long.
+`all` is every table. A table is one call of the command for each data set that it needs, since --data.path names one folder:
+as a user would make it, from its start to its end, on all cores and with no run there before. Results are in
+results/papers/minutes.json, all of one machine; what is there is not timed again. Before each call the script waits until
+nothing else computes, and stops where that does not come. A method that diverges ends early, and the call is marked
+"failed".
 """
 
 import argparse
@@ -17,27 +17,22 @@ import shutil
 import subprocess
 import sys
 import time
-from fnmatch import fnmatch
 from pathlib import Path
 
 from papers import RESULTS, TABLES, folder_of
 from papers_page import TIMED
 from workloads import cpu_name
 
-from polyfed.cli.commands.papers import find
 from polyfed.cli.commands.reproduce import RESULT
 from polyfed.core.threads import usable_cores
 
 IDLE, PATIENCE = 0.15, 60  # of a core that others may use; seconds to wait for that
 
 
-def variants_of(key):
-    """The variants of a table that are measured, with the data set whose folder each is given ("" needs none)."""
-    known = dict.fromkeys(v for variants in find(*key.split("/")).variants().values() for v in variants)
-    for data, patterns in (TABLES[key].variants or {"": None}).items():
-        for variant in known:
-            if patterns is None or (variant and any(fnmatch(variant, p) for p in patterns.split(","))):
-                yield data, variant
+def calls_of(key):
+    """The calls that measure a table: the data set whose folder each is given ("" needs none), and its variants (None is
+    all)."""
+    return TABLES[key].variants or {"": None}
 
 
 def busy_cores(seconds=3.0):
@@ -64,21 +59,22 @@ def children():
     return used.ru_utime + used.ru_stime
 
 
-def timed(key, data, variant, given):
-    """One variant's seconds."""
+def timed(key, data, variants, given):
+    """One call's seconds."""
     paper, name = key.split("/")
-    plan, out = TABLES[key], Path(given.runs) / key.replace("/", "-") / (variant or "all")
+    plan, out = TABLES[key], Path(given.runs) / key.replace("/", "-") / (data or "all")
     shutil.rmtree(out, ignore_errors=True)  # of an earlier call that was stopped
-    words = [sys.executable, "-m", "polyfed", "reproduce", paper, name, "--seeds", "0", "--out", str(out), "--quiet"]
+    seeds = "0" if plan.seeds == 1 else "0,1,2"
+    words = [sys.executable, "-m", "polyfed", "reproduce", paper, name, "--seeds", seeds, "--out", str(out), "--quiet"]
     words += plan.options
-    words += ["--variant", variant] if variant else []
+    words += ["--variant", variants] if variants else []
     words += ["--data.path", folder_of(data, given)] if data not in ("", "digits") else []
     wait_until_idle()
     began, used = time.monotonic(), children()
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    took = {"seconds": round(time.monotonic() - began, 1), "processor": round(children() - used, 1)}
+    took = {"seconds": round(time.monotonic() - began, 1), "processor": round(children() - used, 1), "seeds": seeds}
     if not (out / RESULT).exists():
-        raise SystemExit(f"{key}, {variant}: {done.stderr}")
+        raise SystemExit(f"{key}, {data}: {done.stderr}")
     if done.returncode:
         took["failed"] = done.stderr.strip().rpartition("\n")[2]
     return took
@@ -99,13 +95,13 @@ def main():
     for key in TABLES if given.tables == ["all"] else given.tables:
         if key not in TABLES:
             raise SystemExit(f"no {key!r}; there are {', '.join(TABLES)}")
-        for data, variant in variants_of(key):
-            known = found["tables"].setdefault(key, {})
-            if (variant or "") in known:
+        known = found["tables"].setdefault(key, {})
+        for data, variants in calls_of(key).items():
+            if data in known:
                 continue
-            known[variant or ""] = timed(key, data, variant, given)
+            known[data] = timed(key, data, variants, given)
             given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            print(key, variant, known[variant or ""], flush=True)
+            print(key, data, known[data], flush=True)
 
 
 if __name__ == "__main__":

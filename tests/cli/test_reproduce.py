@@ -3,20 +3,24 @@
 import json
 import math
 import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import pytest
 
 from polyfed.algorithms import FedRep
-from polyfed.cli.commands import running
+from polyfed.cli.commands import playing
 from polyfed.cli.commands.measures import Finished, measure
 from polyfed.cli.commands.papers import Cell, find, papers
 from polyfed.cli.commands.recipes import read
 from polyfed.cli.commands.reproduce import Found
 from polyfed.cli.main import main
 from polyfed.models import MODELS
-from polyfed.simulation.runs.directory import read_metrics
+from polyfed.simulation.experiment import from_config
+from polyfed.simulation.runs.directory import read_config, read_metrics
 from polyfed.testing import _StopAfter
 
 TABLES = [table for paper in papers().values() for table in paper.tables.values()]
@@ -110,7 +114,7 @@ def test_where_data_lie_is_no_option_of_other_data_in_the_same_folder(polyfed, w
 
 def test_a_missing_source_is_found_before_the_first_run(polyfed, monkeypatch):
     """Digits are there, the other recipe's files are not."""
-    monkeypatch.setattr(running, "run", lambda *_, **__: pytest.fail("something ran"))
+    monkeypatch.setattr(playing, "play", lambda *_, **__: pytest.fail("something ran"))
     words = ["flha", "1", "--scale", "smoke", "--variant", "cifar10-25", "--out", "here"]
     config = read("flha_upper_bound").configuration
     lost = {"name": "mnist", "path": "nowhere"}
@@ -187,19 +191,8 @@ def test_cells_are_what_the_runs_have_and_finished_runs_are_not_repeated(polyfed
 @pytest.mark.thorough
 def test_a_method_that_diverges_costs_its_own_cell_only(polyfed, monkeypatch):
     """A baseline in round 2; the others and the next seed are run, the status is 1, and the next call says so again."""
-    words = [
-        "pfedla",
-        "table1",
-        "--scale",
-        "smoke",
-        "--variant",
-        "fashion_mnist-10",
-        "--workers",
-        "0",
-        "--quiet",
-        "--out",
-        "here",
-    ]
+    words = ["pfedla", "table1", "--scale", "smoke", "--variant", "fashion_mnist-10", "--workers", "0", "--quiet"]
+    words += ["--out", "here"]
     update = FedRep.local_update
 
     def broken(self, down, own, client, seed):
@@ -229,13 +222,53 @@ def test_a_stopped_run_is_gone_on_with(polyfed, monkeypatch):
 
     words = [*FEW[:-1], "again"]
     with monkeypatch.context() as patch:
-        patch.setattr(running, "for_terminal", lambda **_: _StopAfter(2))
+        patch.setattr(playing, "for_terminal", lambda **_: _StopAfter(2))
         assert polyfed("reproduce", *words)[0] == 130
     run = polyfed.here / "again" / "fedhenn_table3-cifar10-linear-seed0"
     assert len(read_metrics(run / "metrics.jsonl")) == 2
     assert polyfed("reproduce", *words)[0] == 0
     assert len(read_metrics(run / "metrics.jsonl")) == 3
     assert cells(polyfed.here / "again") == whole
+
+
+def test_runs_side_by_side_are_those_of_one_after_another(polyfed, monkeypatch):
+    """Methods that are stopped go on, those that cannot go on are told, and a baseline of other settings is refused."""
+    words = ["pfedla", "table1", "--scale", "smoke", "--variant", "fashion_mnist-10", "--rounds", "2", "--seeds", "0,1"]
+    words += ["--baselines", "[local,fedavg,fedprox]"]
+    assert polyfed("reproduce", *words, "--workers", "0", "--out", "one")[0] == 0
+    monkeypatch.setattr("polyfed.comparison.several.usable_cores", lambda: 2)
+    monkeypatch.setattr(playing, "usable_cores", lambda: 2)
+    status, _, err = polyfed("reproduce", *words, "--out", "two")
+    assert status == 0
+    assert err.count(": done") == 8
+    one, two = (cells(polyfed.here / out) for out in ("one", "two"))
+    assert one == two
+
+    run = polyfed.here / "two" / "pfedla_table1-fashion_mnist-10-seed1"
+    assert read_config(run)["engine"] == "inprocess"
+    shutil.rmtree(run / "baselines" / "local")
+    assert polyfed("reproduce", *words, "--out", "two", "--quiet")[0] == 0
+    assert cells(polyfed.here / "two") == two
+    for name in [path.name for path in run.iterdir() if path.name != "baselines"]:  # as if it had been stopped at once
+        remove = shutil.rmtree if (run / name).is_dir() else Path.unlink
+        remove(run / name)
+    assert polyfed("reproduce", *words, "--out", "two", "--quiet")[0] == 0
+    assert cells(polyfed.here / "two") == two
+    (run / "config.yaml").unlink()
+    changed = [{"2": "3", "0,1": "1"}.get(word, word) for word in words]
+    status, _, err = polyfed("reproduce", *changed, "--out", "two")
+    assert status == 2
+    assert "local is a run with other settings (rounds was 2 and is now 3); choose another --out" in err
+
+
+def test_few_runs_go_one_after_another(monkeypatch):
+    monkeypatch.setattr("polyfed.comparison.several.usable_cores", lambda: 2)
+    monkeypatch.setattr(playing, "usable_cores", lambda: 2)
+    experiment = from_config(read("pfedla_table1").configuration("smoke", "fashion_mnist-10"))
+    job = playing.Job("a run", experiment, Path("here"))
+    assert [playing._processes(job, runs) for runs in (1, 2, 3, 6, 15)] == [1, 1, 1, 2, 2]
+    asked = replace(experiment, settings=replace(experiment.settings, workers=2))
+    assert playing._processes(replace(job, experiment=asked), 15) == 1
 
 
 def test_seeds(polyfed):

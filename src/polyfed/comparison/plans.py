@@ -14,15 +14,12 @@ from torch import Tensor
 
 from polyfed.comparison.directory import DESCRIPTION, RESULTS, finished
 from polyfed.comparison.reading import Budget, Reading
-from polyfed.comparison.several import side_by_side
+from polyfed.comparison.several import at_once, can_be_forked, side_by_side
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.examples import Examples
 from polyfed.core.metrics import Metric
-from polyfed.core.threads import usable_cores
 from polyfed.core.tree import decode, encode
-from polyfed.simulation.engines.machine import device_of_clients
-from polyfed.simulation.engines.pool import can_fork
 from polyfed.simulation.federation import federate, resume
 from polyfed.simulation.runs import predictions
 from polyfed.simulation.runs.configuration import described
@@ -34,7 +31,6 @@ from polyfed.simulation.settings import Keep, Settings
 Method = Algorithm[Any, Any]
 EQUAL = ("local_epochs", "local_steps", "batch_size")
 """Fields that are the same in every method for an equal number of local steps."""
-_FEW = 10  # clients of a round and core, up to which runs side by side leave no core idle
 TUNING = "tuning"  # folder of the runs of a search
 _TAKEN = (DESCRIPTION, RESULTS, TUNING)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
@@ -201,16 +197,11 @@ def _progress(quiet: bool) -> Progress:
 
 
 def _at_once(plan: Plan, clients: int) -> int:
-    """Runs at once. Few clients cannot keep all cores busy to the end of each round; runs can."""
-    settings = plan.settings
-    forked = settings.engine != "ray" and can_fork(device_of_clients(settings))
-    if plan.parallel != "auto":
-        if plan.parallel > 1 and not forked:
-            raise UserError(f"parallel={plan.parallel} needs runs on the CPU of a Linux machine; leave it out")
-        return plan.parallel
-    free = settings.engine == "auto" and settings.workers == "auto"
-    cores = usable_cores()
-    return cores if free and forked and settings.cohort_size(clients) <= _FEW * cores else 1
+    if plan.parallel == "auto":
+        return at_once(plan.settings, clients)
+    if plan.parallel > 1 and not can_be_forked(plan.settings):
+        raise UserError(f"parallel={plan.parallel} needs runs on the CPU of a Linux machine; leave it out")
+    return plan.parallel
 
 
 def _run(job: Job, cast: Cast, settings: Settings, metrics: tuple[Metric, ...], progress: Progress) -> dict[str, Any]:

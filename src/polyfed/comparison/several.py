@@ -18,15 +18,37 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from polyfed.core.errors import ClientError, RoundError, UserError
+from polyfed.core.threads import usable_cores
+from polyfed.simulation.engines.machine import device_of_clients
+from polyfed.simulation.engines.pool import can_fork
+from polyfed.simulation.settings import Settings
 
 Key = TypeVar("Key")
 _ORPHAN_CHECK_SECONDS = 0.2
 _STOP_SECONDS = 10.0  # to save a run
+_FEW = 10  # clients of a round and core, up to which runs side by side leave no core idle
 
 
 class _Running(NamedTuple):
     key: Any
     process: Any
+
+
+def can_be_forked(settings: Settings) -> bool:
+    """Whether runs of these settings can have a process each."""
+    return settings.engine != "ray" and can_fork(device_of_clients(settings))
+
+
+def at_once(settings: Settings, clients: int) -> int:
+    """Runs at once of so many clients each: one per core, if the settings leave that open. Few clients cannot keep all cores
+    busy to the end of each round; runs can.
+
+    >>> at_once(Settings(rounds=1, workers=2), 10)
+    1
+    """
+    free = settings.engine == "auto" and settings.workers == "auto" and can_be_forked(settings)
+    cores = usable_cores()
+    return cores if free and settings.cohort_size(clients) <= _FEW * cores else 1
 
 
 def side_by_side(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int) -> Iterator[tuple[Key, Any]]:

@@ -87,8 +87,9 @@ def fixed(network: Network, choices: Sequence[Tensor | None]) -> Network:
     plan = replace(network.plan, base=tuple(plans[:depth]), personal=tuple(plans[depth:]))
     plain = new_module(plan, seed=0)
     assert isinstance(plain, Network)
+    kept = plain.state_dict().keys()
     plain.to(next(network.parameters()).device).load_state_dict(
-        {name: tensor for name, tensor in network.state_dict().items() if name in plain.state_dict()}
+        {name: tensor for name, tensor in network.state_dict().items() if name in kept}
     )
     return plain.train(network.training)
 

@@ -3,7 +3,6 @@
 import fnmatch
 import itertools
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import TYPE_CHECKING, Any, final
 
 from rich.console import Console
 
-from polyfed.cli.commands import options
+from polyfed.cli.commands import options, playing
 from polyfed.cli.commands.papers import Cell, PaperTable, find, find_paper, papers
 from polyfed.cli.commands.recipes import SCALES, Recipe, read
 from polyfed.cli.commands.terminal import Table, say
-from polyfed.core.errors import ClientError, RoundError, UserError, nearest
+from polyfed.core.errors import RoundError, UserError, nearest
 from polyfed.core.files import make_folder, replace_file
-from polyfed.simulation.runs.directory import BASELINES, plain, read_config, read_metrics
+from polyfed.simulation.runs.directory import plain, read_config
 
 if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment
@@ -72,16 +71,6 @@ class Wanted:
         """Where everything goes."""
         kept = Path("runs") / f"reproduce-{table.paper}-{table.name}-{self.scale or 'cpu'}"
         return Path(self.out) if self.out else kept
-
-
-@final
-@dataclass(frozen=True)
-class Job:
-    """One run that the table needs: an experiment and the folder that it gets."""
-
-    title: str
-    experiment: "Experiment"
-    folder: Path
 
 
 @final
@@ -144,14 +133,7 @@ def _reproduce(table: PaperTable, given: Sequence[str], wanted: Wanted, console:
     recipes = {name: read(name) for name in table.variants()}
     jobs = _jobs(table, recipes, wanted, given)
     _check(jobs)
-    failed = []
-    for position, job in enumerate(jobs, 1):
-        if not quiet and not _complete(job.folder):
-            print(f"[{position}/{len(jobs)}] {job.title}", file=sys.stderr, flush=True)
-        try:
-            _play(job, quiet)
-        except (ClientError, RoundError) as error:
-            failed.append(f"{job.title}: {error}")
+    failed = playing.play(jobs, quiet=quiet)
     found = [_found(cell, recipes, scale, wanted.numbers, folder) for cell in table.cells]
     reduced = {name: recipe.reduced(scale) for name, recipe in recipes.items()}
     make_folder(folder, parents=True)
@@ -197,14 +179,14 @@ def _selected(table: PaperTable, patterns: str | None) -> dict[str, list[str | N
     return {recipe: [v for v in variants if v in wanted] for recipe, variants in every.items()}
 
 
-def _jobs(table: PaperTable, recipes: Mapping[str, Recipe], wanted: Wanted, given: Sequence[str]) -> list[Job]:
+def _jobs(table: PaperTable, recipes: Mapping[str, Recipe], wanted: Wanted, given: Sequence[str]) -> list[playing.Job]:
     """The runs that the chosen variants need; variants that are the same at this scale share one. Runs of other variants
     that are there are shown, too, and so must have the same settings."""
     scale, selected = wanted.scale or "cpu", _selected(table, wanted.variant)
     _check_path(
         table, {recipes[n].configuration(scale, v)["data"]["name"] for n, of in selected.items() for v in of}, given
     )
-    jobs: dict[Path, Job] = {}
+    jobs: dict[Path, playing.Job] = {}
     for name, variants in table.variants().items():
         recipe = recipes[name]
         chosen = {_same(recipe, scale, v) for v in selected[name]}
@@ -219,7 +201,7 @@ def _jobs(table: PaperTable, recipes: Mapping[str, Recipe], wanted: Wanted, give
                 experiment = _experiment(options.parse([*words, "--seed", str(seed)], config, "polyfed reproduce"))
                 _check_settings(folder, experiment)
                 if variant in chosen:
-                    jobs[folder] = Job(f"{recipe.title(scale, variant)}, seed {seed}", experiment, folder)
+                    jobs[folder] = playing.Job(f"{recipe.title(scale, variant)}, seed {seed}", experiment, folder)
     return list(jobs.values())
 
 
@@ -240,19 +222,25 @@ def _folder(out: Path, recipe: str, variant: str | None, seed: int) -> Path:
 
 
 def _check_settings(folder: Path, experiment: "Experiment") -> None:
-    """Refuses a folder whose run has other settings than the one that is asked for."""
-    if not (folder / "config.yaml").is_file():
-        return
+    """Refuses a folder whose runs have other settings than those that are asked for."""
+    from polyfed.cli.commands.running import parts
     from polyfed.simulation.runs.configuration import described
 
-    now = {**plain(experiment.config, "config"), **described(experiment.algorithm, experiment.settings)}
-    pairs = [(key, _settled(key, read_config(folder).get(key)), _settled(key, now.get(key))) for key in sorted(now)]
-    for key, before, after in pairs:
-        if key not in _PLACES and before != after:
-            raise UserError(
-                f"{folder} is a run with other settings ({key} was {before!r} and is now {after!r}); choose another --out, "
-                "or delete the folder"
-            )
+    for name, place in parts(experiment, folder).items():
+        if not (place / "config.yaml").is_file():
+            continue
+        method, kept = experiment.baselines.get(name, experiment.algorithm), dict(experiment.config)
+        if place != folder:
+            kept.pop("baselines", None)
+        now = {**plain(kept, "config"), **described(method, experiment.settings)}
+        before = read_config(place)
+        for key in sorted(now):
+            was, wanted = _settled(key, before.get(key)), _settled(key, now.get(key))
+            if key not in _PLACES and was != wanted:
+                raise UserError(
+                    f"{place} is a run with other settings ({key} was {was!r} and is now {wanted!r}); choose another "
+                    "--out, or delete the folder"
+                )
 
 
 def _check_path(table: PaperTable, sources: set[str], words: Sequence[str]) -> None:
@@ -274,39 +262,11 @@ def _settled(key: str, value: Any) -> Any:
     return {k: v for k, v in value.items() if k not in _PATHS} if key == "data" and isinstance(value, dict) else value
 
 
-def _check(jobs: Sequence[Job]) -> None:
+def _check(jobs: Sequence[playing.Job]) -> None:
     """Finds before the first run whether a later one lacks its data."""
-    sources = list(dict.fromkeys(job.experiment.source for job in jobs if not _complete(job.folder)))
+    sources = list(dict.fromkeys(job.experiment.source for job in jobs if not playing.complete(job)))
     for source in sources[1:]:
         source.load()
-
-
-def _complete(folder: Path) -> bool:
-    """Whether a run and its baselines have all of their rounds."""
-    if not (folder / "config.yaml").is_file():
-        return False
-    config = read_config(folder)
-    names = [entry if isinstance(entry, str) else entry["name"] for entry in config.get("baselines") or ()]
-    own = config["algorithm"]["name"]
-    return all(
-        _has_all_rounds(place) for place in (folder, *(folder / BASELINES / name for name in names if name != own))
-    )
-
-
-def _has_all_rounds(place: Path) -> bool:
-    if not (place / "config.yaml").is_file():
-        return False
-    return len(read_metrics(place / "metrics.jsonl")) == int(read_config(place)["rounds"])
-
-
-def _play(job: Job, quiet: bool) -> None:
-    """Runs a job, goes on with it, or leaves it as it is if it has been finished before."""
-    from polyfed.cli.commands import running
-
-    if not (job.folder / "config.yaml").is_file():
-        running.run(job.experiment, job.folder, quiet=quiet, console=Console(quiet=True))
-    elif not _complete(job.folder):
-        running.go_on(job.folder, quiet=quiet, console=Console(quiet=True))
 
 
 def _found(cell: Cell, recipes: Mapping[str, Recipe], scale: str, seeds: Sequence[int | None], out: Path) -> Found:
@@ -323,7 +283,7 @@ def _found(cell: Cell, recipes: Mapping[str, Recipe], scale: str, seeds: Sequenc
         number = recipe.configuration(scale, variant)["seed"] if seed is None else seed
         folder = _folder(out, recipe.name, variant, number)
         run = Finished(folder, scale)
-        if (folder / "config.yaml").is_file() and _has_all_rounds(run.of(cell.method)):
+        if (folder / "config.yaml").is_file() and playing.has_all_rounds(run.of(cell.method)):
             places.append(folder.name)
             value = measure(cell, run)
             by_seed |= {} if value is None else {number: value}

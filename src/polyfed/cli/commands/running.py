@@ -42,9 +42,7 @@ def run(
         UserError: what `federate` refuses; nothing has been computed.
         RoundError: a baseline could not be finished; all others were, and the table has them.
     """
-    check_cluster(experiment.settings)
-    found = participants(experiment)
-    _check(experiment, found)
+    found = checked(experiment)
     runs = {
         name_of(experiment.algorithm): _federate(
             experiment, experiment.algorithm, found, out, _progress(out, quiet, logger)
@@ -128,6 +126,36 @@ def go_on(out: Path, *, quiet: bool = False, console: Console | None = None) -> 
     show(runs, found, out, console or Console())
     _hand_over(out, logger, console)
     _tell(failed)
+
+
+def parts(experiment: Experiment, out: Path) -> dict[str, Path]:
+    """Folders of the runs of an experiment in `out`, by method: its own, and then the baselines."""
+    others = {name: out / BASELINES / name for name in experiment.baselines}
+    return {name_of(experiment.algorithm): out, **others}
+
+
+def part(experiment: Experiment, name: str, found: Participants, folder: Path, progress: Progress) -> Run:
+    """Runs one method of an experiment, or goes on with it if it is in `folder`. `checked` belongs before it."""
+    if not (folder / "config.yaml").exists():
+        method = experiment.baselines.get(name, experiment.algorithm)
+        return _federate(experiment, method, found, make_folder(folder.parent, parents=True) / folder.name, progress)
+    s = experiment.settings
+    return federation.resume(
+        folder, clients=found.clients, public=found.public, progress=progress, engine=s.engine, workers=s.workers,
+        ray_address=s.ray_address, gpus_per_worker=s.gpus_per_worker, device=s.device,
+    )  # fmt: skip
+
+
+def checked(experiment: Experiment) -> Participants:
+    """Who takes part in an experiment, once it is known that all of its methods suit them.
+
+    Raises:
+        UserError: they do not.
+    """
+    check_cluster(experiment.settings)
+    found = participants(experiment)
+    _check(experiment, found)
+    return found
 
 
 def _progress(out: Path, quiet: bool, logger: Sequence[str]) -> Progress:

@@ -319,7 +319,7 @@ def versions() -> dict[str, str]:
 
 
 def _from_a_start(name: str) -> bool:
-    return name in (".lock", "manifest.json") or name.startswith(".partial-")
+    return name in (".lock", "manifest.json", BASELINES) or name.startswith(".partial-")
 
 
 def _locked(folder: Path) -> IO[str]:
