@@ -25,7 +25,7 @@ CLAIMS = (  # what a paper claims; where it is measured: a table's own rows or c
      ("local training", "FedAvg", "FedAvg, fine-tuned (not in the paper)")),
     ("FLHA-GHN is better than training alone, pFedHN and distillation, for different architectures", "flha-table1",
      tuple(f"{share} %, FLHA-GHN" for share in (25, 12.5, 6.25)), ("local training", "pFedHN", "distillation")),
-    ("The same as published: no normalise, Kaiming's variance, momentum or clipping", "flha-table1",
+    ("The same as published: no normalise, Kaiming's variance, momentum or clipping", "flha-table1_forms",
      tuple(f"{share} %, FLHA-GHN as published" for share in (25, 12.5, 6.25)), ("local training", "pFedHN", "distillation")),
     ("The same with ten labels a picture (mosaics instead of X-rays; points of AUC)", "flha-table3",
      tuple(f"{share} %, FLHA-GHN" for share in (25, 12.5, 6.25)), ("local training", "pFedHN", "distillation")),

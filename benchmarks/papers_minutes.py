@@ -3,8 +3,8 @@
     python benchmarks/papers_minutes.py pfedla/table1 ... [--data NAME=FOLDER] [--runs runs/minutes]
 
 `all` is every table. A table is one call of the command for each data set that it needs, since --data.path names one folder:
-as a user would make it, from its start to its end, on all cores and with no run there before. Results are in
-results/papers/minutes.json, all of one machine; what is there is not timed again. Before each call the script waits until
+as a user would make it, from its start to its end, on all cores and with no run there before, or those of the table whose runs
+it shares. Results are in results/papers/minutes.json, all of one machine; what is there is not timed again. Before each call the script waits until
 nothing else computes, and stops where that does not come. A method that diverges ends early, and the call is marked
 "failed".
 """
@@ -62,8 +62,12 @@ def children():
 def timed(key, data, variants, given):
     """One call's seconds."""
     paper, name = key.split("/")
-    plan, out = TABLES[key], Path(given.runs) / key.replace("/", "-") / (data or "all")
-    shutil.rmtree(out, ignore_errors=True)  # of an earlier call that was stopped
+    plan = TABLES[key]
+    out = Path(given.runs) / (plan.runs or key).replace("/", "-") / (data or "all")
+    if not plan.runs:
+        shutil.rmtree(out, ignore_errors=True)  # of an earlier call that was stopped
+    elif not (out / RESULT).exists():
+        raise SystemExit(f"{key} shares the runs of {plan.runs}: time that first")
     seeds = "0" if plan.seeds == 1 else "0,1,2"
     words = [sys.executable, "-m", "polyfed", "reproduce", paper, name, "--seeds", seeds, "--out", str(out), "--quiet"]
     words += plan.options

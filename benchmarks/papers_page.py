@@ -210,25 +210,27 @@ def differences(gains):
     return [*lines, ""]
 
 
-TIMED = "minutes.json"  # of papers_minutes.py: seconds of one seed, by table and variant
-MANY = 4  # variants; of more, only the fastest and the slowest are named
+TIMED = "minutes.json"  # of papers_minutes.py: seconds of a call, by table and data set
+
+
+SOURCES = {"digits": "digits", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10", "sentiment140": "tweets"}
 
 
 def timings(results):
-    """Minutes that three seeds of each variant take, by table, and the file's content."""
+    """Minutes that three seeds take, by table and data set, and the file's content."""
     if not (results / TIMED).exists():
         return {}, {}
     found = json.loads((results / TIMED).read_text(encoding="utf-8"))
     tables = {
-        key: {variant: 3 * one["seconds"] / 60 for variant, one in variants.items()}
-        for key, variants in found["tables"].items()
+        key: {data: 3 / len(call["seeds"].split(",")) * call["seconds"] / 60 for data, call in calls.items()}
+        for key, calls in found["tables"].items()
     }
     return tables, found
 
 
 def minutes(results):
-    """Minutes that three seeds of each table take, all its variants."""
-    return {key: sum(variants.values()) for key, variants in timings(results)[0].items()}
+    """Minutes that three seeds of each table take, all its data sets."""
+    return {key: sum(calls.values()) for key, calls in timings(results)[0].items()}
 
 
 def spelled(value):
@@ -236,21 +238,25 @@ def spelled(value):
 
 
 def how_long(results):
-    """A row a table: minutes for three seeds, of all its variants and of each."""
+    """A row a table: minutes for three seeds, of each data set and of all."""
     tables, found = timings(results)
     lines = [
         "## How long a table takes\n",
-        f"Minutes for three seeds at scale `cpu` on {found['cores']} idle cores ({found['cpu']}): three times what one "
-        "seed took, start of the command and evaluation included. `--variant` makes a part of a table, and a table that was "
-        "stopped goes on where it was. Tables that are not here were not timed.\n",
-        "| table | whole | its variants |",
+        f"Minutes for three seeds at scale `cpu` on {found['cores']} idle cores ({found['cpu']}): one call of "
+        "`polyfed reproduce` for each data set, start of the command and evaluation included. With \\*, one seed of each "
+        "variant was timed, its methods one after another, and counted three times: a call with three seeds runs methods "
+        "side by side, and is done sooner. A call that was stopped goes on where it was. Tables that are not here were not "
+        "timed.\n",
+        "| table | each data set | all |",
         "|---|---|---|",
     ]
-    for key, variants in tables.items():
+    for key, calls in tables.items():
         paper, name = key.split("/")
-        each = ", ".join(f"{variant} {value:.0f}" for variant, value in variants.items())
-        if len(variants) > MANY:
-            each = f"{len(variants)} variants, {min(variants.values()):.1f} to {max(variants.values()):.1f} each"
-        whole = sum(variants.values())
-        lines.append(f"| {PAPERS[paper][0]}, {find(paper, name).number} | {whole:.0f} | {each} |")
+        shown = [
+            f"{SOURCES[data]} {value:.0f}" + ("\\*" if found["tables"][key][data]["seeds"] == "0" else "")
+            for data, value in calls.items()
+        ]
+        lines.append(
+            f"| {PAPERS[paper][0]}, {find(paper, name).number} | {', '.join(shown)} | {sum(calls.values()):.0f} |"
+        )
     return "\n".join([*lines, ""])
