@@ -3,10 +3,10 @@
     python benchmarks/papers_minutes.py pfedla/table1 ... [--data NAME=FOLDER] [--runs runs/minutes]
 
 `all` is every table. A table is one call of the command for each data set that it needs, since --data.path names one folder:
-as a user would make it, from its start to its end, on all cores and with no run there before, or those of the table whose runs
-it shares. Results are in results/papers/minutes.json, all of one machine; what is there is not timed again. Before each call the script waits until
-nothing else computes, and stops where that does not come. A method that diverges ends early, and the call is marked
-"failed".
+as a user would make it, from its start to its end, on all cores and with no run there before, or those of the table whose
+runs it shares. Results are in results/papers/minutes.json, all of one machine; what is there is not timed again. Before each
+call the script waits until nothing else computes, and stops where that does not come. A method that diverges ends early, and
+the call is marked "failed".
 """
 
 import argparse
@@ -19,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from papers import RESULTS, TABLES, folder_of
 from papers_page import TIMED
 from workloads import cpu_name
@@ -92,9 +93,9 @@ def main():
     parser.add_argument("--out", type=Path, default=RESULTS / TIMED)
     given = parser.parse_args()
     found = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {"tables": {}}
-    machine = {"cpu": cpu_name(), "cores": usable_cores()}
-    if found["tables"] and any(found[key] != value for key, value in machine.items()):
-        raise SystemExit(f"{given.out} is of {found['cpu']}, {found['cores']} cores; give another file with --out")
+    machine = {"cpu": cpu_name(), "instructions": torch.backends.cpu.get_cpu_capability(), "cores": usable_cores()}
+    if found["tables"] and any(found.get(key) != value for key, value in machine.items()):
+        raise SystemExit(f"{given.out} is of another machine than this one ({machine}); give another file with --out")
     found |= machine
     for key in TABLES if given.tables == ["all"] else given.tables:
         if key not in TABLES:

@@ -211,16 +211,17 @@ def differences(gains):
 
 
 TIMED = "minutes.json"  # of papers_minutes.py: seconds of a call, by table and data set
-
-
+ONE_BY_ONE = (
+    "minutes_one_by_one.json"  # the same of one seed, with a call for each variant and one method after another
+)
 SOURCES = {"digits": "digits", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10", "sentiment140": "tweets"}
 
 
-def timings(results):
+def timings(results, file=TIMED):
     """Minutes that three seeds take, by table and data set, and the file's content."""
-    if not (results / TIMED).exists():
+    if not (results / file).exists():
         return {}, {}
-    found = json.loads((results / TIMED).read_text(encoding="utf-8"))
+    found = json.loads((results / file).read_text(encoding="utf-8"))
     tables = {
         key: {data: 3 / len(call["seeds"].split(",")) * call["seconds"] / 60 for data, call in calls.items()}
         for key, calls in found["tables"].items()
@@ -239,24 +240,23 @@ def spelled(value):
 
 def how_long(results):
     """A row a table: minutes for three seeds, of each data set and of all."""
-    tables, found = timings(results)
+    (tables, found), (before, slower) = timings(results), timings(results, ONE_BY_ONE)
     lines = [
         "## How long a table takes\n",
-        f"Minutes for three seeds at scale `cpu` on {found['cores']} idle cores ({found['cpu']}): one call of "
-        "`polyfed reproduce` for each data set, start of the command and evaluation included. With \\*, one seed of each "
-        "variant was timed, its methods one after another, and counted three times: a call with three seeds runs methods "
-        "side by side, and is done sooner. A call that was stopped goes on where it was. Tables that are not here were not "
-        "timed.\n",
-        "| table | each data set | all |",
-        "|---|---|---|",
+        f"Minutes for three seeds at scale `cpu` on {found['cores']} idle cores ({found['cpu']}, "
+        f"{found['instructions']}): one call of `polyfed reproduce` for each data set, start of the command and evaluation "
+        "included. A call that was stopped goes on where it was. A table of forms was timed in the folder of that whose "
+        "runs it shares. Tables that are not here were not timed.\n",
+        f"The last column is of another machine ({slower['cpu']}, {slower['instructions']}, {slower['cores']} cores) and an "
+        "earlier version, which ran one method after another: three times the minutes of one seed.\n",
+        "| table | each data set | all | earlier, on the other machine |",
+        "|---|---|---|---|",
     ]
-    for key, calls in tables.items():
+    for key in {**tables, **before}:
         paper, name = key.split("/")
-        shown = [
-            f"{SOURCES[data]} {value:.0f}" + ("\\*" if found["tables"][key][data]["seeds"] == "0" else "")
-            for data, value in calls.items()
-        ]
-        lines.append(
-            f"| {PAPERS[paper][0]}, {find(paper, name).number} | {', '.join(shown)} | {sum(calls.values()):.0f} |"
-        )
+        each = ", ".join(f"{SOURCES[data]} {value:.0f}" for data, value in tables.get(key, {}).items())
+        whole = f"{sum(tables[key].values()):.0f}" if key in tables else ""
+        parts = [f"{SOURCES[data]} {value:.0f}" for data, value in before.get(key, {}).items()]
+        earlier = f"{sum(before[key].values()):.0f}: {', '.join(parts)}" if parts else ""
+        lines.append(f"| {PAPERS[paper][0]}, {find(paper, name).number} | {each} | {whole} | {earlier} |")
     return "\n".join([*lines, ""])

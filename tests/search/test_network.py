@@ -240,6 +240,16 @@ def test_statistics_of_one_value_are_left_as_they_are():
     assert not torch.equal(norm.running_var, torch.ones(2))
 
 
+def test_a_supernet_is_read_once(monkeypatch):
+    """Not once a weight: that took longer than the evaluation of the network that was found."""
+    base, personal = stacks(base_cells=1)
+    network, read = Plan(1, 10, 4, base, personal)(), []
+    own = Network.state_dict
+    monkeypatch.setattr(Network, "state_dict", lambda self, *a, **k: (read.append(self), own(self, *a, **k))[1])
+    fixed(network, [torch.zeros(5, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)])
+    assert sum(one is network for one in read) == 1
+
+
 @pytest.mark.thorough
 def test_what_was_found_computes_what_the_supernet_does():
     network = supernet().eval()
