@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from polyfed.comparison.several import at_once, side_by_side
 from polyfed.core.threads import usable_cores
 from polyfed.simulation.runs.directory import read_config, read_metrics
 from polyfed.simulation.runs.progress import Silent, for_terminal
@@ -40,8 +39,7 @@ class _Part:
     method: str
     folder: Path
 
-    @property
-    def title(self) -> str:
+    def __str__(self) -> str:
         return f"{self.job.title}, {self.method}"
 
 
@@ -64,22 +62,26 @@ def play(jobs: Sequence[Job], *, quiet: bool) -> list[str]:
     Raises:
         UserError: clients whom a method does not suit, or data that cannot be read.
     """
+    from polyfed.comparison.several import side_by_side  # imported late, here and below: torch takes a second
+
     missing = [part for job in jobs for part in _missing(job)]
     if not missing:
         return []
-    processes = min(_processes(job, len(missing)) for job in jobs)
+    processes = min(_processes(part.job, len(missing)) for part in missing)
+    if not quiet and processes > 1:
+        print(f"{len(missing)} runs, {processes} at once", file=sys.stderr, flush=True)
     failed, results = [], side_by_side(_tasks(missing, quiet, alone=processes == 1), processes)
     for done, (part, result) in enumerate(results, 1):
         if isinstance(result, Exception):
-            failed.append(f"{part.title} could not be finished: {result}")
+            failed.append(f"{part} could not be finished: {result}")
         if not quiet:
             how = "failed" if isinstance(result, Exception) else "done"
-            print(f"[{done}/{len(missing)}] {part.title}: {how}", file=sys.stderr, flush=True)
+            print(f"[{done}/{len(missing)}] {part}: {how}", file=sys.stderr, flush=True)
     return failed
 
 
 def _missing(job: Job) -> list[_Part]:
-    from polyfed.cli.commands.running import parts  # imported late: finished tables are shown without torch
+    from polyfed.cli.commands.running import parts
 
     every = [_Part(job, method, folder) for method, folder in parts(job.experiment, job.folder).items()]
     return [part for part in every if not has_all_rounds(part.folder)]
@@ -88,6 +90,8 @@ def _missing(job: Job) -> list[_Part]:
 def _processes(job: Job, runs: int) -> int:
     """How many of `runs` go at once. Some end sooner than others, so that few are sooner done one after another, each on all
     cores."""
+    from polyfed.comparison.several import at_once
+
     settings, clients = job.experiment.settings, job.experiment.split.clients
     if clients is None:  # as many as the data have
         return 1
@@ -111,5 +115,7 @@ def _tasks(missing: Sequence[_Part], quiet: bool, *, alone: bool) -> Iterator[tu
 def _carry_out(part: _Part, experiment: "Experiment", found: "Participants", quiet: bool) -> None:
     from polyfed.cli.commands import running
 
-    progress = Silent() if quiet else for_terminal(quiet=False)
+    if not quiet:
+        print(part, file=sys.stderr, flush=True)
+    progress = Silent() if quiet else for_terminal()
     running.part(experiment, part.method, found, part.folder, progress)
