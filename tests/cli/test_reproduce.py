@@ -222,7 +222,7 @@ def test_a_stopped_run_is_gone_on_with(polyfed, monkeypatch):
 
     words = [*FEW[:-1], "again"]
     with monkeypatch.context() as patch:
-        patch.setattr(playing, "for_terminal", lambda **_: _StopAfter(2))
+        patch.setattr("polyfed.simulation.runs.progress.for_terminal", lambda **_: _StopAfter(2))
         assert polyfed("reproduce", *words)[0] == 130
     run = polyfed.here / "again" / "fedhenn_table3-cifar10-linear-seed0"
     assert len(read_metrics(run / "metrics.jsonl")) == 2

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, final
 
 from polyfed.core.threads import usable_cores
 from polyfed.simulation.runs.directory import read_config, read_metrics
-from polyfed.simulation.runs.progress import Silent, for_terminal
 
 if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment, Participants
@@ -114,8 +113,8 @@ def _tasks(missing: Sequence[_Part], quiet: bool, *, alone: bool) -> Iterator[tu
 
 def _carry_out(part: _Part, experiment: "Experiment", found: "Participants", quiet: bool) -> None:
     from polyfed.cli.commands import running
+    from polyfed.simulation.runs.progress import for_terminal
 
     if not quiet:
         print(part, file=sys.stderr, flush=True)
-    progress = Silent() if quiet else for_terminal()
-    running.part(experiment, part.method, found, part.folder, progress)
+    running.part(experiment, part.method, found, part.folder, for_terminal(quiet=quiet))
