@@ -237,7 +237,6 @@ def test_runs_side_by_side_are_those_of_one_after_another(polyfed, monkeypatch):
     words += ["--baselines", "[local,fedavg,fedprox]"]
     assert polyfed("reproduce", *words, "--workers", "0", "--out", "one")[0] == 0
     monkeypatch.setattr("polyfed.comparison.several.usable_cores", lambda: 2)
-    monkeypatch.setattr(playing, "usable_cores", lambda: 2)
     status, _, err = polyfed("reproduce", *words, "--out", "two")
     assert status == 0
     assert err.count(": done") == 8
@@ -252,6 +251,9 @@ def test_runs_side_by_side_are_those_of_one_after_another(polyfed, monkeypatch):
     for name in [path.name for path in run.iterdir() if path.name != "baselines"]:  # as if it had been stopped at once
         remove = shutil.rmtree if (run / name).is_dir() else Path.unlink
         remove(run / name)
+    status, _, err = polyfed("run", "pfedla_table1", "--scale", "smoke", "--baselines", "[local]", "--out", str(run))
+    assert status == 2
+    assert "local has a run of local already; choose another --out" in err
     assert polyfed("reproduce", *words, "--out", "two", "--quiet")[0] == 0
     assert cells(polyfed.here / "two") == two
     (run / "config.yaml").unlink()
@@ -263,7 +265,6 @@ def test_runs_side_by_side_are_those_of_one_after_another(polyfed, monkeypatch):
 
 def test_few_runs_go_one_after_another(monkeypatch):
     monkeypatch.setattr("polyfed.comparison.several.usable_cores", lambda: 2)
-    monkeypatch.setattr(playing, "usable_cores", lambda: 2)
     experiment = from_config(read("pfedla_table1").configuration("smoke", "fashion_mnist-10"))
     job = playing.Job("a run", experiment, Path("here"))
     assert [playing._processes(job, runs) for runs in (1, 2, 3, 6, 15)] == [1, 1, 1, 2, 2]

@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from polyfed.core.threads import usable_cores
 from polyfed.simulation.runs.directory import read_config, read_metrics
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def _processes(job: Job, runs: int) -> int:
     if clients is None:  # as many as the data have
         return 1
     processes = at_once(settings, clients)
-    busy = _BUSY * min(usable_cores(), settings.cohort_size(clients))
+    busy = _BUSY * min(processes, settings.cohort_size(clients))
     return processes if runs / processes + _UNEVEN < runs / busy else 1
 
 

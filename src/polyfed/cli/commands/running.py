@@ -42,6 +42,9 @@ def run(
         UserError: what `federate` refuses; nothing has been computed.
         RoundError: a baseline could not be finished; all others were, and the table has them.
     """
+    for name, folder in parts(experiment, out).items():
+        if folder != out and (folder / "config.yaml").exists():  # found before the first run, not after it
+            raise UserError(f"{folder} has a run of {name} already; choose another --out")
     found = checked(experiment)
     runs = {
         name_of(experiment.algorithm): _federate(
