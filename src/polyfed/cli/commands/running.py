@@ -21,7 +21,7 @@ from polyfed.data.features import Prepared
 from polyfed.simulation import federation
 from polyfed.simulation.checks import check_models, check_requirements
 from polyfed.simulation.experiment import Experiment, Participants, check_cluster, facts_of, from_config, participants
-from polyfed.simulation.runs.directory import BASELINES, read_config
+from polyfed.simulation.runs.directory import BASELINES, read_config, refuse_taken
 from polyfed.simulation.runs.progress import Progress, for_terminal
 from polyfed.simulation.runs.results import Run
 from polyfed.simulation.secure import can_be_secure
@@ -42,9 +42,8 @@ def run(
         UserError: what `federate` refuses; nothing has been computed.
         RoundError: a baseline could not be finished; all others were, and the table has them.
     """
-    for name, folder in parts(experiment, out).items():
-        if folder != out and (folder / "config.yaml").exists():  # found before the first run, not after it
-            raise UserError(f"{folder} has a run of {name} already; choose another --out")
+    for folder in parts(experiment, out).values():  # a baseline's too: found before the first run, not after it
+        refuse_taken(folder)
     found = checked(experiment)
     runs = {
         name_of(experiment.algorithm): _federate(

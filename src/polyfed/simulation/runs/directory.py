@@ -62,19 +62,13 @@ class RunDirectory:
             UserError: it exists and is not empty, or cannot be written.
         """
         folder = Path(path)
+        refuse_taken(folder)
         try:
-            if folder.exists() and not folder.is_dir():
-                raise UserError(f"the run directory {folder} is a file; choose another --out")
-            if folder.exists() and not all(_from_a_start(entry.name) for entry in folder.iterdir()):
-                hint = f"continue it with `polyfed resume {folder}` or " if (folder / "config.yaml").exists() else ""
-                raise UserError(f"the run directory {folder} is not empty; {hint}choose another --out")
             if not folder.exists():
                 make_folder(folder, parents=True)
             return cls(folder, _locked(folder))
         except OSError as error:
-            raise UserError(
-                f"cannot write to the run directory {folder}: {error.strerror}; choose another --out"
-            ) from error
+            raise _unwritable(folder, error) from error
 
     @classmethod
     def open(cls, path: str | Path) -> "RunDirectory":
@@ -316,6 +310,26 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+def refuse_taken(folder: Path) -> None:
+    """Refuses what cannot become a new run directory; makes nothing.
+
+    Raises:
+        UserError: it exists and is not empty, or is a file, or cannot be read.
+    """
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"the run directory {folder} is a file; choose another --out")
+        if folder.exists() and not all(_from_a_start(entry.name) for entry in folder.iterdir()):
+            hint = f"continue it with `polyfed resume {folder}` or " if (folder / "config.yaml").exists() else ""
+            raise UserError(f"the run directory {folder} is not empty; {hint}choose another --out")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write to the run directory {folder}: {error.strerror}; choose another --out")
 
 
 def _from_a_start(name: str) -> bool:
