@@ -140,7 +140,10 @@ TABLES = {
     "flha/table6": Table({FASHION: None}, ("GHN init",), by="column", means=(("mean of the architectures", "Arch *"),),
         options=ON_FASHION,
     ),
-    "fedhenn/effects": Table({"cifar10": None}, ("as in Table 2",), over=("η_0 = 0", "Procrustes distance")),
+    "fedhenn/effects": Table({"cifar10": None}, ("as in Table 2",),
+        over=("η_0 = 0", "η_0 = 0.001", "η_0 = 0.1", "η_0 = 1", "a tenth of the RAD", "a fifth of the RAD",
+              "a quarter of the epochs", "twice the epochs", "Procrustes distance"),
+    ),
     "fedhenn/fig3": Table(
         {"cifar10": None}, ("FedHeNN Homo", "FedHeNN Hetero"), by="column",
         pairs=(("FedHeNN Homo", "local training, homo"), ("FedHeNN Hetero", "local training, hetero")),

@@ -56,10 +56,19 @@ def gains(cells, plan):
                 for called, pattern in merged:
                     both = [p for p in places if fnmatch(p, pattern) and p in lines[own] and p in lines[over]]
                     if pairs := [
-                        (lines[own][p], lines[over][p]) for p in both if lines[own][p]["unit"] == lines[over][p]["unit"]
+                        (lines[own][p], lines[over][p])
+                        for p in both
+                        if lines[own][p]["unit"] == lines[over][p]["unit"]
+                        and not one_setting(lines[own][p], lines[over][p])
                     ]:
                         found.append(gain_of(own, over, called, pairs))
     return found
+
+
+def one_setting(cell, other):
+    """Whether two variants are the same runs, as the default of a sweep and its base are."""
+    same = ("runs", "method", "metric", "seeds")
+    return cell["variant"] != other["variant"] and all(cell[key] == other[key] for key in same)
 
 
 def gain_of(own, over, called, pairs):

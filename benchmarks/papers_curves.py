@@ -1,5 +1,6 @@
 """The part of docs/results.md that is a curve: accuracy over the number of training examples a client."""
 
+from itertools import pairwise
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -41,6 +42,7 @@ def of_curve(paper, name, found, docs, remark):
     for form in (own, *forms_of(found)):
         lines += compared(found, sizes, form, [method for method in methods if method not in (own, form)], own)
     lines += after_all(found, sizes, own)
+    lines += computed(found, sizes, methods, own)
     first = points[str(sizes[0])]
     seeds = len(first["seeds"].split(","))
     rounds = ", ".join(str(points[str(size)]["rounds"]) for size in sizes)
@@ -108,6 +110,23 @@ def after_all(found, sizes, own):
         lines += ["", f"| `{form}` is ahead of it after all rounds by | {head[0]}", head[1]]
         for method in dict.fromkeys(name for of in gains for name in of):
             lines.append(f"| {shown(method, own)} | " + " | ".join(spanned(of.get(method), 100) for of in gains) + " |")
+        others = dict.fromkeys(name for of in gains for name in of)
+        lines += ["", *(f"- {crossing(found, sizes, form, other, after_all=True)}" for other in others)]
+    return [*lines, ""]
+
+
+def computed(found, sizes, methods, own):
+    """What accuracy costs: seconds to the round at which methods are compared."""
+    lines = [
+        "What it costs: seconds that clients and server compute until that round, all clients one after another, mean over "
+        "seeds. Several runs went at the same time, so that factors below 1.5 say little.\n",
+        "| seconds | " + " | ".join(map(str, sizes)) + " |", "|---|" + "---|" * len(sizes),
+    ]  # fmt: skip
+    for method in methods:
+        cells = [found["points"][str(size)]["methods"].get(method) for size in sizes]
+        lines.append(
+            f"| {shown(method, own)} | " + " | ".join(f"{c['seconds']:.0f}" if c else "" for c in cells) + " |"
+        )
     return [*lines, ""]
 
 
@@ -177,9 +196,9 @@ def shown(method, own):
     return f"**`{name}`**" if method == own else f"`{name}`{' ' + rest if rest else ''}"
 
 
-def crossing(found, sizes, own, other):
-    """At which sizes the method is ahead of another one."""
-    known = {size: gain for size in sizes if (gain := against(found, size, own).get(other))}
+def crossing(found, sizes, own, other, after_all=False):
+    """At which sizes the method is ahead of another one, and between which their means cross."""
+    known = {size: gain for size in sizes if (gain := against(found, size, own, after_all).get(other))}
     kinds = {"ahead": [], "behind": [], "not decided": []}
     for size, gain in known.items():
         kinds[kind_of(gain).removesuffix(" of").removesuffix(" against")].append(str(size))
@@ -188,7 +207,14 @@ def crossing(found, sizes, own, other):
         f"in every seed with {', '.join(names)}"
         for names in [[str(size) for size, gain in known.items() if min(gain["by_seed"]) > 0]] if names
     ]  # fmt: skip
-    return f"against {shown(other, own)}: {'; '.join([*words, *every])}."
+    places = [
+        f"between {here} and {there}" for here, there in pairwise(known)
+        if known[here]["gain"] * known[there]["gain"] < 0
+    ]  # fmt: skip
+    crossed = (
+        [f"the means cross {' and '.join(places)}" if places else "the means do not cross"] if len(known) > 1 else []
+    )
+    return f"against {shown(other, own)}: {'; '.join([*words, *every, *crossed])}."
 
 
 def draw(file, found, methods, own):

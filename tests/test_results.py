@@ -105,7 +105,7 @@ def test_a_sentence_on_a_paper_that_its_intervals_do_not_carry_is_not_written(cl
     (tmp_path / "a-table1.json").write_text(json.dumps({"gains": [gain, {**gain, "at": "y", "gain": 3.0}]}), "utf-8")
     for place, kinds, text in (
         ("x", claims.NOT, "- A +2.0 (−1.0 to +5.0)."),
-        (("x", "y"), claims.NOT, "- A +2.0 to +3.0."),
+        (("x", "y"), claims.NOT, "- A from +2.0 (−1.0 to +5.0) to +3.0 (−1.0 to +5.0)."),
     ):
         monkeypatch.setattr(claims, "CONCLUSIONS", (("A {}.", (("a-table1", "A", "B", place, kinds),)),))
         assert text in claims.conclusions(tmp_path)
@@ -169,7 +169,7 @@ def test_a_further_form_of_a_method_has_a_comparison_of_its_own(page, tmp_path):
     def gain(value):
         return {"gain": value, "low": value - 0.01, "high": value + 0.01, "by_seed": [value, value]}
 
-    scores = {"mean": 0.5, "interval": None, "rounds": [5, 5]}
+    scores = {"mean": 0.5, "interval": None, "rounds": [5, 5], "seconds": 12.5}
     point = {"seeds": "0,1", "tuned": "lr=0.1,0.3", "rounds": 40, "chosen": {}, "methods": dict.fromkeys("abc", scores),
              "forms": {"b": {"normalise": False, "clip_norm": None}}, "against": {"b": gain(-0.1), "c": gain(0.2)},
              "of_forms": {"b": {"c": gain(0.3)}},
@@ -186,6 +186,53 @@ def test_a_further_form_of_a_method_has_a_comparison_of_its_own(page, tmp_path):
     assert "| `c` | +20.0 (+19.0 to +21.0) |" in own
     assert "| `c` | +30.0 (+29.0 to +31.0) |" in form
     assert "**`a`**" not in form
+
+
+def test_a_curve_says_where_means_cross():
+    from papers_curves import crossing
+
+    def points(*gains):
+        some = {str(10 * 2**k): {"gain": g, "low": g - 2, "high": g + 2, "by_seed": [g]} for k, g in enumerate(gains)}
+        return {"own": "a", "points": {size: {"against": {"b": gain}} for size, gain in some.items()}}
+
+    for gains, said in (
+        ((-3.0, -1.0, 1.0, 3.0), "the means cross between 20 and 40"),
+        ((-1.0, 1.0, -1.0), "the means cross between 10 and 20 and between 20 and 40"),
+        ((1.0, 3.0), "the means do not cross"),
+    ):
+        found = points(*gains)
+        assert crossing(found, [int(size) for size in found["points"]], "a", "b").endswith(f"; {said}.")
+    assert "cross" not in crossing(points(1.0), [10], "a", "b")  # at one size nothing can
+
+
+def test_one_setting_under_two_names_is_not_compared():
+    import papers
+    from papers_cells import gains
+
+    def cell(row, variant, run):
+        same = {"column": "x", "unit": "%", "method": "", "metric": "score", "seeds": {"0": 3.0}}
+        return {"row": row, "variant": variant, "runs": [run], **same}
+
+    cells = [
+        cell("a", "base", "run1"),
+        cell("b", "eta-1", "run1"),
+        cell("c", "eta-2", "run2"),
+        cell("d", "base", "run1"),
+    ]
+    assert [gain["over"] for gain in gains(cells, papers.Table({}, ("a",)))] == [
+        "c",
+        "d",
+    ]  # d is another part of the run
+
+
+def test_differences_in_the_results_are_those_of_their_cells():
+    """What a table compares may have changed since it was measured."""
+    import papers
+    from papers_cells import gains
+
+    for key, plan in papers.TABLES.items():
+        found = json.loads((papers.RESULTS / f"{key.replace('/', '-')}.json").read_text("utf-8"))
+        assert found["gains"] == gains(found["cells"], plan), key
 
 
 def test_differences_after_all_rounds_are_those_of_the_means():

@@ -14,8 +14,9 @@ from polyfed.simulation.runs.directory import read_config, read_metrics
 if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment, Participants
 
-_BUSY = 0.85  # of the cores, while a round waits for the last of its clients: measured with 5 to 10 clients on 2 cores
-_UNEVEN = 0.5  # of a run, by which the processes do not end at the same time
+# Of the cores, while a round waits for the last of its clients: benchmarks/results/papers/minutes_one_by_one.json,
+# processor seconds over seconds of two cores.
+_BUSY = 0.85
 
 
 @final
@@ -94,8 +95,9 @@ def _processes(job: Job, runs: int) -> int:
     if clients is None:  # as many as the data have
         return 1
     processes = at_once(settings, clients)
-    busy = _BUSY * min(processes, settings.cohort_size(clients))
-    return processes if runs / processes + _UNEVEN < runs / busy else 1
+    one_by_one = runs / (_BUSY * min(processes, settings.cohort_size(clients)))  # in runs on one core, alike in length
+    at_worst = (runs - 1) / processes + 1  # the last run goes alone, when all others have ended
+    return processes if at_worst < one_by_one else 1
 
 
 def _tasks(missing: Sequence[_Part], quiet: bool, *, alone: bool) -> Iterator[tuple[_Part, Callable[[], None]]]:

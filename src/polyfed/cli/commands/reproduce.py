@@ -15,7 +15,7 @@ from polyfed.cli.commands import options, playing
 from polyfed.cli.commands.papers import Cell, PaperTable, find, find_paper, papers
 from polyfed.cli.commands.recipes import SCALES, Recipe, read
 from polyfed.cli.commands.terminal import Table, say
-from polyfed.core.errors import RoundError, UserError, nearest
+from polyfed.core.errors import Interrupted, RoundError, UserError, nearest
 from polyfed.core.files import make_folder, replace_file
 from polyfed.simulation.runs.directory import plain, read_config
 
@@ -133,7 +133,10 @@ def _reproduce(table: PaperTable, given: Sequence[str], wanted: Wanted, console:
     recipes = {name: read(name) for name in table.variants()}
     jobs = _jobs(table, recipes, wanted, given)
     _check(jobs)
-    failed = playing.play(jobs, quiet=quiet)
+    try:
+        failed = playing.play(jobs, quiet=quiet)
+    except KeyboardInterrupt as stop:
+        raise Interrupted("interrupted; the complete rounds are saved: the same command goes on") from stop
     found = [_found(cell, recipes, scale, wanted.numbers, folder) for cell in table.cells]
     reduced = {name: recipe.reduced(scale) for name, recipe in recipes.items()}
     make_folder(folder, parents=True)
