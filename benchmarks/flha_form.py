@@ -7,7 +7,7 @@ published form is better with few images, and on networks without.
 four networks have BatchNorm, with seeds that the table does not have. Accuracy is on clients' own test images: they come
 from the data set's training images, so that the table's common test set is not used for a choice. "no norm layers" are the
 clients and small networks of heads.py, its validation images, seeds 0 and 1. Printed: mean accuracy over clients in percent,
-one figure a seed; - is a run that diverged.
+one figure a seed; - is a run that diverged. What `--out` has is not repeated.
 """
 
 import argparse
@@ -29,6 +29,7 @@ FORMS = {
     "published": {"normalise": False, "initialisation": "paper", "momentum": 0.0, "clip_norm": None},
     "published, momentum 0.9 and clipping": {"normalise": False, "initialisation": "paper"},
     "polyfed's, momentum 0": {"momentum": 0.0},
+    "polyfed's, without normalise": {"normalise": False},
     "published, Kaiming's variance": {"normalise": False, "momentum": 0.0, "clip_norm": None},
 }
 RATES = {
@@ -38,7 +39,11 @@ RATES = {
         "polyfed's, momentum 0": (0.1, 0.3),
         "published, momentum 0.9 and clipping": (0.003, 0.009),
     },
-    "64 images": {"polyfed's": (0.01, 0.03, 0.1), "published": (0.009, 0.03, 0.1)},
+    "64 images": {
+        "polyfed's": (0.01, 0.03, 0.1),
+        "published": (0.009, 0.03, 0.1),
+        "polyfed's, without normalise": (0.03, 0.1, 0.3),
+    },
 }
 WITHOUT = ("polyfed's", "polyfed's, momentum 0", "published", "published, Kaiming's variance")
 RATES_WITHOUT = (0.003, 0.009, 0.03, 0.1, 0.3)
@@ -83,8 +88,10 @@ def main():
     members = heads.clients(given.path, "small")
     jobs = [("no norm layers", form, lr) for form in WITHOUT for lr in RATES_WITHOUT]
     jobs += [(share, form, lr) for share in SHARES for form in RATES[share] for lr in RATES[share][form]]
-    found = {}
+    found = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
     for where, form, lr in jobs:
+        if str(lr) in found.get(where, {}).get(form, {}):
+            continue
         if where in SHARES:
             runs = [trained(SHARES[where], form, lr, seed, given) for seed in SEEDS]
         else:

@@ -234,13 +234,14 @@ def run_table(key, given):
     table, plan = find(paper, name), TABLES[key]
     seeds = "0" if plan.seeds == 1 else given.seeds
     out, began = Path(given.runs) / (plan.runs or key).replace("/", "-"), time.time()
+    methods = ["--baselines", given.baselines] if given.baselines else []
     for data, pattern in (plan.variants or {"": None}).items():
         if given.only not in (None, data):
             continue
         where = ["--data.path", folder_of(data, given)] if data not in ("", "digits") else []
         wanted = Wanted(scale="cpu", variant=given.variant or pattern, seeds=seeds, out=str(out))
         try:
-            reproduce.run([paper, name, *plan.options, *where], wanted, quiet=given.quiet)
+            reproduce.run([paper, name, *plan.options, *where, *methods], wanted, quiet=given.quiet)
         except RoundError as error:  # of one method: the table has the others, and a gap
             print(f"{key}: {error}", flush=True)
     content, file = json.loads((out / reproduce.RESULT).read_text(encoding="utf-8")), RESULTS / f"{paper}-{name}.json"
@@ -380,11 +381,12 @@ def main():
     parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--only", metavar="NAME", help="of a data set; the rest of the table stays")
     parser.add_argument("--variant", metavar="PATTERN", help="of the variants on that data set; the rest stays, too")
+    parser.add_argument("--baselines", metavar="LIST", help="of them only; the table's other methods stay, too")
     parser.add_argument("--add", action="store_true", help="these seeds join those that were measured before")
     parser.add_argument("--quiet", action="store_true")
     given = parser.parse_args()
-    if given.variant and not given.only:
-        raise SystemExit("--variant is of one data set; say which with --only")
+    if (given.variant or given.baselines) and not given.only:
+        raise SystemExit("--variant and --baselines are of one data set; say which with --only")
     if given.what == "list":
         print("\n".join([*TABLES, *(f"examples {paper}" for paper in CURVES)]))
     elif given.what == "page":

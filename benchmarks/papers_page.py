@@ -35,12 +35,14 @@ How to read it:
   hold ([FedHeNN, Table 2](#fedhenn); [FLHA-GHN, Table 1](#flha-ghn)).
 - In the curves over the number of examples every method's learning rate was chosen on validation examples. A curve is read
   twice: at the round that was best on validation examples for each method, and after all rounds. What is decided both
-  times is firmer than what is decided once. Each curve states its search. A method with a second field to choose, FedHeNN's
-  η_0, was tried in all combinations, and so with twice as many runs.
+  times is firmer than what is decided once. Each curve states its search. One run a rate chooses, and may choose badly. A
+  method with a second field to choose, FedHeNN's η_0, was tried in all combinations, and so with twice as many runs.
 - The methods of a table share the rates of its recipe, which stand under it as "reduced". They were not chosen for each
   method, but for pFedHN and FLHA-GHN without normalise in FLHA-GHN's Table 1, both kinds of network in its Table 2, η_0
   in FedHeNN's tables and the samplers of FedPNAS ([the searches](../benchmarks/README.md)). So where a table and a curve
   differ, the curve is the fairer comparison.
+- One setting that stands in two tables may differ by some tenths of a point: they were measured on processors with other
+  vector instructions, which round otherwise.
 - Rows and columns have the papers' names. "100 clients" in FedHeNN's tables is the paper's setting: here they are 20.
 - The words: *η_0* weighs FedHeNN's alignment term, *RAD* are the public examples on which it compares representations,
   *CKA* says from 0 to 1 how alike these are, *normalise* scales the weights that FLHA-GHN generates, *Arch 0* to *3* are its
@@ -93,8 +95,11 @@ REMARKS = {  # what one should know to read a table or a curve
     "each tensor (normalise), or Kaiming's variance in the formula's place, brings it there.",
     "flha-table7": "One seed, so that no difference has an interval. The network that is replaced falls most, by 6 to 16 "
     "points here and 7 to 13 in the paper; the others lose at most 5 here and there.",
-    "pfedla-fig7": "On CIFAR-10 a client's convolutions and fc1 have all their weight on itself after 60 rounds: it shares "
-    "fc2 and the classifier only. The paper's statement on fc1 is neither shown nor refuted, since three layers have 1.",
+    "pfedla-fig7": "On CIFAR-10 a client's convolutions and fc1 have nearly all their weight on itself after 60 rounds: it "
+    "shares fc2 and the classifier. The paper's statement on fc1 is neither shown nor refuted: no layer is decidedly first.",
+    "fedpnas-examples": "To the round that is compared CA-FedPNAS computes about ten times as long as training alone and "
+    "FedAvg. More of the same rounds bring FedAvg little but with 20 images (after all rounds). A larger network for "
+    "the same seconds was not tried.",
     "flha-table2": "One of three runs without GNN ended at chance at 25 %: its networks stopped learning in the first "
     "rounds. Hence the width of that interval.",
     "fedpnas-effects": "On digits seeds 0, 1 and 2 were measured first: CA-FedPNAS over CA-FedDSNAS +0.016 (−0.005 to "
@@ -102,8 +107,10 @@ REMARKS = {  # what one should know to read a table or a curve
     "pfedla-table1": "With 100 clients of which 10 % take part, each client is drawn in 6 of the 60 rounds, and its "
     "hypernetwork takes 6 steps; in the paper's 2,500 rounds it would be 250. So that column says how the methods begin, "
     "not where they end.",
+    "pfedla-table2": "Measured when the hypernetworks of pFedLA and HeurpFedLA still started from other draws, with which "
+    "some clients' weights stayed near 1/N ([by chance](methods/pfedla.md#results)).",
     "pfedla-table2b": "All methods share one rate here, which was not chosen for any of them. On Fashion-MNIST pFedHN "
-    "diverged at it in two of three seeds.",
+    "diverged at it in two of three seeds. The draws of hypernetworks are those of Table 2.",
     "fedpnas-fig3": "On CIFAR-10 400 images a client and 360 minibatches teach no method much (10 % is chance), and nothing "
     "is decided there.",
     "fedpnas-table1": "The columns of high heterogeneity without a name of data are CIFAR-10: 400 images a client and 540 "
@@ -176,9 +183,10 @@ def of_table(found, took):
     if "--data.name" in (options := list(found["options"])):
         data = options[options.index("--data.name") + 1]
         lines.append(f"polyfed's figures are on {DATA_SETS[data]}, the paper's on its own data.\n")
-    recipes = dict.fromkeys(cell["recipe"] for cell in found["cells"] if cell["recipe"])
-    for reduced in dict.fromkeys(found["reduced"][recipe] for recipe in recipes):
-        lines.append(f"Reduced against the paper: {' '.join(reduced.split())}.\n" if reduced else "")
+    of = {found["reduced"][cell["recipe"]]: cell["recipe"] for cell in found["cells"] if cell["recipe"]}
+    for reduced, recipe in of.items():
+        which = f" (recipe `{recipe}`)" if len(of) > 1 else ""
+        lines.append(f"Reduced against the paper{which}: {' '.join(reduced.split())}.\n" if reduced else "")
     if found["seconds"]:
         seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
         shared = f"; the runs of {find(*found['runs'].split('/')).number}" if found.get("runs") else ""

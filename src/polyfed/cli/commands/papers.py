@@ -75,13 +75,16 @@ class PaperTable:
 
         >>> [find("flha", name).number for name in ("table1", "fig7", "appendix b")], find("fedhenn", "effects").number
         (['Table 1', 'Fig. 7', 'Appendix B'], 'Effects')
-        >>> find("fedpnas", "fig. 3c").number, find("fedpnas", "sweep eta").number, find("flha", "table 1 forms").number
-        ('Fig. 3c', 'sweep of eta', 'Table 1 forms')
+        >>> find("fedpnas", "fig. 3c").number, find("pfedla", "sweep_hn_lr").number, find("flha", "table 1 forms").number
+        ('Fig. 3c', 'sweep of hn_lr', 'Table 1 forms')
         """
         words = {"table": "Table", "fig": "Fig.", "appendix_": "Appendix", "effects": "Effects", "sweep_": "sweep of"}
         kind = next(kind for kind in words if self.name.startswith(kind))
         rest = self.name.removeprefix(kind)
-        return f"{words[kind]} {rest.upper() if kind == 'appendix_' else rest.replace('_', ' ')}".rstrip()
+        said = {"appendix_": rest.upper(), "sweep_": rest}.get(
+            kind, rest.replace("_", " ")
+        )  # a field's name has its "_"
+        return f"{words[kind]} {said}".rstrip()
 
     def variants(self) -> dict[str, tuple[str | None, ...]]:
         """The variants that make a cell, by recipe, in the order of the cells.
