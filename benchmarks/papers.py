@@ -62,6 +62,7 @@ class Table:
         options: of `polyfed run`, beside the table's.
         seeds: 3 if 0.
         runs: the table whose runs it shares.
+        by_round: whether it is a curve over rounds: scores of all rounds that were evaluated are kept, too.
     """
 
     variants: dict[str, str | None]
@@ -75,6 +76,7 @@ class Table:
     options: tuple[str, ...] = ()
     seeds: int = 0
     runs: str = ""
+    by_round: bool = False
 
 
 FASHION = "fashion_mnist"
@@ -113,6 +115,7 @@ TABLES = {
     "fedpnas/effects": Table({"digits": "digits", FASHION: "fashion-mnist"}, ("CA-FedPNAS",), by="column"),
     "fedpnas/fig3": Table(
         {"digits": "digits", FASHION: "fashion-mnist", "cifar10": "cifar10"}, ("CA-FedPNAS", "FedPNAS"), by="column",
+        by_round=True,
     ),
     "fedpnas/fig3c": Table(
         {FASHION: "fashion-mnist", "cifar10": "cifar10"}, ("CA-FedPNAS",), by="column", runs="fedpnas/fig3",
@@ -250,6 +253,10 @@ def run_table(key, given):
     content["cells"], kept = completed(content["cells"], before["cells"], given.add)
     content |= {"number": table.number, "own": plan.own, "by": plan.by, "options": plan.options, "runs": plan.runs}
     content["gains"] = gains(content["cells"], plan)
+    if plan.by_round:
+        content["by_round"] = {
+            f"{c['row']}, {c['column']}": over_rounds(c, out) for c in content["cells"] if c["metric"] == "score"
+        }
     content["seconds"] = sum(
         record["seconds_clients"] + record["seconds_server"]
         for metrics in out.rglob("metrics.jsonl") for record in read_metrics(metrics)
@@ -259,6 +266,18 @@ def run_table(key, given):
         content["seconds"] += content["seconds_kept"]
     write(file, content)
     print(f"{key}: {time.time() - began:.0f} s", flush=True)
+
+
+def over_rounds(cell, out):
+    """A cell's score by round and seed: accuracy, mean over clients."""
+    scores = {}
+    for seed, run in zip(cell["seeds"], cell["runs"], strict=True):
+        folder = out / run / (f"baselines/{cell['method']}" if cell["method"] else "")
+        for record in read_metrics(folder / "metrics.jsonl"):
+            rows = [row["accuracy"] for row in record["clients"].values() if "accuracy" in row]
+            if rows:
+                scores.setdefault(str(record["round"]), {})[seed] = fmean(rows)
+    return scores
 
 
 def run_curve(paper, given):

@@ -68,8 +68,8 @@ CONCLUSIONS = (  # a sentence; its grounds: results, of which method, against wh
      "80 and 160, {}, which for 160 depends on the rate that was chosen; with 20, 40 and 320 nothing is decided, {}. Nor is "
      "it over FedAvg with fine-tuning, at any of these sizes, {}. On CIFAR-10, where ten clients share classes, it is "
      "ahead of training alone, {} in Table 1, whose methods share one rate, and {} where each has its own. Its "
-     "weights over clients learn by one step a round: where a tenth "
-     "of 100 clients takes part, it is behind training alone, {}.",
+     "weights over clients learn by one step a round: where a tenth of 100 clients takes part, it is behind training "
+     "alone, {}.",
      (("pfedla-examples", "pfedla", "fedavg", ALL, AHEAD), ("pfedla-examples", "pfedla", "local", ("80 ", "160 "), AHEAD),
       ("pfedla-examples", "pfedla", "local", ("20 ", "40 ", "320 "), NOT),
       ("pfedla-examples", "pfedla", "fedavg_ft", ALL, NOT),
@@ -89,9 +89,9 @@ CONCLUSIONS = (  # a sentence; its grounds: results, of which method, against wh
       ("flha-table1", ("12.5 %, FLHA-GHN", "6.25 %, FLHA-GHN"), "distillation", ("12.5 %", "6.25 %"), AHEAD),
       ("flha-examples", "flha_ghn", "fedavg_ft (one network)", ("20 ", "40 ", "80 ", "160 "), BEHIND))),
     ("**FedHeNN** with one network for all is ahead of training alone on CIFAR-10, {}. With several networks it is ahead "
-     "on the tweets of 20 clients, {}; on Fashion-MNIST nothing is decided, {}, and on CIFAR-10 it is not ahead, {}. It is "
-     "ahead of FedRep where clients have five classes of CIFAR-10, {}; with two classes nothing is decided for several "
-     "networks, {}, and on tweets it is behind, {}. Its global model is ahead of FedAvg's on "
+     "on the tweets of 20 clients, {}; on Fashion-MNIST nothing is decided, {}, and on CIFAR-10 it is not ahead, {}. Over "
+     "FedRep it is ahead with one network where clients have five classes of CIFAR-10, {}; with several networks and two "
+     "classes nothing is decided, {}, and on tweets it is behind, {}. Its global model is ahead of FedAvg's on "
      "CIFAR-10, {}. That is the mean over all clients' latest networks: with it FedAvg is not behind FedHeNN, {}.",
      (("fedhenn-fig3", "FedHeNN Homo", "local training, homo", "", AHEAD),
       ("fedhenn-table2", "FedHeNN Hetero", "local training, hetero", "Sentiment140, 100", AHEAD),

@@ -7,6 +7,7 @@ the measurements (papers_claims.py): "ahead" or "behind" is where an interval le
 import json
 from statistics import fmean
 
+from papers_cells import interval
 from papers_claims import PAPERS, conclusions, in_short, split
 from papers_curves import DIGITS, OTHER, kind_of, of_curve, spanned
 
@@ -107,14 +108,14 @@ REMARKS = {  # what one should know to read a table or a curve
     "pfedla-table1": "With 100 clients of which 10 % take part, each client is drawn in 6 of the 60 rounds, and its "
     "hypernetwork takes 6 steps; in the paper's 2,500 rounds it would be 250. So that column says how the methods begin, "
     "not where they end.",
-    "pfedla-table2": "Measured when the hypernetworks of pFedLA and HeurpFedLA still started from other draws, with which "
-    "some clients' weights stayed near 1/N ([by chance](methods/pfedla.md#results)).",
     "pfedla-table2b": "All methods share one rate here, which was not chosen for any of them. On Fashion-MNIST pFedHN "
-    "diverged at it in two of three seeds. The draws of hypernetworks are those of Table 2.",
-    "fedpnas-fig3": "On CIFAR-10 400 images a client and 360 minibatches teach no method much (10 % is chance), and nothing "
-    "is decided there.",
+    "diverged at it in two of three seeds.",
+    "fedpnas-fig3": "On CIFAR-10 the lead of the methods that sample by context is one of speed: they are at their end "
+    "after 10 of 20 rounds, and FedDSNAS comes up to them. 400 images a client teach no method more (10 % is chance).",
+    "fedpnas-table2": "Fig. 3 was measured anew after this table, which is of earlier runs of the same federations.",
     "fedpnas-table1": "The columns of high heterogeneity without a name of data are CIFAR-10: 400 images a client and 540 "
-    "minibatches teach none of the three much (10 % is chance), so that nothing is decided there.",
+    "minibatches teach none of the three much (10 % is chance). After half of these rounds CA-FedPNAS was ahead "
+    "([an earlier measurement](../benchmarks/README.md)); Fig. 3 shows by rounds how FedDSNAS comes up.",
 }
 
 
@@ -180,6 +181,7 @@ def of_table(found, took):
     ]
     lines += [*(f"- {one}" for one in said), ""] if said else []
     lines += differences(found["gains"])
+    lines += by_round(found.get("by_round", {}), found["own"])
     if "--data.name" in (options := list(found["options"])):
         data = options[options.index("--data.name") + 1]
         lines.append(f"polyfed's figures are on {DATA_SETS[data]}, the paper's on its own data.\n")
@@ -241,6 +243,28 @@ def differences(gains):
         at = {gain["at"]: gain for gain in known if (gain["own"], gain["over"]) == (own, over)}
         lines.append(f"| {own} − {over} | " + " | ".join(spanned(at.get(place)) for place in places) + " |")
     return [*lines, ""]
+
+
+def by_round(scores, own):
+    """Scores over rounds, a table for each place, and the lead of the paper's first method in each of them."""
+    places = {}
+    for name, found in scores.items():
+        place, _, method = name.partition(", ")
+        places.setdefault(place, {})[method] = found
+    lines = []
+    for place, methods in places.items():
+        rounds = sorted(set.intersection(*(set(found) for found in methods.values())), key=int)
+        lines += [f"| {place}, % after round | " + " | ".join(rounds) + " |", "|---|" + "---|" * len(rounds)]
+        for method, found in methods.items():
+            means = [f"{100 * fmean(found[at].values()):.1f}" for at in rounds]
+            lines.append(f"| {f'**{method}**' if method in own else method} | " + " | ".join(means) + " |")
+        first = methods[own[0]]
+        for method, found in methods.items():
+            if method != own[0]:
+                leads = [interval([100 * (first[at][s] - found[at][s]) for s in first[at]]) for at in rounds]
+                lines.append(f"| {own[0]} − {method} | " + " | ".join(spanned(lead) for lead in leads) + " |")
+        lines.append("")
+    return lines
 
 
 TIMED = "minutes.json"  # of papers_minutes.py: seconds of a call, by table and data set
