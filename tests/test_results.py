@@ -179,7 +179,9 @@ def test_a_further_form_of_a_method_has_a_comparison_of_its_own(page, tmp_path):
     text = of_curve("x", "A", found, tmp_path, "")
     text, last = text.split("after all rounds, whatever")
     assert "| **`a`** | 62.5 |" in last
-    assert "| `c` | +37.5 (+36.5 to +38.5) |\n\n| `b` is ahead of it after all rounds by | 20 |" in last
+    assert "| `c` | +37.5 (+36.5 to +38.5) |\n\n- against `c`: ahead with 20 examples" in last
+    assert "| `b` is ahead of it after all rounds by | 20 |" in last
+    assert "| **`a`** | 12 |" in last.split("What it costs")[1]
     assert "`b` is `a` with `normalise: false, clip_norm: null`" in last
     own, form = text.split("| `b` is ahead of it by")
     assert "| `b` | −10.0 (−11.0 to −9.0) |" in own
@@ -203,6 +205,30 @@ def test_a_curve_says_where_means_cross():
         found = points(*gains)
         assert crossing(found, [int(size) for size in found["points"]], "a", "b").endswith(f"; {said}.")
     assert "cross" not in crossing(points(1.0), [10], "a", "b")  # at one size nothing can
+
+
+def test_scores_by_round_are_those_of_the_runs(page, tmp_path):
+    import papers
+
+    for seed, accuracy in (("0", 0.5), ("1", 0.7)):
+        for method, more in (("", 0.0), ("local", -0.25)):
+            folder = tmp_path / f"run{seed}" / (f"baselines/{method}" if method else "")
+            folder.mkdir(parents=True)
+            rows = [
+                {"a": {"accuracy": accuracy + more + 0.1 * r}, "b": {"accuracy": accuracy + more}} for r in range(3)
+            ]
+            lines = [{"round": r, "clients": row if r else {"a": {}}} for r, row in enumerate(rows)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cells = {m: {"method": m, "seeds": {"0": 0, "1": 0}, "runs": ["run0", "run1"]} for m in ("", "local")}
+    found = {f"digits, {m or 'own'}": papers.over_rounds(cell, tmp_path) for m, cell in cells.items()}
+    assert found["digits, own"] == {
+        "1": pytest.approx({"0": 0.55, "1": 0.75}),
+        "2": pytest.approx({"0": 0.6, "1": 0.8}),
+    }
+    assert page.by_round(found, ["own"]) == [
+        "| digits, % after round | 1 | 2 |", "|---|---|---|", "| **own** | 65.0 | 70.0 |", "| local | 40.0 | 45.0 |",
+        "| own − local | +25.0 (+25.0 to +25.0) | +25.0 (+25.0 to +25.0) |", "",
+    ]  # fmt: skip
 
 
 def test_one_setting_under_two_names_is_not_compared():
@@ -304,7 +330,7 @@ def test_methods_are_not_compared_where_a_place_is_no_score():
     import papers
     import papers_cells
 
-    cell = {"unit": "fraction", "seeds": {"0": 0.5, "1": 0.6}}
+    cell = {"unit": "fraction", "variant": "", "seeds": {"0": 0.5, "1": 0.6}}
     cells = [
         {**cell, "row": row, "column": column} for row in ("turned", "turned, deviation") for column in ("own", "other")
     ]
@@ -340,6 +366,8 @@ def test_a_summary_names_one_or_two_places_and_counts_more_in_points(claims):
         claims.gathered([("digits", fraction), ("b", percent)])
         == "digits: +5.0 (+1.0 to +9.0)<br>b: −2.0 (−3.0 to +1.0)"
     )
-    assert claims.gathered([("a", fraction), ("b", percent), ("c", of_curve)]) == "3 places: −2.0 to +10.0"
+    assert claims.gathered([("a", fraction), ("b", percent), ("c", of_curve)]) == (
+        "3 places: from −2.0 (−3.0 to +1.0) to +10.0 (+0.0 to +20.0)"
+    )
     sizes = [("20 examples", fraction), ("40 examples", percent), ("80 examples", of_curve)]
-    assert claims.gathered(sizes) == "20, 40, 80 examples: −2.0 to +10.0"
+    assert claims.gathered(sizes) == "20, 40, 80 examples: from −2.0 (−3.0 to +1.0) to +10.0 (+0.0 to +20.0)"
