@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -23,24 +25,30 @@ WORDS = ["pfedla", "table1", "--scale", "smoke", "--variant", "fashion_mnist-10"
 WORDS += ["--baselines", "[local,fedavg,fedprox]"]
 
 
-def start(out):
-    """In a group of its own, as from a terminal; a shell has its background jobs ignore Ctrl-C."""
-    return subprocess.Popen(
+@contextmanager
+def started(out):
+    """In a group of its own, as from a terminal; a shell has its background jobs ignore Ctrl-C. At the end it is gone."""
+    with subprocess.Popen(
         [sys.executable, "-c", TWO_CORES, "reproduce", *WORDS, "--out", str(out)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()  # as a failed test leaves it; its children leave with it
 
 
 def finish(out):
-    process = start(out)
-    _, told = process.communicate(timeout=300)
+    with started(out) as process:
+        _, told = process.communicate(timeout=300)
     assert process.returncode == 0, told
     return told, [cell | {"runs": None} for cell in json.loads((out / "reproduce.json").read_text())["cells"]]
 
 
 def runs(out):
-    return [path.parent for path in out.rglob("metrics.jsonl")]
+    found = [*out.glob("*/metrics.jsonl"), *out.glob("*/baselines/*/metrics.jsonl")]  # folders below come and go
+    return [path.parent for path in found]
 
 
 def wait_for_runs(process, out, number):
@@ -71,13 +79,13 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_while_two_runs_go_on(tmp_path, whole, number):
     out = tmp_path / "table"
-    process = start(out)
-    wait_for_runs(process, out, 4)  # two are complete, two are not
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # a terminal sends it to all
-    else:
-        process.kill()
-    _, told = process.communicate(timeout=60)
+    with started(out) as process:
+        wait_for_runs(process, out, 4)  # two are complete, two are not
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # a terminal sends it to all
+        else:
+            process.kill()
+        _, told = process.communicate(timeout=60)
     wait_until_nobody_is_left(process.pid)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     if number == signal.SIGINT:
@@ -97,11 +105,11 @@ def test_stopped_while_two_runs_go_on(tmp_path, whole, number):
 @pytest.mark.slow
 def test_a_run_that_is_killed_is_named_and_the_others_are_saved(tmp_path, whole):
     out = tmp_path / "table"
-    process = start(out)
-    wait_for_runs(process, out, 2)
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-    os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
-    _, told = process.communicate(timeout=60)
+    with started(out) as process:
+        wait_for_runs(process, out, 2)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        _, told = process.communicate(timeout=60)
     wait_until_nobody_is_left(process.pid)
     assert process.returncode == 1
     assert "died (exit status -9); the same command goes on from what is saved" in told
