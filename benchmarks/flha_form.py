@@ -42,7 +42,7 @@ RATES = {
     "64 images": {
         "polyfed's": (0.01, 0.03, 0.1),
         "published": (0.009, 0.03, 0.1),
-        "polyfed's, without normalise": (0.03, 0.1, 0.3),
+        "polyfed's, without normalise": (0.03, 0.1, 0.3, 1.0),
     },
 }
 WITHOUT = ("polyfed's", "polyfed's, momentum 0", "published", "published, Kaiming's variance")
