@@ -81,10 +81,11 @@ class PaperTable:
         words = {"table": "Table", "fig": "Fig.", "appendix_": "Appendix", "effects": "Effects", "sweep_": "sweep of"}
         kind = next(kind for kind in words if self.name.startswith(kind))
         rest = self.name.removeprefix(kind)
-        said = {"appendix_": rest.upper(), "sweep_": rest}.get(
-            kind, rest.replace("_", " ")
-        )  # a field's name has its "_"
-        return f"{words[kind]} {said}".rstrip()
+        if kind == "appendix_":
+            rest = rest.upper()
+        elif kind != "sweep_":  # of a field, whose name has its "_"
+            rest = rest.replace("_", " ")
+        return f"{words[kind]} {rest}".rstrip()
 
     def variants(self) -> dict[str, tuple[str | None, ...]]:
         """The variants that make a cell, by recipe, in the order of the cells.
