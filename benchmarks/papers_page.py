@@ -38,17 +38,19 @@ How to read it:
   twice: at the round that was best on validation examples for each method, and after all rounds. What is decided both
   times is firmer than what is decided once. Each curve states its search. One run a rate chooses, and may choose badly. A
   method with a second field to choose, FedHeNN's η_0, was tried in all combinations, and so with twice as many runs.
-- The methods of a table share the rates of its recipe, which stand under it as "reduced". They were not chosen for each
-  method, but for pFedHN in FLHA-GHN's Table 1, both kinds of network in its Table 2, η_0 in FedHeNN's tables and the samplers of FedPNAS ([the searches](../benchmarks/README.md)). So where a table and a curve
-  differ, the curve is the fairer comparison.
-- One setting that stands in two tables may differ, as a rule by some tenths of a point, and by many where seeds are far
-  apart, as FedAvg's on the digits of FedPNAS's Fig. 3 or a single client's: they were measured on processors with other
-  vector instructions, which round otherwise. So three seeds that decide something may not do so on your processor.
-- Rows and columns have the papers' names. "100 clients" in FedHeNN's tables is the paper's setting: here they are 20, and 40 for
-  "500 clients".
-- The words: *η_0* weighs FedHeNN's alignment term, *RAD* are the public examples on which it compares representations,
-  *CKA* says from 0 to 1 how alike these are, *normalise* scales the weights that FLHA-GHN generates, *Arch 0* to *3* are its
-  four networks, *adapted* is after the epoch of local training that FedPNAS ends with ([other
+- The methods of a table share the rates of its recipe, which stand under it as "reduced". They were not chosen for
+  each method, but for pFedHN in FLHA-GHN's Table 1, both kinds of network in its Table 2, η_0 in FedHeNN's tables and
+  the samplers of FedPNAS ([the searches](../benchmarks/README.md)). So where a table and a curve differ, the curve is
+  the fairer comparison.
+- One setting that stands in two tables may differ, as a rule by some tenths of a point, and by many where seeds are
+  far apart, as FedAvg's on the digits of FedPNAS's Fig. 3 or a single client's: they were measured on processors with
+  other vector instructions, which round otherwise. So three seeds that decide something may not do so on your
+  processor.
+- Rows and columns have the papers' names. "100 clients" in FedHeNN's tables is the paper's setting: here they are 20,
+  and 40 for "500 clients".
+- The words: *η_0* weighs FedHeNN's alignment term, *RAD* are the public examples on which it compares
+  representations, *CKA* says from 0 to 1 how alike these are, *normalise* scales the weights that FLHA-GHN generates,
+  *Arch 0* to *3* are its four networks, *adapted* is after the epoch of local training that FedPNAS ends with ([other
   words](glossary.md)).
 - A table or figure of the papers that is not on this page has not been measured.
 """
