@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polyfed.core.errors import UserError
 from polyfed.data.dealing import stratified
-from polyfed.data.partitions import IID, ClassesPerClient, Dirichlet, Natural
+from polyfed.data.partitions import IID, ClassesPerClient, Dirichlet, Natural, QuantitySkew
 from polyfed.data.split import ClientRows, Split, class_counts, fingerprint, split
 
 quick = settings(deadline=None, max_examples=60)
@@ -156,3 +156,30 @@ def test_fields_are_checked(fields, message):
 def test_drawing_more_than_there_is_is_refused():
     with pytest.raises(UserError, match="cannot draw 4 of 3 examples"):
         stratified(np.zeros(3, int), 4, 0)
+
+
+@pytest.mark.parametrize("partition", [Dirichlet(0.3), QuantitySkew(5.0)])
+def test_a_draw_that_leaves_a_client_short_is_topped_up_and_any_other_is_left_as_it_was(partition):
+    config, plain = Split(10, 80), Split(10)
+    short = enough = 0
+    for seed in range(12):
+        sizes = [len(rows) for rows in partition(LABELS, 10, seed)]
+        rows, _ = split(LABELS, config, partition, seed)
+        assert [len(client.train) for client in rows] == [80] * 10
+        if min(sizes) < config.num_examples:
+            short += 1
+        else:
+            enough += 1
+            whole, _ = split(LABELS, plain, partition, seed)
+            owned = [np.concatenate(parts_of(client)) for client in whole]
+            assert all(np.isin(np.concatenate(parts_of(a)), b).all() for a, b in zip(rows, owned, strict=True))
+    assert short > 2
+    assert enough > 2
+    with pytest.raises(UserError, match="the partition gives"):  # 10 clients with 301 of 3,000
+        split(LABELS, Split(10, 211), partition, 0)
+
+
+def test_sizes_may_be_numbers_of_numpy():
+    config = Split(np.int64(4), np.int32(10), test_fraction=np.float64(0.25))
+    assert config == Split(4, 10, test_fraction=0.25)
+    assert {type(config.clients), type(config.examples_per_client), type(config.test_fraction)} == {int, float}

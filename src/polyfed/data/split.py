@@ -1,5 +1,6 @@
 """Splits: from a partition to each client's training, validation and test rows."""
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
+from polyfed.core.plain_values import set_plain_fields
 from polyfed.core.seeds import derive, numpy_generator
 from polyfed.data.dealing import Labels, Rows, stratified
 from polyfed.data.grouped import by_group, groups_of
@@ -56,6 +58,7 @@ class Split:
     unseen: int = 0
 
     def __post_init__(self) -> None:
+        set_plain_fields(self)
         if self.clients is not None and self.clients < 1:
             raise UserError(f"clients must be at least 1, got {self.clients}")
         if self.unseen < 0:
@@ -133,6 +136,8 @@ def split(
     ids = partition.ids(config.clients, seed, kept)
     _check_unseen(config.unseen, len(ids))
     parts = [private[rows] for rows in partition(labels[private], len(ids), seed, kept)]
+    if config.num_examples is not None and (larger := _with_supply(partition, parts, config.num_examples)) is not None:
+        parts = [private[rows] for rows in larger(labels[private], len(ids), seed, kept)]
     if config.num_examples is not None:
         _check_supply(parts, ids, config, config.num_examples)
     shrunk = numpy_generator(derive(seed, "shrink")).permutation(len(ids))
@@ -233,6 +238,16 @@ def _check_unseen(unseen: int, clients: int) -> None:
             f"unseen must be fewer than the {clients} clients, of which they are the last, got {unseen}; add the "
             "unseen clients to clients"
         )
+
+
+def _with_supply(partition: Partition, parts: Sequence[Rows], needed: int) -> Partition | None:
+    """Returns the partition with `needed` as the least number of examples of a client, or None if that would change nothing
+    or is impossible. A draw that happens to leave one client short must not refuse the run of that seed."""
+    has_minimum = any(field.name == "min_examples" for field in dataclasses.fields(partition))
+    sizes = [len(part) for part in parts]
+    if not has_minimum or min(sizes) >= needed or sum(sizes) < needed * len(sizes):
+        return None
+    return replace(partition, min_examples=needed)  # type: ignore[call-arg]  # which only some partitions have
 
 
 def _check_supply(parts: Sequence[Rows], ids: Sequence[str], config: Split, needed: int) -> None:

@@ -1,0 +1,54 @@
+"""No recipe is refused by its own seed: the partition of each scale and variant can be dealt with any seed."""
+
+import numpy as np
+import pytest
+
+from polyfed.cli.commands import options
+from polyfed.cli.commands.recipes import read, recipes
+from polyfed.core.seeds import derive
+from polyfed.data.split import split
+from polyfed.data.vision import Digits
+from polyfed.simulation.experiment import from_config
+
+SEEDS = range(8)
+# As many labels as the data set has; the images are not needed to deal them.
+LABELS = {
+    "MNIST": np.repeat(np.arange(10), 6000),
+    "FashionMNIST": np.repeat(np.arange(10), 6000),
+    "EMNIST": np.repeat(np.arange(10), 24000),
+    "CIFAR10": np.repeat(np.arange(10), 5000),
+    "CIFAR100": np.repeat(np.arange(100), 500),
+    "FashionMosaics": np.repeat(np.arange(10), 2000),
+}
+
+
+def dealt(name):
+    """What each scale and variant of a recipe deals, each different one once."""
+    recipe, seen = read(name), {}
+    for scale in recipe.scales or [None]:
+        for variant in recipe.variants or [None]:
+            parsed = options.parse([], recipe.configuration(scale, variant), "polyfed run")
+            made = from_config(parsed)
+            kind = type(made.source).__name__
+            if kind == "Digits" or kind in LABELS:
+                seen.setdefault(repr((made.source, made.partition, made.split)), (scale, variant, made))
+    return seen.values()
+
+
+def check(name, seeds):
+    for scale, variant, experiment in dealt(name):
+        source = experiment.source
+        labels = source.load().train.labels.numpy() if isinstance(source, Digits) else LABELS[type(source).__name__]
+        for seed in seeds:
+            rows, _ = split(labels, experiment.split, experiment.partition, derive(seed, "partition"))
+            assert all(len(client.train) and len(client.test) for client in rows), (scale, variant, seed)
+
+
+def test_the_quickstart_runs_with_every_seed():
+    check("quickstart", range(40))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_can_be_dealt_with_every_seed(name):
+    check(name, SEEDS)
