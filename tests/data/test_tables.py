@@ -9,11 +9,12 @@ import torch
 
 import polyfed as pf
 from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples
 from polyfed.data import Split, make_clients
 from polyfed.data.features import Prepared, fitted
 from polyfed.data.held_out import with_validation
 from polyfed.data.partitions import Natural
-from polyfed.data.resplit import resplit
+from polyfed.data.resplit import public_prepared_again, resplit
 from polyfed.data.tables import TableFile
 
 
@@ -275,3 +276,18 @@ def test_a_group_must_be_a_column():
     x, y = torch.ones(2, 1), torch.tensor([0, 1])
     with pytest.raises(UserError, match="group='patient' is no column of the examples"):
         pf.Examples(x, y, columns={"sex": ["f", "m"]}, group="patient")
+
+
+def test_public_rows_are_prepared_as_clients_are_after_each_dealing():
+    sites = pf.data.table(
+        frame(), "ill", "hospital", drop=["cost", "patient"], preprocess="federated", public_fraction=0.2
+    )
+    clients = sites.clients(linear(sites))
+    assert sites.public.transform == clients[0].train.transform
+    for again in (*resplit(clients, 3), with_validation(clients, seed=1)):
+        now = public_prepared_again(sites.public, again)
+        assert now.transform == again[0].train.transform
+        assert now.transform != sites.public.transform
+    bare = Examples(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
+    assert public_prepared_again(bare, clients) is bare
+    assert public_prepared_again(None, clients) is None

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -24,11 +24,14 @@ from polyfed.core.errors import Interrupted, UserError
 from polyfed.core.examples import as_examples
 from polyfed.core.files import resumable
 from polyfed.core.metrics import Metric, metrics_of
+from polyfed.core.plain_values import plain_value
+from polyfed.data.resplit import public_prepared_again
 from polyfed.data.resplit import resplit as dealt_anew
 from polyfed.simulation import checks
 from polyfed.simulation.fingerprints import fingerprint
 from polyfed.simulation.fingerprints import first_weights as first_weights_of
 from polyfed.simulation.leaks import one_warning
+from polyfed.simulation.participants import list_clients
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.configuration import described
 from polyfed.simulation.secure import check_secure
@@ -41,7 +44,7 @@ _NOT_RESULTS = ("seed", "keep", "engine", "workers", "ray_address", "gpus_per_wo
 
 
 def compare(
-    clients: Sequence[Client],
+    clients: Iterable[Client],
     methods: Sequence[Method | str] | Mapping[str, Method | str],
     *,
     rounds: int,
@@ -71,6 +74,7 @@ def compare(
     compress_down: str | Compression | None = "none",
     secure: bool = False,
     title: str = "comparison",
+    progress: bool = True,
     quiet: bool = False,
 ) -> Comparison:
     """Runs several methods on the same clients with several seeds, and puts the results side by side.
@@ -111,7 +115,7 @@ def compare(
         references: puts scores of simple models and of all data pooled next to the methods
             (`polyfed.comparison.references`).
         title: for headings.
-        quiet: no progress.
+        progress, quiet: `progress=False` and `quiet=True` show no progress.
 
     Raises:
         UserError: methods with unequal local training, clients that no method but `local` suits, or what `federate` refuses;
@@ -124,6 +128,9 @@ def compare(
     >>> [row["method"] for row in found.table()]
     ['local', 'fedavg', 'fedavg_ft', 'fedprox']
     """
+    listed = list_clients(clients)
+    seeds, resplit, target = plain_value(seeds), plain_value(resplit), plain_value(target)
+    tune, trials, parallel = plain_value(tune), plain_value(trials), plain_value(parallel)
     if seeds is None:
         seeds = range(SEEDS if resplit is None else resplit) if isinstance(resplit, int | None) else ()
     if not isinstance(seeds, Sequence):
@@ -136,20 +143,23 @@ def compare(
     )  # fmt: skip
     pool = None if public is None else as_examples(public, "public", labelled=False)
     if resplit is None:
-        dealt: list[Sequence[Client]] = [clients] * len(seeds)
+        dealt: list[Sequence[Client]] = [listed] * len(seeds)
     else:
         if len(seeds) != resplit:
             raise UserError(
                 f"resplit={resplit} deals the data {resplit} times, with a seed each; got {len(seeds)} seeds"
             )
-        dealt = list(dealt_anew(clients, resplit))
-    casts = {seed: Cast(tuple(sets), pool) for seed, sets in zip(seeds, dealt, strict=True)}
+        dealt = list(dealt_anew(listed, resplit))
+    casts = {
+        seed: Cast(tuple(sets), public_prepared_again(pool, sets)) for seed, sets in zip(seeds, dealt, strict=True)
+    }
     one = isinstance(metrics, str | Metric) or callable(metrics)
     asked = () if metrics is None else (metrics,) if one else tuple(metrics)
     plan = Plan(
         title=title, methods=methods_of(methods, like), seeds=tuple(seeds), settings=settings, cast=casts.__getitem__,
         reading=Reading(Budget.parse(budget), target), out=None if out is None else Path(out), parallel=parallel,
-        search=search_of(tune, trials), trials=trials, quiet=quiet, metrics=asked, resplit=resplit, references=references,
+        search=search_of(tune, trials), trials=trials, quiet=quiet or not progress, metrics=asked, resplit=resplit,
+        references=references,
     )  # fmt: skip
     return carry_out(plan)
 

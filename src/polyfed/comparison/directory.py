@@ -92,6 +92,7 @@ from typing import Any, final
 
 import yaml
 
+from polyfed.comparison.continuing import conflict, first_difference
 from polyfed.comparison.form import Description, check_results
 from polyfed.comparison.reading import Budget, Reading
 from polyfed.core.errors import UserError
@@ -213,8 +214,8 @@ def reading_of(description: Mapping[str, Any]) -> Reading:
 
 
 def keep_description(folder: Path, description: Mapping[str, Any], reading: Reading) -> None:
-    """Writes `comparison.yaml`, or makes sure that the one that is there describes the same runs. (Reading them otherwise
-    needs no other runs.)
+    """Writes `comparison.yaml`; one that is there must describe runs that this one has, too. Reading them otherwise needs no
+    other runs.
 
     Raises:
         UserError: `folder` holds something else, or a comparison of something else.
@@ -226,8 +227,7 @@ def keep_description(folder: Path, description: Mapping[str, Any], reading: Read
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
     if (folder / DESCRIPTION).is_file():
-        before = {key: value for key, value in read_description(folder).items() if key != "reading"}
-        if differs := _difference(before, content):
+        if differs := conflict(read_description(folder), content):
             raise UserError(
                 f"{folder} holds a comparison of something else: {differs}; choose another --out, or ask for what it holds"
             )
@@ -235,19 +235,6 @@ def keep_description(folder: Path, description: Mapping[str, Any], reading: Read
         raise UserError(f"{folder} is not empty and holds no comparison; choose another --out")
     content["reading"] = {"budget": str(reading.budget), "target": reading.target}
     replace_file(folder / DESCRIPTION, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
-
-
-def _difference(before: Any, now: Any, place: str = "") -> str:
-    """The first thing in which two descriptions differ, in words; empty if they are the same."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in (*before, *(key for key in now if key not in before)):
-            inner = f"{place}.{key}" if place else str(key)
-            if key not in now or key not in before:
-                return f"{inner} is {'new' if key in now else 'gone'}"
-            if found := _difference(before[key], now[key], inner):
-                return found
-        return ""
-    return "" if before == now else f"{place} was {before!r} and is now {now!r}"
 
 
 def finished(
@@ -270,7 +257,7 @@ def finished(
     known = {"seed": config.get("seed"), "algorithm": config.get("algorithm"), "rounds": config.get("rounds")}
     asked = {"seed": seed, "algorithm": dict(method), "rounds": rounds}
     before = read_manifest(folder).get("data_fingerprint", data)  # one that is lost is no other
-    if differs := _difference({**known, "clients": before}, {**asked, "clients": data}):
+    if differs := first_difference({**known, "clients": before}, {**asked, "clients": data}):
         raise UserError(
             f"{folder} does not hold the run that belongs there: {differs}; remove it, or choose another --out"
         )

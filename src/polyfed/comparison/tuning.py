@@ -36,6 +36,7 @@ from polyfed.comparison.values import (
 )
 from polyfed.core.errors import RoundError, UserError, nearest
 from polyfed.data.held_out import with_validation
+from polyfed.data.resplit import public_prepared_again
 from polyfed.simulation.fingerprints import fingerprint
 from polyfed.simulation.runs.paths import file_name
 
@@ -85,7 +86,7 @@ def check(plan: Plan) -> None:
     if not any(c.val is not None for c in with_validation(plan.cast(plan.seeds[0]).clients, plan.seeds[0])):
         raise UserError(
             "hyper-parameters are searched on validation examples, and no client has any, or enough training examples to "
-            "hold some out; give val=... (Client), --data.val_fraction 0.2, or tune='none' (--tune none)"
+            "hold some out; give val=... (Client), --data.val-fraction 0.2, or tune='none' (--tune none)"
         )
 
 
@@ -93,7 +94,10 @@ def search(plan: Plan, methods: Mapping[str, Method]) -> "Searched":
     """Tries what is to be tried of each method."""
     cast = plan.cast(plan.seeds[0])
     held_out = any(c.val is None for c in cast.clients)
-    searching = dataclasses.replace(cast, clients=with_validation(cast.clients, plan.seeds[0]), config={})
+    members = with_validation(cast.clients, plan.seeds[0])
+    searching = dataclasses.replace(
+        cast, clients=members, public=public_prepared_again(cast.public, members), config={}
+    )
     plan = dataclasses.replace(plan, cast=lambda seed: searching)
     data = fingerprint(searching.clients, searching.public)
     sign = 1 if plan.metrics[0].higher_is_better else -1

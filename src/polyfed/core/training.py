@@ -26,6 +26,7 @@ from polyfed.core.inputs import Inputs, first
 from polyfed.core.learners import gathered, learner
 from polyfed.core.objectives import ClassWeights, objective
 from polyfed.core.optimizers import Group, check_optimizer, optimizer_of
+from polyfed.core.plain_values import set_plain_fields
 from polyfed.core.precision import Precision, autocasting
 from polyfed.core.seeds import derive, local_rng
 from polyfed.core.streams import Minibatch, Streams
@@ -97,6 +98,7 @@ class LocalTraining(ABC):
     precision: Precision = "fp32"
 
     def __post_init__(self) -> None:
+        set_plain_fields(self)
         self._check_kinds()
         self._require(self.local_epochs >= 1, "local_epochs", "at least 1")
         self._require(self.local_steps is None or self.local_steps >= 1, "local_steps", "at least 1, or none")

@@ -66,6 +66,17 @@ def prepared_again(clients: Sequence[Client]) -> tuple[Client, ...]:
     return tuple(_prepared(client, again[client.id]) if client.id in again else client for client in clients)
 
 
+def public_prepared_again(public: Examples | None, clients: Sequence[Client]) -> Examples | None:
+    """Returns the public examples of a table with the preprocessing that all clients have in common now, and any others as
+    they are: networks must see public rows as they see their clients' own."""
+    if public is None or not isinstance(public.transform, Prepared) or public.transform.scope != "federated":
+        return public
+    common = {client.train.transform for client in clients}
+    if len(common) != 1 or not isinstance(now := next(iter(common)), Prepared) or now.scope != "federated":
+        return public
+    return replace(public, transform=now) if now.columns == public.transform.columns else public
+
+
 def _prepared(client: Client, transform: Prepared) -> Client:
     ready = {name: replace(part, transform=transform) for name, part in _parts(client).items()}
     return replace(client, **ready)  # type: ignore[arg-type]

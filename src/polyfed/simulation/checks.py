@@ -31,6 +31,7 @@ from polyfed.core.scratch import (
 from polyfed.core.seeds import local_rng
 from polyfed.core.training import LocalTraining
 from polyfed.simulation.leaks import warn_of_leaks
+from polyfed.simulation.participants import list_clients
 
 _BATCH_NORM = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
@@ -38,11 +39,7 @@ _BATCH_NORM = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 def check_clients(clients: Sequence[Client]) -> None:
     """Raises a `UserError` for an empty federation, something that is no client, or an id that occurs twice; warns of test
     examples that are trained on (see `polyfed.simulation.leaks`)."""
-    if not clients:
-        raise UserError("a federation needs at least one client, got none")
-    for client in clients:
-        if not isinstance(client, Client):
-            raise UserError(f"clients must be polyfed.Client objects, got {type(client).__name__}")
+    clients = list_clients(clients)
     twice = [i for i, count in Counter(client.id for client in clients).items() if count > 1]
     if twice:
         raise UserError(f"two clients have the id {twice[0]!r}; ids must differ")

@@ -5,7 +5,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from polyfed.core.metrics import metrics_of, written
 from polyfed.core.precision import check_precision
 from polyfed.core.threads import one_thread
 from polyfed.core.training import LocalTraining
+from polyfed.data.resplit import public_prepared_again
 from polyfed.simulation import checks
 from polyfed.simulation.choosing import settled
 from polyfed.simulation.collecting import Collected, evaluation, finished, is_evaluated, play_round, write_models
@@ -28,6 +29,7 @@ from polyfed.simulation.engines.machine import check_installed, device_of_client
 from polyfed.simulation.engines.start import start_for
 from polyfed.simulation.engines.work import Engine
 from polyfed.simulation.fingerprints import fingerprint
+from polyfed.simulation.participants import list_clients
 from polyfed.simulation.preparing import together
 from polyfed.simulation.resuming import go_back, kept_state
 from polyfed.simulation.rounds import Federation
@@ -37,7 +39,7 @@ from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.runs.configuration import described, metrics_again, restored
 from polyfed.simulation.runs.directory import RunDirectory, plain, read_config
 from polyfed.simulation.runs.predictions import Kept
-from polyfed.simulation.runs.progress import Progress, for_terminal
+from polyfed.simulation.runs.progress import Progress, progress_of
 from polyfed.simulation.runs.results import Run
 from polyfed.simulation.secure import check_secure
 from polyfed.simulation.settings import EngineName, Keep, Settings
@@ -45,7 +47,7 @@ from polyfed.simulation.settings import EngineName, Keep, Settings
 
 @one_thread()
 def federate(
-    clients: Sequence[Client],
+    clients: Iterable[Client],
     algorithm: Algorithm[Any, Any] | str,
     *,
     rounds: int,
@@ -69,7 +71,8 @@ def federate(
     secure: bool = False,
     config: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
+    quiet: bool = False,
 ) -> Run:
     """Runs a federation.
 
@@ -85,7 +88,8 @@ def federate(
         out: a new run directory (metrics, checkpoints, models, predictions); None writes nothing.
         config: what `config.yaml` holds beside the settings and the method, for runs that are described by a file.
         facts: what `manifest.json` holds beside versions, seed and the fingerprint of the data.
-        progress: who is told how it goes; None shows a bar on a terminal and nothing elsewhere.
+        progress: who is told how it goes; None or True shows a bar on a terminal and nothing elsewhere, False nothing.
+        quiet: no progress, as `progress=False`.
 
     Raises:
         UserError: something given does not fit; nothing has been computed.
@@ -130,14 +134,14 @@ def federate(
         except BaseException:
             directory.close()
             raise
-    return play(federation, first, [], directory, progress or for_terminal(lines=False))
+    return play(federation, first, [], directory, progress_of(progress, quiet=quiet))
 
 
 @one_thread()
 def resume(
     out: str | Path,
     *,
-    clients: Sequence[Client] | None = None,
+    clients: Iterable[Client] | None = None,
     algorithm: Algorithm[Any, Any] | None = None,
     public: Any = None,
     engine: EngineName | None = None,
@@ -146,7 +150,8 @@ def resume(
     gpus_per_worker: float | None = None,
     device: str | None = None,
     metrics: Any = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
+    quiet: bool = False,
 ) -> Run:
     """Goes on with a run that was stopped, from its newest whole checkpoint; the result is the one that it would have had.
 
@@ -156,6 +161,7 @@ def resume(
             (then the run's `config.yaml` rebuilds them). `algorithm` is needed only if it is not in the registry.
         engine, workers, ray_address, gpus_per_worker, device: where to go on; None takes what the run had.
         metrics: as they were given to `federate`; needed only if one of them is not built in.
+        progress, quiet: as for `federate`.
 
     Raises:
         UserError: not a run directory, `clients` or `metrics` are missing or not those of the run, or `algorithm` is not
@@ -190,8 +196,7 @@ def resume(
     except BaseException:
         directory.close()
         raise
-    progress = progress or for_terminal(lines=False)
-    return play(federation, start, history, directory, progress)
+    return play(federation, start, history, directory, progress_of(progress, quiet=quiet))
 
 
 def score_of(federation: Federation) -> dict[str, Any]:
@@ -203,7 +208,7 @@ def score_of(federation: Federation) -> dict[str, Any]:
 
 
 def _checked(
-    clients: Sequence[Client],
+    clients: Iterable[Client],
     algorithm: Algorithm[Any, Any],
     settings: Settings,
     public: Any,
@@ -216,8 +221,10 @@ def _checked(
             f"algorithm must be a method or its name, got {algorithm!r}; for example polyfed.algorithms.FedAvg()"
         )
     pool = None if public is None else as_examples(public, "public", labelled=False)
-    checks.check_clients(clients)
-    clients = together(clients, settings.seed, settings.secure)
+    listed = list_clients(clients)
+    checks.check_clients(listed)
+    clients = together(listed, settings.seed, settings.secure)
+    pool = public_prepared_again(pool, clients)
     task = clients[0].task
     if out is None:
         scores = metrics_of(metrics, task)
@@ -226,7 +233,7 @@ def _checked(
         scores = metrics_again(settings, metrics, task, out)
     if settings.keep == "best" and all(client.val is None for client in clients):
         raise UserError(
-            "keep='best' needs validation examples, and no client has any: give clients val=..., or --data.val_fraction"
+            "keep='best' needs validation examples, and no client has any: give clients val=..., or --data.val-fraction"
         )
     checks.check_requirements(clients, algorithm, pool)
     brought = None

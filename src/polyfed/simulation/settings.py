@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, final, get_args
 
 from polyfed.core.errors import UserError, nearest
+from polyfed.core.plain_values import set_plain_fields
 
 EngineName = Literal["auto", "inprocess", "pool", "cohort", "ray"]
 Keep = Literal["last", "best"] | int
@@ -69,6 +70,7 @@ class Settings:
     secure: bool = False
 
     def __post_init__(self) -> None:
+        set_plain_fields(self)
         listed = isinstance(self.metrics, tuple | list)  # a file has a list
         if not (listed and all(isinstance(name, str) for name in self.metrics)):
             raise UserError(f"metrics must be names such as ('auc', 'accuracy'), got {self.metrics!r}")

@@ -19,6 +19,7 @@ from polyfed.comparison.tuning import AUTO, NONE
 from polyfed.comparison.values import GRID, GRID_AND_MORE, MORE
 from polyfed.core.code import written
 from polyfed.core.errors import RoundError, UserError, nearest
+from polyfed.data.resplit import public_prepared_again
 from polyfed.data.resplit import resplit as dealt_anew
 from polyfed.simulation.checks import check_models
 from polyfed.simulation.experiment import Experiment, check_cluster, facts_of, from_config, participants
@@ -123,7 +124,7 @@ def _plan(
         check_models(found.clients, found.pool.num_classes)
         if resplit is not None:
             again = dealt_anew(found.clients, resplit)[seeds.index(seed)]
-            found = replace(found, clients=again)
+            found = replace(found, clients=again, public=public_prepared_again(found.public, again))
             dealt = -1  # no file describes these clients
         # A run's `config.yaml` describes its clients only if its own seed deals them.
         told = config if dealt == seed else {k: v for k, v in config.items() if k not in ("data", "model")}

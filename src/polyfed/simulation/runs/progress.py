@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, TextIO, final
 
+from polyfed.core.errors import UserError
 from polyfed.core.evaluation import SCORE
 from polyfed.core.text import clean
 
@@ -145,3 +146,20 @@ def for_terminal(*, quiet: bool = False, lines: bool = True) -> Progress:
     if sys.stderr.isatty():
         return Bar()
     return Lines() if lines else Silent()
+
+
+def progress_of(progress: Progress | bool | None, *, quiet: bool = False) -> Progress:
+    """Returns who is told of a run made in Python: `progress` itself, or a bar on a terminal, or nobody if it is False or
+    `quiet` is True.
+
+    Raises:
+        UserError: `progress` is something else.
+
+    >>> type(progress_of(False)).__name__, type(progress_of(None, quiet=True)).__name__
+    ('Silent', 'Silent')
+    """
+    if isinstance(progress, Progress):
+        return progress
+    if progress not in (None, True, False):
+        raise UserError(f"progress must be True, False or a Progress, got {progress!r}")
+    return for_terminal(quiet=quiet or progress is False, lines=False)

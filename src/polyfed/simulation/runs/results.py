@@ -68,7 +68,7 @@ class Run:
             raise UserError(f"table(at=) must be 'last' or 'best', got {at!r}")
         number = self.last.round if at == "last" else self.best_round
         if number is None:
-            raise UserError("table(at='best') needs validation examples: give clients val=..., or --data.val_fraction")
+            raise UserError("table(at='best') needs validation examples: give clients val=..., or --data.val-fraction")
         record = self.history[number - 1]
         roster = self.federation.roster
         known, scores = roster.num_examples, self.federation.metrics

@@ -1,0 +1,34 @@
+"""Who takes part, as a list, whatever a caller has them in."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+
+
+def list_clients(clients: Any) -> list[Client]:
+    """Returns the clients of any iterable (list, generator, `dict.values()`, array of objects) as a list.
+
+    Raises:
+        UserError: it is one client, a mapping, nothing that can be gone through, or empty, or holds something else.
+
+    >>> from polyfed.testing import small_clients
+    >>> [client.id for client in list_clients(client for client in small_clients(2))]
+    ['client-0', 'client-1']
+    """
+    if isinstance(clients, Client):
+        raise UserError(f"clients must be a list of polyfed.Client objects, got one client, {clients.id!r}: [client]")
+    if isinstance(clients, Mapping):
+        raise UserError(
+            "clients must be a list of polyfed.Client objects, got a mapping; give its values: list(clients.values())"
+        )
+    if not isinstance(clients, Iterable) or isinstance(clients, str | bytes):
+        raise UserError(f"clients must be a list of polyfed.Client objects, got {type(clients).__name__}")
+    listed = list(clients)
+    if not listed:
+        raise UserError("a federation needs at least one client, got none")
+    for client in listed:
+        if not isinstance(client, Client):
+            raise UserError(f"clients must be polyfed.Client objects, got {type(client).__name__}")
+    return listed

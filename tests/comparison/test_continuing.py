@@ -1,0 +1,80 @@
+"""What may change on a comparison that goes on: what changes nothing of finished runs."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import polyfed as pf
+from polyfed.comparison.continuing import conflict
+from polyfed.testing import small_clients
+
+CLIENTS = small_clients(2)
+QUICK = {"rounds": 1, "tune": "none", "parallel": 1, "quiet": True}
+
+
+def runs(folder):
+    return {path: path.read_bytes() for path in folder.glob("*/seed-*/metrics.jsonl")}
+
+
+def test_references_title_methods_and_seeds_may_be_added_to_finished_runs(tmp_path):
+    out = tmp_path / "compared"
+    first = pf.compare(CLIENTS, ["fedprox"], seeds=[0], references=False, out=out, **QUICK)
+    assert not first.results["references"]
+    before = runs(out)
+    more = pf.compare(
+        CLIENTS, ["fedprox", "fedbn"], seeds=[0, 1], references=True, title="again", out=out, **QUICK
+    )  # fmt: skip
+    assert more.results["references"]
+    assert (more.results["title"], more.results["seeds"]) == ("again", [0, 1])
+    assert {"fedprox", "fedbn"} <= set(more.results["methods"])
+    assert {path: content for path, content in runs(out).items() if path in before} == before
+    assert len(runs(out)) == 2 * len(more.results["methods"])
+    fewer = pf.compare(CLIENTS, ["fedprox", "fedbn"], seeds=[0, 1], references=False, title="again", out=out, **QUICK)
+    assert not fewer.results["references"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"seeds": [1, 0]}, r"seeds was \[0\] and is now \[1\]"),
+        ({"rounds": 2}, "settings.rounds was 1 and is now 2"),
+        ({"methods": ["fedavg_ft"]}, "methods.fedprox is gone"),
+        ({"methods": [pf.algorithms.FedProx(mu=0.5)]}, "methods.fedprox.mu was .* and is now 0.5"),
+        ({"clients": small_clients(3)}, "fingerprints.0 was"),
+    ],
+)
+def test_what_finished_runs_depend_on_may_not_change(tmp_path, change, sentence):
+    words = {"clients": CLIENTS, "methods": ["fedprox"], "seeds": [0], "references": False, "out": tmp_path / "c"}
+    words |= QUICK
+    pf.compare(**words)
+    with pytest.raises(pf.UserError, match=sentence):
+        pf.compare(**words | change)
+
+
+def test_descriptions_of_the_command_line_are_compared_alike():
+    before = {"seeds": [0], "experiment": {"methods": {"local": {"lr": 0.1}}, "references": True, "same_data": True}}
+    now = {"seeds": [0, 1], "experiment": {"methods": {"local": {"lr": 0.1}, "fedavg": {}}, "references": False,
+                                           "same_data": True}}  # fmt: skip
+    assert conflict(before, now) == ""
+    assert conflict(before, {**now, "experiment": {**now["experiment"], "same_data": False}})
+    assert conflict({**before, "resplit": 1}, {**now, "resplit": 2})
+
+
+def hospitals(rows=90):
+    rng = np.random.default_rng(0)
+    age = rng.normal(50, 20, rows)
+    place = np.array(["north", "south", "west"])[np.arange(rows) % 3]
+    return pd.DataFrame({"age": age, "crp": rng.normal(5, 2, rows), "hospital": place, "ill": (age > 50).astype(int)})
+
+
+def test_fedhenn_is_compared_on_dealings_of_a_table_with_public_rows():
+    sites = pf.data.table(hospitals(), "ill", "hospital", preprocess="federated", public_fraction=0.2)
+    clients = sites.clients(lambda: torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)))
+    words = {"public": sites.public, "references": False, "metrics": "auc"}
+    fedhenn = pf.algorithms.FedHeNN(rad_size=10, rad_batch=10)
+    compared = pf.compare(clients, [fedhenn, "fedmd"], resplit=2, **words, **QUICK)
+    assert {"fedhenn", "fedmd"} <= set(compared.results["methods"])
+    assert not {"fedhenn", "fedmd"} & {*compared.skipped, *compared.failed}
+    searched = pf.compare(clients, [fedhenn], seeds=[0], **words, **QUICK | {"tune": {"lr": [0.1]}})
+    assert "fedhenn" in searched.results["methods"]
