@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import polyfed as pf
-from polyfed.algorithms import FedAvg, Local
+from polyfed.algorithms import FD, FML, FedAvg, Local
 from polyfed.core.errors import UserError
 from polyfed.data.schema import merge_schemas, read_schema
 from polyfed.deploy.tables import difference_of_tables, table_of
@@ -135,3 +135,19 @@ def test_two_tables_of_other_words_are_of_no_use():
     with pytest.raises(UserError, match="have one task, and these schemas are of classification and regression"):
         merge_schemas(base, pf.data.table({**ROWS, "ill": [0.5, 1] * 10}, "ill", None).schema)
     assert replace(read_schema(base)).classes == ("no", "yes")
+
+
+def test_other_classes_are_refused_by_methods_that_take_any_columns(play):
+    rows = {**ROWS, "ill": ["no", "dead"] * 10}
+    method = FD(lr=0.05)
+    with pytest.raises(UserError, match=r"site 'c' has another table than 'a': its classes are others") as told:
+        play(client("a", ROWS), client("b", ROWS), client("c", rows), method=method)
+    assert "dead" not in str(told.value)
+    assert play(client("a", ROWS), client("c", {**ROWS, **SMOKER}), method=method).last.round == 3
+
+
+def test_a_common_network_beside_the_sites_own_needs_the_same_columns(play):
+    swapped = {"sex": ROWS["sex"], "age": ROWS["age"], "ill": ROWS["ill"]}
+    rows = {**swapped, "sex": [1.0, 2, 3, 5] * 5}, {"age": ROWS["age"], "sex": [1.0, 2, 3, 5] * 5, "ill": ROWS["ill"]}
+    with pytest.raises(UserError, match="site 'b' has another table than 'a': its columns are in another order"):
+        play(client("a", rows[0]), client("b", rows[1]), method=FML(lr=0.05))

@@ -27,6 +27,7 @@ from polyfed.data.joined import differ, joined
 from polyfed.simulation import checks
 from polyfed.simulation.federation import federate
 from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.tables import same_columns
 
 Floats = NDArray[np.float64]
 _NEVER_SEEN = math.log(1e-6)  # log-probability of a class that a client has no example of
@@ -170,6 +171,8 @@ def _together(clients: Sequence[Client]) -> Examples | None:
     sets = [client.train for client in clients]
     first = sets[0]
     if any(s.device != first.device or s.augment != first.augment for s in sets[1:]):
+        return None
+    if any(not same_columns(first, other) for other in sets[1:]):  # of one width, but of another meaning
         return None
     if all(not differ(first, other) for other in sets[1:]):
         return joined(sets)

@@ -55,6 +55,12 @@ def _in_unit(y: Tensor, known: Prepared) -> Tensor:
     return found
 
 
+def unsettled(tables: Sequence[Prepared]) -> bool:
+    """Whether tables have yet to agree on one preprocessing: that of sums over all sites, which was read one by one."""
+    asked = [table for table in tables if table.scope == "federated"]
+    return len(set(asked)) > 1 or any(set(table.target) == {(0.0, 1.0)} for table in asked)
+
+
 def merged(tables: Mapping[str, Prepared]) -> Prepared:
     """What tables have in common: the same columns, with the categories and classes of any, and nothing fitted yet.
 

@@ -204,10 +204,8 @@ class Site:
                 return Letter({"client": client.id, "task": client.task, "prepares": True})
             keep_agreed(folder, head["prepared"], client)
             client = as_agreed(client, folder)
-        noisy = bool(self.protection.noise_multiplier)
-        table |= table_of(
-            client, needs, head["run"], named=self.allow_disclosure or COLUMNS in self.disclose, noisy=noisy
-        )
+        named, noisy = self.allow_disclosure or COLUMNS in self.disclose, bool(self.protection.noise_multiplier)
+        table |= table_of(client, needs, head["run"], named=named, noisy=noisy, discloses=algorithm.discloses)
         checks.check_suited([client], algorithm)
         brought = None
         if isinstance(algorithm, BringsNetwork):

@@ -32,6 +32,7 @@ from polyfed.core.seeds import local_rng
 from polyfed.core.training import LocalTraining
 from polyfed.simulation.leaks import warn_of_leaks
 from polyfed.simulation.participants import list_clients
+from polyfed.simulation.tables import check_public_table, check_tables
 
 _BATCH_NORM = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
@@ -63,6 +64,7 @@ def check_suited(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> N
     """The part of `check_requirements` that is about the clients alone, their networks and the form of their data."""
     needs, name = algorithm.requires, name_of(algorithm)
     check_words(algorithm, type(algorithm).__name__)
+    check_tables(clients, algorithm)
     if "classification" in needs and (odd := [c for c in clients if c.task != "classification"]):
         raise UserError(f"{name} needs classes, one an example, but the task of {odd[0].id!r} is {odd[0].task}")
     if "one_input_spec" in needs:
@@ -188,6 +190,7 @@ def _check_public(clients: Sequence[Client], public: Examples) -> None:
                 f"the public examples (public=...) are {_form(public)}, but the inputs of client {client.id!r} are "
                 f"{_form(client.train)}; give public examples of the same form"
             )
+        check_public_table(client, public)
         one, other = public.transform, client.train.transform
         if (one, other) in alike:
             continue

@@ -19,7 +19,7 @@ from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.fixed import BITS
 from polyfed.core.threads import one_thread
 from polyfed.core.tree import Spec, Tree
-from polyfed.data.common import coded, merged, prepared_of, sums
+from polyfed.data.common import coded, merged, prepared_of, sums, unsettled
 from polyfed.data.features import Prepared, of_moments, prepared
 from polyfed.models import ModelSpec
 from polyfed.simulation.collecting import play_round
@@ -177,9 +177,7 @@ def together(clients: Sequence[Client], seed: int, secure: bool) -> Sequence[Cli
     Raises:
         UserError: their tables differ, or some have none.
     """
-    known = [c.train.transform for c in clients if isinstance(c.train.transform, Prepared)]
-    asked = [one for one in known if one.scope == "federated"]
-    if len(set(asked)) < 2 and not any(set(one.target) == {(0.0, 1.0)} for one in asked):
+    if not unsettled([c.train.transform for c in clients if isinstance(c.train.transform, Prepared)]):
         return clients
     common = agree(clients, seed=seed, secure=secure).prepared
     return [with_prepared(client, common) for client in clients]
