@@ -10,6 +10,7 @@ Subclass `AlgorithmContract` in a test file and name the method in a fixture; py
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from typing import Any, ClassVar, final
@@ -18,8 +19,9 @@ import torch
 from torch import nn
 
 from polyfed.core.algorithm import Algorithm, Client, Message, check_words
+from polyfed.core.dense import first_difference
 from polyfed.core.evaluation import client_scores
-from polyfed.core.examples import as_examples
+from polyfed.core.examples import Examples, as_examples
 from polyfed.core.seeds import torch_generator
 from polyfed.core.threads import one_thread
 from polyfed.core.tree import Nested, check_keepable, decode, encode, tensors_of
@@ -30,7 +32,7 @@ from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.runs.progress import Progress
 from polyfed.simulation.runs.results import Run
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.traffic import allowed, revealed
+from polyfed.simulation.traffic import allowed, holds_examples, revealed
 
 
 @final
@@ -105,23 +107,12 @@ def _copy(nested: Nested) -> Nested:
 
 
 def _assert_unchanged(before: Nested, after: Nested, what: str) -> None:
-    changed = _difference(before, after, "")
+    changed = first_difference(before, after)
     assert changed is None, f"{what} was changed in place, at {changed or 'the top'!r}"
 
 
-def _difference(before: Nested, after: Nested, path: str) -> str | None:
-    """Where two nested states differ: tensors bit for bit, scalars and lists by value; None if nowhere."""
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        if before.keys() != after.keys():
-            return path
-        parts = [(before[key], after[key], f"{path}/{key}") for key in before]
-    elif isinstance(before, list | tuple) and isinstance(after, list | tuple):
-        if len(before) != len(after):
-            return path
-        parts = [(a, b, f"{path}/{k}") for k, (a, b) in enumerate(zip(before, after, strict=True))]
-    else:  # as bytes, in which NaN equals NaN, 0.0 is not -0.0 and 1 is not 1.0
-        return None if encode([before]) == encode([after]) else path
-    return next((found for part in parts if (found := _difference(*part)) is not None), None)
+def _relabelled(examples: Examples, shift: int) -> Examples:
+    return replace(examples, y=examples.y.roll(shift, 0))
 
 
 def _content(message: Message) -> Nested:
@@ -141,23 +132,6 @@ def _near(kept: torch.Tensor, other: torch.Tensor) -> bool:
 def _memory(nested: Nested) -> set[int]:
     """The storages in which these tensors lie."""
     return {t.untyped_storage().data_ptr() for t in tensors_of(nested) if t.numel()}
-
-
-def _holds_examples(sent: torch.Tensor, client: Client) -> bool:
-    """Whether a tensor has an input of the client among its rows, or is the labels of one of its sets."""
-    for data in (client.train, client.test, client.val, client.global_test):
-        if data is None:
-            continue
-        inputs = data.tensor if data.index is None else data.tensor[data.index]
-        form = inputs.shape[1:]
-        if sent.numel() and sent.shape[sent.dim() - len(form) :] == form:
-            rows = sent.reshape(-1, 1, form.numel()).to(torch.float64)
-            if bool((rows == inputs.reshape(1, len(inputs), -1).to(torch.float64)).all(2).any()):
-                return True
-        labels = data.labels.flatten()
-        if sent.numel() == len(labels) > 1 and torch.equal(sent.flatten().to(torch.float64), labels.to(torch.float64)):
-            return True
-    return False
 
 
 @final
@@ -227,7 +201,10 @@ class AlgorithmContract(ABC):
         for client in run.federation.clients.values():
             metrics, outputs = client_scores(run.model(client.id), client, run.federation.metrics)
             recorded = run.history[-1]["clients"][client.id]
-            assert {name: recorded[name] for name in metrics} == metrics, f"client {client.id!r}"
+            known = [
+                name for name in metrics if not (algorithm.fits_validation and name.startswith("val_"))
+            ]  # out of fold
+            assert {n: recorded[n] for n in known} == {n: metrics[n] for n in known}, f"client {client.id!r}"
             assert torch.equal(run.predictions(client.id).outputs, outputs["test"]), (
                 f"client {client.id!r}: predictions"
             )
@@ -374,7 +351,7 @@ class AlgorithmContract(ABC):
                     if not any(_near(tensor, known) for known in tensors_of(down.tensors))
                 ]
                 for sent in tensors_of(reply.tensors):
-                    assert not _holds_examples(sent, client), "examples of the client are in the reply"
+                    assert not holds_examples(sent, client), "examples of the client are in the reply"
                     for kept in private:
                         assert not _same(kept, sent), f"a private tensor of shape {tuple(kept.shape)} is in the reply"
 
@@ -385,6 +362,21 @@ class AlgorithmContract(ABC):
             public = as_examples(self.public()) if "public_data" in algorithm.requires else None
             more = revealed(algorithm, public) - allowed(algorithm)
             assert not more, f"the replies reveal {sorted(more)}, which the method does not declare"
+
+    def test_validation_examples_are_fitted_only_where_said(self, algorithm: Algorithm[Any, Any]) -> None:
+        """With other labels of the validation examples the server's state and the networks are the same, but for networks of
+        a method that says `fits_validation`. (Early stopping, `patience`, is exempt.)"""
+        clients, runs = self.clients(), []
+        for shift in (0, 1):
+            others = [replace(c, val=_relabelled(c.val if c.val is not None else c.test, shift)) for c in clients]
+            runs.append(self._federate(algorithm, clients=others, rounds=3))
+        if getattr(algorithm, "patience", None) is None:
+            _assert_unchanged(
+                runs[0].last.state, runs[1].last.state, "with other validation examples, the server's state"
+            )
+            for client in () if algorithm.fits_validation else clients:
+                one, other = (dict(run.model(client.id).state_dict()) for run in runs)
+                _assert_unchanged(one, other, "with other validation examples, a network")
 
     def test_one_client(self, algorithm: Algorithm[Any, Any]) -> None:
         """A federation of one runs."""

@@ -1,5 +1,7 @@
 """What FedFomo must meet: weights by hand, requests that are met and counted, and clients that find their like."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from closed_forms import Line
@@ -226,8 +228,13 @@ def test_a_client_with_an_impossible_request_is_left_out(monkeypatch):
 
 
 def test_a_lone_client_is_local_bit_for_bit():
-    ours = pf.federate(small_clients(1), FedFomo(**OPTIONS), rounds=3, workers=0)
-    local = pf.federate(small_clients(1), Local(**OPTIONS), rounds=3, workers=0)
+    """On the examples that it does not hold out, as long as nothing has been weighed."""
+    (client,) = small_clients(1)
+    held = FedFomo(**OPTIONS).client_init(client, 0)["holdout"].tolist()
+    rows = torch.tensor([k for k in range(len(client.train)) if k not in held])
+    part = replace(client, train=client.train.select(rows))
+    ours = pf.federate([client], FedFomo(**OPTIONS), rounds=1, workers=0)
+    local = pf.federate([part], Local(**OPTIONS), rounds=1, workers=0)
     theirs = local.model("client-0").state_dict()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.model("client-0").state_dict().items())
     assert ours.history[-1]["bytes_down_total"] == 0
@@ -242,7 +249,7 @@ def test_the_holdout_is_drawn_by_the_seed_and_not_trained_on():
     assert len(rows[0]) == round(0.3 * len(client.train))
     assert torch.equal(rows[0], rows[1])
     assert not torch.equal(rows[0], rows[2])
-    assert "holdout" not in method.client_init(client, 1)
+    assert torch.equal(method.client_init(replace(client, id="one"), 1)["holdout"], rows[0])  # validation has no say
     run = pf.federate([bare], method, rounds=2, seed=1, workers=0)
     kept = [k for k in range(len(client.train)) if k not in rows[0].tolist()]
     part = pf.Client("one", SmallNet, client.train.select(torch.tensor(kept)), client.test)
@@ -316,14 +323,14 @@ def test_fedfomo_refuses_impossible_values(field, value):
         FedFomo(**{field: value})
 
 
-def three_opinions():
-    """Training prefers 1, validation −1, test 5; L(θ) = ½(θ − y)²."""
+def test_held_out_examples_weigh_the_models():
+    """Training prefers 1, but for the row that is held out, which prefers −1; test 5, validation 7; L(θ) = ½(θ − y)²."""
     x = torch.ones(4, 1, dtype=torch.float64)
-    return pf.Client("q", Line, *(pf.Examples(x, y * x) for y in (1.0, 5.0, -1.0)), task="regression")
-
-
-def test_validation_examples_weigh_the_models():
-    _, own = mixed(three_opinions(), 0.0, {1: 1.0, 2: -1.0, 3: 5.0})
+    train, test, val = (pf.Examples(x, y * x) for y in (torch.tensor([[-1.0], [1.0], [1.0], [1.0]]), 5.0, 7.0))
+    client = pf.Client("q", Line, train, test, val, task="regression")
+    own = {"model": at(0.0), "before": at(0.0), "holdout": torch.tensor([0])}
+    with one_thread():
+        _, own = FedFomo(num_models=2).local_update(offered({1: 1.0, 2: -1.0, 3: 5.0}), own, client, 7)
     assert own["preferences"].tolist() == pytest.approx([0, -1.5, 0.5, -17.5 / 5, 0], abs=1e-5)
 
 

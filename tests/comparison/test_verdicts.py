@@ -24,8 +24,9 @@ def outputs_of(right):
     return torch.eye(2)[torch.where(torch.as_tensor(right), targets, 1 - targets)].float() * 4 - 2
 
 
-def made(right, *, metric="accuracy", losses=None, **changes):
-    """Results of `right[method][client] = [which examples are right, a row a seed]`, by the last of one round."""
+def made(right, *, metric="accuracy", losses=None, validation=None, **changes):
+    """Results of `right[method][client] = [which examples are right, a row a seed]`, by the last of one round; `validation`
+    has a score of each method."""
     score = METRICS[metric]
     clients = sorted(next(iter(right.values())))
     seeds = SEEDS[: len(next(iter(right["local"].values())))]
@@ -40,6 +41,8 @@ def made(right, *, metric="accuracy", losses=None, **changes):
             course = losses.get(m, [0.5] * 8)
             mean = np.mean([row[metric] for row in rows.values()])
             now = {"clients": rows, "summary": {metric: {"mean": mean}}, "best_round": None}
+            if validation is not None:
+                now["summary"][f"val_{metric}"] = {"mean": validation[m]}
             histories[m, s] = [{"round": t + 1, **spent, "train_loss": loss, **now} for t, loss in enumerate(course)]
     description = {
         "title": "t", "task": "classification", "seeds": list(seeds), "reference": "local", "evaluated": {}, "skipped": {},
@@ -147,6 +150,17 @@ def test_the_best_of_those_that_had_converged_leads():
     assert content["leader"] == "fed"
     assert content["best"] == "slow"
     assert content["answers"][1]["answer"] == "join"
+
+
+def test_validation_scores_choose_unless_training_was_fitted_to_them():
+    right = three_sites()
+    right["other"] = {c: [rights(400, 0.9, k) for k in range(3)] for c in right["local"]}
+    flattered = {"local": 0.5, "fed": 0.9, "other": 0.6}
+    content = made(right, validation=flattered)
+    assert (content["best"], content["best_by"], content["leader"]) == ("fed", "validation", "fed")
+    content = made(right, validation=flattered, methods={m: {"name": m, "patience": 2} for m in right})
+    assert (content["best"], content["best_by"], content["leader"]) == ("other", "test", "other")
+    assert any(note.startswith("since patience stops training by the validation examples") for note in content["notes"])
 
 
 def test_a_budget_that_is_asked_for_is_the_question():

@@ -1,4 +1,4 @@
-"""FedFomo: each client mixes the models of those others that do well on its own validation examples (Zhang, Sapra, Fidler,
+"""FedFomo: each client mixes the models of those others that do well on examples that it holds out (Zhang, Sapra, Fidler,
 Yeung and Alvarez, ICLR 2021)."""
 
 import math
@@ -28,7 +28,7 @@ _MODEL = "model/"  # group of a model that goes down, followed by its owner's po
 class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     """θ_i ← θ_i' + Σ_j w_ij(θ_j − θ_i'), then local training. θ_i' is the model with which client i began its last local
     training (the paper's θ_i^(t−1)), and among the θ_j is the one that came out of it, so that the client's own work has a
-    weight like the others'; w_ij grows with how much better than θ_i' client i finds θ_j on its validation examples. One
+    weight like the others'; w_ij grows with how much better than θ_i' client i finds θ_j on examples that it holds out. One
     architecture. The server keeps each client's last model and sends to each what it asked for. Evaluated model: θ_i after
     local training.
 
@@ -41,13 +41,12 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         epsilon: ε, the chance with which each of the M is any client instead of the one preferred most (0.3, authors'
             code).
         epsilon_decay: what each round takes off ε (0.05, authors' code).
-        holdout: the share of the training examples by which a client without validation examples weighs models, and on
-            which it does not train (0.2, authors' code). At least two examples are left to train on; with
-            fewer than three, a client weighs by all of them.
+        holdout: the share of the training examples by which a client weighs models, and on which it does not train (0.2,
+            authors' code). At least two examples are left to train on; with fewer than three, a client weighs by all of
+            them. (`Client.val` has no say: validation scores would flatter the method.)
         buffers: "local" only (polyfed's choice): models are weighed by parameters alone, each with the client's own buffers.
 
-    The other fields are those of `LocalTraining`. A client with validation examples weighs models by them, so that
-    validation scores, and a best round chosen by them, flatter this method a little.
+    The other fields are those of `LocalTraining`.
 
     >>> [round(FedFomo().epsilon_at(t), 4) for t in (1, 2, 20)]
     [0.3, 0.25, 0.0]
@@ -124,14 +123,14 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """θ_i: the common draw; without validation examples also the rows that are held out."""
+        """θ_i: the common draw; and the rows that are held out."""
         assert client.model is not None  # `requires` names "one_architecture"
         names = scratch(client.model).buffers
         drawn = initial_state(client.model, seed)
         own: ClientState = {"model": {name: tensor for name, tensor in drawn.items() if name not in names}}
         number = len(client.train)
         held = min(max(1, round(self.holdout * number)), number - 2)  # BatchNorm needs two examples to train on
-        if client.val is None and held > 0:
+        if held > 0:
             order = torch.randperm(number, generator=torch_generator(derive(seed, client.id, "holdout")))
             own["holdout"] = order[:held].sort().values
         return own
@@ -184,8 +183,6 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
 
 def _split(client: Client, own: ClientState) -> tuple[Examples, Examples]:
     """The examples that train, and those that weigh models."""
-    if client.val is not None:
-        return client.train, client.val
     if "holdout" not in own:
         return client.train, client.train
     kept = torch.ones(len(client.train), dtype=torch.bool)

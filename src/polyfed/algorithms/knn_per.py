@@ -32,6 +32,7 @@ class KNNPer(OneModel, WrapsNetwork):
         k: number of neighbours (10, paper); all training examples if there are fewer.
         lam: λ from 0 to 1, the share of the neighbours. None chooses it for each client, by the least loss on its
             validation examples, among 0, 0.1, ..., 1 (paper), and is 0.5 for a client without them (polyfed's choice).
+            Scores on validation examples are then out of fold: λ is chosen on the other half.
         module: name of the module whose input is the representation; None finds the last linear layer (paper).
         weighted: by the number of training examples (paper); False counts every client the same.
         final: which mean is the result: "cohort", that of the last round's clients (paper), or "all", that of all
@@ -55,6 +56,7 @@ class KNNPer(OneModel, WrapsNetwork):
         super().__post_init__()
         self._at_least(1, "k")
         self._require(self.lam is None or 0 <= self.lam <= 1, "lam", "from 0 to 1, or none")
+        object.__setattr__(self, "fits_validation", self.lam is None)
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """h, with λ of the client."""

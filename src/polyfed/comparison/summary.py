@@ -70,7 +70,8 @@ def summarise(of: Material, reading: Reading) -> dict[str, Any]:
     for where, of_seed in lost:
         runs[where][of_seed] |= {"mean": None, "validation": None}
     mean_of = {label: _mean([run["mean"] for run in runs[label].values()]) for label in labels}
-    best_by, ranks = _ranking(labels, runs, mean_of, 1 if metric.higher_is_better else -1)
+    stopped = any(description["methods"][label].get("patience") is not None for label in labels)
+    best_by, ranks = _ranking(labels, runs, mean_of, 1 if metric.higher_is_better else -1, fitted=stopped)
     target = mean_of.get(reference) if reading.target is None else reading.target
     for label, seed in curves:
         alone = runs[reference][str(seed)]["mean"] if reference is not None else None
@@ -247,16 +248,19 @@ def _without_score(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[
 
 
 def _ranking(
-    labels: Sequence[str], runs: Mapping[str, Mapping[str, Any]], mean_of: Mapping[str, float | None], sign: int
-) -> tuple[str, dict[str, float]]:
-    """By what the best is chosen, and that score of each method that has one; higher is better."""
+    labels: Sequence[str], runs: Mapping[str, Mapping[str, Any]], mean_of: Mapping[str, float | None], sign: int, *,
+    fitted: bool,
+) -> tuple[str, dict[str, float]]:  # fmt: skip
+    """By what the best is chosen, and that score of each method that has one; higher is better. Validation scores do not
+    choose where training was `fitted` to these examples."""
     tested = {label: sign * mean for label in labels if (mean := mean_of[label]) is not None}
     validated = {
         label: sign * value
         for label in tested
         if (value := _mean([run["validation"] for run in runs[label].values()])) is not None
     }
-    return ("validation", validated) if tested and validated.keys() == tested.keys() else ("test", tested)
+    chosen = not fitted and tested and validated.keys() == tested.keys()
+    return ("validation", validated) if chosen else ("test", tested)
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------

@@ -193,8 +193,10 @@ def notes(
             found.append(f"{label}: {_fields(worse[-1])} was better in the search, but diverged with another seed, so "
                          f"{_fields(searched['chosen'])} is compared")  # fmt: skip
     if content["best_by"] == "test" and len(content["methods"]) > 2:
+        stopped = any(method["fields"].get("patience") is not None for method in content["methods"].values())
+        why = "since patience stops training by the validation examples, " if stopped else ""
         found.append(
-            "the best was chosen by the test examples on which it is reported; the intervals allow for that choice"
+            f"{why}the best was chosen by the test examples on which it is reported; the intervals allow for that choice"
         )
     return found
 

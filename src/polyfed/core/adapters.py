@@ -30,7 +30,8 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import Algorithm, Architecture, Client, Message, alien
+from polyfed.core.algorithm import Algorithm, Architecture, Client, Message
+from polyfed.core.dense import alien
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import Scratch, scratch
 from polyfed.core.tree import Spec, Tree

@@ -106,33 +106,6 @@ class Message:
         return num_bytes({f"{group}/{name}": t for group, tree in self.tensors.items() for name, t in tree.items()})
 
 
-def alien(reply: Any) -> str | None:
-    """What of a reply is no message: no tensor in this machine's memory, in groups with names, or no mapping of numbers.
-
-    >>> alien(Message({"model": {"w": [1.0]}}))
-    "group 'model': 'w' is a list, not a tensor"
-    """
-    if not isinstance(reply, Message):
-        return f"the reply is a {type(reply).__name__}, not a Message"
-    held: Any  # nothing keeps a method to the types that are declared
-    for what, held in (("tensors", reply.tensors), ("scalars", reply.scalars)):
-        if not isinstance(held, Mapping) or not all(isinstance(name, str) for name in held):
-            return f"its {what} are a {type(held).__name__}, not a mapping from names"
-    for group, held in reply.tensors.items():
-        if not isinstance(held, Mapping) or not all(isinstance(name, str) for name in held):
-            return f"group {group!r} is a {type(held).__name__}, not a mapping from names to tensors"
-        for name, tensor in held.items():
-            if not isinstance(tensor, Tensor):
-                return f"group {group!r}: {name!r} is a {type(tensor).__name__}, not a tensor"
-            if tensor.requires_grad:
-                return f"group {group!r}: tensor {name!r} requires gradients; send it detached"
-            strange = tensor.layout != torch.strided or tensor.device.type != "cpu"
-            if strange or tensor.is_quantized or tensor.is_complex():
-                what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-                return f"group {group!r}: tensor {name!r} is not made of plain numbers in memory, but {what}"
-    return None
-
-
 @final
 @dataclass(frozen=True, init=False)
 class Client:
@@ -290,6 +263,11 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     discloses: ClassVar[frozenset[str]] = frozenset({"weights"})
     """Words of `DISCLOSURES`: what the server learns of a client beyond its id. Where a method's fields decide,
     `__post_init__` sets it for the instance."""
+
+    fits_validation: ClassVar[bool] = False
+    """Whether `personal_model` depends on the client's validation examples, whose scores are then out of fold. Nothing else
+    may depend on them: they choose between methods, rates and rounds. `AlgorithmContract` finds out what does. Where a
+    method's fields decide, `__post_init__` sets it for the instance."""
 
     everyone_trains: ClassVar[bool] = False
     """Whether all clients run `local_update` in each round, and only those drawn for the round are aggregated (pFedMe)."""

@@ -7,11 +7,13 @@ checkpoint, is in row-major order. So it is everywhere.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from polyfed.core.algorithm import Message
-from polyfed.core.tree import Nested, Tree, tensors_of
+from polyfed.core.tree import Nested, Tree, encode, tensors_of
 
 
 def dense(nested: Nested) -> Nested:
@@ -39,3 +41,45 @@ def dense_message(message: Message) -> Message:
     """
     tensors: Mapping[str, Tree] = dense(message.tensors)
     return message if tensors is message.tensors else replace(message, tensors=tensors)
+
+
+def alien(reply: Any) -> str | None:
+    """What of a reply is no message: no tensor in this machine's memory, in groups with names, or no mapping of numbers.
+
+    >>> alien(Message({"model": {"w": [1.0]}}))
+    "group 'model': 'w' is a list, not a tensor"
+    """
+    if not isinstance(reply, Message):
+        return f"the reply is a {type(reply).__name__}, not a Message"
+    held: Any  # nothing keeps a method to the types that are declared
+    for what, held in (("tensors", reply.tensors), ("scalars", reply.scalars)):
+        if not isinstance(held, Mapping) or not all(isinstance(name, str) for name in held):
+            return f"its {what} are a {type(held).__name__}, not a mapping from names"
+    for group, held in reply.tensors.items():
+        if not isinstance(held, Mapping) or not all(isinstance(name, str) for name in held):
+            return f"group {group!r} is a {type(held).__name__}, not a mapping from names to tensors"
+        for name, tensor in held.items():
+            if not isinstance(tensor, Tensor):
+                return f"group {group!r}: {name!r} is a {type(tensor).__name__}, not a tensor"
+            if tensor.requires_grad:
+                return f"group {group!r}: tensor {name!r} requires gradients; send it detached"
+            strange = tensor.layout != torch.strided or tensor.device.type != "cpu"
+            if strange or tensor.is_quantized or tensor.is_complex():
+                what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+                return f"group {group!r}: tensor {name!r} is not made of plain numbers in memory, but {what}"
+    return None
+
+
+def first_difference(before: Nested, after: Nested, path: str = "") -> str | None:
+    """Where two nested states differ: tensors bit for bit, scalars and lists by value; None if nowhere."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        if before.keys() != after.keys():
+            return path
+        parts = [(before[key], after[key], f"{path}/{key}") for key in before]
+    elif isinstance(before, list | tuple) and isinstance(after, list | tuple):
+        if len(before) != len(after):
+            return path
+        parts = [(a, b, f"{path}/{k}") for k, (a, b) in enumerate(zip(before, after, strict=True))]
+    else:  # as bytes, in which NaN equals NaN, 0.0 is not -0.0 and 1 is not 1.0
+        return None if encode([before]) == encode([after]) else path
+    return next((found for part in parts if (found := first_difference(*part)) is not None), None)

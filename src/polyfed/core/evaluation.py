@@ -1,12 +1,14 @@
 """Losses and scores of the tasks, evaluation of a network on examples, and summaries over clients."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Client, Task
@@ -105,6 +107,33 @@ def client_scores(
         if name != "global":
             kept[name] = outputs
     return row, kept
+
+
+def out_of_fold(personal: Callable[[Client], nn.Module], client: Client) -> Tensor:
+    """What networks that were fitted to validation examples make of others: outputs on all of the client's, in their order,
+    float32 on the CPU, (n, ...).
+
+    Args:
+        personal: makes the network of a client. It is called for the client with one half of its validation examples (None
+            where that half is empty), and the network is used for the other half, before the next is made.
+        client: with validation examples. Halves have like classes; rows of one group (`Examples.group`) stay together.
+    """
+    val = client.val
+    assert val is not None  # the caller asks for nothing else
+    labels = val.labels.cpu().numpy()
+    half: NDArray[np.int64] = np.zeros(len(val), dtype=np.int64)
+    if val.group is not None:
+        half[:] = np.unique(val.column(val.group), return_inverse=True)[1] % 2
+    else:
+        half[np.argsort(labels, kind="stable") if labels.ndim == 1 else np.arange(len(val))] = np.arange(len(val)) % 2
+    found, places = [], []
+    for which in (0, 1):
+        rows = [torch.from_numpy(np.flatnonzero(part)).to(val.device) for part in (half == which, half != which)]
+        if len(rows[0]):
+            rest = val.select(rows[1]) if len(rows[1]) else None
+            found.append(predict(personal(replace(client, val=rest)), val.select(rows[0])))
+            places.append(rows[0].cpu())
+    return torch.cat(found)[torch.cat(places).argsort()]
 
 
 def split_name(column: str, metrics: Sequence[Metric]) -> tuple[str, str] | None:

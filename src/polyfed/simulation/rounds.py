@@ -7,10 +7,10 @@ from typing import Any, final
 
 from polyfed.algorithms import name_of
 from polyfed.core import adapters
-from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext, alien
+from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext
 from polyfed.core.compressed import Broadcast, decompress
 from polyfed.core.compression import Compression, compression
-from polyfed.core.dense import dense, dense_message
+from polyfed.core.dense import alien, dense, dense_message
 from polyfed.core.evaluation import SCORE
 from polyfed.core.examples import Examples
 from polyfed.core.metrics import Metric, metrics_of

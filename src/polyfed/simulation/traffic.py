@@ -210,3 +210,20 @@ def _seen(algorithm: Algorithm[Any, Any], down: Message, reply: Message, unchang
         for n, t in tree.items()
     }
     return forms, {n: reply.scalars.get(n) for n in sorted(algorithm.scalars_needed)}
+
+
+def holds_examples(sent: Tensor, client: Client) -> bool:
+    """Whether a tensor has an input of the client among its rows, or is the labels of one of its sets."""
+    for data in (client.train, client.test, client.val, client.global_test):
+        if data is None:
+            continue
+        inputs = data.tensor if data.index is None else data.tensor[data.index]
+        form = inputs.shape[1:]
+        if sent.numel() and sent.shape[sent.dim() - len(form) :] == form:
+            rows = sent.reshape(-1, 1, form.numel()).to(torch.float64)
+            if bool((rows == inputs.reshape(1, len(inputs), -1).to(torch.float64)).all(2).any()):
+                return True
+        labels = data.labels.flatten()
+        if sent.numel() == len(labels) > 1 and torch.equal(sent.flatten().to(torch.float64), labels.to(torch.float64)):
+            return True
+    return False

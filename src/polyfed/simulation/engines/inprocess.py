@@ -3,18 +3,20 @@
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from polyfed.algorithms import REGISTRY
 from polyfed.core.adapters import fitted, leaving
-from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, alien
+from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, Message
 from polyfed.core.compressed import compress
 from polyfed.core.compression import Compression
-from polyfed.core.dense import dense, dense_message
+from polyfed.core.dense import alien, dense, dense_message
 from polyfed.core.errors import ClientError
-from polyfed.core.evaluation import client_scores, predict
+from polyfed.core.evaluation import Metrics, client_scores, out_of_fold, predict, scores
 from polyfed.core.examples import Examples
 from polyfed.core.finite import not_finite_in
 from polyfed.core.gradients import gradients
@@ -79,7 +81,7 @@ class InProcessEngine(Engine):
                                 described = algorithm.description(model, client)
                             result = _weights(task, model, described)
                         else:
-                            metrics, outputs = client_scores(model, client, self._metrics)
+                            metrics, outputs = self._scored(model, task, down, own)
                             for name, other in algorithm.other_models(down, own, client, task.seed):
                                 metrics |= client_scores(settled(other), client, self._metrics, f"{name}_")[0]
                             result = Result(task, metrics=metrics, predictions=outputs)
@@ -89,6 +91,21 @@ class InProcessEngine(Engine):
                 failure.__cause__ = error
                 result = Result(task, failure=failure)
             yield result.after(time.perf_counter() - start)
+
+    def _scored(self, model: torch.nn.Module, task: Task, down: Message, own: Any) -> tuple[Metrics, dict[str, Tensor]]:
+        """Metrics and outputs of the personal network. Where it was fitted to validation examples, each of these has the
+        outputs of a network that was made without it."""
+        algorithm, client = self._algorithm, self._clients[task.client]
+        if not algorithm.fits_validation or client.val is None:
+            return client_scores(model, client, self._metrics)
+        metrics, outputs = client_scores(model, replace(client, val=None), self._metrics)
+
+        def personal(of: Client) -> torch.nn.Module:
+            return settled(algorithm.personal_model(down, own, of, task.seed))
+
+        found = out_of_fold(personal, client)
+        row = scores(found, client.val.labels.cpu(), client.task, self._metrics)
+        return metrics | {f"val_{name}": value for name, value in row.items()}, outputs | {"val": found}
 
     def predict(self, task: Task, examples: Examples) -> torch.Tensor:
         """What the personal network of a task's client makes of these examples, computed as at evaluation: float32 on the
