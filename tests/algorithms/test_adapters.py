@@ -374,3 +374,10 @@ def test_adapters_of_peft():
         mixed = [pf.Client(c.id, f, c.train, c.test, c.val) for c, f in zip(small_clients(2), (two, four), strict=True)]
         run = pf.federate(mixed, FedAvg(**OPTIONS, adapters=mode), rounds=3, workers=0)
         assert run.history[-1]["train_loss"] < run.history[0]["train_loss"]
+
+
+@pytest.mark.parametrize("mode", ["zero_pad", "svd", "stack"])
+def test_the_norm_of_an_update_counts_the_components_that_the_client_had(mode):
+    """A client of rank 1 that changes little has a small norm, though its reply lacks what the server's rank 4 holds."""
+    found = run(FedAvg(lr=1e-4, local_steps=1, adapters=mode), rank_1, rank_4)
+    assert all(0 < row["update_norm"] < 0.05 for record in found.history for row in record["clients"].values())

@@ -45,6 +45,7 @@ class FedKD(Mutual):
     """
 
     discloses: ClassVar[frozenset[str]] = frozenset({"weights", "ranks"})
+    _differences: ClassVar[frozenset[str]] = frozenset({"update"})
     weighted: bool = False
     distil: float = 1.0
     hidden_loss: bool = True

@@ -274,6 +274,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     _largest: ClassVar[float] = 1e9
     """Of the numbers in a reply. Networks that learn are far from it; one client beyond it would ruin the mean of all."""
+    _differences: ClassVar[frozenset[str]] = frozenset()  # groups of a reply that hold differences already
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)

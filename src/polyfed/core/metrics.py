@@ -28,7 +28,7 @@ _NUMBERS = frozenset({"regression"})
 _SENSITIVITY = re.compile(r"sensitivity_at_(\d{1,2}(?:\.\d+)?)")
 _BINS = 10  # of the calibration error
 _PREFIXES = ("val_", "global_", "loss")  # which the names of other columns begin with
-_TAKEN = frozenset({"client", "num_examples", "train_loss", "seconds", "bytes_down", "bytes_up", "mean"})
+_TAKEN = frozenset({"client", "num_examples", "train_loss", "seconds", "bytes_down", "bytes_up", "update_norm", "mean"})
 
 
 @final

@@ -358,7 +358,7 @@ def serve(grid: Grid, config: Mapping[str, Any], progress: Progress | None = Non
         told = sites.gather(server.deployment.join_seconds)
     federation, engine = server.federation(told), FlowerEngine(grid, sites, server)
     engine.follow(federation)
-    return server.play(federation, engine, progress or Lines(), told)
+    return server.play(federation, engine, progress or Lines(norms=True), told)
 
 
 def server_app(config: Callable[[Context], Mapping[str, Any]] = lambda context: context.run_config) -> ServerApp:

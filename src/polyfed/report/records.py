@@ -5,7 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -13,6 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation import SCORE
 from polyfed.core.metrics import METRICS
 from polyfed.report.scale import Scale, scale_of
+from polyfed.simulation.norms import NORM, norms_of
 from polyfed.simulation.runs.directory import read_config, read_manifest
 
 DIGITS = 12  # after the point, of means and differences of scores; what is beyond is rounding
@@ -38,6 +39,9 @@ class Told:
         curve: (round, mean score, megabytes up and down of 2^20 bytes, seconds) of each evaluated round; NaN is not
             defined.
         failures: replies that were lost.
+        norms: by round, what each client's update had as its norm; runs of early versions have none.
+        warnings: sentences about its rounds.
+        hides_updates: whether replies were parts of secure sums.
     """
 
     folder: Path | None
@@ -51,6 +55,9 @@ class Told:
     final: Mapping[str, float | None]
     curve: tuple[tuple[int, float, float, float], ...]
     failures: int = 0
+    norms: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    hides_updates: bool = False
 
     @property
     def score(self) -> str:
@@ -108,8 +115,11 @@ def read_run(folder: Path) -> Told | None:
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"seed and rounds in {folder / 'config.yaml'} must be whole numbers: {error}") from error
     failures = sum(len(record.get("failures", ())) for record in records)
+    norms = {record["round"]: known for record in records if (known := norms_of(record))}
+    warnings = tuple(sentence for record in records for sentence in record.get("warnings", ()))
     return Told(
         folder, config, str(method["name"]), seed, scale, rounds, done, curve[-1][0], final, tuple(curve), failures,
+        norms, warnings, config.get("secure") is True,
     )  # fmt: skip
 
 
@@ -149,7 +159,7 @@ def read_rounds(path: Path, scores: Sequence[str] = ()) -> list[dict[str, Any]]:
                 break
             wrong = "it is not JSON"
         else:
-            wrong = _wrong(record, {*METRICS, *scores})
+            wrong = _wrong(record, {*METRICS, *scores, NORM})
         if wrong:
             raise UserError(
                 f"{path}, line {number}, is damaged: {wrong}; put back a copy of the file from before, or make the run again"
@@ -179,7 +189,11 @@ def _wrong(record: Any, scores: Set[str]) -> str:
         for score in sorted(scores & row.keys()):
             if row.get(score) is not None and not _is_number(row[score]):
                 return f"{score} of client {client!r} in round {number} is {_short(row[score])}, which is no number"
-    return "" if isinstance(record.get("failures", []), list) else f"the failures of round {number} are no list"
+    for name in ("failures", "warnings"):
+        if not isinstance(record.get(name, []), list):
+            return f"the {name} of round {number} are no list"
+    texts = all(isinstance(sentence, str) for sentence in record.get("warnings", []))
+    return "" if texts else f"a warning of round {number} is no text"
 
 
 def _is_number(value: Any) -> bool:

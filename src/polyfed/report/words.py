@@ -144,6 +144,11 @@ def _unfinished(setting: Setting) -> list[str]:
                 )
             if run.failures:
                 found.append(f"{line.label}{seed}: {many(run.failures, 'failure')} of clients in its rounds.")
+            if run.warnings:
+                first = _sentence(run.warnings[0])
+                found.append(
+                    f"{line.label}{seed}: {many(len(run.warnings), 'warning')} about its rounds; the first: {first}"
+                )
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any, final
 from torch import Tensor
 
 from polyfed.algorithms import name_of
+from polyfed.core.adapters import mode_of
 from polyfed.core.algorithm import Message
 from polyfed.core.dense import dense
 from polyfed.core.errors import ClientError, RoundError
@@ -21,6 +22,7 @@ from polyfed.core.evaluation import summarise
 from polyfed.core.tree import check_keepable
 from polyfed.simulation.engines.work import Engine, Phase, Result, Task
 from polyfed.simulation.intake import Intake
+from polyfed.simulation.norms import NORM, update_norm, warnings_about
 from polyfed.simulation.rounds import Federation, best_round, mean_train_loss
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.runs.directory import RunDirectory
@@ -34,15 +36,15 @@ from polyfed.simulation.settings import Settings
 @final
 @dataclass
 class Collected:
-    """What became of the tasks of one phase: results that can be accepted and bytes that went down and
-    came up, by client; a record of
-    each failure; seconds in which the server made messages and in which clients worked, and all of them, where the phase has
-    had the engine to itself."""
+    """What became of the tasks of one phase: results that can be accepted, and by client bytes that went down and came up,
+    scalars, and norms of what replies change; a record of each failure; seconds in which the server made messages and in
+    which clients worked, and all of them, where the phase has had the engine to itself."""
 
     results: dict[str, Result] = field(default_factory=dict)
     bytes_down: dict[str, int] = field(default_factory=dict)
     bytes_up: dict[str, int] = field(default_factory=dict)
     scalars: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
     seconds_dispatch: float = 0.0
     seconds_clients: float = 0.0
@@ -96,8 +98,9 @@ def collect(
     return found
 
 
-def _opened(federation: Federation, result: Result, at: Checkpoint) -> tuple[Any, Any]:
-    """The reply as the server half takes it, and as it travelled: of a secure sum both are words.
+def _opened(federation: Federation, result: Result, at: Checkpoint) -> tuple[Any, Any, float | None]:
+    """The reply as the server half takes it, as it travelled, and the norm of what it changes. Of a secure sum both are
+    words, and no single norm is known.
 
     Raises:
         ValueError: why it cannot be accepted; half a sentence.
@@ -106,14 +109,16 @@ def _opened(federation: Federation, result: Result, at: Checkpoint) -> tuple[Any
     if result.masked:
         if reply is not None and (flaw := part_flaw(reply, federation.algorithm, at.state, task.down)):
             raise ValueError(flaw)
-        return reply, reply  # None of a site that is in no sum of this round
+        return reply, reply, None  # no reply of a site that is in no sum of this round
     opened = federation.opened(reply, task.down)
     if flaw := federation.flaw(opened, at.state, task.down, task.client):
         raise ValueError(flaw)
     if not federation.settings.secure:
-        return opened, reply
+        assert isinstance(reply, Message)  # what is none has a flaw
+        plain = opened if mode_of(federation.algorithm) is None else federation.decompressed(reply, task.down)
+        return opened, reply, update_norm(plain, task.down, federation.algorithm._differences)
     part = part_of(opened, federation.algorithm, federation.parties)  # as a site does before it masks
-    return part, part
+    return part, part, None
 
 
 def _accept(
@@ -125,10 +130,10 @@ def _accept(
     intake: Intake | None,
 ) -> None:
     """Puts one result where it belongs: among the accepted, or among the failures."""
-    task, failure, reply, sent = result.task, result.failure, result.reply, result.reply
+    task, failure, reply, sent, norm = result.task, result.failure, result.reply, result.reply, None
     if failure is None and task.phase == "local":
         try:
-            reply, sent = _opened(federation, result, at)
+            reply, sent, norm = _opened(federation, result, at)
         except ValueError as flaw:
             failure = ClientError(task.round, task.client, "reply", str(flaw))
     for incident in result.incidents:
@@ -138,6 +143,7 @@ def _accept(
     if failure is None:
         if sent is not None and reply is not None and intake is not None:
             found.bytes_up[task.client], found.scalars[task.client] = sent.nbytes, reply.scalars
+            found.norms |= {} if norm is None else {task.client: norm}
             intake.came(task.client, reply)
             result = replace(result, reply=None)
         # Without the message: with it, those of all blocks would stay until the end of the phase.
@@ -203,7 +209,8 @@ def play_round(
     for i, result in local.results.items():
         scalars = local.scalars.get(i, {})
         told = {"train_loss": scalars["train_loss"]} if "train_loss" in scalars else {}
-        rows[i] |= {"seconds": round(result.seconds, 4), **told}
+        norm = {NORM: local.norms[i]} if i in local.norms else {}
+        rows[i] |= {"seconds": round(result.seconds, 4), **told, **norm}
     for i in replies:
         rows[i]["bytes_up"] = local.bytes_up[i]
     down, up = (sum(row.get(f"bytes_{way}", 0) for row in rows.values()) for way in ("down", "up"))
@@ -254,7 +261,8 @@ def finished(
             "summary": summarise(metrics, federation.roster.num_examples),
             "failures": sorted([*record["failures"], *evaluated.failures], key=place),
         }
-    return whole | {"best_round": best_round([*history, whole], federation.metrics[0])}, outputs
+    best = best_round([*history, whole], federation.metrics[0])
+    return {**whole, "warnings": warnings_about(whole), "best_round": best}, outputs
 
 
 def write_models(

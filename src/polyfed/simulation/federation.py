@@ -29,6 +29,7 @@ from polyfed.simulation.engines.machine import check_installed, device_of_client
 from polyfed.simulation.engines.start import start_for
 from polyfed.simulation.engines.work import Engine
 from polyfed.simulation.fingerprints import fingerprint
+from polyfed.simulation.norms import losses_lost
 from polyfed.simulation.participants import list_clients
 from polyfed.simulation.preparing import together
 from polyfed.simulation.resuming import go_back, kept_state
@@ -324,6 +325,10 @@ def play(
             history.append(record)
             advance(dataclasses.replace(at, unfinished=None))
             progress.round(record)
+            for sentence in record["warnings"]:
+                progress.say(f"warning: {sentence}")
+            if (lost := losses_lost(history[-1:])) and not losses_lost(history[-2:-1]):  # once, not in each round
+                warnings.warn(lost, RuntimeWarning, stacklevel=4)
 
         try:
             if now.round == 0:

@@ -187,11 +187,15 @@ class Federation:
         Raises:
             ValueError: it is not compressed as agreed; half a sentence.
         """
-        if alien(reply):
-            return reply
-        if self.compression is not None:
-            reply = decompress(reply, down, self.compression)
-        return adapters.opened(self.algorithm, reply, down)
+        return reply if alien(reply) else adapters.opened(self.algorithm, self.decompressed(reply, down), down)
+
+    def decompressed(self, reply: Message, down: Message) -> Message:
+        """The reply to `down` as the client half made it.
+
+        Raises:
+            ValueError: it is not compressed as agreed; half a sentence.
+        """
+        return reply if self.compression is None else decompress(reply, down, self.compression)
 
     def flaw(self, reply: Message | None, state: Any, down: Message, client: str | None = None) -> str | None:
         """Why a reply to `down`, sent from the server's `state`, cannot be accepted; None if it can.

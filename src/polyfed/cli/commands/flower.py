@@ -240,10 +240,21 @@ def status(folder: Path, connection: str = "fed", console: Console | None = None
         for row in rows:
             table.add_row(*(str(row.get(column, "")) for column in columns))
         console.print(table)
-    found = sorted((project.path / "runs").glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    if found and (records := read_metrics(found[-1])):
-        wanted = read_config(found[-1].parent).get("rounds")
-        print(clean(f"{found[-1].parent}: round {records[-1]['round']} of {wanted}"))
-        for failure in records[-1]["failures"]:
-            print(clean(f"  {failure['client']}, {failure['phase']}: {failure['reason']}"))
-        console.print(_table(found[-1].parent, records))
+    show_newest(project.path / "runs", console)
+
+
+def show_newest(runs: Path, console: Console) -> None:
+    """Prints how the newest run directory of a folder stands: its last round, failures and warnings of it, and what the
+    sites disclosed, with the norm of each update where the server sees single ones."""
+    found = sorted(runs.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not found or not (records := read_metrics(found[-1])):
+        return
+    config = read_config(found[-1].parent)
+    print(clean(f"{found[-1].parent}: round {records[-1]['round']} of {config.get('rounds')}"))
+    for failure in records[-1]["failures"]:
+        print(clean(f"  {failure['client']}, {failure['phase']}: {failure['reason']}"))
+    for sentence in records[-1].get("warnings", ()):
+        print(clean(f"  warning: {sentence}"))
+    if config.get("secure") is True:
+        print("  secure sums hide the norms of single updates")
+    console.print(_table(found[-1].parent, records))

@@ -15,6 +15,7 @@ from rich.measure import Measurement
 from polyfed.cli.commands.terminal import Table, say
 from polyfed.core.errors import UserError
 from polyfed.core.files import make_folder, replace_file
+from polyfed.report import norms
 from polyfed.report.gathering import Line, Setting, gather
 from polyfed.report.html import paragraphs
 from polyfed.report.page import render
@@ -156,6 +157,8 @@ def _beside(setting: Setting, key: str, most: int, console: Console) -> Beside:
             continue
         of = f"{line.label}, seed {run.seed}" if len(line.runs) > 1 else line.label
         _draw(run, run.folder, console)
+        if shown := norms.section(run, f"{key}-{position}"):
+            views.setdefault(norms.HEADING, {})[of] = shown
         for heading, view in _VIEWS.get(run.method, ()):
             try:
                 shown = view(run.folder, found, f"{key}-{position}", most)

@@ -9,6 +9,7 @@ from typing import Any, TextIO, final
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation import SCORE
 from polyfed.core.text import clean
+from polyfed.simulation.norms import norms_of
 
 
 class Progress(ABC):
@@ -68,10 +69,15 @@ class Silent(Progress):
 
 @final
 class Lines(Progress):
-    """A line a round, for logs."""
+    """A line a round, for logs.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+    Args:
+        stream: where to; None is standard error.
+        norms: whether another line has the norm of each client's update, where it is known.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, norms: bool = False) -> None:
+        self._stream, self._norms = stream or sys.stderr, norms
         self._title, self._rounds, self._done, self._start = "", 0, 0, 0.0
 
     def start(self, title: str, rounds: int, done: int) -> None:
@@ -90,6 +96,9 @@ class Lines(Progress):
             parts.append(f"train loss {record['train_loss']:.3f}")
         parts += [_mean_score(record), _megabytes(record), f"{record['seconds']:.2f} s", f"{left:.0f} s left"]
         print(clean(", ".join(part for part in parts if part)), file=self._stream, flush=True)
+        if self._norms and (known := norms_of(record)):
+            listed = ", ".join(f"{client} {norm:.4g}" for client, norm in sorted(known.items()))
+            self.say(f"round {record['round']}: norms of updates: {listed}")
 
     def say(self, sentence: str) -> None:
         """The sentence on a line."""

@@ -1,0 +1,124 @@
+"""How much each client changes what it received, and what of a round's record deserves a warning.
+
+The norm of a reply is Euclidean, over its tensors of floating numbers. A group that came down under the same name counts
+by its change; any other group (class means, outputs on public examples, updates) counts as it is. It is a sign of a
+single update that outweighs all others, whether by mistake or on purpose; it bounds nothing.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.core.algorithm import Message
+
+NORM = "update_norm"  # in the client rows of `metrics.jsonl`
+MANY_TIMES = 10.0  # the median of the others, from which a norm is pointed out
+_LOSSES = {"train_loss": "training loss", "loss": "test loss", "val_loss": "validation loss"}
+_NAMED = 3  # clients in a sentence
+_NOBODY = "no client has a finite"
+
+
+def update_norm(reply: Message, down: Message, differences: Iterable[str] = ()) -> float | None:
+    """The norm of what a client changed; None of a reply without floating numbers.
+
+    Args:
+        reply: of a client, decompressed; adapters may be of a lower rank than those in `down`.
+        down: what the client had received.
+        differences: groups of the reply that are differences already, so that nothing is subtracted.
+
+    >>> w = torch.tensor([3.0, 0.0])
+    >>> update_norm(Message({"model": {"w": w}}), Message({"model": {"w": torch.tensor([0.0, 4.0])}}))
+    5.0
+    >>> update_norm(Message({"classes": {"sums": w}}), Message()), update_norm(Message(), Message())
+    (3.0, None)
+    """
+    apart, squares = frozenset(differences), list[float]()
+    for group, tree in reply.tensors.items():
+        received = {} if group in apart else down.tensors.get(group, {})
+        for name, tensor in tree.items():
+            if tensor.is_floating_point():
+                change = _change(tensor.detach(), received.get(name))
+                squares.append(float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2)
+    norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.inf
+    return norm if squares and math.isfinite(norm) else None
+
+
+def _change(sent: Tensor, received: Tensor | None) -> Tensor:
+    """Of adapters of a lower rank, a client had the first components of what came down."""
+    sent = sent.to(torch.promote_types(sent.dtype, torch.float32))  # a difference of half numbers may overflow
+    if received is None or received.dim() != sent.dim():
+        return sent
+    first = received[tuple(slice(size) for size in sent.shape)]
+    return sent - first.to(sent) if first.shape == sent.shape else sent
+
+
+def outlying(norms: Mapping[str, float]) -> dict[str, float]:
+    """The clients whose norm is many times the median of the others', and how many times.
+
+    >>> outlying({"a": 2.0, "b": 1.0, "c": 300.0}), outlying({"a": 2.0}), outlying({"a": 0.0, "b": 1.0})
+    ({'c': 200.0}, {}, {})
+    """
+    found = {}
+    for client, norm in norms.items():
+        others = [value for other, value in norms.items() if other != client]
+        median = statistics.median(others) if others else 0.0
+        if median > 0 and norm >= MANY_TIMES * median:
+            found[client] = norm / median
+    return found
+
+
+def norms_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Each client's norm in a record of `metrics.jsonl`; records of early versions and of secure sums have none.
+
+    >>> norms_of({"clients": {"a": {"update_norm": 1.5}, "b": {"loss": 1.0}}})
+    {'a': 1.5}
+    """
+    return {client: row[NORM] for client, row in record["clients"].items() if isinstance(row.get(NORM), int | float)}
+
+
+def warnings_about(record: Mapping[str, Any]) -> list[str]:
+    """Sentences about a round: losses that are not finite, and norms that stand out.
+
+    >>> rows = {"a": {"loss": None, "update_norm": 1.0}, "b": {"loss": 0.5, "update_norm": 40.0}}
+    >>> warnings_about({"round": 2, "clients": rows})
+    ["round 2: the test loss of 'a' is not finite", "round 2: the update of 'b' has a norm of 40, 40 times the median of the
+    others"]
+    """
+    return [*_losses_not_finite(record), *_norms_that_stand_out(record)]
+
+
+def losses_lost(records: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence about the losses that no client has finite in the last of these records; empty if there are none.
+
+    >>> losses_lost([{"round": 2, "clients": {"a": {"loss": None}, "b": {"loss": None}}}])
+    'round 2: no client has a finite test loss; the training has diverged, or an update has ruined the model'
+    """
+    return "; ".join(text for text in _losses_not_finite(records[-1]) if _NOBODY in text) if records else ""
+
+
+def _losses_not_finite(record: Mapping[str, Any]) -> list[str]:
+    found = []
+    for name, words in _LOSSES.items():
+        values = {client: row[name] for client, row in record["clients"].items() if name in row}
+        bad = [client for client, value in values.items() if value is None or not math.isfinite(value)]
+        if bad and len(bad) == len(values):
+            cause = "the training has diverged, or an update has ruined the model"
+            found.append(f"round {record['round']}: {_NOBODY} {words}; {cause}")
+        elif bad:
+            more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+            named = ", ".join(map(repr, bad[:_NAMED]))
+            found.append(f"round {record['round']}: the {words} of {named}{more} is not finite")
+    return found
+
+
+def _norms_that_stand_out(record: Mapping[str, Any]) -> list[str]:
+    norms = norms_of(record)
+    return [
+        f"round {record['round']}: the update of {client!r} has a norm of {norms[client]:.4g}, {times:.4g} times the median "
+        "of the others"
+        for client, times in outlying(norms).items()
+    ]

@@ -1,0 +1,216 @@
+"""The norm of each client's update is recorded and told, and a loss that is not finite is a warning."""
+
+import dataclasses
+import html
+import io
+import json
+import warnings
+
+import pytest
+import torch
+from rich.console import Console
+
+import polyfed as pf
+from polyfed.algorithms import REGISTRY, FedAvg, FedKD, FedProto, Local, PFedHN
+from polyfed.cli.commands.flower import show_newest
+from polyfed.cli.commands.report import show
+from polyfed.core.algorithm import Message
+from polyfed.core.errors import UserError
+from polyfed.report.records import read_run
+from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.norms import losses_lost, norms_of, outlying, update_norm, warnings_about
+from polyfed.simulation.runs.progress import Lines
+from polyfed.testing import small_clients, without_times
+
+honest = InProcessEngine.run
+
+
+def scaled_by(factor):
+    """Has client-0 send its change times a factor."""
+
+    def run(engine, tasks):
+        for result in honest(engine, tasks):
+            if result.task.client == "client-0" and result.reply is not None:
+                down = result.task.down.tensors["model"]
+                model = {
+                    name: down[name] + factor * (tensor - down[name]) if tensor.is_floating_point() else tensor
+                    for name, tensor in result.reply.tensors["model"].items()
+                }
+                result = dataclasses.replace(result, reply=Message({"model": model}, result.reply.scalars))
+            yield result
+
+    return run
+
+
+def federate(method=None, clients=None, rounds=2, **settings):
+    return pf.federate(clients or small_clients(4), method or FedAvg(lr=0.01), rounds=rounds, workers=0, **settings)
+
+
+def test_the_norm_is_that_of_the_change_of_the_model():
+    run = federate(rounds=1)
+    replies = {}
+    for task in (
+        task for block in run.federation.tasks("local", ["client-1"], 1, run.federation.begin()) for task in block
+    ):
+        engine = InProcessEngine(run.federation.algorithm, list(run.federation.clients.values()), torch.device("cpu"))
+        replies = next(engine.run([task])).reply.tensors["model"], task.down.tensors["model"]
+    sent, received = replies
+    squares = sum(
+        float(((sent[n].double() - received[n].double()) ** 2).sum()) for n in sent if sent[n].is_floating_point()
+    )
+    assert norms_of(run.history[0])["client-1"] == pytest.approx(squares**0.5, rel=1e-6)
+
+
+def test_an_update_that_outweighs_all_others_is_told_in_the_history_the_log_and_the_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(InProcessEngine, "run", scaled_by(50.0))
+    stream = io.StringIO()
+    run = federate(FedAvg(lr=0.001), out=tmp_path / "run", progress=Lines(stream, norms=True))
+    norms = norms_of(run.history[0])
+    assert set(norms) == {"client-0", "client-1", "client-2", "client-3"}
+    assert set(outlying(norms)) == {"client-0"}
+    (sentence,) = run.history[0]["warnings"]
+    assert sentence.startswith("round 1: the update of 'client-0' has a norm of ")
+    assert f"warning: {sentence}" in stream.getvalue()
+    assert "round 1: norms of updates: client-0 " in stream.getvalue()
+    told = read_run(tmp_path / "run")
+    assert told.norms[1] == norms
+    assert sentence in told.warnings
+
+
+def test_honest_clients_get_no_warning(monkeypatch):
+    run = federate()
+    assert all(record["warnings"] == [] for record in run.history)
+    assert all(len(norms_of(record)) == 4 for record in run.history)
+
+
+def test_losses_that_are_finite_nowhere_are_a_warning_once(monkeypatch):
+    monkeypatch.setattr(InProcessEngine, "run", scaled_by(1000.0))
+    with pytest.warns(RuntimeWarning, match="round 1: no client has a finite test loss") as caught:
+        run = federate(FedAvg(lr=0.05), rounds=2)
+    assert len(caught) == 1
+    assert any("no client has a finite test loss" in sentence for sentence in run.history[0]["warnings"])
+
+
+def test_a_loss_that_is_not_finite_at_one_client_is_told_with_its_name():
+    rows = {"a": {"loss": None, "train_loss": 1.0}, "b": {"loss": 0.5, "train_loss": 1.0}, "c": {}}
+    record = {"round": 3, "clients": rows}
+    assert warnings_about(record) == ["round 3: the test loss of 'a' is not finite"]
+    assert losses_lost([record]) == ""
+    many = {f"c{k}": {"loss": None} for k in range(5)} | {"d": {"loss": 1.0}}
+    assert warnings_about({"round": 1, "clients": many}) == [
+        "round 1: the test loss of 'c0', 'c1', 'c2' and 2 more is not finite"
+    ]
+
+
+def test_secure_sums_hide_the_norm():
+    run = federate(secure=True)
+    assert all(norms_of(record) == {} for record in run.history)
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_no_method_subtracts_what_is_a_difference_already(name):
+    """A group that a reply declares as a difference is one that the method also sends down under the same name."""
+    assert REGISTRY[name]._differences == (frozenset({"update"}) if name == "fedkd" else frozenset())
+
+
+@pytest.mark.parametrize(
+    ("method", "known"),
+    [(Local(), False), (FedProto(), True), (PFedHN(hidden=8, local_steps=2), True), (FedKD(), True)],
+)
+def test_replies_that_are_no_update_of_a_message_have_the_norm_of_what_they_hold(method, known):
+    run = federate(method, rounds=3)
+    assert all((len(norms_of(record)) == 4) is known for record in run.history)
+
+
+def test_integer_tensors_scalars_and_half_numbers():
+    down = Message({"model": {"w": torch.tensor([-6e4], dtype=torch.float16), "n": torch.tensor(1)}})
+    sent = Message(
+        {"model": {"w": torch.tensor([6e4], dtype=torch.float16), "n": torch.tensor(10**6)}}, {"train_loss": 9.0}
+    )
+    assert update_norm(sent, down) == pytest.approx(1.2e5, rel=1e-3)
+    assert update_norm(Message({"model": {"n": torch.tensor(5)}}), down) is None
+    # Adapters of a lower rank are the first components of what came down.
+    down, sent = torch.ones(3, 2), torch.full((1, 2), 4.0)
+    assert update_norm(Message({"m": {"a": sent}}), Message({"m": {"a": down}})) == pytest.approx(18**0.5)
+
+
+def test_engines_and_resumed_runs_have_the_same_norms(tmp_path):
+    whole = federate(rounds=3)
+    pf.federate(small_clients(4), FedAvg(lr=0.01), rounds=3, workers=0, engine="cohort", out=tmp_path / "run")
+    config = (tmp_path / "run/config.yaml").read_text()
+    assert "rounds: 3" in config
+    (tmp_path / "run/checkpoint/round-000003").rename(tmp_path / "away")
+    resumed = pf.resume(tmp_path / "run", clients=small_clients(4))
+    for one, other in zip(whole.history, resumed.history, strict=True):
+        assert norms_of(one) == pytest.approx(norms_of(other), rel=1e-4)
+    again = pf.federate(small_clients(4), FedAvg(lr=0.01), rounds=3, workers=2, engine="pool")
+    assert without_times(again.history) == without_times(whole.history)
+
+
+def test_records_of_early_versions_can_be_read(tmp_path):
+    federate(out=tmp_path / "run")
+    file = tmp_path / "run/metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for record in records:
+        del record["warnings"]
+        for row in record["clients"].values():
+            del row["update_norm"]
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told = read_run(tmp_path / "run")
+    assert (told.norms, told.warnings) == ({}, ())
+
+
+def test_the_status_of_a_deployment_shows_norms_and_warnings(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(InProcessEngine, "run", scaled_by(50.0))
+    run = federate(FedAvg(lr=0.001), out=tmp_path / "runs/run-1", rounds=1)
+    file = tmp_path / "runs/run-1/manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"sites": sorted(run.federation.clients)}))
+    show_newest(tmp_path / "runs", Console(width=200))
+    printed = capsys.readouterr().out
+    assert f"warning: {run.history[0]['warnings'][0]}" in printed
+    assert "update_norm" in printed
+    assert f"{norms_of(run.history[0])['client-1']:.4f}" in printed
+
+
+def test_the_status_says_that_secure_sums_hide_norms(tmp_path, capsys):
+    federate(out=tmp_path / "runs/run-1", rounds=1, secure=True)
+    show_newest(tmp_path / "runs", Console(width=200))
+    printed = capsys.readouterr().out
+    assert "secure sums hide the norms of single updates" in printed
+    assert "update_norm" not in printed
+
+
+def page_of(folder):
+    show([folder], Console(record=True, width=200, quiet=True))
+    return html.unescape((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def test_the_page_has_norms_by_client_and_round_and_says_whose_stand_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(InProcessEngine, "run", scaled_by(50.0))
+    run = federate(FedAvg(lr=0.001), out=tmp_path / "run")
+    page = page_of(tmp_path / "run")
+    assert "How much each client changes" in page
+    assert f"{norms_of(run.history[1])['client-2']:.4g}" in page
+    assert "The update of client-0 stands out in 2 rounds: up to " in page
+    assert "2 warnings about its rounds; the first: round 1: the update of 'client-0'" in page
+
+
+def test_the_page_of_secure_sums_and_of_an_early_version_has_no_norms(tmp_path):
+    federate(out=tmp_path / "secure", secure=True)
+    assert "Secure sums hide single updates" in page_of(tmp_path / "secure")
+    test_records_of_early_versions_can_be_read(tmp_path)
+    assert "How much each client changes" not in page_of(tmp_path / "run")
+
+
+def test_a_norm_that_is_no_number_is_a_damaged_file(tmp_path):
+    federate(out=tmp_path / "run")
+    file = tmp_path / "run/metrics.jsonl"
+    whole = file.read_text()
+    file.write_text(whole.replace('"update_norm": ', '"update_norm": "x", "other": '))
+    with pytest.raises(UserError, match="update_norm of client 'client-0' in round 1 is"):
+        read_run(tmp_path / "run")
+    file.write_text(whole.replace('"warnings": []', '"warnings": [1]'))
+    with pytest.raises(UserError, match="a warning of round 1 is no text"):
+        read_run(tmp_path / "run")
