@@ -1,5 +1,6 @@
 """Scratch modules: what makes two architectures one, what is restored, and federations in two threads."""
 
+import copy
 import threading
 
 import pytest
@@ -108,3 +109,65 @@ def test_federations_in_two_threads_do_not_disturb_one_another():
     assert len(found) == 3
     for run in found:
         assert_same_run(alone, run)
+
+
+class Untidy(nn.Module):
+    """Leaves things behind as it runs: a buffer of another object, an attribute, a hook, activations in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen, self.count = nn.Linear(2, 2), [], 0
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.count += 1
+        self.seen.append(out)
+        self.last = out
+        self.hidden = self.hidden + 1
+        self.mean = 0.9 * self.mean + 0.1 * out.mean(0)
+        self.layer.register_forward_hook(lambda *_: None)
+        return out
+
+
+def test_a_scratch_module_holds_the_same_objects_whatever_was_done_with_it():
+    net = scratch(Untidy).module
+    weight, hidden, mean = net.layer.weight, net.hidden, net.mean
+    net(torch.ones(2, 2)).sum().backward()
+    net.layer._parameters["weight"] = torch.zeros(2, 2)  # a method that put another tensor in, and failed
+    net.layer.bias.requires_grad_(False)
+    again = scratch(Untidy).module
+    assert again is net
+    assert (net.layer.weight is weight, net.hidden is hidden, net.mean is mean) == (True, True, True)
+    assert (net.seen, net.count, hasattr(net, "last"), len(net.layer._forward_hooks)) == ([], 0, False, 0)
+    assert net.layer.bias.requires_grad
+    assert torch.equal(net.hidden, torch.zeros(2))
+    copy.deepcopy(net)
+
+
+def test_hooks_and_attributes_of_the_network_itself_stay():
+    def factory():
+        layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        layer.register_forward_hook(lambda module, inputs, output: output + 1)
+        layer.table = torch.arange(3)
+        return layer
+
+    net = scratch(factory).module
+    table, out = net.table, net(torch.ones(1, 2))
+    assert torch.equal(scratch(factory).module(torch.ones(1, 2)), out)
+    assert net.table is table
+
+
+def test_a_network_that_adds_a_layer_as_it_runs():
+    class Growing(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+
+        def forward(self, x):
+            self.more = nn.Linear(2, 2)
+            return self.more(super().forward(x))
+
+    scratch(Growing).module(torch.ones(1, 2))
+    with pytest.raises(UserError, match="adds or removes the layer 'more' itself; build all layers in __init__"):
+        scratch(Growing)

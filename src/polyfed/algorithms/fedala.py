@@ -8,13 +8,13 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from polyfed.algorithms.averaging import ClientState, reply
 from polyfed.algorithms.own_network import BesideGlobal
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.buffers import Policy, receive
 from polyfed.core.layout import arrange
+from polyfed.core.replaced import call_with
 from polyfed.core.scratch import whole_state
 from polyfed.core.seeds import derive, torch_generator
 from polyfed.core.training import fit
@@ -118,7 +118,7 @@ class _Mixing(nn.Module):
         """What Θ̂_i answers."""
         ends = zip(self._ends.items(), self.w, strict=True)
         upper = {name: torch.lerp(mine, shared, w) for (name, (mine, shared)), w in ends}
-        return functional_call(self._network[0], upper, parts, named)
+        return call_with(self._network[0], upper, parts, named)
 
     def projected(self, rate: float, loss_of: Callable[[int], Tensor]) -> Tensor:
         """Leaves in `grad` what a step of this rate makes the clipped step of."""

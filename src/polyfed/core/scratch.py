@@ -10,7 +10,7 @@ import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import final
+from typing import Any, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,20 +21,67 @@ from polyfed.core.errors import UserError
 from polyfed.core.gradients import gradients
 from polyfed.core.seeds import derive, local_rng
 from polyfed.core.tree import Tree
+from polyfed.core.unwrapped import unwrapped
 
 _KEPT = 64  # factories whose scratch module a process keeps
 _Plain = int | float | str | bool | None
+_OF_TORCH = frozenset(nn.Module().__dict__)
+
+
+@final
+@dataclass(frozen=True)
+class _Part:
+    """One module of a network as it was when the network was built; nothing in it refers to a module."""
+
+    parameters: Mapping[str, nn.Parameter | None]
+    buffers: Mapping[str, Tensor | None]
+    attributes: Mapping[str, _Plain | Tensor]
+    names: frozenset[str]
+    hooks: Mapping[str, frozenset[Any]]
+    empty: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Part":
+        """The present state of a module."""
+        attributes = module.__dict__
+        tensors = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
+        hooks = {name: frozenset(attributes[name]) for name in attributes if name.startswith("_") and "_hooks" in name}
+        empty = tuple(
+            n for n, v in attributes.items() if n not in _OF_TORCH and isinstance(v, dict | list | set) and not v
+        )
+        return cls(
+            dict(module._parameters), dict(module._buffers), {**_plain_attributes(module), **tensors}, frozenset(attributes),
+            hooks, empty,
+        )  # fmt: skip
+
+    def restore(self, module: nn.Module) -> None:
+        """Puts the same tensor objects and plain attributes back; removes attributes and hooks that were added, and what was
+        put into lists and mappings that were empty."""
+        for own, built in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
+            if not isinstance(module, torch.jit.ScriptModule):  # which has no dictionaries of its own
+                own.clear()
+                own.update(built)  # type: ignore[arg-type]  # parameters into parameters
+        attributes = module.__dict__
+        for name in attributes.keys() - self.names:
+            del attributes[name]
+        attributes.update(self.attributes)
+        for name in self.empty:
+            attributes[name].clear()
+        for name, known in self.hooks.items():
+            for added in attributes[name].keys() - known:
+                del attributes[name][added]
 
 
 @final
 @dataclass(frozen=True)
 class _AsBuilt:
-    """What a client may leave in a module besides weights and persistent buffers, as it was when the module was built:
-    non-persistent buffers, which parameters are trained, and plain attributes (numbers, strings) such as counters."""
+    """What a client or a method may leave in a module besides weights and persistent buffers, as it was when the module was
+    built: which tensors its modules hold, the values of non-persistent buffers, which parameters are trained, plain
+    attributes (numbers, strings) such as counters, and hooks."""
 
     hidden: Mapping[str, Tensor]
     trainable: Mapping[str, bool]
-    attributes: Mapping[str, Mapping[str, _Plain]]
+    parts: Mapping[str, _Part]
     frozen: Mapping[str, nn.Parameter]
     versions: tuple[int, ...]  # of the frozen ones, which torch counts up at each change
 
@@ -45,14 +92,20 @@ class _AsBuilt:
                     f"the network changed its parameter {name!r} itself, which is not trained (requires_grad=False) and so "
                     "neither sent nor kept; put what a network changes in its forward pass into a buffer (register_buffer)"
                 )
+        modules = dict(module.named_modules())
+        if different := modules.keys() ^ self.parts.keys():
+            raise UserError(
+                f"the network adds or removes the layer {min(different)!r} itself; build all layers in __init__, and let "
+                "forward choose among them"
+            )
+        for name, part in modules.items():
+            self.parts[name].restore(part)
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 if name in self.hidden:
                     buffer.copy_(self.hidden[name])
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(self.trainable[name])
-        for name, part in module.named_modules():
-            part.__dict__.update(self.attributes[name])
 
 
 _BUILT: WeakKeyDictionary[nn.Module, _AsBuilt] = WeakKeyDictionary()  # of every scratch module there is
@@ -81,7 +134,7 @@ class Scratch:
 @gradients()  # it is kept: one that was built in a caller's inference mode could never be trained
 def scratch(factory: Architecture, device: torch.device | None = None) -> Scratch:
     """The scratch module of an architecture on `device` (default: CPU), as built but for weights and persistent buffers:
-    whoever takes it fills it first and does not keep it. (Tensors that a network caches in plain attributes stay.)
+    whoever takes it fills it first and does not keep it. Attributes that a network sets only as it runs are removed.
 
     Raises:
         UserError: the factory fails, or does not give an `nn.Module` whose parameters are initialised.
@@ -103,7 +156,7 @@ def _build(factory: Architecture, device: torch.device) -> Scratch:
     _BUILT[module] = _AsBuilt(
         {name: buffer.clone() for name, buffer in module.named_buffers() if name not in state},
         {name: parameter.requires_grad for name, parameter in module.named_parameters()},
-        {name: _plain_attributes(part) for name, part in module.named_modules()},
+        {name: _Part.of(part) for name, part in module.named_modules()},
         frozen,
         tuple(parameter._version for parameter in frozen.values()),
     )
@@ -213,6 +266,7 @@ def new_module(factory: Architecture, seed: int) -> nn.Module:
             raise UserError(f"the model factory {name} failed: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"the model factory {name} must return a torch.nn.Module, got {type(module).__name__}")
+    module = unwrapped(module)
     lazy = [n for n, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UserError(f"the model factory {name} leaves {lazy[0]!r} uninitialised; run one batch through it first")

@@ -342,19 +342,21 @@ def fit(
                 return criterion(outputs, y).detach() * share
         return (whole if reported == "total" else value).detach()
 
-    with local_rng(derive(seed, "dropout"), one.device):
-        for drawn in one.steps(optimizer):
-            step_loss = partial(loss_of, drawn)
-            moved = step_loss(0) if gradient is None else one.direction(gradient, step_loss)
-            if steps <= options.warmup_steps:
-                for of_rate, full in zip(optimizer.groups, full_rates, strict=True):
-                    of_rate.lr = full * min(1.0, (steps + 1) / (options.warmup_steps + 1))
-            optimizer.step()
-            steps += 1
-            one.count(moved)
-    model.eval()
-    if hook is not None:
-        hook.remove()
+    try:
+        with local_rng(derive(seed, "dropout"), one.device):
+            for drawn in one.steps(optimizer):
+                step_loss = partial(loss_of, drawn)
+                moved = step_loss(0) if gradient is None else one.direction(gradient, step_loss)
+                if steps <= options.warmup_steps:
+                    for of_rate, full in zip(optimizer.groups, full_rates, strict=True):
+                        of_rate.lr = full * min(1.0, (steps + 1) / (options.warmup_steps + 1))
+                optimizer.step()
+                steps += 1
+                one.count(moved)
+    finally:
+        model.eval()
+        if hook is not None:
+            hook.remove()
     return Fitted(one.mean_loss(), steps)
 
 

@@ -6,9 +6,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from polyfed.core.algorithm import Architecture
+from polyfed.core.replaced import call_with
 from polyfed.core.scratch import Scratch, scratch
 from polyfed.core.tree import Tree
 from polyfed.graphs.architecture import ArchitectureGraph
@@ -36,7 +36,7 @@ class GeneratedNetwork(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Outputs of the client's network with θ_c in the place of its own weights."""
-        return functional_call(self.model, self.weights(), inputs, named)
+        return call_with(self.model, self.weights(), inputs, named)
 
 
 def _alike(made: Tensor, own: Tensor) -> Tensor:

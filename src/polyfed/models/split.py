@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.inputs import Inputs, answer, arguments, call, mapped
+from polyfed.core.replaced import call_with
 
 # _NormBase is the base of BatchNorm (SyncBatchNorm too) and InstanceNorm, their lazy forms included.
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -275,7 +275,7 @@ def _executed(model: nn.Module, example: Inputs, layers: Mapping[str, nn.Module]
                 name: _detached(p).requires_grad_(p.is_floating_point()) for name, p in model.named_parameters()
             }
             buffers = {name: _detached(b) for name, b in model.named_buffers()}
-            output = functional_call(model, {**parameters, **buffers}, *arguments(mapped(_detached, example)))
+            output = call_with(model, {**parameters, **buffers}, *arguments(mapped(_detached, example)))
             reached = _reached(answer(output), parameters)
     finally:
         for handle in handles:

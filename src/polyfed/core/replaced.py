@@ -1,0 +1,41 @@
+"""A call of a network with other tensors in the place of its own, which are the same objects again after it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """What a network answers with these tensors in the place of its own parameters and buffers.
+
+    A tensor that the network has in several places, since layers share it or one layer has several names, is replaced in
+    all of them. torch replaces and restores by name, so that a layer with two names would keep the replacement: here each
+    place has one name.
+
+    Args:
+        module: the network.
+        tensors: by any name that a parameter or buffer has.
+        args, named: the arguments of `forward`.
+
+    >>> import torch
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> twice, weight = nn.Sequential(layer, layer), layer.weight
+    >>> float(call_with(twice, {"0.weight": torch.full((1, 1), 3.0)}, (torch.ones(1, 1),), {}))
+    9.0
+    >>> layer.weight is weight
+    True
+    """
+    present = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    replacement = {id(present[name]): tensor for name, tensor in tensors.items()}
+    places = {
+        f"{prefix}.{name}" if prefix else name: replacement[id(tensor)]
+        for prefix, part in module.named_modules()
+        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+        if tensor is not None and id(tensor) in replacement
+    }
+    return functional_call(module, places, args, dict(named), tie_weights=False)

@@ -1,0 +1,43 @@
+"""The network inside what is put around it to run it faster: torch.compile, DataParallel."""
+
+from types import MethodType
+
+import torch
+from torch import nn
+
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The network that a wrapper holds; layers of a network that have wrappers of their own lose them, in place.
+
+    A wrapper computes what the network in it does. But it puts a prefix before the names of tensors, so that the network
+    would be of another architecture than without it, and it hides the layers from hooks, with which methods look for a head
+    or a representation. So networks run as they were written, whatever compiles them.
+
+    >>> list(unwrapped(nn.Sequential(nn.DataParallel(nn.Linear(1, 1, bias=False)))).state_dict())
+    ['0.weight']
+    """
+    module = _inside(module)
+    for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            continue
+        for mark in ("_compiled_call_impl", "_is_torch_compile"):  # of `part.compile()` and torch.compile(part)
+            part.__dict__.pop(mark, None)
+        if (original := getattr(part.forward, "_torchdynamo_orig_callable", None)) is not None:
+            part.__dict__.pop("forward", None)
+            if getattr(original, "__func__", None) is not type(part).forward:
+                part.forward = original if hasattr(original, "__self__") else MethodType(original, part)
+        for name, child in part._modules.items():
+            if child is not None:
+                part._modules[name] = _inside(child)
+    return module
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    while True:
+        inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+        inner = module.module if isinstance(module, _PARALLEL) else inner
+        if inner is None:
+            return module
+        module = inner

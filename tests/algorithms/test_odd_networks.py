@@ -1,0 +1,116 @@
+"""Every method on networks that are built in unusual ways; and none changes the networks that a process keeps."""
+
+import pytest
+import torch
+from torch import nn
+
+import polyfed as pf
+from polyfed.algorithms import REGISTRY
+from polyfed.core.algorithm import MODEL_WORDS
+from polyfed.core.errors import ClientError, RoundError, UserError
+from polyfed.core.scratch import scratch
+from polyfed.core.seeds import torch_generator
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+METHODS = [name for name, method in REGISTRY.items() if method.requires & MODEL_WORDS]
+Y = torch.arange(24) % 3
+
+
+def inputs(seed, number=24):
+    return torch.randn(number, 6, generator=torch_generator(seed))
+
+
+def run(name, factory, **settings):
+    clients = [pf.Client(f"c{i}", factory, (inputs(i), Y), (inputs(9 + i), Y)) for i in range(2)]
+    method = REGISTRY[name](**({"rad_size": 12} if "fedhenn" in name else {}))
+    public = inputs(20) if "public_data" in method.requires else None
+    return pf.federate(clients, method, public=public, **{"rounds": 2, "workers": 0} | settings)
+
+
+class Alias(nn.Module):
+    """A layer under two names, and a weight that two layers share."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.tied, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.b, self.tied.weight = self.a, self.a.weight
+
+    def forward(self, x):
+        return self.out(self.tied(self.b(self.a(x).relu()).relu()))
+
+
+class Breaking(nn.Module):
+    """Fails in training, after some steps, in the middle of a forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.out, self.calls = nn.Linear(6, 6), nn.Linear(6, 3), [3]
+        self.again = self.body
+
+    def forward(self, x):
+        hidden = self.again(self.body(x))
+        if self.training and len(x) > 2:
+            self.calls[0] -= 1
+            if self.calls[0] <= 0:
+                self.calls[0] = 3
+                raise RuntimeError("the network broke")
+        return self.out(hidden)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.out(self.body(x).relu())
+
+
+def wrapped():
+    network = Plain()
+    network.out = nn.DataParallel(network.out)
+    return nn.DataParallel(torch.compile(network, backend="eager"))
+
+
+def held(factory):
+    """The tensors in each place of the network that the process keeps, and how many hooks its modules have."""
+    network = scratch(factory).module
+    parts = dict(network.named_modules(remove_duplicate=False))
+    tensors = {(name, key): tensor for name, part in parts.items() for key, tensor in part._parameters.items()}
+    return network, tensors, sum(len(p._forward_hooks) + len(p._forward_pre_hooks) for p in parts.values())
+
+
+def assert_as_before(before, factory):
+    network, tensors, hooks = held(factory)
+    assert network is before[0]
+    assert tensors.keys() == before[1].keys()
+    assert all(tensor is before[1][place] for place, tensor in tensors.items())
+    assert hooks == before[2]
+    assert all(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_layer_with_two_names(name):
+    before = held(Alias)
+    model = run(name, Alias).model("c0")
+    assert_as_before(before, Alias)
+    inner = getattr(model, "network", model)  # kNN-Per has its neighbours around it
+    assert inner.a is inner.b
+    assert inner.tied.weight is inner.a.weight
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_that_fails_leaves_nothing_for_the_next(name):
+    before = held(Breaking)
+    with pytest.raises((UserError, ClientError, RoundError)):
+        run(name, Breaking)
+    assert_as_before(before, Breaking)
+    run("local", Breaking, rounds=1)  # one step
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_wrapped_network_gives_what_the_network_in_it_gives(name):
+    plain, other = (run(name, factory).model("c0").state_dict() for factory in (Plain, wrapped))
+    assert plain.keys() == other.keys()
+    assert all(torch.equal(plain[key], other[key]) for key in plain)
