@@ -202,7 +202,7 @@ class AlgorithmContract(ABC):
             metrics, outputs = client_scores(run.model(client.id), client, run.federation.metrics)
             recorded = run.history[-1]["clients"][client.id]
             known = [
-                name for name in metrics if not (algorithm.fits_validation and name.startswith("val_"))
+                name for name in metrics if not ("fits_validation" in algorithm.traits and name.startswith("val_"))
             ]  # out of fold
             assert {n: recorded[n] for n in known} == {n: metrics[n] for n in known}, f"client {client.id!r}"
             assert torch.equal(run.predictions(client.id).outputs, outputs["test"]), (
@@ -365,7 +365,7 @@ class AlgorithmContract(ABC):
 
     def test_validation_examples_are_fitted_only_where_said(self, algorithm: Algorithm[Any, Any]) -> None:
         """With other labels of the validation examples the server's state and the networks are the same, but for networks of
-        a method that says `fits_validation`. (Early stopping, `patience`, is exempt.)"""
+        a method whose `traits` say `fits_validation`. (Early stopping, `patience`, is exempt.)"""
         clients, runs = self.clients(), []
         for shift in (0, 1):
             others = [replace(c, val=_relabelled(c.val if c.val is not None else c.test, shift)) for c in clients]
@@ -374,7 +374,7 @@ class AlgorithmContract(ABC):
             _assert_unchanged(
                 runs[0].last.state, runs[1].last.state, "with other validation examples, the server's state"
             )
-            for client in () if algorithm.fits_validation else clients:
+            for client in () if "fits_validation" in algorithm.traits else clients:
                 one, other = (dict(run.model(client.id).state_dict()) for run in runs)
                 _assert_unchanged(one, other, "with other validation examples, a network")
 

@@ -29,10 +29,10 @@ def test_no_method_fits_validation_examples_unsaid(name):
 
 
 def test_the_methods_that_fit_them_are_these():
-    assert {name for name, method in REGISTRY.items() if method.fits_validation or method().fits_validation} == {
+    assert {name for name, method in REGISTRY.items() if "fits_validation" in method.traits | method().traits} == {
         "knn_per"
     }
-    assert not KNNPer(lam=0.5).fits_validation
+    assert "fits_validation" not in KNNPer(lam=0.5).traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def test_one_that_fits_them_is_caught(replies, what):
     with pytest.raises(AssertionError, match=f"with other validation examples, {what}"):
         check(ShiftsByValidation(lr=0.05, batch_size=8, replies=replies))
     said = ShiftsByValidation(lr=0.05, batch_size=8, replies=replies)
-    object.__setattr__(said, "fits_validation", True)
+    object.__setattr__(said, "traits", frozenset({"fits_validation"}))
     if replies:
         with pytest.raises(AssertionError, match="with other validation examples, the server's state"):
             check(said)

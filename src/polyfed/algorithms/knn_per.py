@@ -56,7 +56,7 @@ class KNNPer(OneModel, WrapsNetwork):
         super().__post_init__()
         self._at_least(1, "k")
         self._require(self.lam is None or 0 <= self.lam <= 1, "lam", "from 0 to 1, or none")
-        object.__setattr__(self, "fits_validation", self.lam is None)
+        object.__setattr__(self, "traits", self.traits | ({"fits_validation"} if self.lam is None else set()))
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """h, with λ of the client."""

@@ -43,7 +43,7 @@ class PFedMe(ServerStep):
     5
     """
 
-    everyone_trains: ClassVar[bool] = True
+    traits: ClassVar[frozenset[str]] = frozenset({"everyone_trains"})
     keeps_trained: ClassVar[bool] = True
     k: int = 5
     lam: float = 15.0

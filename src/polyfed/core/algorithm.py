@@ -83,6 +83,13 @@ DISCLOSURES = {
 }
 """What the server may learn of a client (`Algorithm.discloses`)."""
 
+TRAITS = {
+    "everyone_trains": "all clients run `local_update` in each round, and only those drawn for it are aggregated (pFedMe)",
+    "fits_validation": "`personal_model` depends on the client's validation examples, whose scores are then out of fold",
+}
+"""How a method is run and scored (`Algorithm.traits`). Nothing but `personal_model` may depend on validation examples: they
+choose between methods, rates and rounds. `AlgorithmContract` finds out what does."""
+
 CONSENT = frozenset({"weights", "architecture", "class_means", "moments"})
 """Words of `DISCLOSURES` that a site must have allowed before the method runs there."""
 
@@ -252,7 +259,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     Every random choice comes from `seed`, which the caller derives from (run seed, round, client id, purpose).
 
     Raises:
-        TypeError: when a class is made whose `requires` or `discloses` has an unknown word.
+        TypeError: when a class is made whose `requires`, `discloses` or `traits` has an unknown word.
     """
 
     requires: ClassVar[frozenset[str]] = frozenset()
@@ -264,13 +271,9 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     """Words of `DISCLOSURES`: what the server learns of a client beyond its id. Where a method's fields decide,
     `__post_init__` sets it for the instance."""
 
-    fits_validation: ClassVar[bool] = False
-    """Whether `personal_model` depends on the client's validation examples, whose scores are then out of fold. Nothing else
-    may depend on them: they choose between methods, rates and rounds. `AlgorithmContract` finds out what does. Where a
-    method's fields decide, `__post_init__` sets it for the instance."""
-
-    everyone_trains: ClassVar[bool] = False
-    """Whether all clients run `local_update` in each round, and only those drawn for the round are aggregated (pFedMe)."""
+    traits: ClassVar[frozenset[str]] = frozenset()
+    """Words of `TRAITS`: how the method is run and scored. Where a method's fields decide, `__post_init__` sets it for the
+    instance."""
 
     _largest: ClassVar[float] = 1e9
     """Of the numbers in a reply. Networks that learn are far from it; one client beyond it would ruin the mean of all."""
@@ -343,8 +346,9 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
 
 def check_words(method: type[Algorithm[Any, Any]] | Algorithm[Any, Any], name: str) -> None:
-    """Raises a `TypeError` if a word of `requires` or `discloses` is unknown: it would check nothing, and ask no consent."""
-    for words, known in (("requires", REQUIREMENTS), ("discloses", DISCLOSURES)):
+    """Raises a `TypeError` if a word of `requires`, `discloses` or `traits` is unknown: it would check nothing, and ask no
+    consent."""
+    for words, known in (("requires", REQUIREMENTS), ("discloses", DISCLOSURES), ("traits", TRAITS)):
         for word in sorted(getattr(method, words) - known.keys()):
             raise TypeError(f"{name}.{words} has the unknown word {word!r}; {nearest(word, known)}")
 

@@ -181,7 +181,7 @@ def play_round(
     settings, algorithm, number, clock = federation.settings, federation.algorithm, before.round + 1, time.perf_counter
     started = clock()
     who = federation.cohort(number)
-    trained = list(federation.roster.ids) if algorithm.everyone_trains else who
+    trained = list(federation.roster.ids) if "everyone_trains" in algorithm.traits else who
     intake = Intake(algorithm, before.state, who, federation.roster.num_examples, settings.secure)
     beside = None if before.unfinished is None else Collected()
     local = collect(federation, engine, "local", trained, number, before, progress, intake, beside)

@@ -96,7 +96,7 @@ class InProcessEngine(Engine):
         """Metrics and outputs of the personal network. Where it was fitted to validation examples, each of these has the
         outputs of a network that was made without it."""
         algorithm, client = self._algorithm, self._clients[task.client]
-        if not algorithm.fits_validation or client.val is None:
+        if "fits_validation" not in algorithm.traits or client.val is None:
             return client_scores(model, client, self._metrics)
         metrics, outputs = client_scores(model, replace(client, val=None), self._metrics)
 
