@@ -58,6 +58,17 @@ def test_a_csv_file_is_run_and_its_models_predict(table, capsys):
     assert all(abs(float(row["probability of yes"]) + float(row["probability of no"]) - 1) < 1e-9 for row in answers)
 
 
+def test_a_column_that_did_not_vary_in_training_is_told_of_when_it_varies_later(table, capsys):
+    lines = (table / "patients.csv").read_text().splitlines()
+    for name, chol in (("patients.csv", "0"), ("new.csv", "240")):
+        (table / name).write_text("\n".join([f"chol,{lines[0]}", *(f"{chol},{line}" for line in lines[1:])]))
+    assert main([*BY_SITE, "--algorithm", "local", "--out", "r"]) == 0
+    assert main(["predict", "r", "patients.csv", "--client", "north", "--out", "answers.csv"]) == 0
+    with pytest.warns(UserWarning, match="networks get 0: the rows for client 'north': 'chol'"):
+        assert main(["predict", "r", "new.csv", "--client", "north", "--out", "later.csv"]) == 0
+    assert (table / "later.csv").read_text() == (table / "answers.csv").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

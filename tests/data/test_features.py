@@ -75,12 +75,18 @@ def test_sums_over_sites_give_what_all_rows_in_one_place_give():
     np.testing.assert_allclose(together.spread, alone.spread, rtol=1e-12)
 
 
-def test_a_column_without_values_or_spread_at_a_site_stays_finite():
+def test_a_column_without_values_or_spread_at_a_site_is_0_in_all_rows():
     frame = rows(20).assign(age=np.nan, dose=7)
     own = fitted(LIKE, [stored(frame)])
-    assert own.mean[0] == 0
-    assert own.spread == (1.0, 1.0)
-    assert own(stored(frame).x)[:, :2].abs().max() == 0
+    assert own.mean == (0.0, 7.0)
+    assert own.spread == (0.0, 0.0)
+    for later in (frame, frame.assign(dose=1e6), frame.assign(age=81.0)):
+        for x in (stored(later).x, stored(later).x.float()):
+            assert own(x)[:, :2].abs().max() == 0
+            assert torch.isfinite(own(x)).all()
+    assert own.constants_changed(stored(frame).x) == ()
+    assert own.constants_changed(stored(frame.assign(dose=8, age=81.0)).x) == ("age", "dose")
+    assert from_description(json.loads(json.dumps(own.described()))) == own
 
 
 def test_unknown_categories_give_zeros_and_are_told():

@@ -291,3 +291,52 @@ def test_public_rows_are_prepared_as_clients_are_after_each_dealing():
     bare = Examples(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
     assert public_prepared_again(bare, clients) is bare
     assert public_prepared_again(None, clients) is None
+
+
+def with_constant(site_rows=20):
+    """A column that does not vary at site b, but for its last row; and a site of two rows."""
+    draw = np.random.default_rng(3)
+    frame = pd.DataFrame(
+        {"age": draw.normal(60, 9, 42), "chol": draw.normal(200, 30, 42), "y": [0, 1] * 21, "site": "a"}
+    )
+    frame.loc[site_rows:, "site"] = "b"
+    frame.loc[site_rows:, "chol"] = 0.0
+    frame.loc[40:, "site"] = "d"
+    return frame
+
+
+def test_columns_that_do_not_vary_at_a_site_reach_networks_as_0_with_a_warning():
+    frame = with_constant()
+    with pytest.warns(UserWarning, match=r"for which networks get 0: site 'd': 'age'\. Give more rows") as told:
+        sites = pf.data.table(frame, "y", "site")
+    assert len(told) == 1
+    clients = sites.clients(lambda: torch.nn.Linear(2, 2))
+    assert clients[2].test.batch(torch.arange(1))[0].abs().max() == 0
+    assert clients[1].train.batch(torch.arange(5))[0][:, 1].abs().max() == 0
+    run = pf.federate(clients, "fedavg", rounds=1, workers=0)
+    base = run.predict("b", {"age": [60.0], "chol": [0.0]})
+    with pytest.warns(UserWarning, match=r"networks get 0: the inputs for client 'b': 'chol'"):
+        assert torch.equal(run.predict("b", {"age": [60.0], "chol": [240.0]}), base)
+    with pytest.warns(UserWarning, match=r"networks get 0: the inputs for client 'b': 'chol'"):
+        run.predict("b", torch.tensor([[60.0, 240.0]]))
+
+
+def test_columns_that_vary_somewhere_keep_their_scale_by_sums_over_all_sites(recwarn):
+    sites = pf.data.table(with_constant(), "y", "site", preprocess="federated")
+    assert all(spread > 0 for spread in sites.parts[0].train.transform.spread)
+    frame = with_constant().assign(chol=0.0)
+    common = pf.data.table(frame, "y", "site", preprocess="federated").parts[0].train.transform
+    assert common.spread[1] == 0
+    assert not [w for w in recwarn if "networks get 0" in str(w.message)]
+
+
+def test_rows_that_are_dealt_again_are_told_of_too(recwarn):
+    table = with_constant().query("site != 'd'").reset_index(drop=True)
+    table.loc[25, "chol"] = 300.0
+    clients = pf.data.table(table, "y", "site", seed=1).clients(lambda: torch.nn.Linear(2, 2))
+    recwarn.clear()
+    dealt = resplit(clients, 8)
+    odd = [b for _, b in dealt if not b.train.transform.spread[1]]
+    assert 0 < len(odd) < 8
+    assert len([w for w in recwarn if "networks get 0: site 'b': 'chol'" in str(w.message)]) == 1
+    assert all(b.test.batch(torch.arange(len(b.test)))[0][:, 1].abs().max() == 0 for b in odd)

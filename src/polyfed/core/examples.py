@@ -316,6 +316,8 @@ def _part_like(store: Tensor, transform: Any, x: Any, name: str) -> Tensor:
         raise UserError(f"{name} are {inputs.dtype}, the client's are {store.dtype}; give that type")
     if encode is None and not bool(torch.isfinite(inputs).all()):
         raise UserError(f"{name} have values that are NaN or infinite; leave these examples out, or fill them in")
+    if (warn := getattr(transform, "warn_of_constants", None)) is not None:
+        warn(inputs, name)
     return inputs.to("cpu", store.dtype)
 
 

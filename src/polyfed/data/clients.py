@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
 from polyfed.core.seeds import derive
 from polyfed.data.dealing import stratified
-from polyfed.data.features import fitted
+from polyfed.data.features import fitted, warn_of_constants
 from polyfed.data.lazy import AugmentDecoded, Decoded
 from polyfed.data.partitions import Partition
 from polyfed.data.pool import Pool
@@ -145,12 +145,16 @@ def _of_table(
         store = replace(store, y=((store.y.double() - own.mean(0)) / spread).to(torch.float32))
     trains = [_select(store, one.train) for one in rows]
     common = fitted(like, trains[: len(seen)], "federated") if like.scope == "federated" else None
-    clients = []
+    clients, changed = [], {}
     for one, train in zip(rows, trains, strict=True):
-        held = replace(store, transform=common or fitted(like, [train]))
+        ready = common or fitted(like, [train])
+        changed[f"site {one.id!r}"] = ready.constants_changed(store.tensor[np.concatenate([one.test, one.val])])
+        held = replace(store, transform=ready)
         parts = (_select(held, part) for part in (one.train, one.test, one.val))
         train, test, val = parts
         clients.append(ClientData(one.id, train, test, val if len(val) else None, None, one))
+    if not later:  # else they have yet to agree on one preprocessing
+        warn_of_constants(changed)
     return clients, _select(replace(store, transform=common), public) if len(public) else None
 
 

@@ -7,6 +7,7 @@ given raw rows later. The arithmetic is that of scikit-learn's `StandardScaler`,
 and in a form that can be saved as JSON.
 """
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from polyfed.data.frames import check_columns, is_number, numbers, read_table, t
 
 ABSENT = "(missing)"
 _CONSTANT = 1e-9  # of the mean, below which numbers do not vary
+_SHOWN = 5  # names in a sentence
 Scope = Literal["site", "federated"]
 
 
@@ -61,20 +63,22 @@ class _Described(TypedDict):
 class Prepared:
     """What turns stored rows into inputs; fitted on training rows. It is the `transform` of a table's `Examples`.
 
-    Inputs are in this order: the numbers, (value − mean) / spread, 0 where there is none; for those with `missing` 1 where
+    Inputs are in this order: the numbers, (value − mean) / spread, 0 where there is none, and always 0 for a column that did
+    not vary in the training rows, whose scale nobody knows; for those with `missing` 1 where
     there is none, else 0; one 0 or 1 for each category (and for no category, if `missing`). A category that is not in
     the list gives zeros.
 
     Args:
         columns: of the table, in the order of the store.
-        mean, spread: of the columns of numbers, in their order.
+        mean, spread: of the columns of numbers, in their order; a spread of 0 is of a column that did not vary.
         target: mean and spread by which regression targets were scaled, a pair a target.
         scope: "site" if fitted on one site's rows, "federated" if on sums over all sites.
         classes: names of the classes, labels or targets, for those who read predictions.
         task: of the targets, for the same.
 
     Raises:
-        UserError: another number of means or spreads than of columns of numbers, or a spread that is not positive.
+        UserError: another number of means or spreads than of columns of numbers, a spread that is negative, or one of a
+            target that is not positive.
 
     >>> columns = Column("age", missing=True), Column("sex", ("f", "m"))
     >>> ready = Prepared(columns, (50.0,), (10.0,))
@@ -95,8 +99,10 @@ class Prepared:
         if len(self.mean) != count or len(self.spread) != count:
             raise UserError(f"{count} columns of numbers need as many means and spreads, got {len(self.mean)} and "
                             f"{len(self.spread)}")  # fmt: skip
-        if any(not spread > 0 for spread in (*self.spread, *(spread for _, spread in self.target))):
-            raise UserError(f"spreads must be positive, got {self.spread} and of targets {self.target}")
+        if any(not spread >= 0 for spread in self.spread) or any(not spread > 0 for _, spread in self.target):
+            raise UserError(
+                f"spreads must be positive (0 for a column that does not vary), got {self.spread}, of targets {self.target}"
+            )
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -105,6 +111,11 @@ class Prepared:
         marked = [f"{c.name} is missing" for c in self.columns if c.categories is None and c.missing]
         shares = [f"{c.name}={value}" for c in self.columns for value in _values(c)]
         return (*plain, *marked, *shares)
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        """By what numbers are divided: their spread; infinity for a column that did not vary, which so is 0."""
+        return tuple(spread or math.inf for spread in self.spread)
 
     @cached_property
     def _tensors(self) -> dict[Any, Any]:
@@ -118,7 +129,7 @@ class Prepared:
             marked = [i for i in plain if self.columns[i].missing]
             shares = [(i, code) for i, c in enumerate(self.columns) for code, _ in enumerate(_values(c))]
             whole = (torch.tensor(found, dtype=torch.int64) for found in (plain, marked, [i for i, _ in shares]))
-            real = (torch.tensor(found, dtype=x.dtype) for found in (self.mean, self.spread, [c for _, c in shares]))
+            real = (torch.tensor(found, dtype=x.dtype) for found in (self.mean, self.divisors, [c for _, c in shares]))
             (numbers_, marked_, owners), (mean, spread, codes) = whole, real
             found = (numbers_, mean, spread, marked_, owners, codes)
             self._tensors[key] = tuple(tensor.to(x.device) for tensor in found)
@@ -150,6 +161,25 @@ class Prepared:
             UserError: a column is missing, or holds texts where the run had numbers.
         """
         return encode(read_table(rows), self.columns).to(torch.float64)
+
+    def constants_changed(self, x: Tensor) -> tuple[str, ...]:
+        """Names of the columns that had one value, or none, in the training rows and have another in stored rows.
+
+        >>> ready = Prepared((Column("age"), Column("chol")), (50.0, 0.0), (10.0, 0.0))
+        >>> ready.constants_changed(torch.tensor([[70.0, 240.0]])), ready(torch.tensor([[70.0, 240.0]])).tolist()
+        (('chol',), [[2.0, 0.0]])
+        """
+        plain = [i for i, column in enumerate(self.columns) if column.categories is None]
+        found = []
+        for place, mean, spread in zip(plain, self.mean, self.spread, strict=True):
+            if spread == 0 and bool(((x[:, place].double() - mean).abs() > _CONSTANT * abs(mean)).any()):
+                found.append(self.columns[place].name)
+        return tuple(found)
+
+    def warn_of_constants(self, x: Tensor, name: str) -> None:
+        """Warns of stored rows with another value in a column that did not vary; `name` is what the rows are called."""
+        if changed := self.constants_changed(x):
+            warn_of_constants({name: changed})
 
     def outputs(self, given: Tensor) -> Tensor:
         """What a network gives for regression, in the unit of the table; other outputs as they are."""
@@ -236,6 +266,29 @@ def encode(table: Any, columns: Sequence[Column]) -> Tensor:
     return torch.from_numpy(stored)
 
 
+def warn_of_constants(changed: Mapping[str, Sequence[str]]) -> None:
+    """Warns of columns that did not vary in training rows and do in others; none where there are none.
+
+    Args:
+        changed: names of such columns, by what has them, such as "site 'north'".
+    """
+    told = [f"{whose}: {_shown(list(map(repr, names)))}" for whose, names in changed.items() if names]
+    if not told:
+        return
+    warnings.warn(
+        "columns with one value, or none, in all training rows and with others later, for which networks get 0: "
+        f"{_shown(told, '; ')}. Give more rows to train on, leave the columns out (drop=..., --data.drop), or scale by the "
+        "rows of all sites (preprocess='federated', --data.preprocess federated)",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _shown(names: Sequence[str], between: str = ", ") -> str:
+    more = f"{between}{len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return between.join(names[:_SHOWN]) + more
+
+
 def moments(train: Examples, columns: Sequence[Column], mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """How many training rows have each column of numbers, and the sum of their values: or, around a mean, of the squares of
     what they differ from it by. Both float64, shape (columns of numbers,)."""
@@ -254,14 +307,15 @@ def of_moments(count: Tensor, total: Tensor) -> Tensor:
 def prepared(like: Prepared, mean: Tensor, variance: Tensor, scope: Scope) -> Prepared:
     """The preprocessing with these means and variances; after those of columns may be those of targets."""
     plain, spread = len(like.mean), spread_of(mean, variance).tolist()
-    target = tuple(zip(mean[plain:].tolist(), spread[plain:], strict=True)) or like.target
+    units = [one or 1.0 for one in spread[plain:]]  # targets that do not vary keep their unit
+    target = tuple(zip(mean[plain:].tolist(), units, strict=True)) or like.target
     return replace(like, mean=tuple(mean[:plain].tolist()), spread=tuple(spread[:plain]), target=target, scope=scope)
 
 
 def spread_of(mean: Tensor, variance: Tensor) -> Tensor:
-    """Standard deviations; 1 for numbers that do not vary, which so keep their unit."""
+    """Standard deviations; 0 for numbers that do not vary."""
     spread = variance.sqrt()
-    return torch.where(spread <= _CONSTANT * mean.abs(), torch.ones_like(spread), spread)
+    return torch.where(spread <= _CONSTANT * mean.abs(), torch.zeros_like(spread), spread)
 
 
 def fitted(like: Prepared, trains: Sequence[Examples], scope: Scope = "site") -> Prepared:

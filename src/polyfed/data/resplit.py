@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
 from polyfed.core.seeds import derive
 from polyfed.data.dealing import stratified
-from polyfed.data.features import Prepared, fitted_again
+from polyfed.data.features import Prepared, fitted_again, warn_of_constants
 from polyfed.data.grouped import by_group, groups_of
 from polyfed.data.joined import differ, joined, places, rows
 
@@ -62,7 +62,12 @@ def prepared_again(clients: Sequence[Client]) -> tuple[Client, ...]:
     """The clients, those whose examples are a table's with preprocessing that is fitted on their training rows as they are
     now; targets keep their scale."""
     again = fitted_again({client.id: client.train for client in clients})
-
+    later = {
+        c.id: [part.tensor[rows(part)] for part in (c.test, c.val) if part is not None]
+        for c in clients
+        if c.id in again
+    }
+    warn_of_constants({f"site {i!r}": again[i].constants_changed(torch.cat(x)) for i, x in later.items()})
     return tuple(_prepared(client, again[client.id]) if client.id in again else client for client in clients)
 
 

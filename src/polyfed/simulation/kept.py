@@ -36,11 +36,13 @@ _BATCH = 4096
 class KeptModel:
     """A client's personal network with what makes its inputs.
 
-    Attributes: `network`, in evaluation mode; `prepared`, which reads rows and knows the names of classes.
+    Attributes: `network`, in evaluation mode; `prepared`, which reads rows and knows the names of classes; `client`, whose
+    it is, for warnings.
     """
 
     network: nn.Module
     prepared: Prepared
+    client: str
 
     def predict(self, table: Any) -> dict[str, list[Any]]:
         """What the network says of the rows of a `pyarrow.Table`, as columns: for classes `predicted` and a probability
@@ -50,6 +52,7 @@ class KeptModel:
             UserError: a column is missing, or holds something else than in the run.
         """
         stored = encode(table, self.prepared.columns)
+        self.prepared.warn_of_constants(stored, f"the rows for client {self.client!r}")
         with one_thread(), torch.inference_mode():
             outputs = torch.cat([self.network(self.prepared(part)).float() for part in torch.split(stored, _BATCH)])
         return answers(self.prepared.outputs(outputs), self.prepared)
@@ -96,15 +99,17 @@ def load_model(folder: str | Path, client: str | None = None) -> KeptModel:
         raise UserError(
             f"the model of {name!r} in {models} cannot be read ({error}); run again, or put back a copy"
         ) from error
-    method = method_of(section(config, "algorithm"))
+    method, owner = method_of(section(config, "algorithm")), client or name
     if isinstance(method, BringsNetwork) and not method.requires & MODEL_WORDS:
         described = from_json((models / f"{name}.json").read_bytes())
-        return KeptModel(fill(method.build(described), weights).eval(), prepared)
+        return KeptModel(fill(method.build(described), weights).eval(), prepared, owner)
     told = models / f"{name}{SIGNATURE}"
     spec = read_signature(told)["network"] if told.is_file() else None
     if spec is not None:
-        return KeptModel(_filled(around(method, new_module(spec_of(spec), seed=0), weights), weights, folder), prepared)
-    return KeptModel(_network(config, client or name, prepared, weights, folder, method), prepared)
+        return KeptModel(
+            _filled(around(method, new_module(spec_of(spec), seed=0), weights), weights, folder), prepared, owner
+        )
+    return KeptModel(_network(config, owner, prepared, weights, folder, method), prepared, owner)
 
 
 def _filled(network: nn.Module, weights: Tree, folder: str | Path) -> nn.Module:

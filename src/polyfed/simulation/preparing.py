@@ -165,6 +165,10 @@ def with_prepared(client: Client, common: Prepared) -> Client:
     """
     own, model = prepared_of(client.train), client.model
     train, test, *val = coded([part for part in (client.train, client.test, client.val) if part is not None], common)
+    for part in (test, *val):
+        common.warn_of_constants(
+            part.tensor if part.index is None else part.tensor[part.index], f"client {client.id!r}"
+        )
     if isinstance(model, ModelSpec) and model.input_shape == (len(own.features),):
         model = replace(model, input_shape=(len(common.features),), num_classes=len(common.classes))
     return replace(client, model=model, train=train, test=test, val=val[0] if val else None)

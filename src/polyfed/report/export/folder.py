@@ -194,6 +194,7 @@ class Opened:
                 f"{folder} takes {kinds}, and polyfed predict reads tables; {folder / CARD} shows how to use it"
             )
         self._prepared: Prepared = prepared
+        self._client: str = content["client"]
         self._script: Any = None
         self._network: nn.Module | None = None
         script = folder / FILES["torchscript"]  # type: ignore[operator]  # which is a name
@@ -218,8 +219,9 @@ class Opened:
     def predict(self, table: Any) -> dict[str, list[Any]]:
         """As `polyfed.simulation.kept.KeptModel.predict`."""
         if self._network is not None:
-            return KeptModel(self._network, self._prepared).predict(table)
+            return KeptModel(self._network, self._prepared, self._client).predict(table)
         stored = encode(table, self._prepared.columns)
+        self._prepared.warn_of_constants(stored, f"the rows for client {self._client!r}")
         with one_thread(), torch.inference_mode():
             found: Tensor = self._script(stored)
         return answers(found, self._prepared)

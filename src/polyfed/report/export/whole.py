@@ -94,7 +94,7 @@ class _Rows(nn.Module):
         self.register_buffer("owners", torch.tensor([i for i, _ in shares], dtype=torch.int64))
         self.register_buffer("codes", torch.tensor([code for _, code in shares], dtype=torch.float64))
         self.register_buffer("mean", torch.tensor(prepared.mean, dtype=torch.float64))
-        self.register_buffer("spread", torch.tensor(prepared.spread, dtype=torch.float64))
+        self.register_buffer("spread", torch.tensor(prepared.divisors, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         scaled = (x.index_select(1, self.own) - self.mean) / self.spread
@@ -150,7 +150,7 @@ def _rows(prepared: Prepared, number: int, generator: torch.Generator) -> Tensor
         draw = torch.randn(number, generator=generator, dtype=torch.float64)
         if column.categories is None:
             mean, spread = next(plain)
-            cells = mean + spread * draw
+            cells = mean + (spread or 1.0) * draw
             found.append(torch.where(draw > 1, math.nan, cells) if column.missing else cells)
         else:
             size = len(column.categories) + column.missing + 1
