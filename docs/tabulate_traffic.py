@@ -17,7 +17,7 @@ from polyfed.simulation.traffic import receivers, revealed
 PAGE = Path(__file__).with_name("deploy.md")
 START, END = "<!-- traffic: written by docs/tabulate_traffic.py -->", "<!-- end of traffic -->"
 SMALL = {
-    "lr": 0.05, "batch_size": 8, "local_epochs": 1, "local_steps": 2, "rad_size": 20, "rad_batch": 8, "channels": 4,
+    "lr": 0.05, "batch_size": 8, "local_epochs": 1, "server_steps": 2, "rad_size": 20, "rad_batch": 8, "channels": 4,
     "base_cells": 1, "personal_cells": 1, "base_nodes": 2, "personal_nodes": 2, "hidden": 8,
 }  # fmt: skip
 

@@ -223,7 +223,14 @@ class TestBufferPolicies:
         assert torch.equal(means[0], means[1])
         counter = run.last.state["model"]["body.1.num_batches_tracked"]
         assert counter.dtype == torch.int64
-        assert int(counter) == 2 * 2 * 4  # rounds × epochs × batches of the largest client
+        # Of 20, 26 and 32 examples in batches of 8, so that in a round of two epochs clients count 6, 8 and 8.
+        assert int(counter) == 2 * round((20 * 6 + 26 * 8 + 32 * 8) / 78)
+
+    def test_without_weights_counters_go_up_as_they_came_down(self):
+        """They would tell the number of examples, which such a method does not need."""
+        run = self.run("average", weighted=False)
+        assert int(run.last.state["model"]["body.1.num_batches_tracked"]) == 0
+        assert float(run.last.state["model"]["body.1.running_mean"].abs().max()) > 0
 
     def test_average_is_the_weighted_mean_of_the_clients_statistics(self):
         clients, method = small_clients(), FedAvg(buffers="average", **OPTIONS)

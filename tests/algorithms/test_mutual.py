@@ -10,7 +10,9 @@ import polyfed as pf
 from polyfed.algorithms import FML, FedAvg, FedKD, Local
 from polyfed.algorithms.low_rank import compressed, expanded, moved
 from polyfed.core.algorithm import Message
+from polyfed.core.code import trust_code
 from polyfed.models import ModelSpec
+from polyfed.testing import small_clients
 
 SHARED = {"name": "mlp", "hidden": (5,)}
 AS_SPEC = ModelSpec("mlp", {"hidden": (5,)}, (6,), 3)
@@ -95,6 +97,15 @@ def test_fedkd_without_distillation_and_with_whole_updates_averages_as_fedavg():
     found, fedavg = run(method, mixed(), rounds=3), run(FedAvg(**OPTIONS), with_shared_network(mixed()), rounds=3)
     torch.testing.assert_close(found.last.state["model"], fedavg.last.state["model"], rtol=1e-5, atol=1e-6)
     assert found.last.state["update"].keys() == found.last.state["model"].keys()
+
+
+def test_a_common_network_of_fedkd_may_count_and_note_truths():
+    """Its updates of whole numbers are differences, those of booleans which have changed."""
+    trust_code("polyfed.simulation.traffic:network")
+    method = FedKD(shared={"name": "polyfed.simulation.traffic:network"}, lr=0.05, batch_size=4, weighted=True)
+    state = pf.federate(small_clients(), method, rounds=3, workers=0).last.state["model"]
+    assert state["0.many"].tolist() == [True]
+    assert 3 * 5 <= int(state["0.steps"]) <= 3 * 8  # 20 to 32 examples a round
 
 
 def test_a_round_of_fedkd_written_out_in_plain_torch_is_the_same():

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyfed.core import fixed
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.core.tree import (
@@ -103,7 +104,7 @@ def test_mean_is_weighted_keeps_types_and_ignores_order():
     mean = weighted_mean(trees, {"a": 1, "b": 3})
     assert mean["w"].tolist() == [1.5, 3.0]
     assert mean["count"].dtype == torch.int64
-    assert int(mean["count"]) == 7
+    assert int(mean["count"]) == (1 * 7 + 3 * 3) / 4
     assert torch.equal(mean["w"], weighted_mean(dict(reversed(trees.items())), {"b": 3, "a": 1})["w"])
 
 
@@ -192,8 +193,32 @@ def test_a_running_mean_is_the_sum_of_shares(dtype):
         torch.testing.assert_close(
             mean.value()["w"], expected.to(dtype), rtol=1e-13 if dtype == torch.float64 else 0, atol=0
         )
-        assert mean.value()["n"] == 4
+        assert mean.value()["n"] == round(sum(k * weights[f"c{k}"] for k in range(5)) / total) == 3
         assert mean.ids == list(trees)
+
+
+WHOLE = {
+    torch.int64: [2**62, 7], torch.int32: [2**31 - 1, 9], torch.int16: [-(2**15), 3], torch.int8: [-128, -1],
+    torch.uint8: [255, 4], torch.bool: [1, 0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", WHOLE)
+def test_the_mean_of_whole_numbers_is_that_of_a_secure_sum(dtype):
+    """To the bit: rounded to the nearest, up from the middle; and equal ones stay, however large."""
+    generator, (large, small) = torch_generator(2), WHOLE[dtype]
+    low = -5 if dtype not in (torch.uint8, torch.bool) else 0
+    for weights in ((1, 1), (1, 1, 1), (7, 70, 700), (3, 5)):
+        trees = [{"n": torch.randint(low, 1 + (dtype != torch.bool) * 40 + 1, (60,), generator=generator).to(dtype)}
+                 for _ in weights]  # fmt: skip
+        words = [fixed.encode({"m": tree}, n, len(weights)) for tree, n in zip(trees, weights, strict=True)]
+        (secure, _) = fixed.decode(sum(words[1:], words[0]), fixed.Layout.of({"m": trees[0]}))
+        names = [f"c{k}" for k in range(len(weights))]
+        plain = weighted_mean(dict(zip(names, trees, strict=True)), dict(zip(names, weights, strict=True)))
+        assert torch.equal(plain["n"], secure["m"]["n"])
+        assert plain["n"].dtype == dtype
+        alike = {"n": torch.tensor([large, small], dtype=dtype)}
+        assert torch.equal(weighted_mean(dict.fromkeys(names, alike))["n"], alike["n"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

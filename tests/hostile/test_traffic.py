@@ -1,5 +1,7 @@
 """What a site's replies reveal is what the method declares, and what the documentation says."""
 
+import contextlib
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Message
+from polyfed.core.buffers import receive
+from polyfed.core.code import scope
+from polyfed.core.scratch import whole_state
+from polyfed.core.training import fit
 from polyfed.simulation.traffic import allowed, receivers, revealed
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -64,6 +71,7 @@ LEAKS = {
     "number of examples": lambda client: {"rows": torch.zeros(len(client.train))},
     "largest label": lambda client: {"head": torch.zeros(int(client.train.y.max()) + 1)},
     "order of examples": lambda client: {f"first-{int(client.train.y[0])}": torch.zeros(1)},
+    "values of examples": lambda client: {"0.steps": (client.train.x > 3).sum().reshape(1).int()},
 }
 
 
@@ -71,6 +79,44 @@ LEAKS = {
 def test_a_method_that_reveals_more_is_found(fact):
     method = leaking(LEAKS[fact])
     assert fact in revealed(method) - allowed(method)
+
+
+def test_counters_that_go_up_as_training_left_them_are_found():
+    @dataclass(frozen=True, kw_only=True)
+    class Counts(Averaging):
+        weighted: bool = False
+
+        def local_update(self, down, own, client, seed):
+            net = receive(client, down.tensors["model"], own, self.buffers)
+            fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
+            return Message({"model": whole_state(net.module)}), {}
+
+    assert revealed(Counts(lr=0.05, batch_size=8)) == {"number of examples"}
+
+
+QUICK = ("fedavg", "ifca", "fedkd", "fedavg_kd")
+NETWORK = {"name": "polyfed.simulation.traffic:network"}
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in REGISTRY])
+def test_without_weights_the_number_of_examples_does_not_show(name, tabulate):
+    """In nothing but the floating-point numbers, with BatchNorm and buffers of each kind, also in a common network."""
+    fields, method = {f.name for f in dataclasses.fields(REGISTRY[name])}, tabulate.small(name)
+    words = {
+        "weighted": False,
+        "buffers": "average",
+        "shared": NETWORK,
+        "teacher": NETWORK,
+        "t_start": 1.0,
+        "t_end": 1.0,
+    }
+    for field in words.keys() & fields:
+        with contextlib.suppress(pf.UserError):  # it weighs, or treats buffers, in one way only
+            method = dataclasses.replace(method, **{field: words[field]})
+    assert not method.scalars_needed & {"num_examples"}
+    with scope():
+        pf.trust_code(NETWORK["name"])
+        assert "number of examples" not in revealed(method, tabulate.public())
 
 
 def test_who_gets_what_a_site_sends():

@@ -1,7 +1,11 @@
 """Secure sums in a simulation: the same mean up to fixed point, the same bits whatever the order, and what refuses them."""
 
+import contextlib
+import dataclasses
+
 import pytest
 import torch
+from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import (
@@ -57,6 +61,68 @@ def test_the_mean_is_that_of_the_plain_run_up_to_rounding(name):
     secure, plain = run(method), run(method, secure=False)
     assert differences(secure, plain) < 1e-4
     assert [row["accuracy"] for row in secure.table()] == [row["accuracy"] for row in plain.table()]
+
+
+class Counting(nn.Module):
+    """Whole numbers of each kind that change in training, and BatchNorm whose statistics depend on a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 3))
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int32))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+            self.seen |= self.steps.sum() > 8
+        return self.layers(x)
+
+
+def whole_numbers(nested, path=""):
+    """Every tensor of whole numbers inside nested state, by its path."""
+    if isinstance(nested, torch.Tensor):
+        return {} if nested.is_floating_point() else {path: nested.tolist()}
+    inside = nested.items() if isinstance(nested, dict) else ()
+    return {k: v for name, part in inside for k, v in whole_numbers(part, f"{path}/{name}").items()}
+
+
+def averaging_buffers(weighted):
+    """The methods that can run on secure sums and average buffers, by name."""
+    words = {"lr": 0.05, "batch_size": 8, "weighted": weighted, "buffers": "average", "teacher_rounds": 1}
+    found = {}
+    for name, method in REGISTRY.items():
+        fields = {f.name for f in dataclasses.fields(method)}
+        if can_be_secure(method()) and "images" not in method.requires:
+            with contextlib.suppress(UserError):  # it weighs, or treats buffers, in one way only
+                found[name] = method(**{key: value for key, value in words.items() if key in fields})
+    return found
+
+
+QUICK = ("fedavg", "scaffold")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(m, id=f"{name}-{weighted}", marks=[] if name in QUICK else pytest.mark.thorough)
+        for weighted in (True, False)
+        for name, m in averaging_buffers(weighted).items()
+    ],
+)
+def test_whole_numbers_are_those_of_the_plain_run(method):
+    """To the bit, for clients of which one has ten times the examples of another; and what depends on them follows."""
+    small, large, other = small_clients()
+    x, y = (torch.cat([part] * 10) for part in (large.train.x, large.train.labels))
+    clients = [dataclasses.replace(c, model=Counting) for c in (small, dataclasses.replace(large, train=(x, y)), other)]
+    secure, plain = (run(method, clients, secure=secure) for secure in (True, False))
+    counted = [
+        whole_numbers({"server": r.last.state, **{i: dict(r.model(i).state_dict()) for i in r.federation.clients}})
+        for r in (secure, plain)
+    ]
+    assert counted[0] == counted[1]
+    assert any(name.endswith("steps") for name in counted[0])
+    assert differences(secure, plain) < 1e-4
 
 
 def test_the_result_does_not_depend_on_order_or_workers():

@@ -67,7 +67,7 @@ class APFL(Averaging):
         alpha, due = v[0].new_tensor(own["alpha"]), v[0].new_tensor(float(self.adaptive))
         both = OfClient(_Both(lr), [alpha, due, *v])
         found = fit(net.module, client, self, lr=lr, seed=seed, gradient=both)
-        message, kept = reply(net, client, found.loss, self.buffers)
+        message, kept = reply(net, client, found.loss, self)
         put(list(moved.values()), v)
         return message, {**kept, "model": trained_state(net.module), "alpha": float(alpha), "trained": True}
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polyfed.core.adapters import Adapters, divided
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
+from polyfed.core.buffers import SendsBuffers, give_back, ready, receive, travelling
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import Scratch, initial_state, scratch
 from polyfed.core.training import LocalTraining, fit, scalars_of
@@ -138,7 +138,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         """θ_i: θ after `local_epochs` on the client's data."""
         net = receive(client, down.tensors["model"], own, self.buffers)
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        return reply(net, client, found.loss, self.buffers)
+        return reply(net, client, found.loss, self)
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """θ."""
@@ -295,7 +295,7 @@ class Summing:
         return after if self._method.sums_suffice else self._method.keep_replies(after, self._replies)
 
 
-def reply(net: Scratch, client: Client, loss: float, policy: Policy) -> tuple[Message, ClientState]:
+def reply(net: Scratch, client: Client, loss: float, method: SendsBuffers) -> tuple[Message, ClientState]:
     """The trained model θ_i with n_i, and the private state of the buffer policy."""
-    model, own = give_back(net, policy)
+    model, own = give_back(net, method)
     return Message({"model": model}, scalars_of(client, loss)), own

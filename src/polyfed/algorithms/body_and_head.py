@@ -100,9 +100,10 @@ class BodyAndHead(Averaging, ABC):
 
     def _divided(self, net: Scratch, own: ClientState) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tree]]:
         """After training: what of the body travels, the head, and the private state of the buffer policy."""
-        state, kept = give_back(net, self.buffers)
+        state, kept = give_back(net, self)
         body = {name: tensor for name, tensor in state.items() if name not in own["head"]}
-        return body, {name: state[name] for name in own["head"]}, kept
+        trained = whole_state(net.module)  # the head's counters, which stay, count on
+        return body, {name: trained[name] for name in own["head"]}, kept
 
 
 def trained_in_turn(

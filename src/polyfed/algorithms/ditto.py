@@ -55,7 +55,7 @@ class Ditto(BesideGlobal):
         net, lr = receive(client, down.tensors["model"], own, self.buffers), down.scalars["lr"]
         pull = OfClient(Pull(self.lam), trained_copies(net.module))  # w as it came, not w_i
         found = fit(net.module, client, self, lr=lr, seed=seed)
-        message, kept = reply(net, client, found.loss, self.buffers)
+        message, kept = reply(net, client, found.loss, self)
         epochs = self.personal_epochs
         options = self if epochs is None else replace(self, local_epochs=epochs, local_steps=None)
         personal = self.own_network(own, client)

@@ -79,7 +79,7 @@ class FedALA(BesideGlobal):
         mixture = {n: torch.lerp(own["model"][n], down.tensors["model"][n], w) for n, w in weights.items()}
         net = receive(client, {**down.tensors["model"], **mixture}, own, self.buffers)
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        message, kept = reply(net, client, found.loss, self.buffers)
+        message, kept = reply(net, client, found.loss, self)
         after = {"model": whole_state(net.module), "weights": weights, "trained": True, "learnt": learns}
         return message, {**kept, **after}
 

@@ -163,7 +163,7 @@ class FedAvgKD(Averaging):
         drawn = travelling(initial_state(factory, own["seed"]), scratch(factory).buffers, self.buffers)
         net = receive(as_if, down.tensors.get("model", drawn), own, self.buffers)
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        message, kept = reply(net, client, found.loss, self.buffers)
+        message, kept = reply(net, client, found.loss, self)
         return message, {**own, **kept}
 
     def _distil(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:

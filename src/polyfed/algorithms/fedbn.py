@@ -78,7 +78,7 @@ class FedBN(Averaging):
         """θ_i: θ with the client's own norm layers after `local_epochs`; all of it is trained."""
         net = self._assembled(down, own, client)
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        theta, kept = give_back(net, self.buffers)
+        theta, kept = give_back(net, self)
         model = {name: tensor for name, tensor in theta.items() if name not in own["norms"]}
         norms = {name: theta[name] for name in own["norms"]}
         return Message({"model": model}, scalars_of(client, found.loss)), {"norms": norms, **kept}

@@ -78,7 +78,7 @@ class FedDyn(ServerStep):
             _Dynamic(self.alpha), [*anchors, *(g[name].to(theta.device) for name, theta in trained.items())]
         )
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed, penalty=term)
-        message, kept = reply(net, client, found.loss, self.buffers)
+        message, kept = reply(net, client, found.loss, self)
         moved = {name: message.tensors["model"][name] - down.tensors["model"][name] for name in trained}
         return message, {**kept, "gradient": {name: g[name] - self.alpha * moved[name] for name in trained}}
 

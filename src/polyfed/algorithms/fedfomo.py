@@ -53,6 +53,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"weights", "choice"})
     num_models: int = 5
     epsilon: float = 0.3
     epsilon_decay: float = 0.05
@@ -151,7 +152,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
             theta = weighted_mean({j: offered[int(j)] for j in positive}, positive)
         net = receive(client, theta, own, self.buffers)
         found = fit(net.module, replace(client, train=training), self, lr=down.scalars["lr"], seed=seed)
-        model, kept = give_back(net, self.buffers)
+        model, kept = give_back(net, self)
 
         preferences = own["preferences"].clone() if "preferences" in own else torch.zeros(number, dtype=torch.float64)
         for j, weight in weights.items():

@@ -84,7 +84,7 @@ class FedHeNNHomo(Aligning, OneModel):
             term = self._term(module, k_global, pool, rows, eta, seed)
         lr = down.scalars["lr"]
         found = fit(net.module, client, self, lr=lr, seed=seed, penalty=term)
-        message, kept = reply(net, client, found.loss, self.buffers)
+        message, kept = reply(net, client, found.loss, self)
         return message, {**kept, "trained": whole_state(net.module), **self._keep_pool(down, own)}
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:

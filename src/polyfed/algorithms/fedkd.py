@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import ClientState, ServerState
 from polyfed.algorithms.distillation import divergence
-from polyfed.algorithms.low_rank import compressed, expanded, moved, spec_of_compressed
+from polyfed.algorithms.low_rank import compressed, difference, expanded, moved, spec_of_compressed
 from polyfed.algorithms.mutual import Mutual, Pair, bridged
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
@@ -114,7 +114,7 @@ class FedKD(Mutual):
         if not down.tensors:
             return reply, after
         before = {name: tensor.cpu() for name, tensor in self._received(down, own, client).items()}
-        change = {name: tensor - before[name] for name, tensor in reply.tensors["model"].items()}
+        change = difference(reply.tensors["model"], before)
         sent = {"update": compressed(change, down.scalars["energy"])}
         return Message(sent, reply.scalars), {**after, "common": before}
 

@@ -40,4 +40,4 @@ class FedProx(OneModel):
         net = receive(client, down.tensors["model"], own, self.buffers)
         pull = OfClient(Pull(self.mu), trained_copies(net.module))
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed, penalty=pull)
-        return reply(net, client, found.loss, self.buffers)
+        return reply(net, client, found.loss, self)

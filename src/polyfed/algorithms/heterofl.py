@@ -106,7 +106,7 @@ class HeteroFL(Averaging):
         with scaled(net.module, shares):
             loss = self._loss(client, bool(shares))
             found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed, loss=loss, reported="task")
-        return reply(net, client, found.loss, self.buffers)
+        return reply(net, client, found.loss, self)
 
     def _loss(self, client: Client, scaled: bool) -> Callable[[Forward], Tensor] | None:
         """The task's loss, in which outputs of absent classes are 0; None where it is as in every method."""

@@ -81,7 +81,7 @@ class HeurPFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
         """θ_i ← {Heurθ̄_i, θ_i^retain} (line 13) after `local_epochs`."""
         net = self._begin(down, own, client)
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        model, after = give_back(net, self.buffers)
+        model, after = give_back(net, self)
         after["model"] = copied(model)
         return Message({"model": model}, scalars_of(client, found.loss)), after
 

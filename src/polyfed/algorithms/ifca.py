@@ -10,9 +10,9 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import receive
+from polyfed.core.buffers import give_back, receive
 from polyfed.core.evaluation import predict
-from polyfed.core.scratch import initial_state, whole_state
+from polyfed.core.scratch import initial_state
 from polyfed.core.seeds import derive
 from polyfed.core.training import fit, scalars_of
 from polyfed.core.tree import Spec, spec, weighted_mean
@@ -48,6 +48,8 @@ class IFCA(Averaging):
         self._at_least(1, "k")
         self._require(self.adapters is None, "adapters", "none: k models are averaged")
         self._require(self.buffers == "average", "buffers", "'average', since each model has statistics of its own")
+        if self.k == 1:  # there is nothing to choose
+            object.__setattr__(self, "discloses", self.discloses - {"choice"})
 
     # -- server ---------------------------------------------------------------------------------------------------
 
@@ -84,7 +86,8 @@ class IFCA(Averaging):
         group = self._nearest(down, client)
         net = receive(client, down.tensors[group], own, self.buffers)
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        return Message({group: whole_state(net.module)}, scalars_of(client, found.loss)), {}
+        model, _ = give_back(net, self)
+        return Message({group: model}, scalars_of(client, found.loss)), {}
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """The model of the least loss."""

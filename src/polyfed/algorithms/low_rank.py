@@ -67,7 +67,16 @@ def spec_of_compressed(tree: Tree, like: Tree) -> Spec:
     return wanted
 
 
+def difference(after: Tree, before: Tree) -> dict[str, Tensor]:
+    """What has changed, tensor by tensor; of booleans, which are others.
+
+    >>> difference({"seen": torch.tensor([True, False])}, {"seen": torch.tensor([False, False])})
+    {'seen': tensor([ True, False])}
+    """
+    return {n: t ^ before[n] if t.dtype == torch.bool else t - before[n] for n, t in after.items()}
+
+
 def moved(model: Tree, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model after an update, compressed or not."""
     change = expanded(update, model)
-    return {name: tensor + change[name] for name, tensor in model.items()}
+    return {n: t ^ change[n] if t.dtype == torch.bool else t + change[n] for n, t in model.items()}

@@ -67,7 +67,7 @@ class Moon(OneModel):
             others = [copy.deepcopy(net.module), fill(copy.deepcopy(net.module), own["previous"])]
             loss = self._loss(client, others, name)
         found = fit(net.module, client, self, lr=lr, seed=seed, loss=loss, representation=name, reported="task")
-        message, kept = reply(net, client, found.loss, self.buffers)
+        message, kept = reply(net, client, found.loss, self)
         return message, {**kept, "previous": whole_state(net.module)}
 
     def _loss(self, client: Client, others: list[nn.Module], name: str) -> Callable[[Forward], Tensor]:

@@ -113,7 +113,7 @@ class Mutual(Averaging, ABC):
             pair, client, self, lr=down.scalars["lr"], seed=seed, loss=self.losses(pair, client), reported="task",
             representation=pair.watched,
         )  # fmt: skip
-        model, kept = give_back(net, self.buffers)
+        model, kept = give_back(net, self)
         return Message({"model": model}, scalars_of(client, found.loss)), {
             **own,
             **kept,

@@ -66,7 +66,7 @@ class PerFedAvg(Averaging):
             net.module, client, self, lr=down.scalars["lr"], seed=seed,
             gradient=OfClient(self._meta_gradient), batches_per_step=2 if self.variant == "fo" else 3,
         )  # fmt: skip
-        return reply(net, client, found.loss, self.buffers)
+        return reply(net, client, found.loss, self)
 
     def _meta_gradient(self, module: nn.Module, loss_of: Callable[[int], Tensor], own: Sequence[Tensor]) -> Tensor:
         """The direction of a step, as `fit` asks for it; the loss is that of w̃ on D'."""

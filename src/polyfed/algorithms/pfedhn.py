@@ -151,7 +151,7 @@ class PFedHN(LocalTraining, Algorithm[ServerState, ClientState]):
         it leads to θ_i)."""
         net = self._assembled(down, own, client)
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        trained, kept = give_back(net, self.buffers)
+        trained, kept = give_back(net, self)
         delta = {name: theta_bar - trained[name] for name, theta_bar in down.tensors["model"].items()}
         return Message({"delta": delta}, scalars_of(client, found.loss)), kept
 

@@ -132,7 +132,7 @@ class PFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
         paper sends Δθ_i, which says the same, but adding it to θ̄_i again would round."""
         net = receive(client, down.tensors["model"], own, self.buffers)
         found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        model, after = give_back(net, self.buffers)
+        model, after = give_back(net, self)
         if self.evaluate_trained:
             after["model"] = copied(model)
         return Message({"model": model}, scalars_of(client, found.loss)), after

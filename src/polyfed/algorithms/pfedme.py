@@ -85,7 +85,7 @@ class PFedMe(ServerStep):
         lr = down.scalars["lr"]
         envelope = OfClient(self._envelope, theta)
         found = fit(net.module, client, self, lr=lr, seed=seed, gradient=envelope)
-        message, kept = reply(net, client, found.loss, self.buffers)
+        message, kept = reply(net, client, found.loss, self)
         put(moved, theta)
         return message, {**kept, "model": trained_state(net.module)}
 

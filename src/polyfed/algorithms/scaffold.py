@@ -94,7 +94,7 @@ class Scaffold(ServerStep):
             slope, [(c[name] - mine[name]).to(p.device) for name, p in trained]
         )  # its gradient: −c_i + c
         found = fit(net.module, client, self, lr=lr, seed=seed, penalty=correction)
-        message, kept = reply(net, client, found.loss, self.buffers)
+        message, kept = reply(net, client, found.loss, self)
         way = {name: (x[name] - message.tensors["model"][name]) / (found.steps * lr) for name in c}
         after = {name: mine[name] - c[name] + way[name] for name in c}
         # (x − y)/(Kη) = c_i⁺ − c_i + c: it has the form of c, from which it differs little once training has come far.

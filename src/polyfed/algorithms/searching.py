@@ -196,7 +196,7 @@ class Searching(Averaging, BringsNetwork, ABC):
 
     def reply(self, net: Scratch, client: Client, loss: float) -> tuple[Message, ClientState]:
         """Both stacks after training, and the private state of the policy for buffers."""
-        model, own = give_back(net, self.buffers)
+        model, own = give_back(net, self)
         return Message(_groups(model), scalars_of(client, loss)), own
 
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:

@@ -79,6 +79,7 @@ DISCLOSURES = {
     "moments": "of a client's table, how many rows have each column of numbers, their means and variances",
     "ranks": "in how few numbers its update can be written, which depends on its data and network",
     "choice": "which of several models suits the client's data best",
+    "form": "names, shapes or whole numbers of its tensors that depend on its data",
     "sum": "the sum of what the clients of a round send, and nothing of one alone",
 }
 """What the server may learn of a client (`Algorithm.discloses`)."""

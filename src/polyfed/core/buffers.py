@@ -1,12 +1,16 @@
 """What happens to a network's buffers (BatchNorm's running statistics): one explicit policy per method.
 
-`average`: they travel with the weights; running mean and variance are averaged, counters take the maximum.
+`average`: they travel with the weights and are averaged as these are; whole numbers (counters) are rounded.
 `local`: they stay with the client, as part of its private state.
 `recompute`: they neither travel nor stay; before evaluation they are estimated anew on the client's training data.
+
+How many batches a client has trained on tells how many examples it has. So whole numbers go up as they came down, unless the
+method needs the number of examples anyhow.
 """
 
 from collections.abc import Mapping
-from typing import Literal, final
+from dataclasses import replace
+from typing import Literal, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +26,20 @@ from polyfed.core.seeds import torch_generator
 from polyfed.core.tree import Tree
 
 Policy = Literal["average", "local", "recompute"]
+
+
+class SendsBuffers(Protocol):
+    """What decides which buffers a client sends: the policy of a method, and the scalars that its server half needs."""
+
+    @property
+    def buffers(self) -> Policy:
+        """The policy."""
+        ...
+
+    @property
+    def scalars_needed(self) -> frozenset[str]:
+        """Scalars of a reply that the server half uses."""
+        ...
 
 
 def travelling(state: Tree, buffer_names: Mapping[str, Tensor], policy: Policy) -> dict[str, Tensor]:
@@ -40,14 +58,20 @@ def filled(net: Scratch, model: Tree, own: Mapping[str, Tree], policy: Policy) -
     """The same for a scratch module that the caller already has."""
     kept = net.buffers if policy == "recompute" or not own.get("buffers") else own["buffers"]
     fill(net.module, model, {} if policy == "average" else kept)
-    return net
+    if policy != "average":
+        return net
+    return replace(net, counters={n: model[n] for n in net.buffers if not model[n].is_floating_point()})
 
 
-def give_back(net: Scratch, policy: Policy) -> tuple[dict[str, Tensor], dict[str, Tree]]:
-    """After training: copies of the tensors to send and, under "local", the private state that keeps the buffers."""
-    state = whole_state(net.module)
+def give_back(net: Scratch, method: SendsBuffers) -> tuple[dict[str, Tensor], dict[str, Tree]]:
+    """After training: copies of the tensors to send and, under "local", the private state that keeps the buffers. Buffers of
+    whole numbers are sent as they came, unless the method needs the number of examples."""
+    state, policy = whole_state(net.module), method.buffers
     kept = {name: state[name] for name in net.buffers} if policy == "local" else {}
-    return travelling(state, net.buffers, policy), ({"buffers": kept} if kept else {})
+    sent = travelling(state, net.buffers, policy)
+    if "num_examples" not in method.scalars_needed:
+        sent |= {name: came.clone() for name, came in net.counters.items()}
+    return sent, ({"buffers": kept} if kept else {})
 
 
 def ready(net: Scratch, client: Client, own: Mapping[str, Tree], policy: Policy) -> nn.Module:

@@ -8,7 +8,7 @@ fingerprint of them, the second half of `Scratch.architecture`, tells whether tw
 import hashlib
 import re
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -118,13 +118,15 @@ class Scratch:
 
     Two factories have the same `architecture` if their modules have the same class, print alike, have the same plain
     attributes, state dicts with the same names, shapes and types, and the same frozen parameters with the same values.
-    `frozen`: all names of these, in the order of the state dict.
+    `frozen`: all names of these, in the order of the state dict. `counters`: the buffers of whole numbers as they came
+    to the client that the module is filled for (`polyfed.core.buffers.filled`), if they came.
     """
 
     module: nn.Module
     buffers: Mapping[str, Tensor]
     architecture: str
     frozen: tuple[str, ...] = ()
+    counters: Mapping[str, Tensor] = field(default_factory=dict)
 
     def restore(self) -> None:
         """Undoes what the last client may have left in the module besides weights and persistent buffers."""

@@ -34,8 +34,8 @@ _FORMAT_NAMES = {  # as safetensors writes them; the length of the header depend
 class RunningMean:
     """The weighted mean of trees that come one by one, in the order of their ids; one tree is held, whatever their number.
 
-    Floating tensors are summed in float64; the mean of equal trees is that tree bit for bit. Integer and boolean tensors
-    (BatchNorm's counters) take the maximum and keep their type.
+    Floating tensors are summed in float64; the mean of equal trees is that tree bit for bit. Whole numbers (BatchNorm's
+    counters) are rounded to the nearest, up from the middle, and a boolean is whether any was true, as in a secure sum.
 
     Args:
         expected: id -> weight of everyone who is expected. If all of them come with these weights, the mean is that of
@@ -54,7 +54,7 @@ class RunningMean:
         self._all = 1.0 if expected is None else float(_checked(expected).sum())
         self._came: dict[str, float] = {}
         self._first: dict[str, Tensor] = {}
-        self._sums: dict[str, Tensor] = {}  # Σ share_i·t_i in float64; of whole numbers, the maximum
+        self._sums: dict[str, Tensor] = {}  # Σ share_i·t_i in float64; of whole numbers Σ w_i·(t_i − t_1)
         self._exact: dict[str, Tensor] = {}  # of tensors in float64: t_1 − Σ share_i·(t_1 − t_i)
 
     @property
@@ -78,23 +78,26 @@ class RunningMean:
         elif difference := mismatch(tree, spec(self._first)):
             raise UnlikeTreesError(next(iter(self._came)), client, difference)
         else:
-            self._take(tree, share)
+            self._take(tree, share, float(weight))
         self._came[client] = float(weight)
 
     def _begin(self, tree: Tree, share: float) -> None:
         for name, tensor in tree.items():
             double = tensor.dtype == torch.float64
-            self._first[name] = tensor.clone() if double else tensor.new_empty(()).expand(tensor.shape)  # its form
-            self._sums[name] = tensor.to(torch.float64) * share if tensor.is_floating_point() else tensor.clone()
+            whole = not tensor.is_floating_point()
+            self._first[name] = (
+                tensor.clone() if double or whole else tensor.new_empty(()).expand(tensor.shape)
+            )  # its form
+            self._sums[name] = tensor.to(torch.float64) * (0.0 if whole else share)
             if double:
                 # Shares sum to 1 only up to rounding. In float32 that does not show: float64 has 29 bits to spare. In
                 # float64 the mean difference from the first tree is taken, which is exactly 0 where trees are equal.
                 self._exact[name] = tensor.clone()
 
-    def _take(self, tree: Tree, share: float) -> None:
+    def _take(self, tree: Tree, share: float, weight: float) -> None:
         for name, tensor in tree.items():
-            if not tensor.is_floating_point():
-                self._sums[name] = torch.maximum(self._sums[name], tensor)
+            if not tensor.is_floating_point():  # exact while weights are whole and numbers below 2^53
+                self._sums[name].add_(tensor.double() - self._first[name].double(), alpha=weight)
                 continue
             self._sums[name].add_(tensor, alpha=share)
             if name in self._exact:  # not added: -0.0 - 0.0 is -0.0, as it was
@@ -110,12 +113,14 @@ class RunningMean:
             raise ValueError("cannot take the mean of no trees")
         total = float(_checked(self._came).sum())
         scale = 1.0 if self._came == self._expected else self._all / total
-        return {name: self._mean(name, value, scale) for name, value in self._sums.items()}
+        return {name: self._mean(name, value, scale, total) for name, value in self._sums.items()}
 
-    def _mean(self, name: str, value: Tensor, scale: float) -> Tensor:
+    def _mean(self, name: str, value: Tensor, scale: float, total: float) -> Tensor:
         first = self._first[name]
+        if first.dtype == torch.bool:  # 0 unless another was unlike the first
+            return first | (value != 0)
         if not first.is_floating_point():
-            return value
+            return (first.long() + (value / total + 0.5).floor().long()).to(first.dtype)
         value = value if scale == 1.0 else value * scale
         if name not in self._exact:
             return value.to(first.dtype)

@@ -23,17 +23,25 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.algorithm import Message
+from polyfed.algorithms import REGISTRY, name_of
+from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.errors import UserError, check_extra
+from polyfed.simulation.secure import can_be_secure
 
 _GRID_BITS = 24  # as float32 has: what travels as float32 loses nothing
 _CHUNK = 2**20  # numbers that are drawn together
+_FORMS = {
+    "choice": "which models it sends or asks for",
+    "ranks": "the shapes of what it sends",
+    "form": "the names, shapes or whole numbers of what it sends",
+}
+"""Words of `Algorithm.discloses` for what depends on a site's data and is no floating-point number."""
 
 
 @final
@@ -72,6 +80,46 @@ class Protection:
             )
         if self.max_epsilon is not None and not (self.noise_multiplier and 0 < self.max_epsilon < float("inf")):
             raise UserError(f"max-epsilon must be positive, and needs noise-multiplier, got {self.max_epsilon!r}")
+
+
+def obstacle(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
+    """Why a site with noise cannot run a method, as the end of a sentence; None if it can. Noise changes the values of
+    floating-point tensors alone, so nothing else of a message may depend on the site's data.
+
+    >>> from polyfed.algorithms import FedKD
+    >>> obstacle(FedKD(), secure=False).partition(";")[0]
+    'fedkd shows the shapes of what it sends, which depend on the data and which noise does not hide'
+    """
+    name, reason = name_of(algorithm), _reason(algorithm, secure)
+    if reason is not None:
+        return f"{name} {reason}; methods that can run with noise: {', '.join(_with_noise(secure))}"
+    if algorithm.scalars_needed:
+        needed = ", ".join(sorted(algorithm.scalars_needed))
+        return f"{name} needs {needed} without; for num_examples set algorithm.weighted = false"
+    return None
+
+
+def _reason(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
+    if shown := [what for word, what in _FORMS.items() if word in algorithm.discloses]:
+        return f"shows {' and '.join(shown)}, which depend on the data and which noise does not hide"
+    if "one_data_spec" in algorithm.requires:
+        return "needs the number of classes in the site's labels, which no noise covers"
+    if "class_means" in algorithm.discloses and not secure:
+        return "sends weights of classes, which the server takes from 0 to 1 only, and with noise they are not"
+    return None
+
+
+def _with_noise(secure: bool) -> list[str]:
+    """Names of the methods of which noise covers all that depends on data, without weights by numbers of examples."""
+    unweighted: dict[str, Any] = {"weighted": False}
+    methods = {
+        n: method(**unweighted) if getattr(method, "weighted", False) else method() for n, method in REGISTRY.items()
+    }
+    return [
+        name
+        for name, method in methods.items()
+        if not method.scalars_needed and _reason(method, secure) is None and (can_be_secure(method) or not secure)
+    ]
 
 
 def protect(up: Message, down: Message, protection: Protection, among: int = 1) -> Message:

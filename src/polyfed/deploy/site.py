@@ -27,13 +27,14 @@ from polyfed.core.threads import one_thread
 from polyfed.core.tree import Tree
 from polyfed.deploy.agreeing import MOMENTS, as_agreed, asks_for_sums, check_sums, described, keep_agreed
 from polyfed.deploy.budget import spend
-from polyfed.deploy.privacy import Protection, protect
+from polyfed.deploy.privacy import Protection, obstacle, protect
 from polyfed.deploy.private import NotItsOwnError, alone, check_marks, read_state, write_state
 from polyfed.deploy.riding import RIDES, take_off
 from polyfed.deploy.secure import RefusalError
 from polyfed.deploy.tables import COLUMNS, table_of
 from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, Letter, broken, code_in, compressed_by
 from polyfed.simulation import checks
+from polyfed.simulation.beginnings import check_beginnings
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.machine import choose_device
 from polyfed.simulation.engines.work import Phase, Task
@@ -152,11 +153,8 @@ class Site:
             raise _RefusalError(
                 f"{name} discloses {' and '.join(shown)} to the server, which this site does not allow (allow-disclosure)"
             )
-        if self.protection.noise_multiplier and algorithm.scalars_needed:
-            raise _RefusalError(
-                f"this site adds noise, and {name} needs {', '.join(sorted(algorithm.scalars_needed))} without; for "
-                "num_examples set algorithm.weighted = false"
-            )
+        if self.protection.noise_multiplier and (why := obstacle(algorithm, secure)):
+            raise _RefusalError(f"this site adds noise, and {why}")
         return algorithm
 
     def _registered(self, name: str, fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
@@ -211,6 +209,7 @@ class Site:
         if isinstance(algorithm, BringsNetwork):
             brought = algorithm.network_for(checks.data_spec_of(client))
         checks.check_models([client], factory=brought)
+        check_beginnings([client], algorithm)
         architecture = form_of(algorithm, scratch(client.model)) if client.model is not None else None
         if mode_of(algorithm) is not None and self.protection.clip_norm is not None:
             raise _RefusalError("it clips what it sends, which adapters of its own rank are not compared with")
@@ -229,7 +228,10 @@ class Site:
             told["architecture"] = architecture
         if needs & FORM_WORDS:
             form = checks.data_spec_of(client)
-            told["form"] = [list(form.inputs), form.outputs]
+            told["form"] = [
+                list(form.inputs),
+                form.outputs if "one_data_spec" in needs else 1,
+            ]  # the largest label is data
         return Letter(told)
 
     def _work(self, letter: Letter, algorithm: Algorithm[Any, Any]) -> Letter:

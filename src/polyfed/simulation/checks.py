@@ -30,6 +30,7 @@ from polyfed.core.scratch import (
 )
 from polyfed.core.seeds import local_rng
 from polyfed.core.training import LocalTraining
+from polyfed.simulation.beginnings import check_beginnings
 from polyfed.simulation.leaks import warn_of_leaks
 from polyfed.simulation.participants import list_clients
 from polyfed.simulation.tables import check_public_table, check_tables
@@ -58,6 +59,7 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
     if "public_data" in algorithm.requires and public is not None:
         _check_public(clients, public)
     check_suited(clients, algorithm)
+    check_beginnings(clients, algorithm)
 
 
 def check_suited(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:

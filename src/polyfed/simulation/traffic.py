@@ -1,14 +1,15 @@
 """What a site's replies reveal of it besides the numbers in their tensors, found by changing one fact of the site.
 
-The numbers in the tensors of a reply depend on the site's data, and are what `Algorithm.discloses` declares. Names, shapes
-and types of the tensors, and the scalars that the method needs, can reveal more: how many examples there are, say. Which
-tensors come back as they went reveals the layers that a network lacks. Here one fact of a site is changed at a time, and
-its replies are compared.
+The floating-point numbers in a reply depend on the site's data, and are what `Algorithm.discloses` declares. Names, shapes
+and types of the tensors, whole numbers in them, and the scalars that the method needs, can reveal more: how many examples
+there are, say. Which tensors come back as they went reveals the layers that a network lacks. Here one fact of a site is
+changed at a time, and its replies are compared. The sites' networks have what may reveal something: BatchNorm, which counts
+batches, buffers of each kind, and weights that two layers share.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +23,53 @@ from polyfed.simulation.settings import Settings
 
 Receiver = Literal["nobody", "combined with others", "as it is"]
 
-DATA_FACTS = ("number of examples", "largest label", "order of examples")
+DATA_FACTS = ("number of examples", "largest label", "order of examples", "values of examples")
 NETWORK_FACTS = ("width", "depth", "layer types")
 
 
-def network(width: int = 8, depth: int = 1, norm: bool = True, inputs: int = 6, outputs: int = 3) -> nn.Module:
-    """A network of a site, and its neighbours: with another width of its hidden layers, one layer more, or without norm."""
-    sizes, layers = [inputs, *[width] * depth], list[nn.Module]()
+@final
+class Counts(nn.Module):
+    """Passes its inputs on, and keeps buffers of each kind: whole numbers and truths that change in training, one of them in
+    no state dict, and a floating-point number.
+
+    >>> Counts().train()(torch.zeros(5, 2)).shape
+    torch.Size([5, 2])
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: Tensor
+        self.rows: Tensor
+        self.many: Tensor
+        self.mean: Tensor
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int32))
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("many", torch.zeros(1, dtype=torch.bool))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The inputs, of any shape."""
+        if self.training:
+            self.steps += 1
+            self.rows += len(x)
+            self.many |= self.rows > 20
+            self.mean.lerp_(x.detach().mean(), 0.1)
+        return x
+
+
+def network(
+    width: int = 8, depth: int = 1, norm: bool = True, inputs: int = 6, outputs: int = 3, tied: bool = True
+) -> nn.Module:
+    """A network of a site, and its neighbours: with another width of its hidden layers, one layer more, or without norms.
+    `tied`: whether two further layers share their weight."""
+    sizes, layers = [inputs, *[width] * depth], list[nn.Module]([Counts()])
     for k in range(depth):
-        layers += [nn.Linear(sizes[k], sizes[k + 1]), *([nn.LayerNorm(width)] if norm else []), nn.ReLU()]
+        norms = [nn.BatchNorm1d(width), nn.LayerNorm(width)] if norm else []
+        layers += [nn.Linear(sizes[k], sizes[k + 1]), *norms, nn.ReLU()]
+    if tied:
+        one, other = nn.Linear(width, width), nn.Linear(width, width)
+        other.weight = one.weight
+        layers += [one, nn.ReLU(), other]
     return nn.Sequential(*layers, nn.Linear(width, outputs))
 
 
@@ -47,6 +86,16 @@ def deep() -> nn.Module:
 def plain() -> nn.Module:
     """No norm layer."""
     return network(norm=False)
+
+
+def untied() -> nn.Module:
+    """No shared weights, which have no widths of their own."""
+    return network(tied=False)
+
+
+def untied_wide() -> nn.Module:
+    """The same with twelve units."""
+    return network(width=12, tied=False)
 
 
 CHANGED: Mapping[str, Architecture] = {"width": wide, "depth": deep, "layer types": plain}
@@ -71,9 +120,10 @@ def with_fact_changed(client: Client, fact: str) -> Client:
     if fact in CHANGED:
         return replace_client(client, model=CHANGED[fact])
     changed = {
-        "number of examples": lambda: (x[:-3], y[:-3]),
-        "largest label": lambda: (x, y.clamp(max=1)),
+        "number of examples": lambda: (x[: len(x) // 2], y[: len(x) // 2]),
+        "largest label": lambda: (x, y.clamp(max=0)),
         "order of examples": lambda: (x.flip(0), y.flip(0)),
+        "values of examples": lambda: (3 * x, torch.full_like(y, int(y.max()))),
     }[fact]()
     return replace_client(client, train=Examples(*changed))
 
@@ -95,12 +145,20 @@ def revealed(algorithm: Algorithm[Any, Any], public: Examples | None = None) -> 
     family = "one_family" in algorithm.requires
     facts = DATA_FACTS if one or image else (*DATA_FACTS, *(("width",) if family else NETWORK_FACTS))
     clients = [_suited(c, algorithm) for c in sites(image=image)]
+    alike = clients
+    if "one_representation" in algorithm.requires:
+        alike = [replace_client(c, model=network) if c.model is wide else c for c in clients]
+    first: dict[str, Message] = {}  # what the others send in round 1, whatever the data of the first
+    as_it_is = _signatures(algorithm, alike, public, first)
+    back = _signatures(algorithm, clients, public, None) if facts != DATA_FACTS else []
     found = set()
     for fact in facts:
-        changed = [with_fact_changed(clients[0], fact), *clients[1:]]
-        unchanged = fact in NETWORK_FACTS
-        as_it_is, otherwise = (_signatures(algorithm, members, public, unchanged) for members in (clients, changed))
-        found |= {fact} if as_it_is != otherwise else set()
+        client = _suited(with_fact_changed(clients[0], fact), algorithm)
+        if fact in NETWORK_FACTS:
+            shows = _signatures(algorithm, [client, *clients[1:]], public, None) != back
+        else:
+            shows = _signatures(algorithm, [client, *alike[1:]], public, first) != as_it_is
+        found |= {fact} if shows else set()
     return frozenset(found)
 
 
@@ -115,8 +173,10 @@ def allowed(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
         found |= {*DATA_FACTS, *NETWORK_FACTS}
     if "representations" in algorithm.discloses:
         found |= {"width", *({"depth", "layer types"} if "capacity" in algorithm.scalars_needed else ())}
-    if "choice" in algorithm.discloses:  # it follows from the data, and shows in what is sent
+    if algorithm.discloses & {"choice", "form"}:  # it follows from the data, and shows in what is sent
         found |= set(DATA_FACTS)
+    if "form" in algorithm.discloses:
+        found |= set(NETWORK_FACTS)
     return frozenset(found)
 
 
@@ -153,9 +213,11 @@ def receivers(algorithm: Algorithm[Any, Any], public: Examples | None = None) ->
 
 def _suited(client: Client, algorithm: Algorithm[Any, Any]) -> Client:
     """The client with the common network, where its own is not what the method requires."""
-    one = "one_architecture" in algorithm.requires
-    other = "one_family" in algorithm.requires and client.model in (deep, plain)
-    return replace_client(client, model=network) if one or other else client
+    if "one_architecture" in algorithm.requires:
+        return replace_client(client, model=network)
+    if "one_family" in algorithm.requires and client.model is not None:
+        return replace_client(client, model=untied_wide if client.model in (wide, untied_wide) else untied)
+    return client
 
 
 def _moved(reply: Message) -> Message:
@@ -181,19 +243,25 @@ def _federation(algorithm: Algorithm[Any, Any], clients: Sequence[Client], publi
 
 
 def _signatures(
-    algorithm: Algorithm[Any, Any], clients: Sequence[Client], public: Examples | None, unchanged: bool
+    algorithm: Algorithm[Any, Any], clients: Sequence[Client], public: Examples | None, first: dict[str, Message] | None
 ) -> list[Any]:
-    """What the server sees of the first site's replies: forms, the scalars needed and, if asked, what comes back as it
-    went."""
+    """What the server sees of the first site's replies in two rounds: forms, whole numbers, the scalars needed and, without
+    `first`, what comes back as it went. `first`: the others' replies of round 1, filled where it is empty; without, the
+    first site is alone."""
     federation, found = _federation(algorithm, clients, public), []
-    client = clients[0]
+    client, *others = clients
     with one_thread():
         state, own = federation.begin().state, algorithm.client_init(client, 0)
+        if first is not None and not first:
+            for other in others:
+                down = algorithm.dispatch(state, federation.info(other.id, 1))
+                first[other.id], _ = algorithm.local_update(down, algorithm.client_init(other, 0), other, 1)
         for number in (1, 2):
             down = algorithm.dispatch(state, federation.info(client.id, number))
             reply, own = algorithm.local_update(down, own, client, number)
-            found.append(_seen(algorithm, down, reply, unchanged))
-            state = algorithm.aggregate(state, {client.id: reply}, federation.context())
+            found.append(_seen(algorithm, down, reply, first is None))
+            if number == 1:
+                state = algorithm.aggregate(state, {client.id: reply, **(first or {})}, federation.context())
     return found
 
 
@@ -205,7 +273,7 @@ def _seen(algorithm: Algorithm[Any, Any], down: Message, reply: Message, unchang
         return before is not None and before.shape == tensor.shape and torch.equal(before, tensor)
 
     forms = {
-        (g, n): (tuple(t.shape), str(t.dtype), back(g, n, t))
+        (g, n): (tuple(t.shape), str(t.dtype), back(g, n, t), () if t.is_floating_point() else t.tolist())
         for g, tree in reply.tensors.items()
         for n, t in tree.items()
     }
