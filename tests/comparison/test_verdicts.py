@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from polyfed.comparison.basis import basis_of, rarest_of
 from polyfed.comparison.reading import Budget, Reading
 from polyfed.comparison.summary import Material, summarise
 from polyfed.core.metrics import METRICS
@@ -24,9 +25,9 @@ def outputs_of(right):
     return torch.eye(2)[torch.where(torch.as_tensor(right), targets, 1 - targets)].float() * 4 - 2
 
 
-def made(right, *, metric="accuracy", losses=None, validation=None, **changes):
+def made(right, *, metric="accuracy", losses=None, validation=None, simple=None, **changes):
     """Results of `right[method][client] = [which examples are right, a row a seed]`, by the last of one round; `validation`
-    has a score of each method."""
+    has a score of each method, `simple[name][client]` which examples a model has right that each client has alone."""
     score = METRICS[metric]
     clients = sorted(next(iter(right.values())))
     seeds = SEEDS[: len(next(iter(right["local"].values())))]
@@ -49,10 +50,17 @@ def made(right, *, metric="accuracy", losses=None, validation=None, **changes):
         "methods": {m: {"name": m} for m in right}, "same_clients": True, "settings": {"rounds": 8},
         "tuning": {"sentence": "", "by": "validation", "methods": {}, "edge": []},
     }  # fmt: skip
-    sizes = {c: {"train": 50, "test": len(targets[c]), "classes": None} for c in clients}
+    sizes = {
+        c: {"train": 50, "test": len(targets[c]), "classes": None, "rarest": rarest_of(targets[c])} for c in clients
+    }
+    fitted = {(m, c): outputs_of(rows) for m, of in (simple or {}).items() for c, rows in of.items()}
+    own = {m: {c: score(fitted[m, c], targets[c]) for c in of} for m, of in (simple or {}).items()}
+    references = {m: {"sentence": "", "alone": True, "runs": {str(s): own[m] for s in seeds}, "scores": own[m],
+                      "mean": np.mean([*own[m].values()])} for m in own}  # fmt: skip
     material = Material(
         description | changes, {str(s): sizes for s in seeds}, None, histories, score,
         lambda label, seed, client, number: outputs[label, seed, client], lambda seed, client: targets[client],
+        references, (), lambda name, seed, client: fitted[name, client],
     )  # fmt: skip
     return summarise(material, Reading())
 
@@ -254,3 +262,125 @@ def test_a_client_without_a_score_by_one_method_takes_its_mean():
     content = summarise(Material(description, data, None, histories, METRICS["accuracy"]), Reading())
     assert content["methods"]["fed"]["statistics"]["mean"] is None
     assert content["notes"][0] == "fed has no score for east with seed 0, and so no mean next to the others"
+
+
+# -- what a site has alone beside its network -------------------------------------------------------------------------
+
+
+def simple_model(north, east, west, number=400):
+    return {c: rights(number, share) for c, share in (("north", north), ("east", east), ("west", west))}
+
+
+def answers_of(content):
+    return {one["client"]: one for one in content["answers"]}
+
+
+def test_a_site_joins_only_if_the_method_beats_everything_that_it_has_alone():
+    """North gains ten points over training alone; a simple model alone has as much, more, or less."""
+    right = three_sites()
+    for share, answer in ((0.6, "join"), (0.75, "join"), (0.8, "undecided"), (0.9, "stay")):
+        content = made(right, simple={"logistic_regression": simple_model(share, 0.6, 0.6)})
+        north = answers_of(content)["north"]
+        assert north["answer"] == answer, share
+        assert north["over"] == ("local" if share < 0.7 else "logistic_regression")
+        assert north["gain"] == pytest.approx(min(0.1, 0.8 - share))
+        assert north["gains"].keys() == {"local", "logistic_regression"}
+        if share == 0.75:
+            assert "better than the best that it has alone, logistic regression alone, on new" in north["sentence"]
+        if share == 0.8:
+            assert north["sentence"].startswith(
+                "north: logistic regression alone is as good; not decided: fed is between "
+            )
+        if share == 0.9:
+            assert north["sentence"].startswith("north: stay alone with logistic regression: fed is ")
+    assert answers_of(made(right))["north"]["answer"] == "join"
+
+
+def test_the_lower_end_is_not_corrected_for_the_number_of_rivals_and_the_upper_is():
+    right, weak = three_sites(), simple_model(0.3, 0.3, 0.3)
+    one = answers_of(made(right, simple={"ridge": weak}))
+    four = answers_of(made(right, simple={"ridge": weak, "mean": weak, "gradient_boosting": weak}))
+    plain = answers_of(made(right))
+    for client in "north", "east", "west":
+        (low, high), (first, last), (before, after) = (found[client]["interval"] for found in (one, four, plain))
+        assert low == pytest.approx(before)
+        assert first == pytest.approx(before)
+        assert after < high < last
+
+
+def test_a_simple_model_alone_is_compared_with_training_alone():
+    right = three_sites()
+    worse, better = simple_model(0.5, 0.5, 0.5), simple_model(0.9, 0.9, 0.9)
+    content = made(right, simple={"ridge": worse})
+    assert content["verdicts"][1].startswith("mean over clients: ridge regression alone is ")
+    assert " worse than training alone (best estimate 20.0 points worse)" in content["verdicts"][1]
+    content = made(right, simple={"ridge": worse, "gradient_boosting": better})
+    assert content["verdicts"][0].startswith("mean over clients: stay alone with gradient boosting: fed is ")
+    assert "gradient boosting alone is " in content["verdicts"][1]
+    assert " better than training alone (best estimate 20.0 points better)" in content["verdicts"][1]
+    told = content["references"]["gradient_boosting"]
+    assert told["gain"] == pytest.approx(0.2)
+    assert told["gain_interval"][0] > 0
+    assert told["clients"]["north"]["gain_interval"][0] > 0
+    assert any(
+        "beats everything it has alone: training alone, ridge regression alone" in text for text in content["covers"]
+    )
+
+
+def test_without_simple_models_the_answers_say_that_they_are_over_training_alone_only():
+    assert any("against training alone only" in text for text in made(three_sites())["covers"])
+
+
+def test_a_model_without_a_score_at_a_site_is_no_rival_there():
+    content = made(three_sites(), simple={"ridge": {"north": rights(400, 0.9), "east": rights(400, 0.9)}})
+    assert answers_of(content)["west"]["over"] == "local"
+
+
+def test_dealt_anew_the_rivals_count_too():
+    right = three_sites()
+    simple = {"logistic_regression": simple_model(0.9, 0.9, 0.9)}
+    content = made(right, simple=simple, resplit=3)
+    assert {one["over"] for one in content["answers"]} == {"logistic_regression"}
+    assert all("logistic regression alone is as good; " in one["sentence"] or one["answer"] == "stay"
+               for one in content["answers"])  # fmt: skip
+    dealt = made(right, simple=simple, same_clients=False)
+    assert dealt["mean_answer"]["over"] == "logistic_regression"
+
+
+@pytest.mark.parametrize(("targets", "rarest"), [
+    ([0, 1, 1, 1], (1, 0)), ([2, 2, 2, 0, 0], (2, 0)), ([1, 1], (0, 1)),
+    ([[1, 0], [1, 0], [1, 1]], (1, 1)), ([[1, 1], [1, 1]], (0, 0)),
+])  # fmt: skip
+def test_the_rarest_class_is_counted(targets, rarest):
+    assert rarest_of(torch.tensor(targets)) == rarest
+
+
+def test_events_are_told_where_they_limit_the_score():
+    content = made(three_sites(), metric="auc")
+    north = answers_of(content)["north"]
+    assert north["basis"] == "400 test examples, 200 of the rarer class"
+    assert north["rarest"] == 200
+    assert "of the rar" in content["mean_answer"]["sentence"]
+    assert answers_of(made(three_sites()))["north"]["rarest"] is None  # of accuracy every example counts alike
+
+
+def test_what_events_are_called():
+    def words(classes, rarest, task="classification", names=None):
+        row = {"test": 54, "classes": [1] * classes, "rarest": rarest}
+        content = {"data": {"0": {"a": row}}, "task": task, "class_names": names}
+        return basis_of(content, ["a"], by_class=True).words
+
+    assert words(2, [4, 0]) == "54 test examples, 4 of the rarer class"
+    assert words(2, [4, 0], names=["healthy", "ill"]) == "54 test examples, 4 of the rarer class (healthy)"
+    assert words(3, [4, 0]) == "54 test examples, 4 of the rarest class"
+    assert words(2, [0, 1]) == "54 test examples, all of one class"
+    assert words(2, [3, 1], "multilabel") == "54 test examples, 3 on the rarer side of a label"
+
+
+def test_an_interval_that_says_nothing_is_not_told_as_two_numbers():
+    content = made(three_sites(8))
+    for one in content["answers"]:
+        low, high = one["interval"]
+        assert high - low > 0.5
+        assert one["sentence"].endswith("not decided: 8 test examples cannot answer")
+        assert "points" not in one["sentence"]

@@ -22,6 +22,16 @@ def test_an_answer_has_the_words_of_the_comparison_without_site_and_answer():
         ("stay", "x: stay alone: fedavg is 0.010 of AUC worse.", "fedavg is 0.010 of AUC worse."),
         ("undecided", "x: not decided: 6 test examples are too few", "6 test examples are too few."),
         ("undecided", "", "there is no interval."),
+        (
+            "undecided",
+            "x: ridge regression alone is as good; not decided: fedavg is worse or better",
+            "ridge regression alone is as good; fedavg is worse or better.",
+        ),
+        (
+            "stay",
+            "x: stay alone with ridge regression: fedavg is 4.1 to 6.0 points worse",
+            "with ridge regression: fedavg is 4.1 to 6.0 points worse.",
+        ),
     ):
         assert Answer("x", kind, sentence=sentence).words() == words
     content = {"answers": [{"client": "x: y", "answer": "undecided", "sentence": "x: y: not decided: one seed"}]}
@@ -64,12 +74,41 @@ def test_each_site_has_a_line_and_no_test_stands_above_the_details(page):
              "Join with fedavg: 0.010 to 0.050 of AUC better.", "It does not cover a change", "<table>")]  # fmt: skip
     assert order == sorted(order)
     assert "fedprox failed and is not compared" in top
-    assert "logistic regression (alone, for reference)" in top
+    assert "logistic regression (alone)" in top
     for word in ("p (", "p ="):
         assert word not in top
         assert word in whole
     assert "the score no longer rises" in whole
     assert "The runs kept no predictions" in whole
+
+
+def test_methods_that_were_left_out_are_on_the_first_screen_and_not_in_the_heading(page):
+    top, _ = page(title="fedbn")
+    assert "Left out: Fedbn needs one architecture." in top
+    assert "<h1>Join, or train alone?</h1>" in top
+
+
+def test_simple_models_stand_among_the_methods_by_their_score(page):
+    told = {"sentence": "Trees.", "alone": True, "scores": dict.fromkeys(SITES, 0.99), "mean": 0.99, "gain": 0.05,
+            "gain_interval": [0.02, 0.08], "interval": [0.97, 1.0]}  # fmt: skip
+    references = {"gradient_boosting": told, "pooled": {"sentence": "Pooled.", "scores": {}, "mean": 1.0}}
+    verdict = "mean over clients: gradient boosting alone is 0.020 to 0.080 of AUC better than training alone"
+    top, _ = page(references=references, verdicts=[verdict])
+    assert "<h1>Join, or train alone? Mine</h1>" in top
+    rows = re.findall(r"<tr><t[dh][^>]*>([^<]+)</t[dh]>", top)
+    assert rows[:2] == ["method", "gradient boosting (alone)"]
+    assert "pooled (all data in one place, for reference)" in rows
+    assert "+0.020 to +0.080" in top
+    assert "Mean over clients: gradient boosting alone is 0.020 to 0.080 of AUC better than training alone." in top
+
+
+def test_the_pooled_curve_looks_like_no_verdict(page):
+    """Its interval, of one curve by itself, is far narrower than that of the answer."""
+    top, whole = page(keep=True)
+    assert "AUC 0." in top
+    assert "% interval 0." not in top.partition("ROC curve of all sites")[2]
+    assert "is no answer: whether a method is better for a site only the answers say" in top
+    assert "% interval 0." in whole
 
 
 @pytest.mark.thorough

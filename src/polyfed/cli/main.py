@@ -177,8 +177,9 @@ def _compare(words: list[str]) -> None:
 
     if note and not asked.quiet:
         print(clean(note), file=sys.stderr)
-    title = Path(recipe).stem if recipe else config["algorithm"]["name"]
-    compare.run(config, asked, title, Path(out) if out else fresh_directory(f"compare-{title}"))
+    folder = f"compare-{Path(recipe).stem if recipe else config['algorithm']['name']}"
+    title = Path(recipe).stem if recipe else Path(str(config["data"].get("path") or config["data"]["name"])).stem
+    compare.run(config, asked, title, Path(out) if out else fresh_directory(folder))
 
 
 def _resume(words: list[str]) -> None:

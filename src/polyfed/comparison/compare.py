@@ -1,21 +1,20 @@
 """Several methods on the same clients, several seeds each: what `compare` runs, and how it goes on after a stop."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 from polyfed.algorithms import Local
 from polyfed.comparison import directory, tuning
+from polyfed.comparison.basis import rarest_of
+from polyfed.comparison.beside import Beside, fit_beside
 from polyfed.comparison.contenders import check_equal_training, methods_of
 from polyfed.comparison.directory import FORMAT, Comparison
 from polyfed.comparison.finals import compared
 from polyfed.comparison.plans import Cast, Method, Plan
 from polyfed.comparison.reading import Budget, Reading
-from polyfed.comparison.references import pooled_reference, simple_references
 from polyfed.comparison.summary import Material, summarise
 from polyfed.comparison.values import MORE
 from polyfed.core.algorithm import BringsNetwork, Client, evaluated_network
@@ -223,7 +222,7 @@ def _carried_out(plan: Plan) -> Comparison:
         methods = {label: method for label, method in methods.items() if label not in failed}
         if all(isinstance(method, Local) for method in methods.values()):
             raise next(iter(failed.values()))
-        beside = _references(plan, methods, description["fingerprints"]) if plan.references else {}
+        beside = fit_beside(plan, methods, description["fingerprints"]) if plan.references else Beside()
     except KeyboardInterrupt as stop:
         if plan.out is None:
             raise
@@ -236,7 +235,8 @@ def _carried_out(plan: Plan) -> Comparison:
     material = Material(
         description, data, class_names, {run: one.history for run, one in runs.items()}, plan.metrics[0],
         lambda label, seed, client, number: runs[label, seed].outputs(client, number),
-        lambda seed, client: _targets(plan, seed, client), beside,
+        lambda seed, client: _targets(plan, seed, client), beside.references, beside.left_out,
+        lambda name, seed, client: beside.outputs[name][seed][client],
         {run: one.folder.relative_to(plan.out).as_posix() for run, one in runs.items() if one.folder and plan.out},
     )  # fmt: skip
     content = summarise(material, plan.reading)
@@ -247,27 +247,6 @@ def _carried_out(plan: Plan) -> Comparison:
 
 def _targets(plan: Plan, seed: int, client: str) -> Any:
     return next(c.test.labels.cpu() for c in plan.cast(seed).clients if c.id == client)
-
-
-def _references(plan: Plan, methods: Mapping[str, Method], data: Mapping[str, str]) -> dict[str, Any]:
-    """Scores of simple models and of all data pooled, on the data of the first seed; `data` has a fingerprint by seed."""
-    seed, metric = plan.seeds[0], plan.metrics[0]
-    clients = plan.cast(seed).clients
-    found = simple_references(clients, seed=seed)
-    alone = next((method for method in methods.values() if isinstance(method, Local)), None)
-    if alone is not None:
-        pooled = pooled_reference(clients, alone, rounds=plan.settings.rounds, seed=seed)
-        found += [] if pooled is None else [pooled]
-    once = "; on the data of the first seed alone" if plan.resplit is not None or len(set(data.values())) > 1 else ""
-    told = {}
-    for one in found:
-        scores = {c.id: metric(one.outputs[c.id], c.test.labels.cpu()) for c in clients}
-        known = {client: score if math.isfinite(score) else None for client, score in scores.items()}
-        defined = [
-            score for score in known.values() if score is not None
-        ]  # a site of one class has no AUC by any method
-        told[one.name] = {"sentence": one.sentence + once, "scores": known, "mean": fmean(defined) if defined else None}
-    return told
 
 
 def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...] | None]:
@@ -374,6 +353,7 @@ def _known_of(cast: Cast) -> dict[str, Any]:
             "train": len(c.train),
             "test": len(c.test),
             "classes": c.train.labels.bincount(minlength=size).tolist() if counted else None,
+            "rarest": None if c.task == "regression" else list(rarest_of(c.test.labels.cpu())),
         }
         for c in sorted(cast.clients, key=lambda c: c.id)
     }

@@ -249,6 +249,28 @@ def of_mean(sites: Sequence[Parts], *, tests: int = 1, alpha: float = ALPHA) -> 
     return _estimate(value, value + (float(means.mean()) - value) / len(sites), half, alpha)
 
 
+def least(gains: Sequence[tuple[Estimate, Estimate]]) -> Estimate:
+    """The gain over the best of several rivals, which is the least of the gains over each.
+
+    It is above 0 only if each is, so that the lower end needs no correction for the number of rivals (an intersection-union
+    test, Berger 1982); the upper end, which one rival alone can decide, does.
+
+    Args:
+        gains: over each rival, at least one: its estimate as if it were the only rival, and one that holds for all of them
+            together.
+
+    >>> one, other = Estimate(0.3, 0.1, 0.5, 0.01), Estimate(0.2, -0.1, 0.4, 0.3)
+    >>> least([(one, one), (other, other)])
+    Estimate(value=0.2, low=-0.1, high=0.4, p=0.3)
+    """
+    above = max(single.p if single.value > 0 else 1.0 for single, _ in gains)
+    below = min(joint.p if joint.value < 0 else 1.0 for _, joint in gains)
+    return Estimate(
+        min(single.value for single, _ in gains), min(single.low for single, _ in gains),
+        min(joint.high for _, joint in gains), min(above, below),
+    )  # fmt: skip
+
+
 def score_interval(
     metric: Metric, outputs: Sequence[Tensor], targets: Tensor, level: float = LEVEL
 ) -> tuple[float, float, float] | None:

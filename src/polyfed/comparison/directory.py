@@ -24,7 +24,8 @@ of a search diverged), and
                                              client by client. false: each seed deals the data again
   "resplit": null | 5,                       how many times each client's examples were dealt again, one seed each
   "class_names": ["0", ...] or null,
-  "data": {"0": {"north": {"train": 24, "test": 14, "classes": [3, 0, ...] or null}, ...}, "1": ...},   by seed
+  "data": {"0": {"north": {"train": 24, "test": 14, "classes": [3, 0, ...] or null,
+                           "rarest": [4, 1] or null}, ...}, "1": ...},   by seed; test examples of the rarest class, which
   "budget": {"kind": "best" | "steps" | "bytes" | "seconds", "limit": null | number, "sentence": "a sentence"},
   "target": {"score": 0.81 or null, "sentence": "a sentence"},      mean of those of "to_target" below
   "reference": "local" or null,              label of the method that trains alone, which gains are over
@@ -32,13 +33,20 @@ of a search diverged), and
   "best_by": "validation" | "test",          what it was chosen on
   "leader": "fedhenn",                       the best besides the reference of those that had converged: answers are about it
   "answers": [{"client": "north", "answer": "join" | "stay" | "undecided", "method": "fedhenn", "gain": Score,
-               "interval": [low, high] or null, "test_examples": 120, "sentence": "north: join with ..."}, ...],
+               "interval": [low, high] or null, "over": "ridge", the best that the client has alone, which the gain is over
+               "gains": {"local": {"gain": Score, "interval": ...}, "ridge": ...}, over each, as if it were the only one
+               "test_examples": 120, "rarest": 4 or null, of the rarest class, where that limits the score
+               "basis": "120 test examples, 4 of the rarer class", "sentence": "north: join with ..."}, ...],
   "mean_answer": the same with "client": null; or null without a reference
   "verdicts": ["mean over clients: ...", "north: join with fedhenn: ...", ...],      the sentences of these answers
   "covers": [sentences: what is estimated, and what is not covered],
   "warnings": [sentences for the top],
   "convergence": {"local": {"converged": true | false | null, "sentence": "a sentence"}, ...},
-  "references": {"logistic_regression": {"sentence": "a sentence", "scores": {"north": Score, ...}, "mean": Score}, ...},
+  "references": {"logistic_regression": {"sentence": "a sentence", "scores": {"north": Score, ...}, "mean": Score,
+                 "alone": true,              whether a client has it alone, and so a rival of the leader: then also
+                 "runs": {"0": {"north": Score, ...}}, "interval": ..., "gain": Score, "gain_interval": ...,
+                 "clients": {"north": {"gain": Score, "gain_interval": ...}}}, ...},
+  "left_out": [sentences: what of that was not fitted],
   "predictions": true,                       whether predictions of the compared rounds were kept; without, no intervals
   "methods": {                               in the order of the table; by label, which is also the folder
     "local": {

@@ -8,7 +8,18 @@ from typing import final
 
 from torch import Tensor
 
-from polyfed.comparison.crossed import Dealt, Estimate, Parts, Scored, difference, of_mean, of_sites, of_splits, scored
+from polyfed.comparison.crossed import (
+    Dealt,
+    Estimate,
+    Parts,
+    Scored,
+    difference,
+    least,
+    of_mean,
+    of_sites,
+    of_splits,
+    scored,
+)
 from polyfed.core.metrics import Metric
 
 Scores = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # by method, seed and client
@@ -25,6 +36,20 @@ class Found:
     gain: Estimate | None = None
     against_best: Estimate | None = None
     clients: Mapping[str, Estimate | None] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True)
+class Rivalry:
+    """The gain of a method over the best of several rivals.
+
+    Attributes: `estimate`, of that gain; `rival`, the best of them by what was seen; `gains`, over each, as if it were the
+    only one.
+    """
+
+    estimate: Estimate
+    rival: str
+    gains: Mapping[str, Estimate]
 
 
 @final
@@ -71,6 +96,24 @@ class Evidence:
             against = None if best is None or label == best else self._gain(label, best, pairs)
             found[label] = Found(self._gain(label, None, 1), gain, against, clients)
         return found
+
+    def over(self, label: str, rivals: Sequence[str], methods: int) -> tuple[Rivalry | None, dict[str, Rivalry | None]]:
+        """What a method gains over the best that there is without it: for the mean over clients, where the best is one for
+        all of them, and for each client, where it is its own.
+
+        Args:
+            label: of the method.
+            rivals: what there is without it. One that has no score at a client is no rival there.
+            methods: how many methods there are intervals for at the same time.
+        """
+        levels = (methods, methods * len(rivals))  # of each rival as if it were the only one, and of all together
+        mean = {other: (self._gain(label, other, levels[0]), self._gain(label, other, levels[1])) for other in rivals}
+        clients: dict[str, dict[str, tuple[Estimate | None, Estimate | None]]] = {}
+        for other in rivals:
+            single, joint = (self._clients(label, other, tests) for tests in levels)
+            for client, one in single.items():
+                clients.setdefault(client, {})[other] = one, joint[client]
+        return _rivalry(mean), {client: _rivalry(of) for client, of in clients.items()}
 
     def clients_of(self, label: str, other: str | None) -> list[str]:
         """Clients with a score by each seed of the method, and of the other one."""
@@ -125,6 +168,15 @@ class Evidence:
             whole = len(kept) == len(outputs)
             self._known[label, client] = scored(self.metric, kept, self.targets(client)) if whole else None
         return self._known[label, client]
+
+
+def _rivalry(gains: Mapping[str, tuple[Estimate | None, Estimate | None]]) -> Rivalry | None:
+    """None where the variance of one is not defined: that rival may be the best."""
+    known = {other: (one, joint) for other, (one, joint) in gains.items() if one is not None and joint is not None}
+    if not known or len(known) < len(gains):
+        return None
+    rival = min(known, key=lambda other: known[other][0].value)
+    return Rivalry(least(list(known.values())), rival, {other: one for other, (one, _) in known.items()})
 
 
 def span(estimate: Estimate | None, metric: Metric, *, difference: bool) -> list[float] | None:

@@ -13,6 +13,14 @@ Span = tuple[float, float] | None
 Kind = Literal["join", "stay", "undecided"]
 
 
+class Over(TypedDict, total=False):
+    """A gain over what a client has alone, or of that over training alone."""
+
+    gain: Score
+    interval: Span
+    gain_interval: Span
+
+
 class Answer(TypedDict, total=False):
     """What is said to a client, or of the mean."""
 
@@ -22,6 +30,10 @@ class Answer(TypedDict, total=False):
     gain: Score
     interval: Span
     test_examples: int | None
+    over: str | None
+    rarest: int | None
+    basis: str
+    gains: dict[str, Over]
     sentence: str | None
 
 
@@ -31,6 +43,7 @@ class Dealt(TypedDict, total=False):
     train: int
     test: int
     classes: Required[list[int] | None]
+    rarest: tuple[int, int] | None
 
 
 class Reached(TypedDict, total=False):
@@ -115,11 +128,17 @@ class Course(TypedDict, total=False):
 
 
 class Reference(TypedDict, total=False):
-    """A simple model."""
+    """What a client has alone, or all data pooled."""
 
     sentence: Required[str]
+    alone: bool
     scores: Required[dict[str, Score]]
     mean: Score
+    runs: dict[str, dict[str, Score]]
+    interval: Span
+    gain: Score
+    gain_interval: Span
+    clients: dict[str, Over]
 
 
 class Tuned(TypedDict, total=False):
@@ -183,6 +202,7 @@ class Results(TypedDict, total=False):
     warnings: list[str]
     convergence: dict[str, Course]
     references: dict[str, Reference]
+    left_out: list[str]
     predictions: bool
     methods: Required[dict[str, Method]]
     skipped: Required[dict[str, str]]

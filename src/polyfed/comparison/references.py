@@ -3,10 +3,7 @@
 For simulations: here all clients' examples are at hand.
 """
 
-import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,29 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.algorithms import Local
+from polyfed.comparison.simple_models import Floats, fit_simple_models, logit_shares
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation import predict
 from polyfed.core.examples import Examples
 from polyfed.core.scratch import new_module
-from polyfed.core.seeds import derive
 from polyfed.core.training import TAKEN_OVER, LocalTraining
 from polyfed.data.joined import differ, joined
 from polyfed.simulation import checks
 from polyfed.simulation.federation import federate
 from polyfed.simulation.runs.progress import Silent
 from polyfed.simulation.tables import same_columns
-
-Floats = NDArray[np.float64]
-_NEVER_SEEN = math.log(1e-6)  # log-probability of a class that a client has no example of
-_STRENGTHS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)  # values of C that cross-validation tries
-_FOLDS = 5
-_FEWEST = 20  # examples below which C is not chosen, but 1
-_FEW = 1000  # examples below which there are fewer trees
-_TRIED_ON = 2000  # examples, at most, on which C is chosen
-_FEWEST_IN_CLASS = 3  # examples of a class below which it does not count when C is chosen
-_ROUNDING = 1e-9  # of its mean, below which a feature does not vary
-_TOO_MUCH = 10_000  # clients x outputs x features from which on trees take longer than half a minute
 
 
 @final
@@ -70,12 +56,11 @@ class Reference:
 
 
 def simple_references(clients: Sequence[Client], *, seed: int = 0) -> list[Reference]:
-    """What needs no network: a constant, and simple models where every client's inputs are rows of numbers.
+    """What a site has without a network: a constant, and simple models where every client's inputs are rows of numbers.
 
     Each client has its own, as if it were alone. The constant is the share of each class or label, or the mean, of its
-    training examples. Simple models, all of scikit-learn, are fitted on its training and validation examples: logistic
-    regression (one a label where there are several; its C by cross-validation) or ridge regression, on standardised inputs,
-    and gradient-boosted trees (not for several labels, nor where they would take minutes).
+    training examples. Simple models are fitted on its training and validation examples (module `simple_models`): logistic
+    regression (one a label where there are several) or ridge regression, on standardised inputs, and gradient-boosted trees.
 
     Args:
         clients: of one task. Classes are as many as the largest label of all clients asks for.
@@ -92,26 +77,18 @@ def simple_references(clients: Sequence[Client], *, seed: int = 0) -> list[Refer
     >>> [found.name for found in simple_references(small_clients())]
     ['majority', 'logistic_regression', 'gradient_boosting']
     """
+    return alternatives(clients, seed=seed)[0]
+
+
+def alternatives(clients: Sequence[Client], *, seed: int = 0) -> tuple[list[Reference], tuple[str, ...]]:
+    """`simple_references`, and sentences on what was not fitted."""
     checks.check_clients(clients)
-    task, outputs = clients[0].task, {c.id: checks.outputs_needed(c) for c in clients}
-    if task == "classification":
+    outputs = {c.id: checks.outputs_needed(c) for c in clients}
+    if clients[0].task == "classification":
         outputs = dict.fromkeys(outputs, max(outputs.values()))
-    found = [_constant(clients, outputs)]
-    tables = {c.id: table for c in clients if (table := _Table.of(c)) is not None}
-    if len(tables) < len(clients):
-        return found
-    whose = "fitted by each client on its own training and validation examples"
-    with _quiet():
-        linear = {i: _LINEAR[task](table, outputs[i], derive(seed, "linear", i)) for i, table in tables.items()}
-        name, words = ("ridge", "ridge") if task == "regression" else ("logistic_regression", "logistic")
-        found.append(Reference(name, f"scikit-learn's {words} regression, {whose}", _float32(linear)))
-        work = sum(outputs[i] * table.fit.shape[1] for i, table in tables.items())
-        if task != "multilabel" and work <= _TOO_MUCH:
-            trees = {i: _TREES[task](table, outputs[i], derive(seed, "trees", i)) for i, table in tables.items()}
-            found.append(
-                Reference("gradient_boosting", f"scikit-learn's gradient-boosted trees, {whose}", _float32(trees))
-            )
-    return found
+    fitted = fit_simple_models(list(clients), outputs, seed)
+    simple = [Reference(name, words, _float32(made)) for name, (words, made) in fitted.models.items()]
+    return [_constant(clients, outputs), *simple], fitted.left_out
 
 
 def pooled_reference(
@@ -193,7 +170,7 @@ def _constant(clients: Sequence[Client], outputs: Mapping[str, int]) -> Referenc
         if task == "classification":
             row = _log_shares(labels, outputs[client.id])
         elif task == "multilabel":
-            row = _logit_shares(labels)
+            row = logit_shares(labels)
         else:
             row = labels.astype(np.float64).mean(axis=0)
         rows[client.id] = np.tile(row, (len(client.test), 1))
@@ -208,163 +185,5 @@ def _log_shares(labels: NDArray[Any], classes: int) -> Floats:
     return np.asarray(np.log(counts / counts.sum()))
 
 
-def _logit_shares(labels: NDArray[Any]) -> Floats:
-    """Half an example more of either value, for the same reason."""
-    positive = (labels > 0).sum(axis=0) + 0.5
-    return np.asarray(np.log(positive) - np.log(len(labels) + 1 - positive))
-
-
 def _float32(outputs: Mapping[str, Floats]) -> dict[str, Tensor]:
     return {client: torch.from_numpy(values.astype(np.float32)) for client, values in outputs.items()}
-
-
-# -- simple models ----------------------------------------------------------------------------------------------------
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class _Table:
-    """A client's inputs, standardised by the examples for fitting: `fit` with the targets `y`, and `test`."""
-
-    fit: Floats
-    y: NDArray[Any]
-    test: Floats
-
-    @classmethod
-    def of(cls, client: Client) -> "_Table | None":
-        sets = [client.train, client.test] if client.val is None else [client.train, client.val, client.test]
-        for one in sets:
-            x = one.batch(torch.zeros(1, dtype=torch.int64, device=one.device))[0]
-            if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
-                return None
-        inputs, targets = [], []
-        for one in sets:
-            x, y = one.batch(torch.arange(len(one), device=one.device))
-            inputs.append(x.cpu().double().numpy())
-            targets.append(y.cpu().numpy())
-        fit, test = np.concatenate(inputs[:-1]), inputs[-1]
-        if not (np.isfinite(fit).all() and np.isfinite(test).all()):
-            return None
-        mean, spread = fit.mean(axis=0), fit.std(axis=0)
-        spread[spread <= _ROUNDING * np.abs(mean)] = 1.0
-        return cls((fit - mean) / spread, np.concatenate(targets[:-1]), (test - mean) / spread)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """One thread, as everywhere in a federation; and a fit that is stopped early is good enough for a yardstick."""
-    from sklearn.exceptions import ConvergenceWarning
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # scikit-learn needs it
-
-    with threadpool_limits(1), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        yield
-
-
-def _logistic(table: _Table, outputs: int, seed: int) -> Floats:
-    model = _logistic_model(table.fit, table.y, seed)
-    return _spread(_log_probabilities(model, table.test), np.unique(table.y), outputs)
-
-
-def _logistic_model(x: Floats, y: NDArray[Any], seed: int) -> Any:
-    """Logistic regression with the C of the least log loss in cross-validation; None where there is one class."""
-    from sklearn.linear_model import LogisticRegression
-
-    if len(np.unique(y)) < 2:
-        return None
-    return LogisticRegression(C=_strength(x, y, seed), max_iter=500).fit(x, y)
-
-
-def _strength(x: Floats, y: NDArray[Any], seed: int) -> float:
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.model_selection import StratifiedKFold
-
-    kept = np.random.default_rng(seed).permutation(len(y))[:_TRIED_ON]
-    classes, counts = np.unique(y[kept], return_counts=True)
-    often = classes[counts >= _FEWEST_IN_CLASS]
-    kept = kept[np.isin(y[kept], often)]
-    if len(often) < 2 or len(kept) < _FEWEST:
-        return 1.0
-    x, y = x[kept], np.searchsorted(often, y[kept])
-    cut = StratifiedKFold(min(_FOLDS, int(np.bincount(y).min())), shuffle=True, random_state=seed % 2**32)
-    folds = list(cut.split(x, y))
-
-    def loss(c: float) -> float:
-        total = 0.0
-        for fit, held_out in folds:
-            model = LogisticRegression(C=c, max_iter=200).fit(x[fit], y[fit])
-            total -= float(_log_probabilities(model, x[held_out])[np.arange(len(held_out)), y[held_out]].sum())
-        return total
-
-    return min(_STRENGTHS, key=loss)
-
-
-def _trees(table: _Table, outputs: int, seed: int) -> Floats:
-    from sklearn.ensemble import HistGradientBoostingClassifier
-
-    classes = np.unique(table.y)
-    model = None
-    if len(classes) > 1:
-        model = HistGradientBoostingClassifier(**_options(table, seed)).fit(table.fit, table.y)
-    return _spread(_log_probabilities(model, table.test), classes, outputs)
-
-
-def _options(table: _Table, seed: int) -> dict[str, Any]:
-    """Small trees, and few of them for few examples, on which more would only be surer of themselves. Leaves of a tenth of
-    few examples: scikit-learn's 20 would leave 30 examples without any split."""
-    number = len(table.fit)
-    return {
-        "max_iter": 50 if number < _FEW else 100, "max_leaf_nodes": 8, "min_samples_leaf": max(1, min(20, number // 10)),
-        "early_stopping": False, "random_state": seed % 2**32,
-    }  # fmt: skip
-
-
-def _log_probabilities(model: Any, x: Floats) -> Floats:
-    """Shape (n, classes that the model knows); from its scores, since logarithms of its probabilities may not be finite."""
-    if model is None:
-        return np.zeros((len(x), 1))
-    scores = np.asarray(model.decision_function(x), dtype=np.float64)
-    if scores.ndim == 1:
-        scores = np.stack([np.zeros_like(scores), scores], axis=1)
-    return np.asarray(torch.from_numpy(scores).log_softmax(1).numpy())
-
-
-def _spread(known: Floats, classes: NDArray[Any], outputs: int) -> Floats:
-    """The columns of a client's classes among those of all clients."""
-    table = np.full((len(known), outputs), _NEVER_SEEN)
-    table[:, classes] = known
-    return table
-
-
-def _labels(table: _Table, outputs: int, seed: int) -> Floats:
-    """A logistic regression a label; the share of a label that is always or never there."""
-    found = np.tile(_logit_shares(table.y), (len(table.test), 1))
-    for k in range(outputs):
-        model = _logistic_model(table.fit, (table.y[:, k] > 0).astype(np.int64), derive(seed, k))
-        if model is not None:
-            found[:, k] = model.decision_function(table.test)
-    return found
-
-
-def _ridge(table: _Table, outputs: int, seed: int) -> Floats:
-    from sklearn.linear_model import RidgeCV
-
-    y = table.y.astype(np.float64).reshape(len(table.y), outputs)
-    if len(y) < 3:  # leaving one out leaves a line through one point
-        return np.tile(y.mean(axis=0), (len(table.test), 1))
-    model = RidgeCV(alphas=np.logspace(-3, 4, 15)).fit(table.fit, y)
-    return np.asarray(model.predict(table.test), dtype=np.float64).reshape(len(table.test), outputs)
-
-
-def _tree_values(table: _Table, outputs: int, seed: int) -> Floats:
-    from sklearn.ensemble import HistGradientBoostingRegressor
-
-    y = table.y.astype(np.float64).reshape(len(table.y), outputs)
-    if len(y) < 3:
-        return np.tile(y.mean(axis=0), (len(table.test), 1))
-    models = (HistGradientBoostingRegressor(**_options(table, seed)).fit(table.fit, y[:, k]) for k in range(outputs))
-    return np.stack([model.predict(table.test) for model in models], axis=1)
-
-
-_LINEAR = {"classification": _logistic, "multilabel": _labels, "regression": _ridge}
-_TREES = {"classification": _trees, "regression": _tree_values}

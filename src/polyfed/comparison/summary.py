@@ -2,22 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any, final
 
-import numpy as np
 from torch import Tensor
 
 from polyfed.comparison.convergence import judge
-from polyfed.comparison.crossed import LEVEL, Estimate
+from polyfed.comparison.crossed import LEVEL
 from polyfed.comparison.curves import Point, curve, first_reaching, means, within
 from polyfed.comparison.directory import FORMAT
-from polyfed.comparison.evidence import Evidence, Found, span
+from polyfed.comparison.evidence import Evidence
 from polyfed.comparison.reading import Budget, Reading
+from polyfed.comparison.rivals import add_gains, name_of, rivalry, scores_of
+from polyfed.comparison.tallies import add_statistics, mean_of
 from polyfed.comparison.verdicts import answers, covers, notes, told_budget, told_target, verdicts
 from polyfed.core.metrics import Metric
 
-_DIGITS = 12  # after the point, of differences: what is beyond is rounding, and decides no gain or loss
 Run = tuple[str, int]
 Histories = Mapping[Run, Sequence[Mapping[str, Any]]]
 
@@ -40,7 +39,8 @@ class Material:
         metric: which decides.
         outputs: of method, seed, client and round on the client's test examples; None where they were not kept.
         targets: of the test examples of a client at a seed.
-        references: scores that are no method's, see `polyfed.comparison.references`.
+        references: scores that are no method's, and `left_out`, what is not among them, see `polyfed.comparison.beside`.
+        alone: of a simple model, seed and client, its outputs on the client's test examples.
         paths: of the runs that have directories, from that of the comparison.
     """
 
@@ -52,6 +52,8 @@ class Material:
     outputs: Callable[[str, int, str, int], Tensor | None] = no_outputs
     targets: Callable[[int, str], Tensor] | None = None
     references: Mapping[str, Any] | None = None
+    left_out: Sequence[str] = ()
+    alone: Callable[[str, int, str], Tensor | None] = lambda name, seed, client: None
     paths: Mapping[Run, str] = field(default_factory=dict)
 
 
@@ -69,10 +71,10 @@ def summarise(of: Material, reading: Reading) -> dict[str, Any]:
     lost = _without_score(runs)
     for where, of_seed in lost:
         runs[where][of_seed] |= {"mean": None, "validation": None}
-    mean_of = {label: _mean([run["mean"] for run in runs[label].values()]) for label in labels}
+    means_of = {label: mean_of([run["mean"] for run in runs[label].values()]) for label in labels}
     stopped = any(description["methods"][label].get("patience") is not None for label in labels)
-    best_by, ranks = _ranking(labels, runs, mean_of, 1 if metric.higher_is_better else -1, fitted=stopped)
-    target = mean_of.get(reference) if reading.target is None else reading.target
+    best_by, ranks = _ranking(labels, runs, means_of, 1 if metric.higher_is_better else -1, fitted=stopped)
+    target = means_of.get(reference) if reading.target is None else reading.target
     for label, seed in curves:
         alone = runs[reference][str(seed)]["mean"] if reference is not None else None
         sought = alone if reading.target is None else target
@@ -111,9 +113,12 @@ def summarise(of: Material, reading: Reading) -> dict[str, Any]:
         }
         for label in labels
     }
-    unclear = _add_statistics(content, of, [label for label in labels if mean_of[label] is not None])
+    content["references"] = {name: dict(one) for name, one in (of.references or {}).items()}
+    content["left_out"] = list(of.left_out)
+    evidence = _evidence(content, of, [label for label in labels if means_of[label] is not None])
+    unclear = add_statistics(content, evidence)
+    add_gains(content, evidence, metric)
     content["convergence"] = {label: _convergence(label, of) for label in labels}
-    content["references"] = dict(of.references or {})
     content["predictions"] = any(
         of.outputs(label, int(s), client, run["round"]) is not None
         for label, method in content["methods"].items()
@@ -124,8 +129,10 @@ def summarise(of: Material, reading: Reading) -> dict[str, Any]:
     content["tuning"] = description.get("tuning")
     leader, why_not = _leader(content, ranks, reading.budget)
     content["leader"] = leader
-    content["answers"], content["mean_answer"] = answers(content, leader, why_not)
-    content["verdicts"] = verdicts(content["answers"], content["mean_answer"])
+    by_class = metric.parts is None and description["task"] != "regression"  # few examples of one class limit the score
+    content["answers"], content["mean_answer"] = answers(
+        content, leader, why_not, rivalry(content, evidence, leader), metric, by_class=by_class)  # fmt: skip
+    content["verdicts"] = verdicts(content, content["answers"], content["mean_answer"])
     content |= {"covers": covers(content), "warnings": _warnings(content, reading.budget)}
     content["notes"] = notes(content, lost, unclear)
     return content
@@ -248,16 +255,16 @@ def _without_score(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[
 
 
 def _ranking(
-    labels: Sequence[str], runs: Mapping[str, Mapping[str, Any]], mean_of: Mapping[str, float | None], sign: int, *,
+    labels: Sequence[str], runs: Mapping[str, Mapping[str, Any]], means_of: Mapping[str, float | None], sign: int, *,
     fitted: bool,
 ) -> tuple[str, dict[str, float]]:  # fmt: skip
     """By what the best is chosen, and that score of each method that has one; higher is better. Validation scores do not
     choose where training was `fitted` to these examples."""
-    tested = {label: sign * mean for label in labels if (mean := mean_of[label]) is not None}
+    tested = {label: sign * mean for label in labels if (mean := means_of[label]) is not None}
     validated = {
         label: sign * value
         for label in tested
-        if (value := _mean([run["validation"] for run in runs[label].values()])) is not None
+        if (value := mean_of([run["validation"] for run in runs[label].values()])) is not None
     }
     chosen = not fitted and tested and validated.keys() == tested.keys()
     return ("validation", validated) if chosen else ("test", tested)
@@ -266,122 +273,25 @@ def _ranking(
 # -- statistics -------------------------------------------------------------------------------------------------------
 
 
-def _add_statistics(content: dict[str, Any], of: Material, scored: Sequence[str]) -> list[str]:
-    """The `statistics` of each method; returns clients without an interval."""
-    methods, reference = content["methods"], content["reference"]
+def _evidence(content: Mapping[str, Any], of: Material, scored: Sequence[str]) -> Evidence:
+    """Of the methods with scores, and of what sites have alone."""
+    methods = content["methods"]
     seeds, fixed = content["seeds"], content["same_clients"] and not content["resplit"]
     rounds = {label: {int(s): run["round"] for s, run in methods[label]["runs"].items()} for label in methods}
-    evidence = Evidence(
+
+    def outputs(label: str, seed: int, client: str) -> Tensor | None:
+        if label in rounds:
+            return of.outputs(label, seed, client, rounds[label][seed])
+        return of.alone(name_of(label), seed, client)
+
+    own = {label: {int(s): run["scores"] for s, run in methods[label]["runs"].items()} for label in scored}
+    return Evidence(
         metric=of.metric,
         seeds=seeds,
-        scores={label: {int(s): run["scores"] for s, run in methods[label]["runs"].items()} for label in scored},
-        outputs=lambda label, seed, client: of.outputs(label, seed, client, rounds[label][seed]),
+        scores={**own, **scores_of(content["references"])},
+        outputs=outputs,
         targets=lambda client: of.targets(seeds[0], client),  # type: ignore[misc]
         fixed=fixed,
         named=content["same_clients"],
         sizes={int(s): {c: (row["train"], row["test"]) for c, row in sizes.items()} for s, sizes in of.data.items()},
     )
-    found = evidence.of(scored, reference if reference in scored else None, content["best"])
-    for label, method in methods.items():
-        method["statistics"] = _statistics(content, of.metric, label, found.get(label, Found(None)))
-    named = [one.clients for one in found.values() if one.clients]
-    return (
-        [c for c in content["clients"] if named and all(c in row and row[c] is None for row in named)] if fixed else []
-    )
-
-
-def _statistics(content: Mapping[str, Any], metric: Metric, label: str, found: Found) -> dict[str, Any]:
-    methods, reference = content["methods"], content["reference"]
-    runs = list(methods[label]["runs"].values())
-    base = None if reference is None or label == reference else list(methods[reference]["runs"].values())
-    sign = 1 if metric.higher_is_better else -1
-    gains = None if base is None else [_mean_gain(run, other, sign) for run, other in zip(runs, base, strict=True)]
-    told = {"bytes": [run["bytes"] for run in runs], "seconds": [run["seconds"] for run in runs]}
-    reached = [run["to_target"] for run in runs if run["to_target"] is not None]
-    clients = {c: _of_client(content, c, runs, base, sign, found.clients.get(c), metric) for c in content["clients"]}
-    gained = _gained(content, clients, runs, base, sign)
-    worst = (("worst", 0), ("p10", 10), ("p90", 90)) if sign > 0 else (("worst", 100), ("p10", 90), ("p90", 10))
-    return {
-        "mean": _mean([run["mean"] for run in runs]),
-        "interval": span(found.mean, metric, difference=False),
-        **{name: _mean([_quantile(run, q) for run in runs]) for name, q in worst},
-        "gain": None if gains is None else _mean(gains),
-        "gain_interval": span(found.gain, metric, difference=True),
-        "gain_per_seed": gains,
-        "losers": sum(gain < 0 for gain in gained) if gained else None,
-        "participants": len(gained) if gained else None,
-        "p_reference": _p(found.gain),
-        "p_best": _p(found.against_best),
-        "rounds": [run["round"] for run in runs],
-        **{name: _mean(values) for name, values in told.items()},
-        "to_target": {
-            "reached": len(reached),
-            **{
-                name: _mean([at[name] for at in reached]) if len(reached) == len(runs) else None
-                for name in ("round", "bytes", "seconds")
-            },
-        },
-        "clients": clients,
-    }
-
-
-def _of_client(
-    content: Mapping[str, Any], client: str, runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]] | None,
-    sign: int, estimate: Estimate | None, metric: Metric,
-) -> dict[str, Any]:  # fmt: skip
-    tested = min(sizes[client]["test"] for sizes in content["data"].values() if client in sizes)
-    found: dict[str, Any] = {"mean": _mean([run["scores"].get(client) for run in runs]), "gain": None,
-                             "gain_interval": None, "p": None, "verdict": None, "test_examples": tested}  # fmt: skip
-    if base is None:
-        return found
-    pairs = [(run["scores"].get(client), other["scores"].get(client)) for run, other in zip(runs, base, strict=True)]
-    gains = [
-        round(sign * (ours - theirs), _DIGITS) for ours, theirs in pairs if ours is not None and theirs is not None
-    ]
-    if len(gains) < len(pairs):
-        return found
-    found |= {"gain": round(fmean(gains), _DIGITS), "gain_interval": span(estimate, metric, difference=True)}
-    found["p"] = _p(estimate)
-    if content["same_clients"]:
-        decided = estimate is not None and len(runs) > 1 and estimate.p <= 1 - LEVEL
-        found["verdict"] = ("gains" if estimate.low > 0 else "loses") if decided and estimate else "undecided"
-    return found
-
-
-def _gained(
-    content: Mapping[str, Any], clients: Mapping[str, Mapping[str, Any]], runs: Sequence[Mapping[str, Any]],
-    base: Sequence[Mapping[str, Any]] | None, sign: int,
-) -> list[float]:  # fmt: skip
-    """What participants gain: clients, mean over seeds; the clients of each seed where a name stands for other data."""
-    if base is None:
-        return []
-    if content["same_clients"]:
-        return [found["gain"] for found in clients.values() if found["gain"] is not None]
-    return [gain for run, other in zip(runs, base, strict=True) for gain in _gains(run, other, sign)]
-
-
-def _gains(run: Mapping[str, Any], other: Mapping[str, Any], sign: int) -> list[float]:
-    ours, theirs = run["scores"], other["scores"]
-    return [
-        round(sign * (ours[c] - theirs[c]), _DIGITS) for c in ours if ours[c] is not None and theirs.get(c) is not None
-    ]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    """The mean, or None if one of the values is not defined: means of other seeds would be compared."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known and len(known) == len(values) else None
-
-
-def _mean_gain(run: Mapping[str, Any], other: Mapping[str, Any], sign: int) -> float | None:
-    gains = _gains(run, other, sign)
-    return round(fmean(gains), _DIGITS) if gains and run["mean"] is not None and other["mean"] is not None else None
-
-
-def _quantile(run: Mapping[str, Any], percent: float) -> float | None:
-    known = [value for value in run["scores"].values() if value is not None]
-    return float(np.percentile(known, percent)) if known else None
-
-
-def _p(found: Estimate | None) -> float | None:
-    return None if found is None else found.p

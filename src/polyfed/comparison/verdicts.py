@@ -1,11 +1,19 @@
 """What the results of a comparison support, in sentences for people. The terminal, the page and Python have the same."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polyfed.comparison.basis import Basis, basis_of
 from polyfed.comparison.crossed import LEVEL
+from polyfed.comparison.evidence import Rivalry, span
+from polyfed.comparison.rivals import name_of
+from polyfed.core.metrics import Metric
 
 _DIGITS = 6  # after the point, at most
+_ROUNDED = 12  # after the point, of a gain: what is beyond is rounding, and decides nothing
+_WIDE: Mapping[str, float] = {"%": 0.5, "auc": 0.5, "r2": 1.0}
+"""Widths of an interval from which on it says nothing, by unit or score: half of what a share or an AUC can be."""
 _NAMED = 8  # clients that a sentence lists
 _LINES = 40  # sites up to which each has its sentence among the verdicts, also those of which nothing is decided
 
@@ -53,71 +61,139 @@ def answer(gain: float | None, interval: Sequence[float] | None, decided: bool) 
 
 
 def answers(
-    content: Mapping[str, Any], leader: str | None, why_not: str
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """For each site, and for the mean over sites: join, stay alone, or not decided.
+    content: Mapping[str, Any], leader: str | None, why_not: str,
+    over: tuple[Rivalry | None, Mapping[str, Rivalry | None]], metric: Metric, *, by_class: bool,
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:  # fmt: skip
+    """For each site, and for the mean over sites: join, stay alone, or not decided. A method must beat the best that a site
+    has alone: its network, trained alone, and the simple models.
 
     Args:
         content: of `comparison.json`, with statistics.
         leader: the method that did best of those that may be compared with the reference; None without one.
         why_not: why nothing is decided, whatever the intervals; empty if they decide.
+        over: what the leader gains over the best that there is alone, for the mean and by client.
+        metric: which decides.
+        by_class: whether few test examples of one class limit that score.
     """
     reference = content["reference"]
     if reference is None:
         return [], None
     found = {} if leader is None else content["methods"][leader]["statistics"]
+    whole, by_client = over
     sites = []
     for client in content["clients"] if content["same_clients"] else ():
         known = found.get("clients", {}).get(client, {})
-        tested = min(sizes[client]["test"] for sizes in content["data"].values())
-        sites.append(_one(content, client, leader, known.get("gain"), known.get("gain_interval"), tested, why_not))
-    tested = min(sum(row["test"] for row in sizes.values()) for sizes in content["data"].values())
-    mean = _one(content, None, leader, found.get("gain"), found.get("gain_interval"), tested, why_not)
-    return sites, mean
+        basis = basis_of(content, [client], by_class=by_class)
+        sites.append(_one(content, client, leader, known.get("gain"), by_client.get(client), metric, basis, why_not))
+    basis = basis_of(content, content["clients"], by_class=by_class and content["same_clients"])
+    return sites, _one(content, None, leader, found.get("gain"), whole, metric, basis, why_not)
 
 
 def _one(
-    content: Mapping[str, Any], client: str | None, leader: str | None, gain: float | None,
-    interval: Sequence[float] | None, tested: int, why_not: str,
+    content: Mapping[str, Any], client: str | None, leader: str | None, gain: float | None, rivalry: Rivalry | None,
+    metric: Metric, basis: Basis, why_not: str,
 ) -> dict[str, Any]:  # fmt: skip
+    interval, over = None, content["reference"]
+    if rivalry is not None:
+        gain, over = round(rivalry.estimate.value, _ROUNDED), name_of(rivalry.rival)
+        interval = span(rivalry.estimate, metric, difference=True)
     word = answer(gain, interval, not why_not)
-    row = {"client": client, "answer": word, "method": leader, "gain": gain, "interval": interval}
-    row |= {"test_examples": tested}
+    row = {"client": client, "answer": word, "method": leader, "gain": gain, "interval": interval, "over": over}
+    row |= {"test_examples": basis.examples, "rarest": basis.rarest, "basis": basis.words}
+    gains = {} if rivalry is None else rivalry.gains
+    row["gains"] = {
+        name_of(key): {"gain": one.value, "interval": span(one, metric, difference=True)} for key, one in gains.items()
+    }
     return row | {"sentence": _sentence(content, row, why_not)}
 
 
 def _sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not: str) -> str:
     who = "mean over clients" if row["client"] is None else row["client"]
-    reference, leader, interval = content["reference"], row["method"], row["interval"]
-    tested = f"{row['test_examples']} test example{'' if row['test_examples'] == 1 else 's'}"
+    reference, leader, interval, basis = content["reference"], row["method"], row["interval"], row["basis"]
     if leader is None:
         return f"{who}: not decided: {why_not or f'no method can be compared with {reference}'}"
+    simple = row["over"] != reference
+    rival = alone(row["over"], reference, content["task"])
+    first = f"{rival} is as good; " if simple and row["gain"] is not None and row["gain"] <= 0 else ""
     if interval is None:
         few = f"too few test examples for an interval of {leader}"
-        return f"{who}: not decided: {why_not or (few if content['predictions'] else 'no predictions were kept')} ({tested})"
+        why = why_not or (few if content["predictions"] else "no predictions were kept")
+        return f"{who}: {first}not decided: {why} ({basis})"
     unit, label = content["score_unit"], content["score_label"]
-    rests = f"(best estimate {_side(row['gain'], unit, label)}; {tested})"
+    rests = f"(best estimate {_side(row['gain'], unit, label)}; {basis})"
     much = points(interval[0], interval[1], unit, label)
     if row["answer"] == "join":
-        return f"{who}: join with {leader}: {much} better than training alone on new examples {rests}"
+        than = (
+            f"the best that {'they have' if row['client'] is None else 'it has'} alone, {rival}," if simple else rival
+        )
+        return f"{who}: join with {leader}: {much} better than {than} on new examples {rests}"
+    if row["answer"] == "stay" and simple:
+        return (
+            f"{who}: stay alone with {rival.removesuffix(' alone')}: {leader} is {much} worse on new examples {rests}"
+        )
     if row["answer"] == "stay":
-        return f"{who}: stay alone: {leader} is {much} worse than training alone on new examples {rests}"
-    low, high = (_side(end, unit, label) for end in interval)
+        return f"{who}: stay alone: {leader} is {much} worse than {rival} on new examples {rests}"
     because = f"; {why_not}" if why_not else ""
-    return f"{who}: not decided: {leader} is between {low} and {high} than training alone {rests}{because}"
+    if interval[1] - interval[0] > _WIDE.get("%" if unit == "%" else content["score"], math.inf):
+        dealt = "" if content["same_clients"] and not content["resplit"] else f"{len(content['seeds'])} dealings of "
+        return f"{who}: {first}not decided: {dealt}{basis}{',' if ',' in basis else ''} cannot answer{because}"
+    low, high = (_side(end, unit, label) for end in interval)
+    return f"{who}: {first}not decided: {leader} is between {low} and {high} than {rival} {rests}{because}"
 
 
-def verdicts(sites: Sequence[Mapping[str, Any]], mean: Mapping[str, Any] | None) -> list[str]:
-    """The sentences that are printed: of the mean, of the sites from the largest gain to the largest loss, and, of many
-    sites, one for all of which nothing is decided."""
+def alone(name: str, reference: str | None, task: str) -> str:
+    """What a site has alone, in words.
+
+    >>> alone("ridge", "local", "regression"), alone("local", "local", "regression")
+    ('ridge regression alone', 'training alone')
+    """
+    if name == reference:
+        return "training alone"
+    if name == "majority":
+        return "always the most frequent class" if task == "classification" else "the share of each label"
+    if name == "mean":
+        return "always the mean"
+    return f"{name.replace('_', ' ')}{' regression' if name == 'ridge' else ''} alone"
+
+
+def verdicts(
+    content: Mapping[str, Any], sites: Sequence[Mapping[str, Any]], mean: Mapping[str, Any] | None
+) -> list[str]:
+    """The sentences that are printed: of the mean, of simple models against training alone, of the sites from the largest
+    gain to the largest loss, and, of many sites, one for all of which nothing is decided."""
     if mean is None:
         return []
     ranked = sorted(sites, key=lambda row: (-(row["gain"] or 0.0), row["client"]))
     decided = [row["sentence"] for row in ranked if row["answer"] != "undecided"]
     unsure = [row for row in ranked if row["answer"] == "undecided"]
+    first = [mean["sentence"], *_simple(content)]
     if len(sites) <= _LINES:
-        return [mean["sentence"], *decided, *(row["sentence"] for row in unsure)]
-    return [mean["sentence"], *decided, f"not decided: {listed([row['client'] for row in unsure])}"]
+        return [*first, *decided, *(row["sentence"] for row in unsure)]
+    return [*first, *decided, f"not decided: {listed([row['client'] for row in unsure])}"]
+
+
+def _simple(content: Mapping[str, Any]) -> list[str]:
+    """How the best simple model compares with training the network alone."""
+    known = {name: one for name, one in content["references"].items() if one.get("gain") is not None}
+    if not known:
+        return []
+    name = max(known, key=lambda name: known[name]["gain"])
+    gain, ends = known[name]["gain"], known[name].get("gain_interval")
+    unit, label = content["score_unit"], content["score_label"]
+    rival, network = (
+        alone(name, None, content["task"]),
+        alone(content["reference"], content["reference"], content["task"]),
+    )
+    estimate = f"(best estimate {_side(gain, unit, label)})"
+    if ends is None:
+        return [f"mean over clients: whether {rival} is better than {network} is not decided {estimate}"]
+    if ends[0] > 0 or ends[1] < 0:
+        side = "better" if ends[0] > 0 else "worse"
+        return [
+            f"mean over clients: {rival} is {points(ends[0], ends[1], unit, label)} {side} than {network} {estimate}"
+        ]
+    low, high = (_side(end, unit, label) for end in ends)
+    return [f"mean over clients: {rival} is between {low} and {high} than {network} {estimate}"]
 
 
 def listed(names: Sequence[str]) -> str:
@@ -131,6 +207,26 @@ def listed(names: Sequence[str]) -> str:
 
 def covers(content: Mapping[str, Any]) -> list[str]:
     """What is estimated, and what an answer does not cover."""
+    return [*_covers(content), *_alone(content)]
+
+
+def _alone(content: Mapping[str, Any]) -> list[str]:
+    """What a site has alone, and what is not among that."""
+    names = [name for name, one in content["references"].items() if one.get("alone")]
+    if content["reference"] is None:
+        return []
+    if not names:
+        return ["The answers are against training alone only: what a simple model of each site would do was not asked "
+                "(--no-references, references=False)."]  # fmt: skip
+    models = ", ".join(alone(name, None, content["task"]) for name in names)
+    rule = (
+        f"A site is told to join only if the method beats everything it has alone: training alone, {models}. The gain is "
+        "over the best of these."
+    )
+    return [rule, *content["left_out"]]
+
+
+def _covers(content: Mapping[str, Any]) -> list[str]:
     seeds, resplit = len(content["seeds"]), content["resplit"]
     estimated = (
         "A gain is the difference of expected scores on new examples of the same sites, for methods trained on data like "

@@ -19,10 +19,12 @@ class Answer:
         client: the site; None for the mean over sites.
         kind: "join", "stay" or "undecided".
         method: with which to join; None without one.
-        gain: over training alone, positive where it is better; None where it is not defined.
+        gain: over the best that the site has alone, positive where it is better; None where it is not defined.
         interval: its ends; None where there is none.
         test_examples: on which it rests; None where that is not known.
         sentence: as the comparison says it.
+        over: what the site has alone that does best, in the name that the comparison gives it.
+        basis: what it rests on, in words.
 
     Raises:
         UserError: `kind` is none of the three.
@@ -38,6 +40,8 @@ class Answer:
     interval: tuple[float, float] | None = None
     test_examples: int | None = None
     sentence: str = ""
+    over: str = ""
+    basis: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in NAMES:
@@ -48,8 +52,11 @@ class Answer:
     def words(self) -> str:
         """The sentence without the name of the site and without the answer, which stands before it."""
         said = self.sentence.removeprefix(f"{'mean over clients' if self.client is None else self.client}: ")
-        opening = "join " if self.kind == "join" else f"{NAMES[self.kind].lower()}: "
-        return f"{said.removeprefix(opening).rstrip('.') or 'there is no interval'}."
+        if self.kind == "undecided":  # what a simple model does alone is said before
+            before, _, after = said.partition("not decided: ")
+            said = before + after
+        said = said.removeprefix("join ").removeprefix("stay alone").removeprefix(":").strip()
+        return f"{said.rstrip('.') or 'there is no interval'}."
 
 
 def read_answers(content: Mapping[str, Any]) -> list[Answer]:
@@ -82,6 +89,8 @@ def _answer(told: Any) -> Answer:
             None if ends is None else (float(ends[0]), float(ends[1])),
             None if told.get("test_examples") is None else int(told["test_examples"]),
             str(told.get("sentence") or ""),
+            str(told.get("over") or ""),
+            str(told.get("basis") or ""),
         )
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(f"an answer is damaged: {told!r} ({type(error).__name__}: {error}); make it again: polyfed compare "

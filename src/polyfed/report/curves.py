@@ -23,6 +23,10 @@ _MATRIX = 20  # classes up to which all counts are shown
 LEFT, RIGHT, TOP, BOTTOM, HEIGHT = 50, 22, 10, 44, 384  # of the frame, in units of all charts
 ALONE = 2 * COLOURS - 1  # the style of training alone, here as in all charts
 _BETWEEN = 3  # digits after the point of a share
+NO_VERDICT = (
+    "An area of all sites' test examples together is no answer: whether a method is better for a site only the answers say, "
+    "whatever these curves look like."
+)
 
 
 def content(outcomes: Outcomes, level: float) -> dict[str, Any]:
@@ -142,7 +146,7 @@ def _basis(told: dict[str, Any], one: dict[str, Any] | None) -> str:
 
 def _limits(outcomes: Outcomes, told: dict[str, Any]) -> str:
     """What is not offered, and why."""
-    found = [f"<p class=caption>{escape(note)}</p>" for note in outcomes.notes]
+    found = [f"<p class=caption>{escape(note)}</p>" for note in (NO_VERDICT, *outcomes.notes)]
     if not outcomes.same_clients and len(outcomes.clients) > 1:
         found.append("<p class=caption>Each seed deals other data, so that a site cannot be chosen.</p>")
     elif 1 < len(told["sites"]) <= len(outcomes.clients):
@@ -201,11 +205,13 @@ def roc_lines(one: dict[str, Any], style: int, slot: int, point: int | None = 49
     return "".join([*group, "</g>"])
 
 
-def area_words(name: str, one: dict[str, Any], level: float) -> str:
-    """The area under a curve in words."""
+def area_words(name: str, one: dict[str, Any], level: float | None = None) -> str:
+    """The area under a curve in words; its interval, of the curve by itself, with a level alone."""
     if one["area"] is None:
         return f"{name}: no curve, since the test examples are all of one kind"
     area, low, high = one["area"]
+    if level is None:
+        return f"{name}: AUC {area:.3f}"
     return f"{name}: AUC {area:.3f} ({100 * level:g} % interval {low:.3f} to {high:.3f})"
 
 

@@ -4,10 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from polyfed.report.answers import NAMES, Answer, Kind, read_answers, read_mean
 from polyfed.report.charts import COLOURS, Curve, line_chart, number
-from polyfed.report.curves import area_words, cell, frame, repeated, roc_lines
+from polyfed.report.curves import NO_VERDICT, area_words, cell, frame, repeated, roc_lines
 from polyfed.report.forest import MOST, Mark, Row, forest
 from polyfed.report.gathering import Setting
 from polyfed.report.html import figure, legend, paragraphs, table
@@ -30,7 +31,8 @@ def has_answers(setting: Setting) -> bool:
 
 
 def decision(setting: Setting, outcomes: Outcomes | None, key: str) -> str:
-    """What stands above the details: warnings, the answers, the mean, what is not covered, methods and two figures."""
+    """What stands above the details: warnings, answers, the mean, what was left out, what is not covered, methods and two
+    figures."""
     answers, over_all = read_answers(setting.results), read_mean(setting.results)
     told = setting.results
     level = level_of(setting)
@@ -39,6 +41,10 @@ def decision(setting: Setting, outcomes: Outcomes | None, key: str) -> str:
     if over_all is not None:
         words = f"{NAMES[over_all.kind]}{' ' if over_all.kind == 'join' else ': '}{over_all.words()}"
         parts.append(f'<p class="mean"><b>Mean over sites:</b> {escape(words)}</p>')
+    parts += [f'<p class="facts">{escape(_sentence(one))}</p>' for one in _simple(told)]
+    parts += [
+        f'<p class="facts">Left out: {escape(_sentence(why))}</p>' for why in (told.get("skipped") or {}).values()
+    ]
     if covers := told.get("covers") or ():
         parts.append(
             f'<div class="covers"><h3>What these answers cover</h3>{paragraphs([str(one) for one in covers])}</div>'
@@ -48,6 +54,16 @@ def decision(setting: Setting, outcomes: Outcomes | None, key: str) -> str:
         parts.append(_gains(answers, setting, level, f"{key}-forest"))
     parts.append(_second(setting, outcomes, level, f"{key}-top"))
     return "".join([*parts, "</div>"])
+
+
+def _simple(told: Mapping[str, Any]) -> list[str]:
+    """What the comparison says of simple models against training alone."""
+    mean = (told.get("mean_answer") or {}).get("sentence")
+    return [one for one in told.get("verdicts") or () if one.startswith("mean over clients: ") and one != mean]
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
 def _warnings(sentences: Sequence[str]) -> str:
@@ -85,43 +101,42 @@ def _line(one: Answer) -> str:
 
 
 def _methods(setting: Setting, level: float) -> str:
-    """One row a method, with no tests; and what each site reaches without any network."""
+    """One row a method and a model that each site has alone, with no tests, the best first; below it what nobody has."""
     scale, percent = setting.scale, f"{100 * level:g} % interval"
-    rows = []
-    for line in sorted(setting.lines, key=setting.rank, reverse=True):
+    ranked: list[tuple[float, list[str]]] = []
+    for line in setting.lines:
         found = line.statistics
         alone = line is setting.local
         gain, ends = found.get("gain"), found.get("gain_interval")
         if gain is None and (gains := [one.mean for one in setting.gains(line)]):
             gain = mean(gains)
         scores = [value for value in setting.scores(line).values() if not math.isnan(value)]
-        rows.append([
+        ranked.append((setting.rank(line), [
             f"{line.label} (alone)" if alone else line.label,
             number(setting.mean(line), scale.unit),
             _ends(found.get("interval"), scale.unit),
             "–" if alone or gain is None else scale.signed(float(gain)),
             "–" if alone or ends is None else f"{_plain(scale.signed(ends[0]))} to {_plain(scale.signed(ends[1]))}",
             number(_worst(scores, setting), scale.unit),
-        ])  # fmt: skip
+        ]))  # fmt: skip
     references = setting.results.get("references") or {}
     for name, one in references.items():
         known = [float(value) for value in (one.get("scores") or {}).values() if value is not None]
-        whole = one.get("mean")
-        worst = number(_worst(known, setting), scale.unit)
-        rows.append(
-            [
-                f"{name.replace('_', ' ')} ({'all data in one place' if name == 'pooled' else 'alone'}, for reference)",
-                "–" if whole is None else number(float(whole), scale.unit),
-                "–",
-                "–",
-                "–",
-                worst,
-            ]
-        )
-    columns = ["method", f"mean {scale.label}", percent, "gain over alone", percent, "worst site"]
+        whole, gain, ends = one.get("mean"), one.get("gain"), one.get("gain_interval")
+        apart = name == "pooled" or whole is None
+        ranked.append((-math.inf if apart else scale.better(float(whole)), [
+            f"{name.replace('_', ' ')} ({'all data in one place, for reference' if name == 'pooled' else 'alone'})",
+            "–" if whole is None else number(float(whole), scale.unit),
+            _ends(one.get("interval"), scale.unit),
+            "–" if gain is None else scale.signed(float(gain)),
+            "–" if ends is None else f"{_plain(scale.signed(ends[0]))} to {_plain(scale.signed(ends[1]))}",
+            number(_worst(known, setting), scale.unit),
+        ]))  # fmt: skip
+    rows = [row for _, row in sorted(ranked, key=lambda one: one[0], reverse=True)]
+    columns = ["method", f"mean {scale.label}", percent, "gain over training alone", percent, "worst site"]
     better = "" if scale.higher_is_better else f" A lower {scale.label} is better; a positive gain is always better."
     notes = [f"{name.replace('_', ' ')}: {one['sentence']}" for name, one in references.items() if one.get("sentence")]
-    caption = f"Methods, best first: {scale.label} on each site's own test examples, mean over sites.{better}"
+    caption = f"Best first: mean {scale.label} of methods and simple models on each site's own test examples.{better}"
     return table(caption, columns, rows) + "".join(f'<p class="caption">{escape(note)}</p>' for note in notes)
 
 
@@ -153,16 +168,18 @@ def _gains(answers: Sequence[Answer], setting: Setting, level: float, key: str) 
                    unit=scale.unit, signed=True, zero=True)  # fmt: skip
     drawn = f" Drawn are {MOST} of {len(rows)} sites, evenly." if len(rows) > MOST else ""
     caption = (
-        f"What each site gains by joining, with {100 * level:g} % intervals. Full circles: join; squares: stay alone; "
+        f"What each site gains by joining over the best that it has alone, with {100 * level:g} % intervals. Full circles: "
+        "join; squares: stay alone; "
     )
     caption += f"hollow circles: not decided.{drawn}"
     cells = [
         [one.client or "", NAMES[one.kind], one.method or "–", "–" if one.gain is None else scale.signed(one.gain),
          "–" if one.interval is None else f"{scale.signed(one.interval[0])} to {scale.signed(one.interval[1])}",
-         "–" if one.test_examples is None else str(one.test_examples)]
+         one.over.replace("_", " ") or "–",
+         one.basis or ("–" if one.test_examples is None else str(one.test_examples))]
         for one in answers
     ]  # fmt: skip
-    columns = ["site", "answer", "method", "gain", f"{100 * level:g} % interval", "test examples"]
+    columns = ["site", "answer", "method", "gain", f"{100 * level:g} % interval", "over", "rests on"]
     return figure(chart, caption, table("Gain of each site", columns, cells))
 
 
@@ -184,8 +201,8 @@ def _second(setting: Setting, outcomes: Outcomes | None, level: float, key: str)
             drawn = [roc_lines(one, style, k, None) for k, (one, _, style) in enumerate(known)]
             chart = frame(f"{key}-roc", "ROC curve of all sites", "Sensitivity against the share of false alarms.",
                           "false alarms (1 − specificity)", "sensitivity", drawn)  # fmt: skip
-            texts = legend([area_words(name, one, level) for one, name, _ in known], [style for _, _, style in known])
-            caption = f"How well {problem.name} is told from the rest: ROC curve. {repeated(outcomes)}"
+            texts = legend([area_words(name, one) for one, name, _ in known], [style for _, _, style in known])
+            caption = f"How well {problem.name} is told from the rest: ROC curve. {repeated(outcomes)} {NO_VERDICT}"
             return figure(chart + texts, caption)
     drawn_lines = [Curve(x.label, x.course["rounds"], x.course["mean"], x.course["low"], x.course["high"],
                          2 * COLOURS - 1 if x is setting.local else 0) for x in lines]  # fmt: skip

@@ -31,7 +31,7 @@ def render(settings: Sequence[Setting], beside: Sequence[Beside], notes: Sequenc
     curves: dict[str, Any] = {}
     alone = len(settings) == 1
     parts = [_setting(setting, beside[k], f"p{k}", curves, alone=alone) for k, setting in enumerate(settings)]
-    heading = f"Join, or train alone? {_upper(settings[0].title)}" if alone and has_answers(settings[0]) else title
+    heading = _question(settings[0]) if alone and has_answers(settings[0]) else title
     # With no choice of sites there is nothing for this script to do.
     scripts = script if not any(one.outcomes for one in beside) else f"{script}\n{more}"
     known = versions()
@@ -46,6 +46,14 @@ def render(settings: Sequence[Setting], beside: Sequence[Beside], notes: Sequenc
         f"<h1>{escape(heading)}</h1>{paragraphs(notes)}{''.join(parts)}<footer>{escape(made)}</footer></main>\n"
         f"{data('data', curves)}<script>{scripts}</script></body></html>\n"
     )
+
+
+def _question(setting: Setting) -> str:
+    """The heading: the question, and the comparison's title, unless that names a method that was not compared."""
+    told = setting.results
+    absent = [*(told.get("skipped") or {}), *(told.get("failed") or {})]
+    named = any(label.lower() in setting.title.lower() for label in absent)
+    return "Join, or train alone?" + ("" if named else f" {_upper(setting.title)}")
 
 
 def _setting(setting: Setting, beside: Beside, key: str, curves: dict[str, Any], *, alone: bool) -> str:

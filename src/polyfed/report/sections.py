@@ -214,12 +214,16 @@ def clients(setting: Setting) -> str:
     bold.append(_best(means, setting.scale) if setting.common else set())
     shown = table(
         f"{_upper(setting.scale.label)} of each client; the {setting.scale.extreme} of a row is bold",
-        ["client", *(x.label for x in order), *(f"{name} (for reference)" for name in references)],
+        ["client", *(x.label for x in order), *(_beside(name) for name in references)],
         rows,
         bold=bold,
     )
     opened = " open" if len(names) <= _OPEN else ""
     return f"<details{opened}><summary>Table of {words.many(len(names), 'client')}</summary>{shown}</details>"
+
+
+def _beside(name: str) -> str:
+    return f"{name} (for reference)" if name == "pooled" else f"{name} (alone)"
 
 
 def classes(setting: Setting, beside: Beside, key: str) -> str:

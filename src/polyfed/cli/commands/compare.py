@@ -254,7 +254,8 @@ def _scores(content: Mapping[str, Any], title: str) -> Table:
     for name, one in content["references"].items():
         known = [score for score in one["scores"].values() if score is not None]
         least = (min if content["higher_is_better"] else max)(known, default=None)
-        table.add_row(f"({name})", _score(one["mean"], unit), "", _score(least, unit), "", "", style="dim")
+        ends = _span(one["interval"], unit) if one.get("interval") else ""
+        table.add_row(f"({name})", _score(one["mean"], unit), ends, _score(least, unit), "", "", style="dim")
     return table
 
 
@@ -271,6 +272,11 @@ def _gains(content: Mapping[str, Any]) -> Table:
         gain = "" if label == reference else _score(s["gain"], unit, "+")
         spread = "" if label == reference else _span(s["gain_interval"], unit, "+")
         table.add_row(label, gain, spread, lose, _p(s["p_reference"]), _p(s["p_best"]))
+    for name, one in content["references"].items():
+        if one.get("gain") is not None:
+            table.add_row(
+                f"({name})", _score(one["gain"], unit, "+"), _span(one["gain_interval"], unit, "+"), style="dim"
+            )
     return table
 
 
