@@ -214,3 +214,11 @@ def test_a_norm_that_is_no_number_is_a_damaged_file(tmp_path):
     file.write_text(whole.replace('"warnings": []', '"warnings": [1]'))
     with pytest.raises(UserError, match="a warning of round 1 is no text"):
         read_run(tmp_path / "run")
+
+
+def test_the_page_of_a_comparison_has_norms_and_no_warning_of_python_is_raised(tmp_path):
+    """A rate at which everyone diverges is a part of a comparison."""
+    methods = {"fedavg": FedAvg(lr=0.01), "wild": FedAvg(lr=1e20)}
+    words = {"rounds": 2, "seeds": [0], "tune": None, "references": False, "workers": 0, "quiet": True}
+    pf.compare(small_clients(3), methods, out=tmp_path / "compared", parallel=1, **words)
+    assert "How much each client changes" in page_of(tmp_path / "compared")

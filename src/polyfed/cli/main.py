@@ -22,6 +22,7 @@ from polyfed.cli.commands.words import (
 )
 from polyfed.core.code import scope, trust_code
 from polyfed.core.errors import ClientError, RoundError, UserError, nearest
+from polyfed.core.files import user_path
 from polyfed.core.text import clean
 from polyfed.simulation.runs.paths import fresh_directory
 
@@ -81,6 +82,10 @@ def main(arguments: Sequence[str]) -> int:
         return complain(stop if stop.args else "interrupted", 130)
     except BrokenPipeError:
         return 0  # the reader of our output has seen enough
+    except MemoryError:
+        return complain(
+            "there is not enough memory for this; close other programs, or make the data or networks smaller", 1
+        )
     except OSError as error:  # a full disk, say; what was saved before is whole
         return complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
     except SystemExit as done:
@@ -122,7 +127,12 @@ def _run(words: list[str]) -> None:
     if note and not quiet:
         print(clean(note), file=sys.stderr)
     title = Path(recipe).stem if recipe else type(experiment.algorithm).__name__.lower()
-    running.run(experiment, Path(out) if out else fresh_directory(title), quiet=quiet, logger=check(logger or ()))
+    running.run(experiment, _out(out, title), quiet=quiet, logger=check(logger or ()))
+
+
+def _out(given: str | None, title: str) -> Path:
+    """Where a run goes: where the user says, or a new folder in `runs`."""
+    return fresh_directory(title) if given is None else user_path(given, "--out")
 
 
 def _compare(words: list[str]) -> None:
@@ -167,7 +177,7 @@ def _compare(words: list[str]) -> None:
     if words and is_comparison(words[0]):
         from polyfed.cli.commands import compare
 
-        compare.go_on(Path(words[0]), asked, [*words[1:], *([] if out is None else ["--out"])])
+        compare.go_on(user_path(words[0], "the folder"), asked, [*words[1:], *([] if out is None else ["--out"])])
         return
     recipe, config, note = chosen(words)
     if take(words, "--seed") is not None:
@@ -179,7 +189,7 @@ def _compare(words: list[str]) -> None:
         print(clean(note), file=sys.stderr)
     folder = f"compare-{Path(recipe).stem if recipe else config['algorithm']['name']}"
     title = Path(recipe).stem if recipe else Path(str(config["data"].get("path") or config["data"]["name"])).stem
-    compare.run(config, asked, title, Path(out) if out else fresh_directory(folder))
+    compare.run(config, asked, title, _out(out, folder))
 
 
 def _resume(words: list[str]) -> None:
@@ -201,11 +211,11 @@ def _resume(words: list[str]) -> None:
     if is_comparison(words[0]):
         from polyfed.cli.commands import compare
 
-        compare.go_on(Path(words[0]), Asked(quiet=quiet))
+        compare.go_on(user_path(words[0], "the folder"), Asked(quiet=quiet))
         return
     from polyfed.cli.commands import running
 
-    running.go_on(Path(words[0]), quiet=quiet)
+    running.go_on(user_path(words[0], "the run directory"), quiet=quiet)
 
 
 def _warmstart(words: list[str]) -> None:
@@ -237,7 +247,7 @@ def _warmstart(words: list[str]) -> None:
         options.parse([*chosen, "--help"], {}, "polyfed warmstart", offered)  # prints their options and ends
     if not words or words[0].startswith("-"):
         raise UserError(f"polyfed warmstart takes a run directory before its options, got {(words or ['none'])[0]}")
-    folder = Path(words.pop(0))
+    folder = user_path(words.pop(0), "the run directory")
     keys = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
     if unknown := [key for key in keys if key not in ("data", "model") and not key.startswith(("data.", "model."))]:
         known = [f"--{name}" for name in (*taken, "data", "model")]
@@ -249,8 +259,8 @@ def _warmstart(words: list[str]) -> None:
         client=taken["client"],
         epochs=number("--epochs", taken["epochs"] or "0", int, "a whole number"),
         lr=None if taken["lr"] is None else number("--lr", taken["lr"], float, "a number"),
-        plot=None if taken["plot"] is None else Path(taken["plot"]),
-        out=None if taken["out"] is None else Path(taken["out"]),
+        plot=None if taken["plot"] is None else user_path(taken["plot"], "--plot"),
+        out=None if taken["out"] is None else user_path(taken["out"], "--out"),
     )
     warmstart.run(folder, words, wanted)
 
@@ -275,7 +285,8 @@ def _report(words: list[str]) -> None:
     subgroups = list(dict.fromkeys(filter(None, named)))
     from polyfed.cli.commands import report
 
-    report.show([Path(word) for word in words], out=None if out is None else Path(out), subgroups=subgroups)
+    page = None if out is None else user_path(out, "--out")
+    report.show([user_path(word, "the run directory") for word in words], out=page, subgroups=subgroups)
 
 
 def _reproduce(words: list[str]) -> None:

@@ -21,7 +21,7 @@ from polyfed.core.algorithm import BringsNetwork, Client, evaluated_network
 from polyfed.core.compression import Compression
 from polyfed.core.errors import Interrupted, UserError
 from polyfed.core.examples import as_examples
-from polyfed.core.files import resumable
+from polyfed.core.files import resumable, user_path
 from polyfed.core.metrics import Metric, metrics_of
 from polyfed.core.plain_values import plain_value
 from polyfed.data.resplit import public_prepared_again
@@ -156,7 +156,8 @@ def compare(
     asked = () if metrics is None else (metrics,) if one else tuple(metrics)
     plan = Plan(
         title=title, methods=methods_of(methods, like), seeds=tuple(seeds), settings=settings, cast=casts.__getitem__,
-        reading=Reading(Budget.parse(budget), target), out=None if out is None else Path(out), parallel=parallel,
+        reading=Reading(Budget.parse(budget), target), out=None if out is None else user_path(out, "out"),
+        parallel=parallel,
         search=search_of(tune, trials), trials=trials, quiet=quiet or not progress, metrics=asked, resplit=resplit,
         references=references,
     )  # fmt: skip
@@ -305,7 +306,7 @@ def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, .
 
 def _searched_at(plan: Plan) -> Budget:
     """The budget with which a comparison began. A search is not repeated when its results are read by another."""
-    if plan.out is None or not (plan.out / directory.DESCRIPTION).is_file():
+    if plan.out is None or not (plan.out / directory.DESCRIPTION).exists():
         return plan.reading.budget
     return Budget.parse(directory.read_description(plan.out).get("searched_at", Budget().kind))
 

@@ -104,7 +104,7 @@ from polyfed.comparison.continuing import conflict, first_difference
 from polyfed.comparison.form import Description, check_results
 from polyfed.comparison.reading import Budget, Reading
 from polyfed.core.errors import UserError
-from polyfed.core.files import make_folder, replace_file
+from polyfed.core.files import make_folder, read_file, replace_file, user_path
 from polyfed.core.typed import conforms, from_json
 from polyfed.simulation.runs.directory import changes, plain, read_config, read_manifest, read_metrics
 from polyfed.simulation.runs.paths import file_name
@@ -176,13 +176,14 @@ def read(folder: str | Path) -> Comparison:
     Raises:
         UserError: there is none, or it is not finished.
     """
-    path = Path(folder) / RESULTS
-    if not (Path(folder) / DESCRIPTION).is_file():
+    folder = user_path(folder, "the folder of the comparison")
+    path = folder / RESULTS
+    if not (Path(folder) / DESCRIPTION).exists():
         raise UserError(f"{folder} is not the directory of a comparison: it has no {DESCRIPTION}")
     if not path.is_file():
         raise UserError(f"the comparison in {folder} is not finished; go on with it: polyfed compare {folder}")
     try:
-        content = from_json(path.read_text(encoding="utf-8"))
+        content = from_json(read_file(path))
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
         if content.get("format") == FORMAT and (wrong := check_results(content)):
@@ -206,7 +207,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     Raises:
         UserError: it is missing or damaged.
     """
-    path = Path(folder) / DESCRIPTION
+    path = user_path(folder, "the folder of the comparison") / DESCRIPTION
     if not path.is_file():
         raise UserError(f"{folder} is not the directory of a comparison: it has no {DESCRIPTION}")
     content = read_config(path)
@@ -234,7 +235,7 @@ def keep_description(folder: Path, description: Mapping[str, Any], reading: Read
             make_folder(folder, parents=True)
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
-    if (folder / DESCRIPTION).is_file():
+    if (folder / DESCRIPTION).exists():
         if differs := conflict(read_description(folder), content):
             raise UserError(
                 f"{folder} holds a comparison of something else: {differs}; choose another --out, or ask for what it holds"
@@ -259,7 +260,7 @@ def finished(
     Raises:
         UserError: the folder has another run, or what says which is damaged.
     """
-    if not (folder / "config.yaml").is_file():
+    if not (folder / "config.yaml").exists():
         return None
     config = read_config(folder)
     known = {"seed": config.get("seed"), "algorithm": config.get("algorithm"), "rounds": config.get("rounds")}

@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -209,9 +208,7 @@ def _run(job: Job, cast: Cast, settings: Settings, metrics: tuple[Metric, ...], 
     """Its history and, without a folder, its predictions. What goes wrong is reported with the method and the seed."""
     whose = f"method {job.label}, seed {job.seed}"
     try:
-        with warnings.catch_warnings():  # a search tries rates at which training diverges, and the results say which did
-            warnings.filterwarnings("ignore", message=r".*no client has a finite", category=RuntimeWarning)
-            run = _carried_out(job, cast, settings, metrics, progress)
+        run = _carried_out(job, cast, settings, metrics, progress)
         return {"history": list(run.history), "packed": _packed(run) if job.folder is None and job.compared else None}
     except ClientError as error:
         reason = f"{error.reason} ({whose})"

@@ -1,8 +1,11 @@
-"""How files are written: by these functions only.
+"""How files are written and read: by these functions only.
 
 A file is the old one or the new one at any moment, is on the disk when the function returns, and no symbolic link leads a
 write to another place: a run directory that somebody else made, or may write to, cannot have other files overwritten.
 What belongs to a run holds what was learnt from data, so that it is its owner's alone: files of mode 0600, folders of 0700.
+
+What is read is a regular file of a size that such a file can have. Anything else (a pipe that nobody writes to, a device
+that never ends, a sparse file of a terabyte, a link to nothing) is a sentence before a byte of it is read.
 """
 
 import errno
@@ -19,6 +22,14 @@ FILE, FOLDER = 0o600, 0o700
 _OPEN_FILE, _OPEN_FOLDER = 0o666, 0o777  # what a user asked for by name; the umask decides
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+MOST_TEXT = 256 * 2**20  # bytes of a file of settings, results or descriptions
+MOST_ROUNDS = 2**30  # of the records of all rounds
+ANY_SIZE = 2**63  # of a file that is read in pieces
+_READ = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_KINDS = {
+    stat.S_IFIFO: "it is a named pipe", stat.S_IFSOCK: "it is a socket", stat.S_IFDIR: os.strerror(errno.EISDIR),
+    stat.S_IFCHR: "it is a device", stat.S_IFBLK: "it is a device",
+}  # fmt: skip
 
 
 def make_folder(path: Path, *, parents: bool = False) -> Path:
@@ -122,8 +133,11 @@ def open_lock(path: Path) -> IO[str]:
     """A file to lock, empty.
 
     Raises:
+        UserError: there is a pipe, which would be waited for.
         OSError: it cannot be opened, or it is a link; the exception names it.
     """
+    if path.is_fifo():
+        raise UserError(f"cannot lock {path}: it is a named pipe; remove it")
     with _named(path):
         return os.fdopen(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | _NO_LINK, FILE), "a")
 
@@ -131,7 +145,7 @@ def open_lock(path: Path) -> IO[str]:
 def synced(paths: Sequence[Path]) -> None:
     """Makes sure that these files are there after a loss of power. Of many, that is faster once all are written."""
     for path in paths:
-        with _named(path), path.open("rb") as file:
+        with _named(path), open_file(path, ANY_SIZE) as file:
             os.fsync(file.fileno())
     for folder in {path.parent for path in paths}:
         sync_folder(folder)
@@ -177,3 +191,124 @@ def _named(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def user_path(path: str | Path, what: str = "the path") -> Path:
+    """A path as users give one: "~" is their home, and a relative one is as it is.
+
+    Args:
+        path: that was given.
+        what: it is called in errors.
+
+    Raises:
+        UserError: it is empty or no path.
+
+    >>> user_path("~/runs") == Path.home() / "runs", user_path("runs/a").as_posix()
+    (True, 'runs/a')
+    >>> user_path("", "out")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: out is empty; give the path of a file or folder
+    """
+    if not isinstance(path, str | Path):
+        raise UserError(f"{what} must be a path, got a {type(path).__name__}")
+    text = str(path)
+    if not text.strip():
+        raise UserError(f"{what} is empty; give the path of a file or folder")
+    if "\0" in text:
+        raise UserError(f"{what} {text!r} holds a character that no path can have; give another")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{what} {text!r} is below a home folder that is not known; write it out") from error
+
+
+def check_file(path: Path, most: int | None = None) -> Path:
+    """The path, if a regular file of at most so many bytes is there; for libraries that open files by themselves.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have; None is what this machine has of memory.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        UserError: it is something else, too large, or cannot be read.
+    """
+    with open_file(path, most):
+        return path
+
+
+def open_file(path: Path, most: int | None = None) -> IO[bytes]:
+    """A regular file, open for reading; see `check_file`. Never waits: a pipe is not opened, nor a device.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        UserError: it is something else, too large, or cannot be read.
+    """
+    try:
+        _check_kind(path, path.stat())
+        descriptor = os.open(path, os.O_RDONLY | _READ)
+    except FileNotFoundError:
+        if not path.is_symlink():
+            raise
+        where = os.readlink(path)
+        raise UserError(f"cannot read {path}: it is a symbolic link to {where!r}, where nothing is; mend it") from None
+    except ValueError as error:
+        raise error if isinstance(error, UserError) else UserError(f"{str(path)!r} is no path ({error})") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; give a file that can be read") from error
+    try:
+        here = os.fstat(descriptor)
+        _check_kind(path, here)  # it may be another file by now
+        _check_size(path, here.st_size, most)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_file(path: Path, most: int | None = MOST_TEXT) -> bytes:
+    """The content of a regular file of at most so many bytes; None is what this machine has of memory.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        UserError: it is something else, too large, or cannot be read.
+    """
+    with open_file(path, most) as file:
+        try:
+            return file.read()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}; give a file that can be read") from error
+        except MemoryError as error:
+            raise UserError(f"there is not enough memory to read {path}; close other programs") from error
+
+
+def read_text_file(path: Path, most: int | None = MOST_TEXT, errors: str = "strict") -> str:
+    """The same as text in UTF-8, line ends as "\\n"; `errors` as of `bytes.decode`.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        UserError: it is something else, too large, or cannot be read.
+        UnicodeDecodeError: it is no such text.
+    """
+    return read_file(path, most).decode("utf-8", errors).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _check_kind(path: Path, here: os.stat_result) -> None:
+    if not stat.S_ISREG(here.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(here.st_mode), "it is something else than a file")
+        raise UserError(f"cannot read {path}: {kind}; put a regular file there")
+
+
+def _check_size(path: Path, size: int, most: int | None) -> None:
+    if most is None:
+        from polyfed.core.room import room  # which imports torch
+
+        most = room()
+    if size > most:
+        raise UserError(
+            f"cannot read {path}: it has {size / 2**20:.0f} MiB, and at most {most / 2**20:.0f} MiB are read of such a "
+            "file; put the right one there"
+        )

@@ -1,6 +1,7 @@
 """Files: IDX, and Parquet tables as the Hugging Face hub lays them out."""
 
 import gzip
+import math
 import re
 import struct
 import zlib
@@ -12,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import ANY_SIZE, check_file, open_file, user_path
+from polyfed.core.room import check_room
 from polyfed.core.typed import from_json
 
 Table = Any
@@ -34,10 +37,10 @@ def existing(path: str, advice: str) -> Path:
     Traceback (most recent call last):
     polyfed.core.errors.UserError: '/no/such/folder' does not exist; give --data.path DIR
     """
-    found = Path(path).expanduser()
+    found = user_path(path, f"a path of the data ({advice})")
     if not found.exists():
-        raise UserError(f"{path!r} does not exist; {advice}")
-    return found
+        raise UserError(f"{path!r} {'leads nowhere' if found.is_symlink() else 'does not exist'}; {advice}")
+    return found if found.is_dir() else check_file(found, ANY_SIZE)
 
 
 def read_idx(file: Path) -> NDArray[np.uint8]:
@@ -50,16 +53,16 @@ def read_idx(file: Path) -> NDArray[np.uint8]:
         UserError: the file is damaged or of another format.
     """
     try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
-            content = stream.read()
-        zeros, kind, dims = struct.unpack_from(">HBB", content)
-        shape = struct.unpack_from(f">{dims}I", content, 4)
-        values = np.frombuffer(content, np.uint8, offset=4 + 4 * dims)
-        if zeros != 0 or kind != 8 or len(values) != np.prod(shape):
-            raise ValueError(f"header {content[:4].hex()}, {len(values)} values for shape {shape}")
+        with open_file(file) as raw, gzip.open(raw) if file.suffix == ".gz" else raw as stream:
+            zeros, kind, dims = struct.unpack(">HBB", stream.read(4))
+            shape = struct.unpack(f">{dims}I", stream.read(4 * dims))
+            check_room(f"the array in {str(file)!r}", size := math.prod(shape))
+            content = stream.read(size + 1)  # a file that goes on is another file
+        if zeros != 0 or kind != 8 or len(content) != size:
+            raise ValueError(f"it begins with {zeros, kind, dims}, and has {len(content)} values for shape {shape}")
     except (OSError, EOFError, ValueError, struct.error, zlib.error) as error:
         raise UserError(f"{str(file)!r} is no whole IDX file of bytes ({error}); download it again") from error
-    return values.reshape(shape)
+    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def find_idx(folder: Path, prefix: str, kind: str) -> Path | None:
@@ -84,6 +87,7 @@ def parquet_tables(path: Path, without: str | None = None) -> dict[str, Table]:
     import pyarrow.parquet
 
     def read(file: Path) -> Table:
+        check_file(file, ANY_SIZE)
         if without is None:
             return pyarrow.parquet.read_table(file)
         names = [name for name in pyarrow.parquet.read_schema(file).names if name != without]

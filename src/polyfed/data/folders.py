@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.examples import Examples
+from polyfed.core.files import user_path
 from polyfed.data.columns import TaskName, has_few, targets
 from polyfed.data.files import existing
 from polyfed.data.frames import check_columns, check_present, read_table, rows_of, texts
@@ -159,9 +160,7 @@ class ImageTable(Source):
                 check_columns(table, [name], what)
                 check_present(texts(table, name), name, what)
         check_columns(table, wanted, "target")
-        home = (
-            Path(self.path).expanduser().parent if self.folder is None else existing(self.folder, "give --data.folder")
-        )
+        home = user_path(self.path).parent if self.folder is None else existing(self.folder, "give --data.folder")
         files = [home / name for name in texts(table, self.image).tolist()]
         if absent := [row for row, file in enumerate(files) if not file.is_file()]:
             raise UserError(

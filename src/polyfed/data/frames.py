@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, nearest
+from polyfed.core.files import MOST_TEXT, open_file
 from polyfed.data.files import Table, existing, parquet_tables
 
 ADVICE = "give --data.path with a CSV or Parquet file that has one row per example"
@@ -101,8 +102,8 @@ def _of_csv(file: Path, missing: Sequence[str], delimiter: str, decimal: str, en
     import pyarrow.csv
 
     try:
-        with file.open("rb") as stream:
-            first = stream.readline().decode(encoding)
+        with open_file(file) as stream:
+            first = stream.readline(MOST_TEXT).decode(encoding)
     except (OSError, UnicodeDecodeError, LookupError) as error:
         raise UserError(f"{str(file)!r} cannot be read as text in {encoding} ({_short(error)}); {_ENCODING}") from error
     if "\0" in first:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Normalise
+from polyfed.core.files import open_file
 
 Mode = Literal["L", "RGB"]
+MOST_PIXELS = 178_956_970  # of one image, above which PIL takes it for a decompression bomb
 
 
 def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -> Tensor:
@@ -39,7 +41,7 @@ def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -
     turbo = _turbo_jpeg() if mode == "RGB" and size is None else None
 
     def decode(blob: bytes) -> NDArray[np.uint8]:
-        if turbo is not None and blob[:2] == b"\xff\xd8":
+        if turbo is not None and 0 < _jpeg_pixels(blob) <= MOST_PIXELS:
             try:
                 return np.asarray(turbo(blob, "rgb"), np.uint8)
             except Exception:  # kornia_rs raises nothing narrower (CMYK images, for example); PIL decides
@@ -54,8 +56,13 @@ def read_images(files: Sequence[Path], mode: Mode, size: int) -> Tensor:
 
     Large files are decoded in threads, PIL releases the interpreter while it decodes.
     """
+
+    def decode(file: Path) -> NDArray[np.uint8]:
+        with open_file(file) as stream:
+            return decode_one(stream, mode, size, str(file))
+
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return stacked(threads.map(lambda file: decode_one(file, mode, size, str(file)), files), len(files))
+        return stacked(threads.map(decode, files), len(files))
 
 
 def image_statistics(x: Tensor) -> Normalise:
@@ -86,6 +93,10 @@ def decode_one(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[np
 
     try:
         with Image.open(file) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise ValueError(
+                    f"it would have {image.width}×{image.height} pixels, and at most {MOST_PIXELS} are read"
+                )
             shape = (size or image.height, size or image.width, 1 if mode == "L" else 3)
             if size is not None:
                 image.draft(mode, (size, size))  # a JPEG decodes at a fraction of its size; nothing for other formats
@@ -93,6 +104,10 @@ def decode_one(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[np
             if size is not None and picture.size != (size, size):
                 picture = picture.resize((size, size), Image.Resampling.BILINEAR)
             return np.frombuffer(picture.tobytes(), np.uint8).reshape(shape)
+    except Image.DecompressionBombError as error:
+        raise UserError(
+            f"{name} would have more than {MOST_PIXELS} pixels, and is not read; make it smaller"
+        ) from error
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError(f"{name} cannot be decoded ({error})") from error
 
@@ -124,3 +139,18 @@ def _turbo_jpeg() -> Callable[[bytes, str], Any] | None:
         return getattr(importlib.import_module("kornia_rs.io"), "decode_image_jpegturbo", None)
     except ImportError:  # no kornia, or an older one that has no such module
         return None
+
+
+def _jpeg_pixels(blob: bytes) -> int:
+    r"""How many pixels a JPEG says that it has; 0 if it is none, or does not say so where it should.
+
+    >>> _jpeg_pixels(b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x02\x00\x03\x03")
+    6
+    """
+    at = 2 if blob[:2] == b"\xff\xd8" else len(blob)
+    while at + 9 <= len(blob) and blob[at] == 0xFF:
+        marker = blob[at + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # the header of a frame
+            return int.from_bytes(blob[at + 5 : at + 7]) * int.from_bytes(blob[at + 7 : at + 9])
+        at += 2 + int.from_bytes(blob[at + 2 : at + 4])
+    return 0

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Normalise
-from polyfed.core.files import make_folder, replaced
+from polyfed.core.files import ANY_SIZE, check_file, make_folder, read_file, replaced
 from polyfed.data.files import blobs
 from polyfed.data.images import Mode, decode_one, image_statistics, stacked
 
@@ -65,7 +65,7 @@ class InFiles(Encoded):
     def read(self, row: int) -> bytes:
         """The file's content."""
         try:
-            return Path(self.files[row]).read_bytes()
+            return read_file(Path(self.files[row]))
         except OSError as error:
             raise UserError(f"cannot read the image {self.files[row]!r}: {error.strerror}") from error
 
@@ -86,7 +86,7 @@ class InArrow(Encoded):
         import pyarrow
 
         try:
-            with pyarrow.memory_map(self.path) as mapped:
+            with pyarrow.memory_map(str(check_file(Path(self.path), ANY_SIZE))) as mapped:
                 return pyarrow.ipc.open_file(mapped).read_all().column("image")
         except (OSError, KeyError, pyarrow.ArrowException) as error:
             raise UserError(f"{self.path!r} cannot be read as an Arrow file of images ({error}); delete it") from error
@@ -120,7 +120,7 @@ def write_arrow(files: Sequence[Path], column: str, path: Path) -> None:
     with replaced(path) as file, pyarrow.ipc.new_file(file, kind) as writer:
         for source in files:
             try:
-                with pyarrow.parquet.ParquetFile(source) as opened:
+                with pyarrow.parquet.ParquetFile(check_file(source, ANY_SIZE)) as opened:
                     for batch in opened.iter_batches(_ROWS, columns=[column]):
                         encoded = blobs(pyarrow.table(batch), column)
                         part = pyarrow.array(encoded, pyarrow.large_binary())

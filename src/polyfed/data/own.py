@@ -1,6 +1,5 @@
 """The user's own data: Parquet files and npz archives."""
 
-import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -11,7 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import user_path
 from polyfed.core.finite import refuse
+from polyfed.core.stored import read_npz
 from polyfed.data.files import (
     Table,
     array,
@@ -85,7 +86,7 @@ class Parquet(Source):
         files = parquet_files(path)
         tables = parquet_tables(path, without=self.x)
         parts = [split for split in ("train", "test") if split in tables]
-        cache = Path(str(self.cache)).expanduser()
+        cache = user_path(str(self.cache), "--data.cache")
         if not cache.exists():
             write_arrow([file for split in parts for file in files[split]], self.x, cache)
         images, sizes = InArrow(str(cache.resolve())), [tables[split].num_rows for split in parts]
@@ -131,10 +132,12 @@ class Npz(Source):
         if not self.path:
             raise UserError(advice)
         try:
-            with np.load(existing(self.path, advice), allow_pickle=False) as archive:
-                arrays = {name: archive[name] for name in archive.files}
-        except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-            reason = "it is no .npz file, or holds pickled objects" if "unsafely" in str(error) else str(error)
+            arrays = read_npz(existing(self.path, advice))  # np.load alone takes what memory a header claims
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            other = any(words in str(error) for words in ("not a zip file", "magic string"))
+            reason = "it is no .npz file, or holds pickled objects" if other else str(error)
             raise UserError(f"cannot read {self.path!r} ({reason}); {advice}") from error
         if not {"x_train", "y_train"} <= arrays.keys():
             raise UserError(f"{self.path!r} holds {', '.join(sorted(arrays)) or 'nothing'}; {advice}")

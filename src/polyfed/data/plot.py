@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import replace_file
+from polyfed.core.files import replace_file, user_path
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
@@ -42,9 +42,10 @@ def picture_path(path: str | Path) -> Path:
     Raises:
         UserError: it does not end in .png or .svg.
     """
-    if Path(path).suffix not in (".png", ".svg"):
+    file = user_path(path, "the picture")
+    if file.suffix not in (".png", ".svg"):
         raise UserError(f"a picture must end in .png or .svg, got {str(path)!r}")
-    return Path(path)
+    return file
 
 
 def draw_class_table(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import read_file, user_path
 from polyfed.core.typed import from_json
 from polyfed.data.columns import in_order
 from polyfed.data.features import Column, Prepared, from_description
@@ -36,7 +37,7 @@ def read_schema(source: str | Path | Mapping[str, Any]) -> Prepared:
     if isinstance(source, Mapping):
         return from_description(dict(source))
     try:
-        content = from_json(Path(source).expanduser().read_bytes())
+        content = from_json(read_file(user_path(source, "the schema")))
     except (OSError, ValueError) as error:
         raise UserError(
             f"the schema {str(source)!r} cannot be read ({error}); give a file of polyfed's schema"
@@ -73,7 +74,7 @@ def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | Non
     plain = sum(column.categories is None for column in columns)
     like = Prepared(columns, (0.0,) * plain, (1.0,) * plain, (), schemas[0].scope, classes, schemas[0].task)
     if to is not None:
-        Path(to).write_text(json.dumps(like.described(), indent=1, ensure_ascii=False), encoding="utf-8")
+        user_path(to, "to").write_text(json.dumps(like.described(), indent=1, ensure_ascii=False), encoding="utf-8")
     return like.described()
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import read_file
 from polyfed.core.typed import conforms, from_json
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
@@ -98,7 +99,7 @@ def load_vocabulary(file: Path) -> Vocabulary:
         UserError: the file is no JSON list of strings, or no vocabulary.
     """
     try:
-        tokens = from_json(file.read_bytes())
+        tokens = from_json(read_file(file))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read a vocabulary from {str(file)!r} ({error})") from error
     if conforms(tokens, list[str]):

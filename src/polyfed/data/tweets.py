@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import check_file, user_path
 from polyfed.data.files import Table, array, column, existing, parquet_tables, scalar_columns
 from polyfed.data.hub import hub_tables
 from polyfed.data.pool import Pool, Source, make_pool
@@ -72,7 +73,7 @@ class Sentiment140(Source):
         return tables
 
     def _vocabulary(self, texts: list[str]) -> Vocabulary:
-        file = None if self.vocabulary is None else Path(self.vocabulary).expanduser()
+        file = None if self.vocabulary is None else user_path(self.vocabulary, "--data.vocabulary")
         if file is not None and file.exists():
             return load_vocabulary(file)
         vocabulary = build_vocabulary(texts, self.vocabulary_size)
@@ -91,7 +92,11 @@ def _csv_tables(path: Path) -> dict[str, Table]:
     # The published files have no header and are in Latin-1.
     options = pyarrow.csv.ReadOptions(column_names=_FIELDS, encoding="latin1")
     try:
-        return {split: pyarrow.csv.read_csv(found[0], read_options=options) for split, found in files.items() if found}
+        return {
+            split: pyarrow.csv.read_csv(check_file(found[0]), read_options=options)
+            for split, found in files.items()
+            if found
+        }
     except pyarrow.ArrowException as error:
         raise UserError(
             f"{str(path)!r} is not the published CSV with the columns {', '.join(_FIELDS)} and no header ({error})"

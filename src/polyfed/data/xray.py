@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import check_file, read_text_file, user_path
+from polyfed.core.stored import read_npy
 from polyfed.data.files import Table, array, blobs, column, existing
 from polyfed.data.hub import hub_tables
 from polyfed.data.images import decode_images, image_statistics, read_images
@@ -78,12 +80,12 @@ class ChestXray14(Source):
         return _pool(x, y, patients, is_test)
 
     def _images(self, files: list[Path]) -> Tensor:
-        cache = None if self.cache is None else Path(self.cache).expanduser()
+        cache = None if self.cache is None else user_path(self.cache, "--data.cache")
         shape = (len(files), 1, self.image_size, self.image_size)
         if cache is not None and cache.exists():
             try:
-                stored = np.load(cache, allow_pickle=False)
-            except (OSError, ValueError, EOFError) as error:
+                stored = read_npy(cache)
+            except (OSError, ValueError) as error:
                 raise UserError(f"cannot read the cache {self.cache!r} ({error}); delete it") from error
             if stored.shape != shape or stored.dtype != np.uint8:
                 raise UserError(f"the cache {self.cache!r} holds shape {stored.shape}, not {shape}; delete it")
@@ -114,7 +116,9 @@ def _entries(folder: Path) -> Table:
         raise UserError(f"{str(folder)!r} has no Data_Entry_2017.csv; {_ADVICE}")
     wanted = ["Image Index", "Finding Labels", "Patient ID"]
     try:
-        return pyarrow.csv.read_csv(file, convert_options=pyarrow.csv.ConvertOptions(include_columns=wanted))
+        return pyarrow.csv.read_csv(
+            check_file(file), convert_options=pyarrow.csv.ConvertOptions(include_columns=wanted)
+        )
     except (pyarrow.ArrowException, KeyError) as error:
         raise UserError(f"{str(file)!r} has not the published columns {', '.join(wanted)} ({error})") from error
 
@@ -130,7 +134,7 @@ def _image_files(folder: Path) -> dict[str, Path]:
 
 def _test_names(folder: Path) -> set[str]:
     file = folder / "test_list.txt"
-    return set(file.read_text(encoding="utf-8").split()) if file.exists() else set()
+    return set(read_text_file(file).split()) if file.exists() else set()
 
 
 def _targets(findings: list[list[str]]) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypedDict
 from polyfed.algorithms import name_of
 from polyfed.core.algorithm import CONSENT, Client
 from polyfed.core.errors import UserError
-from polyfed.core.files import make_folder, replace_file
+from polyfed.core.files import make_folder, read_file, read_text_file, replace_file
 from polyfed.core.typed import conforms, from_json
 from polyfed.data.common import merged, prepared_of, sums
 from polyfed.data.features import Column, Prepared, from_description
@@ -119,7 +119,7 @@ def keep_agreed(folder: Path, told: Any, client: Client) -> None:
     if not file.exists():
         make_folder(folder, parents=True)
         replace_file(file, text.encode())
-    elif file.read_text(encoding="utf-8") != text:
+    elif read_text_file(file) != text:
         raise RefusalError("the common preprocessing is not that with which it began this run")
 
 
@@ -131,7 +131,7 @@ def as_agreed(client: Client, folder: Path) -> Client:
     """
     file = folder / _FILE
     try:
-        return with_prepared(client, common_of(prepared_of(client.train), from_json(file.read_bytes())))
+        return with_prepared(client, common_of(prepared_of(client.train), from_json(read_file(file))))
     except (OSError, ValueError, UserError) as error:
         raise NotItsOwnError(
             f"the common preprocessing of this run, {folder.name}/{_FILE}, is lost or damaged"

@@ -18,7 +18,7 @@ from typing import Literal, TypedDict
 from scipy.special import log_ndtr
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import replace_file
+from polyfed.core.files import MOST_ROUNDS, read_file, replace_file
 from polyfed.core.typed import conforms, from_json
 from polyfed.deploy.privacy import Protection
 
@@ -111,11 +111,11 @@ def _pages(book: Path) -> dict[str, dict[float, int]]:
     """
     advice = "put back a copy of it; without one, nobody knows what has been spent, and nothing is sent"
     if not book.exists():
-        if any(b'"epsilon"' in file.read_bytes() for file in book.parent.glob("*/metrics.jsonl")):
+        if any(b'"epsilon"' in read_file(file, MOST_ROUNDS) for file in book.parent.glob("*/metrics.jsonl")):
             raise UserError(f"{book} is missing, and runs beside it have sent messages; {advice}")
         return {}
     try:
-        found = from_json(book.read_bytes())
+        found = from_json(read_file(book))
         if wrong := conforms(found, _Book):
             raise ValueError(wrong)
         return {

@@ -41,6 +41,7 @@ from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import read_text_file
 from polyfed.deploy.internals import hold_messages
 
 _LOG = logging.getLogger("polyfed.link")
@@ -85,7 +86,7 @@ def read_token(file: Path) -> str:
         UserError: there is no such file, others can read it, or it is short.
     """
     try:
-        token, mode = file.read_text(encoding="utf-8").strip(), file.stat().st_mode
+        token, mode = read_text_file(file).strip(), file.stat().st_mode
     except OSError as error:
         raise UserError(f"--control-token-file: {file} cannot be read ({error.strerror})") from error
     if mode & 0o077:

@@ -9,6 +9,7 @@ from typing import Any
 from polyfed.core.algorithm import Client
 from polyfed.core.code import function_of, trust_code
 from polyfed.core.errors import UserError, nearest
+from polyfed.core.files import user_path
 from polyfed.core.objectives import loss_named
 from polyfed.deploy.privacy import Protection
 from polyfed.deploy.site import Site
@@ -47,11 +48,11 @@ def read_site(config: Mapping[str, Any]) -> Site:
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 2):
         raise UserError(f"node-config: secure-threshold must be a whole number from 2, got {threshold!r}")
     methods = _words(config.get("methods", ""))
-    trust_code(str(Path(str(config["site"]))))  # the site's own word
+    trust_code(str(user_path(str(config["site"]), "node-config: site")))  # the site's own word
     return Site(
         name=str(config["client-id"]),
         client=_client(config),
-        folder=Path(str(config["state-dir"])),
+        folder=user_path(str(config["state-dir"]), "node-config: state-dir"),
         disclose=_words(config.get("disclose", "")),
         allow_disclosure=config.get("allow-disclosure", False),
         methods=methods or None,
@@ -67,7 +68,9 @@ def read_site(config: Mapping[str, Any]) -> Site:
 
 def _client(config: Mapping[str, Any]) -> Callable[[], Client]:
     """The function `client` of a `site.py`, with the loss that the configuration names."""
-    made: Callable[[], Client] = function_of(Path(str(config["site"])), "client", "node-config: site")
+    made: Callable[[], Client] = function_of(
+        user_path(str(config["site"]), "node-config: site"), "client", "node-config: site"
+    )
     if not (name := str(config.get("loss") or "")):
         return made
     trust_code(name)  # the site's own word
@@ -97,4 +100,4 @@ def _words(text: Any) -> frozenset[str]:
 
 
 def _path(word: Any) -> Path | None:
-    return Path(str(word)) if word else None
+    return user_path(str(word), "node-config: a path") if word else None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypedDict, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import make_folder, open_lock, replace_file, replaced
+from polyfed.core.files import make_folder, open_file, open_lock, read_file, replace_file, replaced
 from polyfed.core.tree import Nested, decode, encode
 from polyfed.core.typed import conforms, from_json
 
@@ -62,10 +62,12 @@ def read_state(folder: Path, site: str, number: int | None, method: Mapping[str,
     file = _file(folder, number)
     where, what = file.relative_to(folder.parent), f"its private state after round {number}"
     try:
-        with file.open("rb") as opened:
+        with open_file(file) as opened:
             told, head, state = opened.readline(_MOST), opened.readline(_MOST), opened.read()
     except OSError as error:
         raise NotItsOwnError(f"{what} is lost: {where} cannot be read ({error.strerror}); {_ADVICE}") from error
+    except UserError as error:  # which tells the whole path
+        raise NotItsOwnError(f"{what} is lost: {where} is no file that can be read; {_ADVICE}") from error
     if told != f"{_hash(head, state)}\n".encode():
         raise NotItsOwnError(f"{what} is damaged: {where} was changed since it was written; {_ADVICE}")
     try:
@@ -120,7 +122,7 @@ def check_marks(folder: Path, client: str, data_fingerprint: str) -> None:
         replace_file(file, json.dumps(marks).encode())
         return
     try:
-        known = from_json(file.read_bytes())
+        known = from_json(read_file(file))
     except (OSError, ValueError) as error:
         raise NotItsOwnError(f"{folder.name}/run.json is damaged ({error}); {_ADVICE}") from error
     if wrong := conforms(known, _Marks):

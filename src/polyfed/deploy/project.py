@@ -12,6 +12,7 @@ from string import Template
 from typing import Any, final
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import read_text_file, user_path
 
 _MOST_SITES = 10_000  # of a number, before their names are listed
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -58,7 +59,7 @@ class Project:
         """
         file = self.app / "pyproject.toml"
         try:
-            found: Any = tomllib.loads(file.read_text(encoding="utf-8"))
+            found: Any = tomllib.loads(read_text_file(file))
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
@@ -101,7 +102,7 @@ def create(path: str | Path, sites: Sequence[str]) -> Project:
     Raises:
         UserError: the folder exists and is not empty.
     """
-    folder = Path(path).resolve()
+    folder = user_path(path, "the project").resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; choose another folder")
     words = {"sites": ",".join(sites), "first": sites[0], "catalogue": str(folder / "server" / "catalogue.yaml"),

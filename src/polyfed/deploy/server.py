@@ -20,6 +20,7 @@ from polyfed.core.code import function_of, trust_code, trusted
 from polyfed.core.decided import decisions
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.examples import as_examples
+from polyfed.core.files import user_path
 from polyfed.core.metrics import METRICS, is_built_in
 from polyfed.core.scratch import scratch
 from polyfed.core.threads import one_thread
@@ -259,8 +260,8 @@ def prepare(config: Mapping[str, Any]) -> Server:
             raise UserError(f"the configuration lacks {key}")
     values = {words[key]: value for key, value in given.items() if key in words}
     values["sites"] = tuple(name.strip() for name in str(values["sites"]).split(",") if name.strip())
-    values["out"] = Path(str(values["out"]))
-    values["file"] = None if "file" not in values else Path(str(values["file"]))
+    values["out"] = user_path(str(values["out"]), "out")
+    values["file"] = None if "file" not in values else user_path(str(values["file"]), "file")
     deployment = Deployment(**values)
     if deployment.file is not None:  # the operator's own word; what the directory of a run names is not
         trust_code(str(deployment.file))

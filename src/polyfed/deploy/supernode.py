@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import read_file
 from polyfed.core.text import clean
 from polyfed.deploy.frames import Frame, FrameError, receive, send
 from polyfed.deploy.internals import CALLBACKS, DiffersError, parts
@@ -256,7 +257,7 @@ def _key(file: Path | None) -> Any:
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
     try:
-        key = load_ssh_private_key(file.expanduser().read_bytes(), None)
+        key = load_ssh_private_key(read_file(file.expanduser()), None)
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
         raise UserError(f"--auth-supernode-private-key: {file} cannot be read ({error})") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -275,7 +276,7 @@ def _authority(file: Path | None, insecure: bool) -> bytes | None:
     if file is not None and insecure:
         raise UserError("--root-certificates and --insecure exclude each other")
     try:
-        return None if file is None else file.expanduser().read_bytes()
+        return None if file is None else read_file(file.expanduser())
     except OSError as error:
         raise UserError(f"--root-certificates: {file} cannot be read ({error.strerror})") from error
 

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import IO, Any, TypedDict, final
 
 from polyfed.core.errors import RoundError, UserError
+from polyfed.core.files import read_file
 from polyfed.core.typed import conforms, from_json
 from polyfed.deploy.project import Project, closed, write_key
 from polyfed.simulation.runs.directory import replace_file
@@ -115,7 +116,7 @@ class _Noted(TypedDict):
 def read_trial(project: Project) -> dict[str, Any] | None:
     """What `Trial.note` wrote: port, sites and process ids; None if no trial runs, or the file is damaged."""
     try:
-        noted = from_json((folder_of(project) / "trial.json").read_bytes())
+        noted = from_json(read_file(folder_of(project) / "trial.json"))
     except (OSError, ValueError):
         return None
     return None if conforms(noted, _Noted) else dict(noted)

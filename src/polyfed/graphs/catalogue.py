@@ -8,6 +8,7 @@ from typing import Any, final
 import yaml
 
 from polyfed.core.errors import UserError, nearest
+from polyfed.core.files import read_file, user_path
 from polyfed.core.typed import conforms, from_yaml
 from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType, Mark
 
@@ -59,7 +60,7 @@ class LayerCatalogue:
         ]
         text = "# Layer types that the federation's hypernetwork generates; public. Layers of other types stay local.\n"
         text += yaml.safe_dump({"format": _FORMAT, "layer_types": rows}, sort_keys=False, default_flow_style=None)
-        Path(path).write_text(text, encoding="utf-8")
+        user_path(path, "the layer catalogue").write_text(text, encoding="utf-8")
 
     @classmethod
     def read(cls, path: str | Path) -> "LayerCatalogue":
@@ -69,7 +70,7 @@ class LayerCatalogue:
             UserError: the file cannot be read, is of another format, or says something that is no layer type.
         """
         try:
-            content = from_yaml(Path(path).read_bytes())
+            content = from_yaml(read_file(user_path(path, "the layer catalogue")))
         except (OSError, ValueError) as error:
             raise UserError(f"the layer catalogue {path} cannot be read: {error}") from error
         rows = content.get("layer_types") if isinstance(content, Mapping) else None

@@ -3,8 +3,6 @@
 Dimensions: R rounds, N clients, L layers. α[r, i, l, j] is the weight that client i gives to layer l of client j.
 """
 
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, nearest
-from polyfed.core.typed import UNREADABLE
+from polyfed.core.files import MOST_TEXT, user_path
+from polyfed.core.stored import read_npz
 from polyfed.data.plot import save_figure
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def read(run_directory: str | Path) -> Aggregation:
     Raises:
         UserError: there are none, or one of them is damaged or does not fit the others.
     """
-    folder = Path(run_directory) / "analysis"
+    folder = user_path(run_directory, "the run directory") / "analysis"
     files = sorted(folder.glob("round-*.npz"))
     if not files:
         raise UserError(
@@ -118,10 +117,9 @@ def _content(file: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a file, checked."""
     if not file.stem.removeprefix("round-").isdecimal():
         raise UserError(f"{file} is not named after a round; take it out of the folder")
-    try:  # NumPy alone reads here
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            found = {key: arrays[key] for key in _KEYS if key in arrays}
-    except (OSError, *UNREADABLE, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    try:
+        found = read_npz(file, _KEYS, MOST_TEXT)
+    except (OSError, ValueError) as error:
         raise UserError(f"{file} is damaged ({error}); restore it, or run again") from error
     if missing := [key for key in _KEYS if key not in found]:
         raise UserError(f"{file} has no {missing[0]!r}; it is not of a pfedla or heur_pfedla run")

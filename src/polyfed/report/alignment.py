@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -20,8 +18,10 @@ from polyfed.alignment.similarity import pairwise_cka
 from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
+from polyfed.core.files import user_path
 from polyfed.core.inputs import concatenated, first, form_of, mapped
 from polyfed.core.scratch import fill, initial_state, new_module
+from polyfed.core.stored import read_tensors
 from polyfed.core.threads import one_thread
 from polyfed.simulation.runs.directory import read_config
 from polyfed.simulation.runs.paths import file_name
@@ -103,7 +103,7 @@ def read_alignment(
         everyone = [client for _, client in sorted(run.federation.clients.items())]
         seed = run.federation.settings.seed
     else:
-        everyone, seed = _of_directory(Path(run), clients)
+        everyone, seed = _of_directory(user_path(run, "the run directory"), clients)
     if len(everyone) < 2:
         raise UserError("the run has one client, so that there is no pair to compare; give a run of at least 2")
     shown = _test_examples(everyone, rows) if examples is None else _spaced(examples, rows)
@@ -118,7 +118,7 @@ def read_alignment(
                     "not known; give a run whose clients have one"
                 )
             start = fill(new_module(factory, seed=0), initial_state(factory, seed))
-            end = run.model(client.id) if isinstance(run, Run) else _kept(Path(run), client.id, factory)
+            end = run.model(client.id) if isinstance(run, Run) else _kept(user_path(run), client.id, factory)
             name = module.get(client.id) if isinstance(module, Mapping) else module
             for model, found in ((start, before), (end, after)):
                 with _advised(client.id):
@@ -156,7 +156,7 @@ def _mean(table: NDArray[np.float64]) -> float:
 
 def _of_directory(folder: Path, clients: Sequence[Client] | None) -> tuple[list[Client], int]:
     """The clients by id and the seed of a run directory."""
-    if not (folder / "config.yaml").is_file():
+    if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
     config = read_config(folder)
     if clients is None:
@@ -186,8 +186,8 @@ def _kept(folder: Path, client: str, factory: Architecture) -> nn.Module:
     """The personal network of a client, from the run directory."""
     file = folder / "models" / f"{file_name(client)}.safetensors"
     try:
-        return fill(new_module(factory, seed=0), safetensors.torch.load(file.read_bytes()))
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        return fill(new_module(factory, seed=0), read_tensors(file))
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{file} cannot be read as the network of client {client!r} ({error}); give the clients of this run, or "
             "run it again"

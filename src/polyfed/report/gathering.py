@@ -14,7 +14,7 @@ import numpy as np
 from polyfed.comparison import directory as comparison
 from polyfed.core.errors import UserError
 from polyfed.report.answers import read_answers, read_mean
-from polyfed.report.records import DIGITS, Told, mean, read_run
+from polyfed.report.records import DIGITS, Told, mean, read_rounds, read_run, updates_of
 from polyfed.report.scale import Scale, scale_of
 from polyfed.simulation.runs.directory import BASELINES, changes, read_config, read_manifest
 
@@ -184,8 +184,8 @@ def gather(folders: Sequence[Path]) -> tuple[list[Setting], list[str]]:
     notes: list[str] = []
     told: dict[Path, Told] = {}
     for folder in folders:
-        compared = (folder / comparison.DESCRIPTION).is_file()
-        if compared and (folder / comparison.RESULTS).is_file():
+        compared = (folder / comparison.DESCRIPTION).exists()
+        if compared and (folder / comparison.RESULTS).exists():
             settings.append(_compared(folder, notes))
             continue
         read = {path: read_run(path) for path in _runs(folder)}
@@ -209,10 +209,10 @@ def gather(folders: Sequence[Path]) -> tuple[list[Setting], list[str]]:
 
 def _runs(folder: Path) -> Iterator[Path]:
     """A run directory and its baselines, or the runs that an unfinished comparison has so far."""
-    if (folder / comparison.DESCRIPTION).is_file():
+    if (folder / comparison.DESCRIPTION).exists():
         yield from sorted(path.parent for path in folder.glob("*/seed-*/config.yaml"))
         return
-    if not (folder / "config.yaml").is_file():
+    if not (folder / "config.yaml").exists():
         raise UserError(
             f"{folder} is not a run directory: it has no config.yaml (nor {comparison.DESCRIPTION}, of a comparison)"
         )
@@ -323,7 +323,7 @@ def _compared_runs(
         if run["round"] is None:
             continue
         path = None if run["path"] is None else folder / run["path"]
-        known = path is not None and (path / "config.yaml").is_file()
+        known = path is not None and (path / "config.yaml").exists()
         config: dict[str, Any] = {}
         if path is not None and known:
             try:
@@ -336,7 +336,11 @@ def _compared_runs(
             (int(number), math.nan if score is None else float(score), moved / 2**20, float(seconds))
             for number, score, moved, seconds in run["curve"]
         )
+        try:
+            norms, warnings = updates_of(read_rounds(path / "metrics.jsonl") if path is not None and known else ())
+        except UserError:  # `changes` tells of it
+            norms, warnings = {}, ()
         yield Told(
-            path if known else None, config, method["name"], int(seed), scale, content["rounds"],
-            curve[-1][0], run["round"], run["scores"], curve,
+            path if known else None, config, method["name"], int(seed), scale, content["rounds"], curve[-1][0], run["round"],
+            run["scores"], curve, norms=norms, warnings=warnings, hides_updates=config.get("secure") is True,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.evaluation import SCORE
+from polyfed.core.files import user_path
 from polyfed.core.seeds import derive, local_rng, torch_generator
 from polyfed.core.threads import one_thread
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
@@ -198,7 +199,7 @@ def read_communications(runs: Sequence[str | Path]) -> Communications:
     """
     if not runs:
         raise UserError("give at least one run directory; those of Fig. 4 have rounds × local_epochs in common")
-    read = [_last_scores(Path(folder)) for folder in runs]
+    read = [_last_scores(user_path(folder, "the run directory")) for folder in runs]
     for place, kind in enumerate(("rounds × local_epochs", "score", "clients")):
         values = [(one[1] * one[2], one[0], tuple(sorted(one[3])))[place] for one in read]
         if other := next((i for i, value in enumerate(values) if value != values[0]), 0):
@@ -229,7 +230,7 @@ def _text(value: Any) -> str:
 
 def _last_scores(folder: Path) -> tuple[str, int, int, dict[str, float]]:
     """Score, R, L, and each client's value after the last round."""
-    if not (folder / "config.yaml").is_file():
+    if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
     config, history = read_config(folder), read_metrics(folder / "metrics.jsonl")
     method = config.get("algorithm") or {}

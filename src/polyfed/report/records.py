@@ -11,6 +11,7 @@ from typing import Any, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation import SCORE
+from polyfed.core.files import MOST_ROUNDS, read_text_file
 from polyfed.core.metrics import METRICS
 from polyfed.report.scale import Scale, scale_of
 from polyfed.simulation.norms import NORM, norms_of
@@ -115,12 +116,19 @@ def read_run(folder: Path) -> Told | None:
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"seed and rounds in {folder / 'config.yaml'} must be whole numbers: {error}") from error
     failures = sum(len(record.get("failures", ())) for record in records)
-    norms = {record["round"]: known for record in records if (known := norms_of(record))}
-    warnings = tuple(sentence for record in records for sentence in record.get("warnings", ()))
+    norms, warnings = updates_of(records)
     return Told(
         folder, config, str(method["name"]), seed, scale, rounds, done, curve[-1][0], final, tuple(curve), failures,
         norms, warnings, config.get("secure") is True,
     )  # fmt: skip
+
+
+def updates_of(
+    records: Sequence[Mapping[str, Any]],
+) -> tuple[dict[int, dict[str, float]], tuple[str, ...]]:
+    """By round the norm of each client's update, and the warnings about the rounds; early versions have neither."""
+    norms = {record["round"]: known for record in records if (known := norms_of(record))}
+    return norms, tuple(sentence for record in records for sentence in record.get("warnings", ()))
 
 
 def _deciding(config: Mapping[str, Any]) -> str | None:
@@ -142,12 +150,10 @@ def read_rounds(path: Path, scores: Sequence[str] = ()) -> list[dict[str, Any]]:
     Raises:
         UserError: the file cannot be read, or a line of it is not a round.
     """
-    if not path.exists():
-        return []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        text = read_text_file(path, MOST_ROUNDS, errors="replace")
+    except FileNotFoundError:
+        return []
     lines = text.rstrip().split("\n") if text.strip() else []
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):

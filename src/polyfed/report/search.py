@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.algorithm import BringsNetwork
 from polyfed.core.errors import UserError, nearest
+from polyfed.core.files import read_file, user_path
 from polyfed.core.threads import one_thread
 from polyfed.core.typed import from_json
 from polyfed.data.plot import picture_path, save_figure
@@ -124,7 +125,7 @@ def read_search(run: Run | str | Path) -> Found:
             told = {i: _described(run, i) for i in sorted(run.federation.clients)}
         places = {i: f"client {i!r}" for i in told}
     else:
-        told, places = _of_directory(Path(run))
+        told, places = _of_directory(user_path(run, "the run directory"))
     cells = {client: _cells(told[client], places[client]) for client in sorted(told)}
     first = min(cells)
     for client, own in cells.items():
@@ -220,7 +221,7 @@ def _described(run: Run, client: str) -> Any:
 
 def _of_directory(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """By client, what its models/ID.json holds, and where that is."""
-    if not (folder / "config.yaml").is_file():
+    if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
     config = read_config(folder)
     found = [file for file in (folder / "models").glob("*") if not file.name.startswith(".partial-")]
@@ -243,7 +244,7 @@ def _of_directory(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
         file = folder / "models" / f"{name}.json"
         client = ids.get(name, name)
         try:
-            told[client], places[client] = from_json(file.read_text(encoding="utf-8")), str(file)
+            told[client], places[client] = from_json(read_file(file)), str(file)
         except FileNotFoundError as error:
             raise UserError(
                 f"{folder} has no models/{file.name}, the cells of client {client!r}; restore it, or run again"

@@ -15,6 +15,7 @@ import torch
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
+from polyfed.core.files import read_file
 from polyfed.core.inputs import mapped
 from polyfed.core.typed import conforms, from_json
 from polyfed.models import ModelSpec
@@ -109,7 +110,7 @@ def operations(folder: Path, key: str, most: int = MOST) -> str:
             file = Path(place) / "cells.svg"
             with rc_context({"svg.fonttype": "none"}):  # letters as text, a fraction of their outlines
                 draw_cell(found, client, file)
-            drawn = base64.b64encode(file.read_bytes()).decode()
+            drawn = base64.b64encode(read_file(file)).decode()
         alt = escape(f"The cells of {client}: nodes and the most probable operation of each edge")
         rows = []
         maps = []
@@ -191,7 +192,7 @@ def warm_starts(folder: Path, key: str) -> str:
     if not file.is_file():
         return ""
     try:
-        content: Mapping[str, Any] = from_json(file.read_text(encoding="utf-8"))
+        content: Mapping[str, Any] = from_json(read_file(file))
         if wrong := conforms(content, dict[str, WarmCurves]):
             raise ValueError(wrong)
         odd = [i for i, one in content.items() if not one["warm"] or len(one["warm"]) != len(one["scratch"])]

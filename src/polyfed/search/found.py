@@ -6,15 +6,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples, split_rows
+from polyfed.core.files import read_file, user_path
 from polyfed.core.layout import arrange
 from polyfed.core.scratch import new_module
+from polyfed.core.stored import read_tensors
 from polyfed.core.typed import conforms, from_json, made
 from polyfed.search.cells import CellPlan
 from polyfed.search.network import Network, Plan, Sampled
@@ -260,11 +261,11 @@ def load(path: str | Path) -> nn.Module:
     Raises:
         UserError: one of the files is missing, or they do not belong together.
     """
-    path = Path(path)
+    path = user_path(path)
     try:
-        description = from_json(path.read_text(encoding="utf-8"))
-        weights = safetensors.torch.load_file(path.with_suffix(".safetensors"))
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        description = from_json(read_file(path))
+        weights = read_tensors(path.with_suffix(".safetensors"))
+    except (OSError, ValueError) as error:
         raise UserError(
             f"cannot read the network of {path}: {error}; give models/ID.json of a run directory"
         ) from error

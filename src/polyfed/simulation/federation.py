@@ -16,7 +16,7 @@ from polyfed.core.compression import Compression
 from polyfed.core.decided import decisions
 from polyfed.core.errors import Interrupted, UserError
 from polyfed.core.examples import as_examples
-from polyfed.core.files import resumable
+from polyfed.core.files import resumable, user_path
 from polyfed.core.metrics import metrics_of, written
 from polyfed.core.precision import check_precision
 from polyfed.core.threads import one_thread
@@ -168,10 +168,11 @@ def resume(
         UserError: not a run directory, `clients` or `metrics` are missing or not those of the run, or `algorithm` is not
             that of the run.
     """
+    out = user_path(out, "the run directory")
     config = read_config(out)
     directory = RunDirectory.open(out)
     try:
-        chain.check_config(Path(out), config, directory.manifest())
+        chain.check_config(out, config, directory.manifest())
         settings, algorithm = restored(config, algorithm)
         settings = dataclasses.replace(
             settings, engine=engine or settings.engine, workers=settings.workers if workers is None else workers,
@@ -328,7 +329,7 @@ def play(
             for sentence in record["warnings"]:
                 progress.say(f"warning: {sentence}")
             if (lost := losses_lost(history[-1:])) and not losses_lost(history[-2:-1]):  # once, not in each round
-                warnings.warn(lost, RuntimeWarning, stacklevel=4)
+                progress.warn(lost)
 
         try:
             if now.round == 0:

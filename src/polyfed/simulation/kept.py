@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import MODEL_WORDS, Algorithm, BringsNetwork
 from polyfed.core.errors import UserError, nearest
+from polyfed.core.files import read_file, user_path
 from polyfed.core.metrics import probabilities
 from polyfed.core.scratch import fill, new_module
+from polyfed.core.stored import read_tensors
 from polyfed.core.threads import one_thread
 from polyfed.core.tree import Tree
 from polyfed.core.typed import from_json
@@ -81,7 +81,8 @@ def load_model(folder: str | Path, client: str | None = None) -> KeptModel:
     Raises:
         UserError: there is none of this client, its files are damaged, or its network is code that nobody allowed.
     """
-    config, models = read_config(folder), Path(folder) / "models"
+    folder = user_path(folder, "the run directory")
+    config, models = read_config(folder), folder / "models"
     known = sorted(path.name.removesuffix(_ENDING) for path in models.glob(f"*{_ENDING}"))
     if not known:
         raise UserError(
@@ -93,15 +94,15 @@ def load_model(folder: str | Path, client: str | None = None) -> KeptModel:
     if name not in known:
         raise UserError(f"{folder} has no model of client {client!r}; {nearest(str(client), known)}")
     try:
-        prepared = from_description(from_json((models / f"{name}{_ENDING}").read_bytes()))
-        weights = safetensors.torch.load((models / f"{name}.safetensors").read_bytes())
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        prepared = from_description(from_json(read_file(models / f"{name}{_ENDING}")))
+        weights = read_tensors(models / f"{name}.safetensors")
+    except (OSError, ValueError) as error:
         raise UserError(
             f"the model of {name!r} in {models} cannot be read ({error}); run again, or put back a copy"
         ) from error
     method, owner = method_of(section(config, "algorithm")), client or name
     if isinstance(method, BringsNetwork) and not method.requires & MODEL_WORDS:
-        described = from_json((models / f"{name}.json").read_bytes())
+        described = from_json(read_file(models / f"{name}.json"))
         return KeptModel(fill(method.build(described), weights).eval(), prepared, owner)
     told = models / f"{name}{SIGNATURE}"
     spec = read_signature(told)["network"] if told.is_file() else None

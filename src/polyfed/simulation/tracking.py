@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypedDict, final
 
 from polyfed.core.errors import UserError, check_extra, nearest
-from polyfed.core.files import make_folder, replace_file
+from polyfed.core.files import make_folder, read_file, replace_file, user_path
 from polyfed.core.typed import conforms, from_json
 from polyfed.simulation.runs.directory import read_config, read_metrics
 from polyfed.simulation.runs.progress import Progress, for_terminal
@@ -143,7 +143,7 @@ def experiment_of(client: Any) -> str:
 def run_of(folder: Path) -> str | None:
     """The run of MLflow that the link file of a run directory names; None without one, or if it is damaged."""
     try:
-        link = from_json((folder / LINK).read_bytes())
+        link = from_json(read_file(folder / LINK))
     except (OSError, ValueError):
         return None
     return None if conforms(link, _Link) else str(link["run_id"])
@@ -248,7 +248,7 @@ def tracked(names: str | Sequence[str], out: str | Path, shown: Progress | None 
             logger.reach()
         except Exception as error:  # of whatever kind the package has
             raise UserError(f"cannot track with {name}: {_reason(error)}") from error
-    return Tracker(loggers, Path(out), for_terminal(lines=False) if shown is None else shown)
+    return Tracker(loggers, user_path(out, "out"), for_terminal(lines=False) if shown is None else shown)
 
 
 def check(names: str | Sequence[str]) -> list[str]:
@@ -267,7 +267,9 @@ def check(names: str | Sequence[str]) -> list[str]:
 
 def kept(out: str | Path) -> list[str]:
     """With what a run directory has been tracked before, so that it goes on when the run does."""
-    return [name for name, mark in (("tensorboard", EVENTS), ("mlflow", LINK)) if (Path(out) / mark).exists()]
+    return [
+        name for name, mark in (("tensorboard", EVENTS), ("mlflow", LINK)) if (user_path(out, "out") / mark).exists()
+    ]
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from polyfed.core.dense import dense_message
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation import SCORE, Metrics, client_metrics, predict
 from polyfed.core.examples import Examples, as_examples
+from polyfed.core.files import user_path
 from polyfed.core.gradients import gradients
 from polyfed.core.precision import check_precision
 from polyfed.core.scratch import fill, initial_state, new_module, scratch
@@ -125,8 +126,8 @@ def load_server(out: str | Path) -> Server:
     Raises:
         UserError: not a run directory, the run of another method, or no whole checkpoint.
     """
-    folder = Path(out)
-    if not (folder / "config.yaml").is_file():
+    folder = user_path(out, "the run directory")
+    if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
     config, manifest = read_config(folder), read_manifest(folder)
     settings, algorithm = restored(config, None)

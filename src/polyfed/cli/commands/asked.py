@@ -9,6 +9,7 @@ from polyfed.cli.outlines import outline
 from polyfed.comparison.directory import DESCRIPTION
 from polyfed.comparison.reading import Budget, Reading
 from polyfed.core.code import trust_code
+from polyfed.core.files import user_path
 
 HERE = frozenset({"data.test_fraction", "data.augment"})  # of the split, what one unseen client alone can have
 
@@ -74,7 +75,7 @@ def read_words(words: list[str]) -> Asked:
         algorithms=tuple(name.strip() for name in algorithms.split(",")) if algorithms else (),
         seeds=None if seeds is None else tuple(number("--seeds", part, int, several) for part in seeds.split(",")),
         resplit=None if resplit is None else number("--resplit", resplit, int, "a whole number"),
-        method_config=None if method_config is None else Path(method_config),
+        method_config=None if method_config is None else user_path(method_config, "--method-config"),
         budget=take(words, "--budget"),
         target=None if target is None else number("--target", target, float, "a number"),
         tune=take(words, "--tune"),
@@ -89,7 +90,7 @@ def read_words(words: list[str]) -> Asked:
 
 def is_comparison(folder: str) -> bool:
     """Whether a folder holds a comparison."""
-    return (Path(folder) / DESCRIPTION).is_file()
+    return bool(folder) and (user_path(folder) / DESCRIPTION).exists()
 
 
 def offered(key: str) -> bool:

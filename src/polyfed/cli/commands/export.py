@@ -1,7 +1,5 @@
 """`polyfed export`: a client's network of a run as a folder to take away."""
 
-from pathlib import Path
-
 from polyfed.cli.commands.words import asked_for_help, help_of, take
 from polyfed.core.code import named, trust_code
 from polyfed.core.errors import UserError, nearest
@@ -42,5 +40,5 @@ def command(words: list[str]) -> None:
         trust_code(model)  # the user's own word
     factory = None if model is None else named(model)
     chosen = given["format"] or "torchscript"
-    folder = export_model(Path(words[0]), given["client"], given["to"], format=chosen, network=factory)  # type: ignore[arg-type]
+    folder = export_model(words[0], given["client"], given["to"], format=chosen, network=factory)  # type: ignore[arg-type]
     print(f"{folder} has {', '.join(sorted(path.name for path in folder.iterdir()))}; README.md says how to use it")

@@ -16,6 +16,7 @@ from rich.console import Console
 from polyfed.cli.commands.terminal import Table
 from polyfed.cli.commands.words import flag, number, take, take_all
 from polyfed.core.errors import Interrupted, RoundError, UserError, check_extra, nearest
+from polyfed.core.files import read_text_file, user_path
 from polyfed.core.text import clean
 from polyfed.deploy import trial as trials
 from polyfed.deploy.project import Project, create, names_of
@@ -45,7 +46,7 @@ def main(words: list[str]) -> None:
         raise UserError(f"polyfed flower {kind} has no --{unsuited[0]}; polyfed flower --help tells what it has")
     if len(words) != 1 or words[0].startswith("-"):
         raise UserError(f"polyfed flower {kind} takes one folder, got {' and '.join(words) or 'none'}")
-    folder = Path(words[0])
+    folder = user_path(words[0], "the project")
     if kind == "init":
         init(folder, given["sites"] or "4")
     elif kind == "up":
@@ -57,7 +58,9 @@ def main(words: list[str]) -> None:
 
         doctor.run(folder, number("--port", given["port"] or "8000", int, "a number"), given["address"])
     elif kind == "run":
-        out, resume = (None if given[name] is None else Path(str(given[name])) for name in ("out", "resume"))
+        out, resume = (
+            None if given[name] is None else user_path(str(given[name]), f"--{name}") for name in ("out", "resume")
+        )
         run(
             folder, out=out, resume=resume, allow_disclosure=allowed, changes=changes,
             connection=given["connection"] or "fed",
@@ -188,7 +191,7 @@ def _configure(file: Path, config: Mapping[str, Any]) -> None:
     """Writes the configuration of one run into the app's copy."""
     import tomli_w  # comes with Flower
 
-    content = tomllib.loads(file.read_text(encoding="utf-8"))
+    content = tomllib.loads(read_text_file(file))
     content["tool"]["flwr"]["app"]["config"] = dict(config)
     file.write_text(tomli_w.dumps(content), encoding="utf-8")
 

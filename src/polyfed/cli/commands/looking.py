@@ -1,10 +1,9 @@
 """`polyfed data` and `polyfed graph`: what clients and networks look like, before anything is trained."""
 
-from pathlib import Path
-
 from polyfed.cli.commands.words import asked_for_help, flag, help_of, positive, take, value_of
 from polyfed.core.code import trust_code
 from polyfed.core.errors import UserError, nearest
+from polyfed.core.files import user_path
 
 
 def data(words: list[str]) -> None:
@@ -30,7 +29,7 @@ def data(words: list[str]) -> None:
     from polyfed.cli.commands import running
     from polyfed.simulation.experiment import from_config
 
-    running.show_data(from_config(config), Path(plot))
+    running.show_data(from_config(config), user_path(plot, "--plot"))
 
 
 def graph(words: list[str]) -> None:
@@ -71,4 +70,5 @@ def graph(words: list[str]) -> None:
 
     trust_code(words[0])
     spec = ModelSpec(words[0], arguments, sizes[0], sizes[1][0])
-    graphs.show(spec, integer=integer, plot=Path(plot), catalogue=Path(catalogue) if catalogue else None)
+    file = None if catalogue is None else user_path(catalogue, "--catalogue")
+    graphs.show(spec, integer=integer, plot=user_path(plot, "--plot"), catalogue=file)

@@ -14,7 +14,7 @@ from polyfed.cli.commands.papers import Cell
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation import SCORE
-from polyfed.core.files import replace_file
+from polyfed.core.files import read_file, replace_file
 from polyfed.core.typed import conforms, from_json
 from polyfed.data import Shift
 from polyfed.graphs import LayerCatalogue, LayerType, extract
@@ -57,7 +57,7 @@ def measure(cell: Cell, run: Finished | None) -> float | None:
     Raises:
         UserError: the run is damaged.
     """
-    if run is not None and not (run.of(cell.method) / "config.yaml").is_file():
+    if run is not None and not (run.of(cell.method) / "config.yaml").exists():
         return None
     value = METRICS[cell.metric](cell, run)
     return None if value is None else 100 * value if cell.unit == "%" else value
@@ -242,7 +242,7 @@ def _kept(file: Path) -> dict[str, dict[str, float | None]]:
     if not file.exists():
         return {}
     try:
-        kept: dict[str, dict[str, float | None]] = from_json(file.read_bytes())
+        kept: dict[str, dict[str, float | None]] = from_json(read_file(file))
         if wrong := conforms(kept, dict[str, dict[str, float | None]]):
             raise ValueError(wrong)
     except (OSError, ValueError) as error:

@@ -44,7 +44,7 @@ class _Part:
 
 def has_all_rounds(folder: Path) -> bool:
     """Whether there is a run, and complete."""
-    if not (folder / "config.yaml").is_file():
+    if not (folder / "config.yaml").exists():
         return False
     return len(read_metrics(folder / "metrics.jsonl")) == int(read_config(folder)["rounds"])
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyfed.cli.commands.words import asked_for_help, help_of, take
 from polyfed.core.errors import UserError
+from polyfed.core.files import user_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +33,7 @@ def command(words: list[str]) -> None:
         raise UserError(
             f"polyfed predict takes a run directory and a CSV or Parquet file, got {' and '.join(words) or 'none'}"
         )
-    run(Path(words[0]), client, words[1], None if out is None else Path(out))
+    run(user_path(words[0]), client, words[1], None if out is None else user_path(out, "--out"))
 
 
 def run(folder: Path, client: str | None, file: str, out: Path | None, console: "Console | None" = None) -> None:
@@ -50,6 +51,7 @@ def run(folder: Path, client: str | None, file: str, out: Path | None, console: 
 
     from polyfed.cli.commands.terminal import Table, say
     from polyfed.core.files import replaced
+    from polyfed.core.text import defuse
     from polyfed.report.export.folder import Opened, is_exported
     from polyfed.simulation.kept import KeptModel, load_model
     from polyfed.simulation.runs.directory import read_config
@@ -68,8 +70,9 @@ def run(folder: Path, client: str | None, file: str, out: Path | None, console: 
     found = {"row": list(range(1, table.num_rows + 1)), **model.predict(table)}
     console = console or Console()
     if out is not None:
+        cells = [[defuse(v) if isinstance(v, str) else v for v in column] for column in found.values()]
         with replaced(out) as stream:
-            pyarrow.csv.write_csv(pyarrow.table(found), stream)
+            pyarrow.csv.write_csv(pyarrow.table(cells, names=[defuse(name) for name in found]), stream)
         say(console, f"{table.num_rows} rows in {out}")
         return
     many = table.num_rows > _SHOWN

@@ -13,6 +13,7 @@ import yaml
 
 from polyfed.cli.commands.words import take
 from polyfed.core.errors import UserError, nearest
+from polyfed.core.files import user_path
 from polyfed.simulation.runs.directory import read_config
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -139,14 +140,17 @@ def read(name: str) -> Recipe:
         return _recipe(name, shipped(known[name]))
     if as_data := _AS_DATA.get(Path(name).suffix.lower()):
         raise UserError(f"{name} is no recipe or config.yaml; if it holds data, give {as_data.format(name)}")
-    if name and Path(name).is_dir() and not (Path(name) / "config.yaml").is_file():
+    if not name.strip():
+        raise UserError(f"there is no recipe or file {name!r}; {nearest(name, known)}")
+    place = user_path(name, "the recipe or file")
+    if place.is_dir() and not (place / "config.yaml").exists():
         how = (
             f"or if it holds data, say of which kind (polyfed list data), such as --data imagefolder --data.path {name}"
         )
         raise UserError(f"{name} is a folder without config.yaml; give a run directory, a YAML file or a recipe; {how}")
-    if name and (name.endswith((".yaml", ".yml")) or Path(name).exists()):
-        config = read_config(name)
-        _check_says_its_data(Path(name), config)
+    if name.endswith((".yaml", ".yml")) or place.exists():
+        config = read_config(place)
+        _check_says_its_data(place, config)
         return _recipe(name, config)
     raise UserError(f"there is no recipe or file {name!r}; {nearest(name, known)}")
 

@@ -16,7 +16,7 @@ from polyfed.cli.commands.papers import Cell, PaperTable, find, find_paper, pape
 from polyfed.cli.commands.recipes import SCALES, Recipe, read
 from polyfed.cli.commands.terminal import Table, say
 from polyfed.core.errors import Interrupted, RoundError, UserError, nearest
-from polyfed.core.files import make_folder, replace_file
+from polyfed.core.files import make_folder, replace_file, user_path
 from polyfed.simulation.runs.directory import plain, read_config
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Wanted:
     def folder(self, table: PaperTable) -> Path:
         """Where everything goes."""
         kept = Path("runs") / f"reproduce-{table.paper}-{table.name}-{self.scale or 'cpu'}"
-        return Path(self.out) if self.out else kept
+        return kept if self.out is None else user_path(self.out, "--out")
 
 
 @final
@@ -230,7 +230,7 @@ def _check_settings(folder: Path, experiment: "Experiment") -> None:
     from polyfed.simulation.runs.configuration import described
 
     for name, place in parts(experiment, folder).items():
-        if not (place / "config.yaml").is_file():
+        if not (place / "config.yaml").exists():
             continue
         method, kept = experiment.baselines.get(name, experiment.algorithm), dict(experiment.config)
         if place != folder:
@@ -286,7 +286,7 @@ def _found(cell: Cell, recipes: Mapping[str, Recipe], scale: str, seeds: Sequenc
         number = recipe.configuration(scale, variant)["seed"] if seed is None else seed
         folder = _folder(out, recipe.name, variant, number)
         run = Finished(folder, scale)
-        if (folder / "config.yaml").is_file() and playing.has_all_rounds(run.of(cell.method)):
+        if (folder / "config.yaml").exists() and playing.has_all_rounds(run.of(cell.method)):
             places.append(folder.name)
             value = measure(cell, run)
             by_seed |= {} if value is None else {number: value}

@@ -102,7 +102,7 @@ def go_on(out: Path, *, quiet: bool = False, console: Console | None = None) -> 
         UserError: `out` is not a run directory that can be resumed.
         RoundError: a baseline could not be finished; all others were, and the table has them.
     """
-    if not (out / "config.yaml").is_file():
+    if not (out / "config.yaml").exists():
         raise UserError(f"{out} is not a run directory: it has no config.yaml")
     config = read_config(out)
     if "data" not in config:

@@ -18,7 +18,7 @@ from polyfed.cli.commands.terminal import Table, say
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.evaluation import SCORE
-from polyfed.core.files import make_folder, replace_file
+from polyfed.core.files import make_folder, read_file, replace_file
 from polyfed.core.seeds import derive
 from polyfed.core.typed import conforms, from_json
 from polyfed.data import IID, SOURCES, PadCropFlip, Split, make_clients
@@ -292,7 +292,7 @@ def _keep_curves(file: Path, curves: Mapping[str, Curves]) -> None:
     kept: dict[str, Any] = {}
     if file.is_file():
         try:
-            kept = from_json(file.read_text(encoding="utf-8"))
+            kept = from_json(read_file(file))
             if wrong := conforms(kept, dict[str, dict[str, Any]]):
                 raise ValueError(wrong)
         except (OSError, ValueError) as error:

@@ -10,6 +10,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
+from polyfed.core.files import read_file
 from polyfed.deploy.doctor import Finding, Findings, note, ok, wrong
 from polyfed.deploy.doctor.machine import closed_file, readable
 
@@ -31,7 +32,7 @@ def read_certificates(file: Path) -> list[x509.Certificate]:
         ValueError: there are none, or they are damaged.
     """
     try:
-        found = x509.load_pem_x509_certificates(file.read_bytes())
+        found = x509.load_pem_x509_certificates(read_file(file))
         for one in found:  # what is damaged inside shows only when it is asked for
             _ = one.public_key(), one.extensions, one.subject.rfc4514_string(), one.issuer.rfc4514_string()
     except _DAMAGE as error:
@@ -44,7 +45,7 @@ def check_authority(part: str, file: Path) -> Findings:
     if unreadable := readable(part, file):
         yield unreadable
         return
-    if b"PRIVATE KEY" in file.read_bytes():
+    if b"PRIVATE KEY" in read_file(file):
         yield wrong(part, f"{file} holds a private key, and is given to everybody; keep the certificate alone in it")
     try:
         found = read_certificates(file)
@@ -193,7 +194,7 @@ def _pair(part: str, file: Path, leaf: x509.Certificate, key: Path) -> Findings:
         return
     yield from closed_file(part, key)
     try:
-        private = serialization.load_pem_private_key(key.read_bytes(), password=None)
+        private = serialization.load_pem_private_key(read_file(key), password=None)
     except TypeError:
         yield wrong(part, f"{key} has a passphrase, for which the server cannot ask; openssl pkey -in {key} -out NEW")
         return
@@ -246,7 +247,7 @@ def check_site_key(part: str, file: Path) -> Findings:
         return
     yield from closed_file(part, file)
     try:
-        private = serialization.load_ssh_private_key(file.read_bytes(), password=None)
+        private = serialization.load_ssh_private_key(read_file(file), password=None)
     except _DAMAGE as error:
         yield wrong(
             part,
@@ -271,7 +272,7 @@ def check_site_key(part: str, file: Path) -> Findings:
 def public_of(file: Path) -> bytes | None:
     """The public key in a file of OpenSSH's form; None if there is none."""
     try:
-        return serialization.load_ssh_public_key(file.read_bytes()).public_bytes(*_RAW)
+        return serialization.load_ssh_public_key(read_file(file)).public_bytes(*_RAW)
     except (OSError, *_DAMAGE):
         return None
 
@@ -291,7 +292,7 @@ def check_peers(part: str, folder: Path, name: str, key: Path) -> Findings:
     if len(set(found.values()) - {None}) < len(found) - list(found.values()).count(None) or len(found) < len(files):
         yield wrong(part, f"two files in {folder} have one key or one name; each site has one key of its own")
     try:
-        own = serialization.load_ssh_private_key(key.read_bytes(), password=None).public_key().public_bytes(*_RAW)
+        own = serialization.load_ssh_private_key(read_file(key), password=None).public_key().public_bytes(*_RAW)
     except (OSError, *_DAMAGE):
         return  # told by `check_site_key`
     if name not in found:

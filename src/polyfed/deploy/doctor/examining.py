@@ -253,14 +253,15 @@ def _site(unit: Unit, address: str | None) -> Findings:
             yield wrong(
                 "configuration", f"{unit.file}: --node-config cannot be read ({error}); texts need double quotes"
             )
-    named = Path(str(words.get("site") or here / "site.py"))
+    named = Path(str(words.get("site") or here / "site.py")).expanduser()
     yield from check_site_file("site.py", here / named.name if not named.exists() else named)
     if words.get("secure") and words.get("key") and words.get("peers"):
-        yield from check_peers("keys", Path(str(words["peers"])), str(words.get("client-id")), Path(str(words["key"])))
-        if (own := readable("keys", Path(str(words["key"])))) is not None:
+        key, peers = (Path(str(words[name])).expanduser() for name in ("key", "peers"))
+        yield from check_peers("keys", peers, str(words.get("client-id")), key)
+        if (own := readable("keys", key)) is not None:
             yield own
     if words.get("state-dir"):
-        yield from check_state("disk", Path(str(words["state-dir"])))
+        yield from check_state("disk", Path(str(words["state-dir"])).expanduser())
     else:
         yield note("disk", "the folder for states (state-dir) is not known")
     target = address or given.get("--superlink")

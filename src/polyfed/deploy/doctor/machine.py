@@ -6,6 +6,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from polyfed.core.errors import UserError
+from polyfed.core.files import MOST_TEXT, check_file, read_file
 from polyfed.deploy.doctor import Finding, Findings, note, ok, wrong
 
 LEAST_ROOM = 2**30
@@ -32,6 +34,10 @@ def readable(part: str, file: Path) -> Finding | None:
             f"{file} cannot be read by {_me()}; run this as the user of the service (sudo -u polyfed ...), or "
             "give the file to it (chown)",
         )
+    try:
+        check_file(file, MOST_TEXT)
+    except UserError as error:  # of no such size, say
+        return wrong(part, str(error))
     return None
 
 
@@ -47,7 +53,7 @@ def check_token(part: str, file: Path) -> Findings:
         yield unreadable
         return
     yield from closed_file(part, file)
-    token = file.read_bytes().strip()
+    token = read_file(file).strip()
     if len(token) < 32 or not token.isascii() or b" " in token:
         yield wrong(
             part, f"{file} must hold at least 32 letters and digits; (umask 077; openssl rand -hex 32 > {file})"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import nearest
+from polyfed.core.files import read_file
 from polyfed.deploy.doctor import Findings, note, ok, wrong
 from polyfed.deploy.doctor.machine import readable
 from polyfed.deploy.project import NAME
@@ -84,7 +85,7 @@ def check_functions(part: str, file: Path, wanted: Mapping[str, str]) -> Finding
         yield unreadable
         return
     try:
-        body = ast.parse(file.read_bytes(), str(file)).body
+        body = ast.parse(read_file(file), str(file)).body
     except (SyntaxError, ValueError) as error:
         yield wrong(part, f"{file} is no Python: {error}")
         return

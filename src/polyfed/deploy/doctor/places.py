@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import final
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import read_text_file
 
 SERVER_UNIT, SITE_UNIT = "superlink.service", "supernode.service"
 _START = re.compile(r"^ExecStart=[-@:+!]*(.*)$", re.MULTILINE)
@@ -42,7 +43,7 @@ def read_unit(file: Path) -> Unit:
     if not file.exists():
         return Unit(file, None, {}, {name: os.environ[name] for name in ("FLWR_HOME",) if name in os.environ})
     try:
-        text = re.sub(r"\\\n\s*", " ", file.read_text(encoding="utf-8"))
+        text = re.sub(r"\\\n\s*", " ", read_text_file(file))
         found = _START.search(text)
         words = shlex.split(found.group(1)) if found else []
         environment = dict(

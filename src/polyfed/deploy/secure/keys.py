@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import read_file
 from polyfed.deploy.secure import RefusalError
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -115,7 +116,7 @@ def read_private(file: Path) -> PrivateKey:
         UserError: it cannot be read, has a passphrase, or is of another kind.
     """
     try:
-        found = serialization.load_ssh_private_key(file.read_bytes(), password=None)
+        found = serialization.load_ssh_private_key(read_file(file), password=None)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"the key of this site, {file}, cannot be read: {error}") from error
     if not isinstance(found, ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey):
@@ -132,7 +133,7 @@ def read_peers(folder: Path) -> dict[str, PublicKey]:
     found: dict[str, PublicKey] = {}
     for file in sorted(folder.glob("*.pub")):
         try:
-            key = serialization.load_ssh_public_key(file.read_bytes())
+            key = serialization.load_ssh_public_key(read_file(file))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"the public key {file} cannot be read: {error}") from error
         if not isinstance(key, ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.files import make_folder, replace_file
+from polyfed.core.files import make_folder, read_file, replace_file
 from polyfed.core.fixed import as_message, from_message
 from polyfed.deploy.secure import RefusalError
 from polyfed.deploy.secure.keys import read_peers, read_private, signer
@@ -152,7 +152,7 @@ class Member:
 
     def _opened(self) -> dict[str, list[str]]:
         file = self._folder / "opened.json"
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+        return dict(json.loads(read_file(file))) if file.exists() else {}
 
     def _write(self, which: Sum, state: Advertised | Shared | Masked) -> None:
         replace_file(self._file(which), json.dumps(_plain(state)).encode())
@@ -161,7 +161,7 @@ class Member:
         file = self._file(which)
         if not file.exists():
             raise RefusalError(f"this site has no keys for the secure sum of round {which.round}, or has used them")
-        return _restored(which, self.name, json.loads(file.read_text(encoding="utf-8")))
+        return _restored(which, self.name, json.loads(read_file(file)))
 
 
 def as_bytes(data: bytes) -> Tensor:

@@ -6,7 +6,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypedDict, final
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from polyfed.core.algorithm import Architecture
 from polyfed.core.code import trusted
 from polyfed.core.errors import UserError
-from polyfed.core.files import make_folder, new_file, sync_folder
+from polyfed.core.files import check_file, make_folder, new_file, read_file, sync_folder, user_path
+from polyfed.core.stored import read_tensors
 from polyfed.core.threads import one_thread
 from polyfed.core.typed import conforms, from_json
 from polyfed.data.features import Prepared, encode
@@ -93,7 +93,7 @@ def export_model(
     >>> sorted(path.name for path in folder.iterdir())
     ['README.md', 'network.ts', 'signature.json', 'weights.safetensors']
     """
-    target = Path(to)
+    target = user_path(to, "the folder to create")
     check_format(format)
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists; choose another folder")
@@ -105,7 +105,7 @@ def export_model(
             raise UserError(f"the run has several clients; name one of {', '.join(ids)}")
         trained = of_run(run, ids[0] if client is None else client)
     else:
-        trained = of_directory(Path(run), client, network)
+        trained = of_directory(user_path(run, "the run directory"), client, network)
     contents = _contents(trained, format)
     _write(target, contents)
     return target
@@ -181,7 +181,7 @@ class Opened:
 
     def __init__(self, folder: Path) -> None:
         try:
-            content = from_json((folder / SIGNATURE).read_bytes())
+            content = from_json(read_file(folder / SIGNATURE))
         except (OSError, ValueError) as error:
             raise UserError(f"{folder / SIGNATURE} cannot be read ({error}); export again") from error
         if wrong := conforms(content, Exported):
@@ -209,8 +209,8 @@ class Opened:
                 "--trust-code"
             )
         try:
-            weights = safetensors.torch.load((folder / WEIGHTS).read_bytes())
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            weights = read_tensors(folder / WEIGHTS)
+        except (OSError, ValueError) as error:
             raise UserError(f"{folder / WEIGHTS} cannot be read ({error}); export again") from error
         method = None if content["algorithm"] is None else method_of(content["algorithm"])
         description = None if method is None else read_description(folder / DESCRIPTION)
@@ -233,6 +233,6 @@ def _load_script(script: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls TorchScript deprecated
         try:
-            return torch.jit.load(str(script))  # type: ignore[no-untyped-call]
+            return torch.jit.load(str(check_file(script)))  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise UserError(f"{script} cannot be read ({str(error).splitlines()[0]}); export again") from error

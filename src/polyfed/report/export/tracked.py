@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import replace_file
+from polyfed.core.files import read_file, replace_file
+from polyfed.core.typed import from_json
 from polyfed.report.export.folder import PREPROCESSING, SIGNATURE, export_model
 from polyfed.simulation.runs.directory import read_metrics
 from polyfed.simulation.runs.paths import file_name
@@ -79,10 +80,10 @@ def signature_of_export(exported: Path) -> Any:
     tensor each of other inputs, the batch being the first axis; and a tensor of outputs."""
     models: Any = importlib.import_module("mlflow.models")
     schemas: Any = importlib.import_module("mlflow.types.schema")
-    told = json.loads((exported / SIGNATURE).read_text(encoding="utf-8"))
+    told = from_json(read_file(exported / SIGNATURE))
     table = exported / PREPROCESSING
     if table.is_file():
-        columns = json.loads(table.read_text(encoding="utf-8"))["columns"]
+        columns = from_json(read_file(table))["columns"]
         kinds = schemas.DataType
         inputs = [
             schemas.ColSpec(kinds.double if one["categories"] is None else kinds.string, one["name"]) for one in columns

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import nn
 
@@ -18,8 +16,10 @@ from polyfed.comparison.directory import DESCRIPTION
 from polyfed.comparison.directory import read_description as read_description_of
 from polyfed.core.algorithm import MODEL_WORDS, Algorithm, Architecture, BringsNetwork
 from polyfed.core.errors import UserError, nearest
+from polyfed.core.files import read_file
 from polyfed.core.metrics import Metric, metrics_of
 from polyfed.core.scratch import fill, new_module
+from polyfed.core.stored import read_tensors
 from polyfed.core.tree import Tree
 from polyfed.core.typed import UNREADABLE, from_json
 from polyfed.core.wrapping import WrapsNetwork
@@ -139,10 +139,10 @@ def of_directory(folder: Path, client: str | None, network: Architecture | None 
     """
     path, signature = _kept(folder, client)
     try:
-        weights = safetensors.torch.load(path.read_bytes())
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        weights = read_tensors(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); run again, or put back a copy") from error
-    config = read_config(folder) if (folder / "config.yaml").is_file() else {}
+    config = read_config(folder) if (folder / "config.yaml").exists() else {}
     algorithm: Any = method_of(section(config, "algorithm")) if config else None
     if algorithm is not None:
         _check_bare(algorithm)
@@ -179,7 +179,7 @@ def _kept(folder: Path, client: str | None) -> tuple[Path, Signature]:
                 f"{models} does not say what its networks take, as that of an older polyfed: `polyfed resume {folder}` "
                 "writes it"
             )
-        if (folder / "config.yaml").is_file() and "deployment" in read_config(folder):
+        if (folder / "config.yaml").exists() and "deployment" in read_config(folder):
             raise UserError(
                 f"{folder} is of a run of real sites, whose models are at the sites: each exports its own there, from the "
                 "run's folder in its state-dir"
@@ -206,7 +206,7 @@ def read_prepared(path: Path) -> Prepared | None:
     if not path.is_file():
         return None
     try:
-        return from_description(from_json(path.read_bytes()))
+        return from_description(from_json(read_file(path)))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); put back a copy") from error
 
@@ -218,7 +218,7 @@ def read_description(path: Path) -> Mapping[str, Any]:
         UserError: there is none, or it is damaged.
     """
     try:
-        content = from_json(path.read_bytes())
+        content = from_json(read_file(path))
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path} cannot be read ({error}), and the method builds its network from it; run again"
@@ -264,10 +264,10 @@ def _names(prepared: Prepared | None, manifest: Mapping[str, Any]) -> tuple[str,
 
 
 def _reading(folder: Path | None) -> dict[str, Any]:
-    if folder is None or not (folder / "config.yaml").is_file():
+    if folder is None or not (folder / "config.yaml").exists():
         return {}
     config, above = read_config(folder), folder.resolve().parents[1:2]
-    if "data" not in config and above and (above[0] / DESCRIPTION).is_file():  # a comparison keeps it for all its runs
+    if "data" not in config and above and (above[0] / DESCRIPTION).exists():  # a comparison keeps it for all its runs
         config = (read_description_of(above[0]).get("experiment") or {}).get("config") or {}
     data = config.get("data")
     if not isinstance(data, dict) or data.get("name") != "table":

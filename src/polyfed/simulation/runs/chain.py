@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import UserError
+from polyfed.core.files import ANY_SIZE, MOST_ROUNDS, open_file, read_file
 from polyfed.core.typed import from_json
 
 COMPLETE = "complete.json"  # of a checkpoint
@@ -53,8 +54,8 @@ def of_file(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_file(path, ANY_SIZE) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it can be read into
 
 
 def binding(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Binding:
@@ -138,7 +139,7 @@ def changes(
     found = [sentence] if (sentence := _changed_config(folder, config, manifest)) else []
     if newest:
         try:
-            lines = of_lines((folder / "metrics.jsonl").read_bytes().decode(errors="surrogateescape"))
+            lines = of_lines(read_file(folder / "metrics.jsonl", MOST_ROUNDS).decode(errors="surrogateescape"))
         except OSError:
             lines = of_lines("")  # before the first round has been evaluated there is none
         told = newest.get("records", "")
@@ -183,7 +184,7 @@ def of_files(folder: Path, parts: Sequence[str]) -> dict[str, str]:
 def complete(folder: Path, part: str) -> dict[str, str]:
     """A part of `complete.json`, names and hashes; empty where it is not that."""
     try:
-        content = from_json((folder / COMPLETE).read_text(encoding="utf-8"))
+        content = from_json(read_file(folder / COMPLETE))
     except (OSError, ValueError):
         return {}
     found = content.get(part) if isinstance(content, dict) else None

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import make_folder, new_file, sync_folder
+from polyfed.core.files import make_folder, new_file, read_file, sync_folder
 from polyfed.core.tree import Nested, decode, encode, tensors_of
 from polyfed.core.typed import conforms, from_json
-from polyfed.simulation.runs.chain import COMPLETE, Binding, complete, differs
+from polyfed.simulation.runs.chain import COMPLETE, Binding, complete, differs, of_file
 from polyfed.simulation.runs.paths import file_name
 
 _SERVER = "server.safetensors"
@@ -197,7 +197,7 @@ def _read(folder: Path) -> Checkpoint:
         raise UserError(f"{COMPLETE} is missing or not readable")
     content = {}
     for name, expected in sums.items():
-        data = (folder / name).read_bytes()
+        data = read_file(folder / name, None)
         if hashlib.sha256(data).hexdigest() != expected:
             raise UserError(f"{name} does not match its checksum")
         content[name] = data
@@ -241,10 +241,10 @@ def _bound(folder: Path) -> dict[str, str]:
 def _take(source: Path, target: Path, checksum: str) -> bool:
     """Links a file to save writing it again, if its bytes are what they should be and the file system can."""
     try:
-        if hashlib.sha256(source.read_bytes()).hexdigest() != checksum:
+        if of_file(source) != checksum:
             return False
         os.link(source, target)
-    except OSError:
+    except (OSError, UserError):
         return False
     return True
 

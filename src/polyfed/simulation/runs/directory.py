@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, TypedDict, final
 import yaml
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import append_line, make_folder, open_lock
+from polyfed.core.files import MOST_ROUNDS, append_line, make_folder, open_lock, read_file, read_text_file, user_path
 from polyfed.core.files import replace_file as replace_file  # deployments take it from here
 from polyfed.core.typed import conforms, from_json, from_yaml
 from polyfed.simulation.runs.chain import changes as changes_of
@@ -61,7 +61,7 @@ class RunDirectory:
         Raises:
             UserError: it exists and is not empty, or cannot be written.
         """
-        folder = Path(path)
+        folder = user_path(path, "out")
         refuse_taken(folder)
         try:
             if not folder.exists():
@@ -77,8 +77,8 @@ class RunDirectory:
         Raises:
             UserError: it is not a run directory, or another process is writing to it.
         """
-        folder = Path(path)
-        if not (folder / "config.yaml").is_file():
+        folder = user_path(path, "the run directory")
+        if not (folder / "config.yaml").exists():
             raise UserError(f"{folder} is not a run directory: it has no config.yaml")
         try:
             return cls(folder, _locked(folder))
@@ -233,11 +233,14 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: it is missing, or no YAML mapping.
     """
-    file = Path(path) / "config.yaml" if Path(path).is_dir() else Path(path)
+    place = user_path(path, "the run directory")
+    file = place / "config.yaml" if place.is_dir() else place
     try:
-        content = from_yaml(file.read_bytes())
+        data = read_file(file)
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
+    try:
+        content = from_yaml(data)
     except ValueError as error:
         raise UserError(f"{file} is not valid YAML{', ' if str(error).startswith('line ') else ': '}{error}") from error
     if not isinstance(content, dict):
@@ -259,10 +262,18 @@ def _not_plain(value: Any, place: str = "") -> str:
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """What `write_manifest` wrote in a run directory; empty if it is missing or damaged."""
+    """What `write_manifest` wrote in a run directory; empty if it is missing or damaged.
+
+    Raises:
+        UserError: there is something else than a file, or it cannot be read.
+    """
     try:
-        content = from_json((Path(folder) / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = read_file(Path(folder) / "manifest.json")
+    except OSError:
+        return {}
+    try:
+        content = from_json(data)
+    except ValueError:
         return {}
     return {} if conforms(content, Manifest) else dict(content)
 
@@ -281,7 +292,7 @@ def changes(folder: str | Path, *, made: bool = True) -> list[str]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rounds in a `metrics.jsonl`, up to the first damaged line."""
     records: list[dict[str, Any]] = []
-    if path.exists():
+    if path.exists() or path.is_symlink():
         for line in read_text(path).rstrip("\n").split("\n"):
             try:
                 record = from_json(line)
@@ -295,7 +306,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_text(path: Path) -> str:
     """The text of a `metrics.jsonl`; empty if it is missing. What is no text is marked, so that its line is no JSON."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    try:
+        return read_text_file(path, MOST_ROUNDS, errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def versions() -> dict[str, str]:

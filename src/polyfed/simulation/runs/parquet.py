@@ -19,7 +19,7 @@ from torch import Tensor
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.files import make_folder, replaced
+from polyfed.core.files import make_folder, open_file, replaced
 from polyfed.core.typed import UNREADABLE, conforms, from_json
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SPLITS = ("test", "val")
 _OWN = ("round", "split", "example", "target", "output")
 _KEY = b"polyfed"
+MOST_BYTES = 2 * 256 * 2**20  # of the predictions that a run keeps at most: those of two large rounds
+MOST_ROWS = 20_000_000  # of them; what has more takes minutes to read
 
 
 def write(path: Path, client: Client, found: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -75,7 +77,7 @@ def rounds(path: Path, split: str) -> list[int]:
         UserError: it is damaged, or there is no such set.
     """
     table = _read(path, split, None, ["round", "split"])
-    numbers = table.column("round").to_pylist()
+    numbers = table.column("round").unique().to_pylist()
     if wrong := conforms(numbers, list[int], "round"):
         raise UserError(_damaged(path, ValueError(wrong)))
     return sorted(set(numbers))
@@ -110,9 +112,26 @@ def _read(path: Path, split: str, round: int | None, columns: list[str] | None) 
 
     wanted = [("split", "=", split)] + ([] if round is None else [("round", "=", round)])
     try:  # Arrow alone reads here
-        return pq.read_table(path, columns=columns, filters=wanted)
-    except (OSError, *UNREADABLE, pa.ArrowException) as error:
+        with open_file(path, MOST_BYTES) as file:
+            _check_amount(pq.ParquetFile(file).metadata)
+            return pq.read_table(file, columns=columns, filters=wanted)
+    except (OSError, MemoryError, *UNREADABLE, pa.ArrowException) as error:
         raise UserError(_damaged(path, error)) from error
+
+
+def _check_amount(told: "pyarrow.parquet.FileMetaData") -> None:
+    """Refuses more than a run can have kept. Equal values take no room in a file, and all that they take in memory.
+
+    Raises:
+        ValueError: there is more.
+    """
+    groups = [told.row_group(k) for k in range(told.num_row_groups)]
+    outputs = [
+        g.column(c) for g in groups for c in range(g.num_columns) if g.column(c).path_in_schema.startswith("output.")
+    ]
+    numbers = sum(column.num_values for column in outputs)
+    if told.num_rows > MOST_ROWS or 4 * numbers > MOST_BYTES:
+        raise ValueError(f"it claims {told.num_rows} rows with {numbers} outputs, more than a run keeps")
 
 
 class _Told(TypedDict):

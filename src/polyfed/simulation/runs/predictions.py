@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-import safetensors
 import safetensors.torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.files import make_folder, replace_file, synced
+from polyfed.core.files import ANY_SIZE, make_folder, open_file, replace_file, synced, user_path
+from polyfed.core.stored import read_tensors
 from polyfed.simulation.runs import parquet
 from polyfed.simulation.runs.directory import read_config, read_metrics
 from polyfed.simulation.runs.paths import file_name
@@ -91,7 +91,7 @@ def none_of(client: str, split: str, round: int | None, known: Sequence[int]) ->
 
 
 def _by_default(folder: Path, known: Sequence[int]) -> int | None:
-    keep = read_config(folder).get("keep") if (folder / "config.yaml").is_file() else None
+    keep = read_config(folder).get("keep") if (folder / "config.yaml").exists() else None
     if isinstance(keep, int):
         return keep
     if keep == "best":
@@ -103,7 +103,7 @@ def _by_default(folder: Path, known: Sequence[int]) -> int | None:
 
 
 def _file(folder: str | Path, client: str) -> Path:
-    file = Path(folder) / FOLDER / f"{file_name(client)}.parquet"
+    file = user_path(folder, "the run directory") / FOLDER / f"{file_name(client)}.parquet"
     if not file.is_file():
         raise UserError(
             f"{file} is missing: predictions are written when a run ends, for clients that could be evaluated; see "
@@ -162,7 +162,8 @@ class Kept:
         size = sum(t.nbytes for outputs in found.values() for t in outputs.values())
         if not size:
             return None
-        if too_large := size > LARGEST_BYTES:
+        rows = max(len(t) for outputs in found.values() for t in outputs.values())
+        if too_large := size > LARGEST_BYTES or rows > parquet.MOST_ROWS // 2:  # as the last and the best are kept
             self._all = False
         else:
             self._write(number, found)
@@ -175,8 +176,8 @@ class Kept:
             return None
         self._said = True
         return (
-            f"the predictions of a round take {size / 2**20:.0f} MiB, more than the {LARGEST_BYTES >> 20} MiB that are "
-            "kept, so that there are none of this run"
+            f"the predictions of a round take {size / 2**20:.0f} MiB, with up to {rows} examples of one client, and at most "
+            f"{LARGEST_BYTES >> 20} MiB or {parquet.MOST_ROWS // 2} examples are kept, so that there are none of this run"
         )
 
     def finish(self) -> None:
@@ -229,8 +230,8 @@ class Kept:
 
     def _read(self, number: int) -> Outputs:
         try:
-            tensors = safetensors.torch.load(self._path(number).read_bytes())
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            tensors = read_tensors(self._path(number))
+        except (OSError, ValueError) as error:
             warnings.warn(f"{self._path(number)} is damaged and left out ({error})", RuntimeWarning, stacklevel=4)
             return {}
         found: dict[str, dict[str, Tensor]] = {}
@@ -276,5 +277,5 @@ def _packed(found: Outputs) -> bytes:
 
 def _num_bytes(file: Path) -> int:
     """Bytes of the tensors in a safetensors file: what its header, whose length comes first, leaves."""
-    with file.open("rb") as opened:
+    with open_file(file, ANY_SIZE) as opened:
         return max(0, os.fstat(opened.fileno()).st_size - 8 - int.from_bytes(opened.read(8), "little"))

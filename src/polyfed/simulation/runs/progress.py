@@ -2,6 +2,7 @@
 
 import sys
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, TextIO, final
@@ -31,6 +32,10 @@ class Progress(ABC):
     def say(self, sentence: str) -> None:
         """Something that the user should know."""
 
+    def warn(self, sentence: str) -> None:
+        """What was said of this round is grave; nothing more, where somebody reads what is said."""
+        return
+
     @abstractmethod
     def stop(self) -> None:
         """The run has ended, well or not."""
@@ -49,7 +54,14 @@ def _megabytes(record: Mapping[str, Any]) -> str:
 
 @final
 class Silent(Progress):
-    """Says nothing."""
+    """Says nothing.
+
+    Args:
+        warns: whether what is grave is a warning of Python, since nobody else tells of it.
+    """
+
+    def __init__(self, *, warns: bool = False) -> None:
+        self._warns = warns
 
     def start(self, title: str, rounds: int, done: int) -> None:
         """Nothing."""
@@ -62,6 +74,11 @@ class Silent(Progress):
 
     def say(self, sentence: str) -> None:
         """Nothing."""
+
+    def warn(self, sentence: str) -> None:
+        """A warning of Python, where it is to be one."""
+        if self._warns:
+            warnings.warn(sentence, RuntimeWarning, stacklevel=5)
 
     def stop(self) -> None:
         """Nothing."""
@@ -148,13 +165,14 @@ class Bar(Progress):
         self._bar.stop()
 
 
-def for_terminal(*, quiet: bool = False, lines: bool = True) -> Progress:
-    """A bar if standard error is a terminal; otherwise lines, or nothing if `lines` is false or `quiet` is true."""
+def for_terminal(*, quiet: bool = False, lines: bool = True, warns: bool = False) -> Progress:
+    """A bar if standard error is a terminal; otherwise lines, or nothing if `lines` is false or `quiet` is true; `warns` is
+    that of `Silent`."""
     if quiet:
         return Silent()
     if sys.stderr.isatty():
         return Bar()
-    return Lines() if lines else Silent()
+    return Lines() if lines else Silent(warns=warns)
 
 
 def progress_of(progress: Progress | bool | None, *, quiet: bool = False) -> Progress:
@@ -171,4 +189,4 @@ def progress_of(progress: Progress | bool | None, *, quiet: bool = False) -> Pro
         return progress
     if progress not in (None, True, False):
         raise UserError(f"progress must be True, False or a Progress, got {progress!r}")
-    return for_terminal(quiet=quiet or progress is False, lines=False)
+    return for_terminal(quiet=quiet or progress is False, lines=False, warns=True)

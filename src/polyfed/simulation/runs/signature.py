@@ -12,6 +12,7 @@ from torch import Tensor
 from polyfed.core.algorithm import Client, Task
 from polyfed.core.errors import UserError
 from polyfed.core.examples import ByPart, Examples, Normalise
+from polyfed.core.files import read_file
 from polyfed.core.typed import conforms, from_json
 from polyfed.data.features import Prepared
 from polyfed.data.lazy import Decoded
@@ -167,7 +168,7 @@ def read_signature(path: Path) -> Signature:
         OSError: it cannot be read.
     """
     try:
-        content: Signature = from_json(path.read_bytes())
+        content: Signature = from_json(read_file(path))
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); run again, or put back a copy") from error
     if wrong := conforms(content, Signature):

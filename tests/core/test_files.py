@@ -1,0 +1,288 @@
+"""What is read is a regular file of a sane size; anything else is a sentence at once, and nothing waits."""
+
+import ast
+import io
+import json
+import os
+import re
+import socket
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from polyfed.core import files
+from polyfed.core.errors import UserError
+from polyfed.core.files import check_file, open_file, open_lock, read_file, read_text_file, user_path
+from polyfed.core.stored import read_npy, read_npz, read_tensors
+
+SOURCE = Path(files.__file__).parents[1]
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def endless(path):
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path):
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+def nowhere(path):
+    path.symlink_to("nothing-here")
+
+
+def folder(path):
+    path.mkdir()
+
+
+def of_a_socket(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        place = os.getcwd()
+        os.chdir(path.parent)  # the path of a socket is short
+        try:
+            server.bind(path.name)
+        finally:
+            os.chdir(place)
+
+
+def circle(path):
+    path.symlink_to(path.name)
+
+
+SPECIAL = {
+    pipe: "it is a named pipe",
+    endless: "it is a device",
+    sparse: "it has 1048576 MiB, and at most",
+    nowhere: "it is a symbolic link to 'nothing-here', where nothing is",
+    folder: "Is a directory",
+    of_a_socket: "it is a socket",
+    circle: "symbolic links",
+}
+
+
+@pytest.mark.parametrize("make", SPECIAL, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("read", [read_file, read_text_file, check_file, open_file, read_tensors, read_npz, read_npy])
+def test_what_is_no_regular_file_of_a_sane_size_is_a_sentence(tmp_path, make, read):
+    make(tmp_path / "file")
+    with pytest.raises(UserError, match=f"^cannot read .*file: .*{SPECIAL[make]}"):
+        read(tmp_path / "file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_its_owner_has_closed_is_a_sentence(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("a")
+    file.chmod(0)
+    with pytest.raises(UserError, match="Permission denied"):
+        read_file(file)
+
+
+def test_a_refusal_of_the_system_is_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("a")
+    real = os.open
+
+    def refuse(path, *more, **words):
+        if str(path).endswith("file"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *more, **words)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(UserError, match=r"^cannot read .*file: Permission denied"):
+        read_file(tmp_path / "file")
+
+
+def test_what_is_missing_stays_the_exception_of_python(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "file")
+
+
+def test_regular_files_and_links_to_them_are_read(tmp_path):
+    (tmp_path / "file").write_bytes(b"a\r\nb\rc\n\xc3\xa4")
+    (tmp_path / "link").symlink_to("file")
+    assert read_file(tmp_path / "link") == b"a\r\nb\rc\n\xc3\xa4"
+    assert read_text_file(tmp_path / "link") == (tmp_path / "link").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="at most 0 MiB"):
+        read_file(tmp_path / "file", 8)
+    assert len(read_file(tmp_path / "file", 9)) == 9
+
+
+def test_a_pipe_in_place_of_a_lock_is_not_waited_for(tmp_path):
+    pipe(tmp_path / ".lock")
+    with pytest.raises(UserError, match="it is a named pipe"):
+        open_lock(tmp_path / ".lock")
+
+
+# -- what headers claim ----------------------------------------------------------------------------------------------
+
+
+def header(shape, kind="<f8"):
+    content = io.BytesIO()
+    np.lib.format.write_array_header_1_0(content, {"descr": kind, "fortran_order": False, "shape": shape})
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("shape", [(10**11,), (10**6, 10**6), (2**62, 4), (9,)])
+def test_an_array_whose_header_claims_more_than_there_is(tmp_path, shape):
+    (tmp_path / "a.npy").write_bytes(header(shape) + bytes(64))
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", header(shape) + bytes(64))
+    for read, name in ((read_npy, "a.npy"), (read_npz, "a.npz")):
+        with pytest.raises(ValueError, match=r"the header of .* claims \d+ bytes, and there are 64"):
+            read(tmp_path / name)
+
+
+def test_an_archive_that_unpacks_to_more_than_is_sane(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", header((2**20,)) + bytes(2**23))
+    assert (tmp_path / "a.npz").stat().st_size < 2**15
+    with pytest.raises(UserError, match=r"would unpack to 8 MiB, and at most 1 MiB are read of it"):
+        read_npz(tmp_path / "a.npz", most=2**20)
+    assert read_npz(tmp_path / "a.npz")["x"].shape == (2**20,)
+
+
+def test_whole_arrays_are_read(tmp_path):
+    arrays = {
+        "x": np.arange(6.0).reshape(2, 3),
+        "s": np.array(["a", "ß"]),
+        "n": np.array(3),
+        "e": np.zeros((0, 4), np.uint8),
+    }
+    np.savez_compressed(tmp_path / "a.npz", **arrays)
+    found = read_npz(tmp_path / "a.npz")
+    assert found.keys() == arrays.keys()
+    assert all(
+        np.array_equal(found[name], value) and found[name].dtype == value.dtype for name, value in arrays.items()
+    )
+    assert read_npz(tmp_path / "a.npz", ["x", "other"]).keys() == {"x"}
+    np.save(tmp_path / "a.npy", arrays["x"])
+    assert np.array_equal(read_npy(tmp_path / "a.npy"), arrays["x"])
+
+
+def packed(told, rest=b""):
+    text = json.dumps(told).encode()
+    return struct.pack("<Q", len(text)) + text + rest
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"abc",
+        bytes(64),
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 10**8) + bytes(100),
+        packed({"w": {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]}}, bytes(8)),
+        packed({"w": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 8]}}, bytes(8)),
+        packed({"w": {"dtype": "F32", "shape": [2], "data_offsets": "many"}}, bytes(8)),
+        packed({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, bytes(9)),
+        packed([1, 2]),
+        struct.pack("<Q", 200_000) + b"[" * 200_000,
+    ],
+)
+def test_tensors_whose_header_lies(tmp_path, content):
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"."):
+        read_tensors(tmp_path / "a.safetensors")
+
+
+def test_whole_tensors_are_read(tmp_path):
+    tensors = {"w": torch.arange(6.0).view(2, 3), "e": torch.zeros(0, 2), "n": torch.tensor(3)}
+    (tmp_path / "a.safetensors").write_bytes(safetensors.torch.save(tensors, {"made": "by a test"}))
+    found = read_tensors(tmp_path / "a.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    (tmp_path / "none.safetensors").write_bytes(safetensors.torch.save({}))
+    assert read_tensors(tmp_path / "none.safetensors") == {}
+
+
+# -- paths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["", " ", "\t", "a\0b", "~no-such-user-here/runs", 3, None])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(UserError, match=r"^out "):
+        user_path(path, "out")
+
+
+def test_the_home_folder_is_meant_by_a_tilde(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_path("~/runs/a") == tmp_path / "runs/a"
+    assert user_path(Path("~")) == tmp_path
+    assert user_path("runs/~a") == Path("runs/~a")
+    assert user_path(".") == Path()
+
+
+# -- every reader ----------------------------------------------------------------------------------------------------
+
+READERS = {
+    "open", "read_bytes", "read_text", "memory_map", "read_csv", "loadtxt", "genfromtxt", "fromfile", "memmap", "load_file",
+    "safe_open", "ParquetFile", "file_digest",
+}  # fmt: skip
+LOADERS = {"np", "numpy", "torch", "torch.jit", "json", "yaml", "pickle", "tomllib", "safetensors.torch"}
+LOADERS |= {"pq", "pyarrow.parquet"}
+GUARDED = ("check_file(", "open_file(", "read_file(", "read_text_file(")
+ALLOWED = {  # file -> how many such calls, and why
+    # Nothing is read from a file of somebody else's.
+    "cli/commands/recipes.py": (2, "recipes that polyfed ships"),
+    "cli/outlines.py": (1, "polyfed's own source"),
+    "core/room.py": (1, "the system says how much memory there is"),
+    "data/vision.py": (1, "the digits that come with scikit-learn"),
+    "report/page.py": (2, "the page's own style and scripts"),
+    "deploy/project.py": (1, "templates that polyfed ships"),
+    "report/export/tracked.py": (1, "templates that polyfed ships"),
+    "report/export/formats.py": (1, "bytes in memory"),
+    "core/tree.py": (1, "bytes in memory"),
+    "deploy/wire.py": (1, "bytes in memory"),
+    "core/typed.py": (1, "text in memory"),
+    # What is opened is guarded before, or written.
+    "core/files.py": (5, "the guard itself, and what writes"),
+    "core/stored.py": (3, "a stream of `open_file`"),
+    "data/images.py": (1, "bytes in memory, or a stream of `open_file`"),
+    "data/files.py": (4, "after `check_file` of the same path"),
+    "data/frames.py": (1, "after `open_file` of the same path"),
+    "simulation/runs/parquet.py": (2, "a stream of `open_file`"),
+    "simulation/runs/chain.py": (1, "a stream of `open_file`"),
+    "deploy/trial.py": (1, "a log that is written"),
+    # No file at all.
+    "simulation/tracking.py": (1, "a logger is opened"),
+    "simulation/federation.py": (1, "a run directory is opened"),
+    "deploy/server.py": (2, "a run directory is opened"),
+    "simulation/resuming.py": (1, "`read_text` of a run directory, which is guarded"),
+    "simulation/runs/directory.py": (2, "its own `read_text`, which is guarded"),
+    "report/export/folder.py": (1, "templates that polyfed ships"),
+}
+
+
+def reading_calls(text):
+    """The calls by which Python text reads files without the guard."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            owner, _, name = ast.unparse(node.func).rpartition(".")
+            reads = name in READERS or (name in ("load", "read_table", "read_schema") and owner in LOADERS)
+            if reads and not any(guard in ast.unparse(node) for guard in GUARDED):
+                yield ast.unparse(node)
+
+
+def test_every_read_of_a_file_is_guarded():
+    texts = {file.relative_to(SOURCE).as_posix(): file.read_text(encoding="utf-8") for file in SOURCE.rglob("*.py")}
+    named = re.compile("|".join([*READERS, r"\.load\(", "read_table", "read_schema"]))  # parsing takes long
+    found = {file: list(reading_calls(text)) for file, text in texts.items() if named.search(text)}
+    for file, calls in found.items():
+        most, _ = ALLOWED.get(file, (0, ""))
+        assert len(calls) <= most, f"{file} reads files without polyfed.core.files: {calls}"
+    assert not (idle := [file for file in ALLOWED if not found.get(file)]), f"no longer needed: {idle}"
+
+
+@pytest.mark.parametrize("text", ["path.read_bytes()", "open(p)", "np.load(p)", "pq.read_csv(p)", "p.open('rb')"])
+def test_an_unguarded_read_is_found(text):
+    assert list(reading_calls(text))
+    assert not list(reading_calls("np.load(open_file(p))"))
