@@ -7,7 +7,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from polyfed.deploy.secure.keys import signer
-from polyfed.deploy.secure.masking import Sum, advertise, hand_out, mask, share
+from polyfed.deploy.secure.masking import Sum, advertise, hand_out, mask, share, unseal_boxes
 from polyfed.deploy.secure.opening import unmasked
 
 STEPS = ("advertise", "share", "mask", "hand out")
@@ -54,7 +54,8 @@ class Server:
 
     def mask(self, words):
         for name, x in words.items():
-            self.states[name], self.masked[name] = mask(self.states[name], self.boxes_for(name), x)
+            self.states[name] = unseal_boxes(self.states[name], self.boxes_for(name))
+            self.masked[name] = mask(self.states[name], x)
         return self
 
     def hand_out(self, names, survivors=None):

@@ -15,6 +15,7 @@ from polyfed.deploy.riding import RIDES
 from polyfed.deploy.site import Site
 from polyfed.deploy.wire import PROTOCOL, Letter
 from polyfed.simulation.runs.configuration import described
+from polyfed.simulation.runs.directory import read_metrics
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 
@@ -253,6 +254,21 @@ def test_a_link_is_not_followed(tmp_path, begun):
     answered(site(folder), [letter("local", 3, 2)])
     assert "symbolic link" in site(folder).answer(letter("export", 3, 3)).head["refused"]
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.parametrize("left", ['{"round": 2, "phase": "lo', "{", '{"round": 2, "phase": "local"}'])
+def test_half_a_line_of_metrics_costs_that_line_only(tmp_path, begun, left):
+    """As a full disk or a kill leaves it: the rounds after it can be read."""
+    folder = Path(shutil.copytree(begun, tmp_path / "site"))
+    file = folder / "a" / "metrics.jsonl"
+    first = file.read_text().splitlines()[0]
+    file.write_text(f"{first}\n{left}")
+    answered(site(folder), [letter("local", 3, 2), letter("evaluate", 3, 3)])
+    assert [(line["round"], line["phase"]) for line in read_metrics(file)] == [
+        (1, "local"),
+        (3, "local"),
+        (3, "evaluate"),
+    ]
 
 
 def test_a_state_dir_may_be_a_link_of_its_owner(tmp_path):

@@ -10,9 +10,9 @@ from scipy.stats import chi2
 from polyfed.core.errors import RoundError
 from polyfed.deploy.secure import keys, shamir
 from polyfed.deploy.secure.keys import RefusalError, signer
-from polyfed.deploy.secure.masking import Sum, advertise, bundle_key, hand_out, least_threshold, mask, share
+from polyfed.deploy.secure.masking import Sum, advertise, bundle_key, hand_out, least_threshold, share, unseal_boxes
 
-from .secure_sums import WHICH, Server, inputs, names, peers, play, registered
+from .secure_sums import WHICH, Server, names, peers, play, registered
 
 
 def uniform(data):
@@ -214,7 +214,7 @@ def test_a_site_refuses_one_key_for_two_sites_and_keys_that_agree_with_everybody
 
 def test_a_site_refuses_boxes_that_are_not_for_it_in_this_sum():
     server = Server(names(4), 3).advertise(names(4)).share(names(4))
-    state, boxes, x = server.states["site-0"], server.boxes_for("site-0"), inputs(names(1))["site-0"]
+    state, boxes = server.states["site-0"], server.boxes_for("site-0")
     other = Server(names(4), 3, Sum("run-a", 2)).advertise(names(4)).share(names(4))
     lies = {
         "cannot be read": [
@@ -230,7 +230,7 @@ def test_a_site_refuses_boxes_that_are_not_for_it_in_this_sum():
     for sentence, given in lies.items():
         for lie in given:
             with pytest.raises(RefusalError, match=sentence):
-                mask(state, lie, x)
+                unseal_boxes(state, lie)
 
 
 def test_sites_that_were_told_different_sites_cannot_read_each_other():
@@ -241,7 +241,7 @@ def test_sites_that_were_told_different_sites_cannot_read_each_other():
     _, more = share(server.states["site-2"], server.adverts, 4, peers(names(4)))
     for box in (boxes["site-0"], more["site-0"]):
         with pytest.raises(RefusalError, match="cannot be read"):
-            mask(states["site-0"], {"site-1": box, "site-2": box, "site-3": box}, inputs(names(1))["site-0"])
+            unseal_boxes(states["site-0"], {"site-1": box, "site-2": box, "site-3": box})
 
 
 def test_a_site_refuses_lists_that_would_tell_more_than_the_sum():

@@ -120,7 +120,7 @@ def test_a_value_that_does_not_fit_stays_at_the_site(secure_grid, secure_play, m
     monkeypatch.setattr("polyfed.core.fixed._ROOM", 2.0**33)
     with pytest.raises(RoundError):
         secure_play(secure_grid(small_clients(3)), rounds=1, **{"on-error": "skip"})
-    assert "a fixed-point sum of 3 sites with 20 examples here holds up to" in caplog.text
+    assert "a fixed-point sum of 4 sites with 20 examples here holds up to" in caplog.text
 
 
 def test_methods_and_words_that_do_not_suit_are_refused(secure_grid, secure_play):

@@ -112,7 +112,7 @@ def test_a_site_that_cannot_be_loaded_says_so_and_is_tried_again(config, caplog)
     assert answer == {"client": "client-0", "refused": "it cannot start (the reason is in its log)"}
     assert "patient 17" in caplog.text
     file.write_text(SITE.replace("    return small", "    raise KeyError('patient 17')\n    return small"))
-    task = letter("task", client="client-0", phase="local", round=1)
+    task = letter("task", client="client-0", phase="local", round=1, seed=1, run_seed=1, state=None, keep=0)
     assert told(keeper.answer(task))["refused"] == "KeyError (its text is in the log of the site)"
     assert told(keeper.answer(task))["refused"] == "KeyError (its text is in the log of the site)"
     assert calls(config) == 2, "tried with each message"

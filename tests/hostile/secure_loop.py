@@ -100,8 +100,10 @@ class Loop:
                 return Letter({"client": name, "run": head["run"], **told}, body)
             body, more = Message(), {}
             if head["part"]:
-                part = part_of(self.reply(name, letter.body.tensors), self.server.algorithm, head["parties"])
-                body = member.masked(Sum(head["run"], head["round"]), letter.body.tensors.get(BOXES, {}), part)
+                place = member.place(Sum(head["run"], head["round"]), letter.body.tensors.get(BOXES, {}))
+                place.take()
+                reply = self.reply(name, letter.body.tensors)
+                body = place.masked(part_of(reply, self.server.algorithm, place.parties))
             if head.get("advertise"):
                 more["advert"] = member.advert(Sum(head["run"], head["advertise"]))
             same = {n: head[n] for n in ("run", "round", "phase")}

@@ -158,7 +158,7 @@ def test_a_site_masks_nothing_for_shares_that_lie(at):
     assert "has sent numbers for it before" in loop.answer(LIAR, letter).head["refused"]
 
 
-def test_numbers_that_are_not_finite_stay_at_home(at, monkeypatch):
+def test_numbers_that_are_not_finite_stay_at_home_and_use_the_place_up(at, monkeypatch):
     loop, letter = at("mask")
     sound = Loop.reply
 
@@ -172,7 +172,9 @@ def test_numbers_that_are_not_finite_stay_at_home(at, monkeypatch):
     assert "has the value nan" in answer.head["refused"]
     assert not answer.body.tensors
     monkeypatch.undo()
-    assert loop.answer(LIAR, letter).body.tensors["sum"], "a mask was used up for numbers that were not sent"
+    again = loop.answer(LIAR, letter)
+    assert "has sent numbers for it before" in again.head["refused"], "a server may ask until they are sent"
+    assert not again.body.tensors
 
 
 def test_damaged_letters_are_refused_by_a_sentence(at):
@@ -216,11 +218,12 @@ def learnt(folder, keys, seed):
                 got = {o: b[name] for o, b in boxes_of.items() if o != name and name in b}
                 if rng.random() < 0.3 and got:
                     got.pop(rng.choice(sorted(got)))
-                part = part_of(loop.reply(name, down), loop.server.algorithm, 4)
                 try:
-                    sent = loop.members[name].masked(Sum(run, number), got, part)
+                    place = loop.members[name].place(Sum(run, number), got)
                 except RefusalError:
                     continue
+                place.take()
+                sent = place.masked(part_of(loop.reply(name, down), loop.server.algorithm, 4))
                 words = from_message(sent)[0]
                 assert (name, told_of[name], keys_of[name]["mask"]) not in masked, "one mask, twice"
                 masked[name, told_of[name], keys_of[name]["mask"]] = words

@@ -21,6 +21,7 @@ from polyfed.core.errors import UserError
 FILE, FOLDER = 0o600, 0o700
 _OPEN_FILE, _OPEN_FOLDER = 0o666, 0o777  # what a user asked for by name; the umask decides
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_BLOCK = 2**16  # bytes that are read at once, from the end
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 MOST_TEXT = 256 * 2**20  # bytes of a file of settings, results or descriptions
 MOST_ROUNDS = 2**30  # of the records of all rounds
@@ -110,7 +111,8 @@ def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Adds a line to a file, durably.
+    """Adds a line to a file, durably. What a full disk or a kill has left of a line at its end is cut off before; of a line
+    that cannot be written whole, nothing stays.
 
     Raises:
         UserError: the file is a link, or no file.
@@ -120,13 +122,33 @@ def append_line(path: Path, line: str) -> None:
         raise UserError(f"{path} is a link or no file, where polyfed does not write; remove it")
     new = not path.exists()
     with _named(path):
-        descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | _NO_LINK, FILE)
-        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR | _NO_LINK, FILE)
+        with os.fdopen(descriptor, "r+b", buffering=0) as file:
+            size = _end_of_lines(file)
+            file.truncate(size)
+            try:
+                left = memoryview(f"{line}\n".encode())
+                while left:  # a disk that fills up takes a part, and raises at the next call
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(size)
+                raise
         if new:
             sync_folder(path.parent)
+
+
+def _end_of_lines(file: IO[bytes]) -> int:
+    """Where the last whole line of a file ends, in bytes."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - _BLOCK)
+        file.seek(begin)
+        if (place := file.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + place + 1
+        end = begin
+    return 0
 
 
 def open_lock(path: Path) -> IO[str]:

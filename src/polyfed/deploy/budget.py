@@ -70,7 +70,7 @@ def _log_delta(epsilon: float, mu: float) -> float:
 def spend(book: Path, data: str, protection: Protection) -> float:
     """Enters one message into a site's book. The book counts everything that ever left about a data set: over all runs,
     methods, networks and settings, whatever became of rows or test examples. Only the owner opens another page, by another
-    name of the data set. The caller sees to it that nobody else writes.
+    name of the data set. The caller enters a message before it looks at the data, and sees to it that nobody else writes.
 
     Args:
         book: a JSON file, made with the first message.
@@ -83,6 +83,39 @@ def spend(book: Path, data: str, protection: Protection) -> float:
     Raises:
         UserError: the message would cost more than `max_epsilon`, and is not entered; or the book is lost or damaged.
     """
+    pages, page, spent = _with_another(book, data, protection)
+    if data not in pages and protection.noise_multiplier:
+        others = ", ".join(map(repr, sorted(pages))) or "none"
+        _LOG.warning("the budget of the data set %r begins (others of this site: %s)", data, others)
+    written = {
+        name: {str(z): number for z, number in entries.items()} for name, entries in {**pages, data: page}.items()
+    }
+    replace_file(book, json.dumps({"version": 1, "data_sets": written}).encode())
+    return spent
+
+
+def cost(book: Path, data: str, protection: Protection) -> float:
+    """The ε that all messages of a data set have cost by now, for its δ of `protection`.
+
+    Raises:
+        UserError: the book is lost or damaged.
+    """
+    return epsilon(_pages(book).get(data, {}), protection.delta)
+
+
+def check_budget(book: Path, data: str, protection: Protection) -> None:
+    """Checks that a message could be entered as `spend` does, and enters none.
+
+    Raises:
+        UserError: as `spend`.
+    """
+    _with_another(book, data, protection)
+
+
+def _with_another(
+    book: Path, data: str, protection: Protection
+) -> tuple[dict[str, dict[float, int]], dict[float, int], float]:
+    """The pages of the book, the page of a data set with another message on it, and what it costs with that one."""
     pages = _pages(book)
     page = dict(pages.get(data, {}))
     page[protection.noise_multiplier] = page.get(protection.noise_multiplier, 0) + 1
@@ -93,14 +126,7 @@ def spend(book: Path, data: str, protection: Protection) -> float:
             f"epsilon would be {spent:.3g}{bare}, above max-epsilon = {protection.max_epsilon:g} of the data set {data!r}; "
             "nothing more is sent"
         )
-    if data not in pages and protection.noise_multiplier:
-        others = ", ".join(map(repr, sorted(pages))) or "none"
-        _LOG.warning("the budget of the data set %r begins (others of this site: %s)", data, others)
-    written = {
-        name: {str(z): number for z, number in entries.items()} for name, entries in {**pages, data: page}.items()
-    }
-    replace_file(book, json.dumps({"version": 1, "data_sets": written}).encode())
-    return spent
+    return pages, page, spent
 
 
 def _pages(book: Path) -> dict[str, dict[float, int]]:

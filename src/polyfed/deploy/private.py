@@ -1,4 +1,4 @@
-"""What a site keeps of a run from message to message: who it was when the run began, and its private state.
+"""What a site keeps of a run from message to message: who it was when the run began, its private state, and its results.
 
 Each private state is one file, `private/round-000012.state`: the SHA-256 of all that follows, a line that says whose it is
 (site, run, round, method), and the state. One file is there or not, so that a site that is killed between two writes has
@@ -14,10 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, final
 
+from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.files import make_folder, open_file, open_lock, read_file, replace_file, replaced
+from polyfed.core.files import append_line, make_folder, open_file, open_lock, read_file, replace_file, replaced
 from polyfed.core.tree import Nested, decode, encode
 from polyfed.core.typed import conforms, from_json
+from polyfed.simulation.engines.work import Result
+from polyfed.simulation.runs import parquet
+from polyfed.simulation.runs.paths import file_name
+from polyfed.simulation.runs.signature import write_model
 
 _MOST = 2**20  # of the line that says whose a state is, which has a method's fields
 _ADVICE = "put back a copy of it, or start another run"
@@ -106,6 +111,31 @@ def write_state(folder: Path, site: str, number: int, method: Mapping[str, Any],
     for n, old in files.items():
         if n < oldest:
             old.unlink()
+
+
+def write_results(folder: Path, client: Client, result: Result, record: Mapping[str, Any]) -> None:
+    """Writes what a site has of a task for its own eyes: the personal model or the predictions, if there are any, and a line
+    of `metrics.jsonl`.
+
+    Args:
+        folder: of the run, at the site.
+        client: whose task it was.
+        result: of the task.
+        record: what the line says.
+
+    Raises:
+        OSError: it cannot be written; the exception names it.
+    """
+    more: dict[str, str] = {}
+    if result.task.phase == "export":
+        path = make_folder(folder / "models") / f"{file_name(client.id)}.safetensors"
+        write_model(path, result.weights or {}, result.description, client)
+        more["model"] = str(path)
+    elif result.predictions:
+        path = folder / "predictions" / f"{file_name(client.id)}.parquet"
+        parquet.write(path, client, {result.task.round: result.predictions})
+        more["predictions"] = str(path)
+    append_line(folder / "metrics.jsonl", json.dumps({**record, **more}))
 
 
 def check_marks(folder: Path, client: str, data_fingerprint: str) -> None:

@@ -125,7 +125,7 @@ class Server:
 
     def _common(self) -> dict[str, Any]:
         algorithm = described(self.algorithm, self.settings)["algorithm"]
-        secure = {"secure": True, "parties": self.parties} if self.settings.secure else {}
+        secure = {"secure": True} if self.settings.secure else {}
         return {"protocol": PROTOCOL, "run": self.run, "algorithm": algorithm, **secure}
 
     def sum_order(self) -> dict[str, Any]:

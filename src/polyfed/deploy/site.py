@@ -5,49 +5,43 @@ message. Its folder has one folder a run: private state after each round the ser
 predictions of the newest evaluated round, and the personal network at the end. None of that is sent.
 """
 
-import json
 import logging
-import math
 import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from polyfed.algorithms import get
 from polyfed.core.adapters import form_of, mode_of
 from polyfed.core.algorithm import CONSENT, Algorithm, BringsNetwork, Client, Message
-from polyfed.core.compressed import compress, decompress
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.files import append_line, make_folder
-from polyfed.core.metrics import Metric, is_built_in, metrics_of
+from polyfed.core.errors import UserError
 from polyfed.core.scratch import same_but_for_frozen, scratch
 from polyfed.core.threads import one_thread
-from polyfed.core.tree import Tree
 from polyfed.deploy.agreeing import MOMENTS, as_agreed, asks_for_sums, check_sums, described, keep_agreed
-from polyfed.deploy.budget import spend
-from polyfed.deploy.privacy import Protection, obstacle, protect
-from polyfed.deploy.private import NotItsOwnError, alone, check_marks, read_state, write_state
+from polyfed.deploy.orders import Begun, Order, check_phase, order_of, requested_metrics
+from polyfed.deploy.outgoing import Outgoing
+from polyfed.deploy.privacy import Protection, obstacle
+from polyfed.deploy.private import NotItsOwnError, alone, check_marks, write_results, write_state
+from polyfed.deploy.requests import MOST_REFUSALS, UNABLE, Requested, Requests, hash_of_inputs
 from polyfed.deploy.riding import RIDES, take_off
 from polyfed.deploy.secure import RefusalError
 from polyfed.deploy.tables import COLUMNS, table_of
-from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, Letter, broken, code_in, compressed_by
+from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, Letter, code_in
 from polyfed.simulation import checks
 from polyfed.simulation.beginnings import check_beginnings
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.machine import choose_device
-from polyfed.simulation.engines.work import Phase, Task
 from polyfed.simulation.fingerprints import fingerprint
 from polyfed.simulation.preparing import Moments
-from polyfed.simulation.runs import parquet
-from polyfed.simulation.runs.paths import file_name
-from polyfed.simulation.runs.signature import write_model
-from polyfed.simulation.secure import can_be_secure, disclosed, part_of
+from polyfed.simulation.secure import can_be_secure, disclosed
 
 if TYPE_CHECKING:
+    from polyfed.deploy.secure.masking import Sum
     from polyfed.deploy.secure.member import Member
 
+Result = TypeVar("Result")
 _LOG = logging.getLogger("polyfed.site")
 _RUN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _LONGEST = 4000  # characters of an exception that go up: a longer text would make the whole answer too large to be read
@@ -104,27 +98,26 @@ class Site:
 
     def _answer(self, letter: Letter) -> Letter:
         if letter.head.get("protocol") != PROTOCOL:
-            raise _RefusalError(
+            raise RefusalError(
                 f"the server speaks protocol {letter.head.get('protocol')!r}, this site {PROTOCOL}; both need "
                 "versions of polyfed that fit"
             )
         algorithm = self._method(letter.head)
         self._run_folder(letter.head)
         with alone(self.folder):
-            if letter.head["kind"] == "introduce":
-                table: dict[str, Any] = {}  # told by a site that does not take part, too, since it may be why
-                answer = self._guarded(lambda: self._introduce(letter.head, algorithm, table))
-                return Letter({**answer.head, **table})
             if letter.head["kind"] == "sum":
                 told, body = self._member(letter.head).answer(letter.head["run"], letter.head)
                 return Letter({"client": self.name, "run": letter.head["run"], **told}, body)
+            self._outgoing.check_budget()  # before anything is done with the data, and the same for all that needs them
+            if letter.head["kind"] == "introduce":
+                return self._introduced(letter.head, algorithm)
             return self._described(letter.head) if letter.head["kind"] == "prepare" else self._work(letter, algorithm)
 
-    def _guarded(self, act: Callable[[], Letter]) -> Letter:
-        """The answer of `act`, or a refusal."""
+    def _guarded(self, act: Callable[[], Result]) -> Result | Letter:
+        """The result of `act`, or a refusal."""
         try:
             return act()
-        except (_RefusalError, NotItsOwnError, RefusalError) as refusal:
+        except (RefusalError, NotItsOwnError) as refusal:
             _LOG.warning("refused: %s", refusal)
             return Letter({"client": self.name, "refused": str(refusal)})
         except Exception as error:  # whatever the site's own code raises: it is reported, never swallowed
@@ -146,22 +139,22 @@ class Site:
         algorithm = Moments() if name == MOMENTS else self._registered(name, fields)
         secure = bool(head.get("secure"))
         if self.secure and not secure:
-            raise _RefusalError("this site takes part in secure sums only (secure=true in its node-config)")
+            raise RefusalError("this site takes part in secure sums only (secure=true in its node-config)")
         if secure and not can_be_secure(algorithm):
-            raise _RefusalError(f"{name} needs each site's message by itself, and has no secure sums")
+            raise RefusalError(f"{name} needs each site's message by itself, and has no secure sums")
         if not self.allow_disclosure and (shown := sorted(disclosed(algorithm, secure) & CONSENT)):
-            raise _RefusalError(
+            raise RefusalError(
                 f"{name} discloses {' and '.join(shown)} to the server, which this site does not allow (allow-disclosure)"
             )
         if self.protection.noise_multiplier and (why := obstacle(algorithm, secure)):
-            raise _RefusalError(f"this site adds noise, and {why}")
+            raise RefusalError(f"this site adds noise, and {why}")
         return algorithm
 
     def _registered(self, name: str, fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
         if self.methods is not None and name not in self.methods:
-            raise _RefusalError(f"this site runs {', '.join(sorted(self.methods))} only, not {name}")
+            raise RefusalError(f"this site runs {', '.join(sorted(self.methods))} only, not {name}")
         if code := code_in(fields):
-            raise _RefusalError(f"{name} would load {code!r} at this site, which runs no code that the server names")
+            raise RefusalError(f"{name} would load {code!r} at this site, which runs no code that the server names")
         made: Algorithm[Any, Any] = get(name)(**fields)
         return made
 
@@ -181,18 +174,44 @@ class Site:
 
     def _described(self, head: Mapping[str, Any]) -> Letter:
         """What is told of the table, before sites agree on its preprocessing."""
+        self._outgoing.enter()
         client = self._own()
         check_sums(client, self.protection, secure=bool(head.get("secure")))
-        self._entered("table")
         table = described(client, head["run"], named=self.allow_disclosure or COLUMNS in self.disclose)
         return Letter({"client": self.name, "run": head["run"], "task": client.task, "table": table})
 
     def _run_folder(self, head: Mapping[str, Any]) -> Path:
         if not (isinstance(head["run"], str) and _RUN.fullmatch(head["run"])):
-            raise _RefusalError(f"{head['run']!r} is no identifier of a run")
+            raise RefusalError(f"{head['run']!r} is no identifier of a run")
         return self.folder / head["run"]
 
-    def _introduce(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any], table: dict[str, Any]) -> Letter:
+    @property
+    def _outgoing(self) -> Outgoing:
+        return Outgoing(self.folder / "privacy.json", self.data_set, self.protection, self.disclose)
+
+    def _shielded(self, head: Mapping[str, Any]) -> bool:
+        """Whether what goes up is masked or has noise, so that a refusal must not tell what these hide."""
+        return bool(head.get("secure") or self.protection.noise_multiplier)
+
+    def _introduced(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> Letter:
+        """What a site that is introduced to a run answers. Whether it suits the method depends on its data and network."""
+        requests = Requests(self._run_folder(head))
+        task = Requested("introduce", hash_of_inputs(head, Message()), MOST_REFUSALS)
+        requests.check(task, bound=self._shielded(head))
+        tells_number = "num_examples" in self.disclose | (set() if head.get("secure") else algorithm.scalars_needed)
+        if tells_number:
+            self._outgoing.enter()
+        if self._shielded(head):
+            requests.begin(task, entered=False)
+        table: dict[str, Any] = {}  # told by a site that does not take part, too, since it may be why
+        answer = self._guarded(lambda: self._introduce(head, algorithm, table, tells_number=tells_number))
+        if answer.head.get("refused"):
+            requests.count_refusal(task)
+        return Letter({**answer.head, **table})
+
+    def _introduce(
+        self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any], table: dict[str, Any], *, tells_number: bool
+    ) -> Letter:
         """Checks that this client suits the method and is the one that began the run; tells what the server must know."""
         client, folder = self._own(), self._run_folder(head)
         needs = algorithm.requires
@@ -212,17 +231,16 @@ class Site:
         check_beginnings([client], algorithm)
         architecture = form_of(algorithm, scratch(client.model)) if client.model is not None else None
         if mode_of(algorithm) is not None and self.protection.clip_norm is not None:
-            raise _RefusalError("it clips what it sends, which adapters of its own rank are not compared with")
+            raise RefusalError("it clips what it sends, which adapters of its own rank are not compared with")
         # What is answered follows from the method, whatever the letter asks for: else a server could ask any method's site
         # whether its architecture is this one or that one.
         if "one_architecture" in needs and same_but_for_frozen(architecture or "", str(head["architecture"])):
-            raise _RefusalError("its network's frozen parameters are not the federation's; this method needs the same")
+            raise RefusalError("its network's frozen parameters are not the federation's; this method needs the same")
         if "one_architecture" in needs and architecture != head["architecture"]:
-            raise _RefusalError("its network is not that of the federation, and this method needs one architecture")
+            raise RefusalError("its network is not that of the federation, and this method needs one architecture")
         check_marks(folder, client.id, fingerprint([client]))
         told: dict[str, Any] = {"client": client.id, "task": client.task}
-        if "num_examples" in self.disclose | (set() if head.get("secure") else algorithm.scalars_needed):
-            self._entered("num_examples")
+        if tells_number:
             told["num_examples"] = len(client.train)
         if "architectures" in needs:
             told["architecture"] = architecture
@@ -236,162 +254,138 @@ class Site:
 
     def _work(self, letter: Letter, algorithm: Algorithm[Any, Any]) -> Letter:
         """Carries out a task, and before it the evaluation of the round before that rides on it: what goes wrong with one of
-        the two costs that one only. The data are loaded once."""
+        the two costs that one only. The data are loaded once, after all that can be refused without them."""
         head, folder = letter.head, self._run_folder(letter.head)
         if head["client"] != self.name:
-            raise _RefusalError(f"this site is {self.name!r}, and was asked for {head['client']!r}")
-        if (phase := head["phase"]) not in get_args(Phase):
-            raise _RefusalError(f"{phase!r} is no phase of a round; {nearest(str(phase), get_args(Phase))}")
-        both = take_off(letter) if phase == "local" else None
+            raise RefusalError(f"this site is {self.name!r}, and was asked for {head['client']!r}")
+        check_phase(head)
+        both = take_off(letter) if head["phase"] == "local" else None
+        last = self._guarded(lambda: self._begun(letter if both is None else both.training, algorithm))
+        first = None if both is None else self._guarded(lambda: self._begun(both.evaluation, algorithm, both.nbytes))
+        if not (isinstance(first, Begun) or isinstance(last, Begun)):
+            return last if first is None else Letter({**last.head, RIDES: dict(first.head)})
         client = self._own(None if (fits := isinstance(algorithm, Moments)) else folder)
         if fits:
             check_sums(client, self.protection, secure=bool(head.get("secure")))
-        metrics = _metrics(head.get("metrics", []), client.task)
+        metrics = requested_metrics(head.get("metrics", []), client.task)
         check_marks(folder, client.id, fingerprint([client]))
         engine = InProcessEngine(algorithm, [client], choose_device(self.device), metrics)
-        if both is None:
-            return self._carried_out(letter, algorithm, client, engine)
-        evaluated, nbytes = both.evaluation, both.nbytes
-        first = self._guarded(lambda: self._carried_out(evaluated, algorithm, client, engine, nbytes))
-        answer = self._guarded(lambda: self._carried_out(both.training, algorithm, client, engine))
-        return Letter({**answer.head, RIDES: dict(first.head)}, answer.body)
+
+        def carried_out(begun: Begun | Letter) -> Letter:
+            if isinstance(begun, Letter):
+                return begun
+            return self._guarded(lambda: self._attempted(begun, algorithm, client, engine))
+
+        told = {} if first is None else {RIDES: dict(carried_out(first).head)}
+        answer = carried_out(last)
+        return Letter({**answer.head, **told}, answer.body)
+
+    def _begun(self, letter: Letter, algorithm: Algorithm[Any, Any], nbytes: int | None = None) -> Begun:
+        """A task, once it is checked, in the book, written down, and in its sum, in this order: a task that the book refuses
+        changes nothing, and one that is begun is used up, whatever becomes of it. `nbytes` came for it, if not all did."""
+        head, folder = letter.head, self._run_folder(letter.head)
+        order = order_of(letter, self.name, folder, clips=self.protection.clip_norm is not None, nbytes=nbytes)
+        shielded, secure = self._shielded(head), bool(head.get("secure"))
+        inputs = hash_of_inputs(head, order.task.down) if shielded else ""
+        place = self._member(head).place(self._sum(head, order.task.round), order.boxes) if order.in_sum else None
+        most = 1 if shielded else MOST_REFUSALS
+        task = Requested(f"{order.task.phase} {order.task.round}", inputs, most)
+        requests = Requests(folder)
+        in_book, leaves = requests.check(task, bound=secure), self._outgoing.leaves(head, algorithm)
+        spent = self._outgoing.enter(again=in_book) if leaves else {}
+        if shielded:
+            requests.begin(task, entered=leaves and order.task.phase == "local")
+        if place is not None:
+            place.take()
+        return Begun(order, task, place, spent)
+
+    def _attempted(
+        self, begun: Begun, algorithm: Algorithm[Any, Any], client: Client, engine: InProcessEngine
+    ) -> Letter:
+        """The answer to one task, or to its failure, which is counted."""
+        try:
+            return self._carried_out(begun, algorithm, client, engine)
+        except OSError:  # of the site's disk, and no answer about its data
+            raise
+        except Exception as error:  # whatever it is: whether it comes may depend on data
+            if not self._shielded(begun.order.head):
+                Requests(self._run_folder(begun.order.head)).count_refusal(begun.requested)
+                raise
+            _LOG.error("%s", traceback.format_exc())
+            return self._unable(begun, error, self._answer_to(begun.order))
 
     def _carried_out(
-        self,
-        letter: Letter,
-        algorithm: Algorithm[Any, Any],
-        client: Client,
-        engine: InProcessEngine,
-        bytes_down: int | None = None,
+        self, begun: Begun, algorithm: Algorithm[Any, Any], client: Client, engine: InProcessEngine
     ) -> Letter:
-        """The answer to one task. The private state is on the disk before it goes. `bytes_down` came for this task, if not
-        all of the letter's."""
-        head, folder = letter.head, self._run_folder(letter.head)
-        phase, number = head["phase"], int(head["round"])
-        up, down = compressed_by(head)
-        arrived, boxes = _without_boxes(letter.body) if head.get("secure") else (letter.body, {})
-        received = arrived if down is None else decompress(arrived, Message(), down)
-        if self.protection.clip_norm is not None and (wrong := broken(received)):
-            raise _RefusalError(
-                f"{wrong} of what came down has NaN or infinite values, with which clipping protects nothing"
-            )
-        own = read_state(folder, self.name, head["state"], head["algorithm"])
-        task = Task(phase, number, self.name, received, own, int(head["seed"]), int(head["run_seed"]))
+        """The answer to one task. The private state is on the disk before it goes."""
+        order, head, task = begun.order, begun.order.head, begun.order.task
+        folder = self._run_folder(head)
         with one_thread():
             result = next(engine.run([task]))
-        answer: dict[str, Any] = {
-            "client": self.name,
-            "run": head["run"],
-            "round": number,
-            "phase": phase,
-            "failure": None,
-        }
+        answer = self._answer_to(order)
         answer["seconds"] = result.seconds if "seconds" in self.disclose else 0.0
         answer["metrics"] = {n: value for n, value in result.metrics.items() if n in self.disclose}
-        if phase != "local":
-            answer |= self._advert(head)
+        if task.phase != "local":
+            answer |= self._advert(order)
         if result.failure is not None:
             _LOG.error("%s\n%s", result.failure, result.failure.trace)
-            return Letter({**answer, "failure": self._told(result.failure.reason)})
+            return self._unable(begun, result.failure.reason, answer)
         record: dict[str, Any] = {
-            "round": number,
-            "phase": phase,
+            "round": task.round,
+            "phase": task.phase,
             "seconds": round(result.seconds, 4),
             **result.metrics,
-            "bytes_down": arrived.nbytes if bytes_down is None else bytes_down,
+            "bytes_down": order.nbytes,
         }
         body = Message()
-        if phase == "local":
+        if task.phase == "local":
             assert result.reply is not None
-            write_state(folder, self.name, number, head["algorithm"], result.own, keep=int(head["keep"]))
+            write_state(folder, self.name, task.round, head["algorithm"], result.own, keep=order.keep)
             record |= result.reply.scalars
-            if head.get("secure"):
-                body = self._summed(result.reply, received, head, boxes, algorithm)
-                answer |= self._advert(head)
-            else:
-                body = self._sent(result.reply, received, algorithm)
-                body = body if up is None else compress(body, received, up, task.reply_seed)  # after the noise
+            if self._shielded(head):
+                Requests(folder).begin(begun.requested, entered=False)  # what follows may draw noise
+            body = self._leaving(begun, result.reply, algorithm)
+            answer |= self._advert(order) if head.get("secure") else {}
             record["bytes_up"] = body.nbytes
-            record |= self._entered(body.tensors or body.scalars)
-        elif phase == "export":
-            path = folder / "models" / f"{file_name(self.name)}.safetensors"
-            make_folder(path.parent)
-            write_model(path, result.weights or {}, result.description, client)
-            record["model"] = str(path)
-        elif result.predictions:
-            path = folder / "predictions" / f"{file_name(self.name)}.parquet"
-            parquet.write(path, client, {number: result.predictions})
-            record["predictions"] = str(path)
-        if phase == "evaluate":
-            self._entered(answer["metrics"])
-        append_line(folder / "metrics.jsonl", json.dumps(record))
+            record |= begun.spent
+        write_results(folder, client, result, record)
         return Letter(answer, body)
 
-    def _entered(self, leaving: object) -> dict[str, float | None]:
-        """Enters a message into the book of the data set, if anything leaves with it, and what all have cost, for the site's
-        own metrics. Before it goes: what is sent and not entered would be given away."""
-        if not leaving:
-            return {}
-        spent, delta = spend(self.folder / "privacy.json", self.data_set, self.protection), self.protection.delta
-        if not self.protection.noise_multiplier:
-            return {}
-        _LOG.info("(epsilon, delta) spent on the data set %r: (%.3g, %g)", self.data_set, spent, delta)
-        return {"epsilon": spent if math.isfinite(spent) else None, "delta": delta}
+    def _answer_to(self, order: Order) -> dict[str, Any]:
+        """The head of an answer that tells nothing yet."""
+        told = {"run": order.head["run"], "round": order.task.round, "phase": order.task.phase, "failure": None}
+        return {"client": self.name, **told, "seconds": 0.0, "metrics": {}}
 
-    def _sent(self, reply: Message, down: Message, algorithm: Algorithm[Any, Any]) -> Message:
-        """The reply as it may leave the site."""
-        allowed = self.disclose | algorithm.scalars_needed
-        scalars = {name: value for name, value in reply.scalars.items() if name in allowed}
-        return protect(Message(reply.tensors, scalars), down, self.protection)
-
-    def _summed(
-        self, reply: Message, down: Message, head: Mapping[str, Any], boxes: Tree, algorithm: Algorithm[Any, Any]
-    ) -> Message:
-        """The reply as masked numbers, nothing where the site is not in the round's sum."""
-        from polyfed.deploy.secure.masking import Sum
-
-        if not head.get("part"):
+    def _leaving(self, begun: Begun, reply: Message, algorithm: Algorithm[Any, Any]) -> Message:
+        """What goes up of a reply; nothing where the site trains outside the round's sum."""
+        order, down = begun.order, begun.order.task.down
+        if begun.place is not None:
+            return self._outgoing.part(reply, down, algorithm, begun.place)
+        if order.head.get("secure"):
             return Message()
-        member, which = self._member(head), Sum(head["run"], int(head["round"]))
-        sent = protect(reply, down, self.protection, among=member.threshold_of(which) - 1)
-        if wrong := broken(sent):
-            raise _RefusalError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
-        return member.masked(which, boxes, part_of(sent, algorithm, int(head["parties"])))
+        return self._outgoing.reply(reply, down, algorithm, order.compression, order.task.reply_seed)
 
-    def _advert(self, head: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys for the next round's secure sum, where a letter asks for them beside its task."""
-        if not (head.get("secure") and head.get("advertise")):
-            return {}
+    def _unable(self, begun: Begun, error: BaseException | str, answer: Mapping[str, Any]) -> Letter:
+        """The answer to a task that failed for a reason that may depend on data; the server learns no more than that where
+        masks or noise hide what goes up. A part of a sum that fails is refused like one that is not begun again."""
+        Requests(self._run_folder(begun.order.head)).count_refusal(begun.requested)
+        if not self._shielded(begun.order.head):
+            return Letter({**answer, "failure": self._told(error)})
+        told = self._told(error) if "errors" in self.disclose else UNABLE
+        if begun.order.task.phase == "local":
+            return Letter({"client": self.name, "refused": told})
+        return Letter({**answer, "failure": told})
+
+    def _sum(self, head: Mapping[str, Any], number: int) -> "Sum":
         from polyfed.deploy.secure.masking import Sum
 
+        return Sum(head["run"], number)
+
+    def _advert(self, order: Order) -> dict[str, Any]:
+        """Keys for the next round's secure sum, where a letter asks for them beside its task."""
+        if order.following is None:
+            return {}
         try:
-            return {"advert": self._member(head).advert(Sum(head["run"], int(head["advertise"])))}
+            return {"advert": self._member(order.head).advert(self._sum(order.head, order.following))}
         except RefusalError as refusal:
             return {"refusals": {"advertise": str(refusal)}}
-
-
-@final
-class _RefusalError(Exception):
-    """What the site does not do; its sentence holds nothing of data or network, and is told to the server."""
-
-
-def _without_boxes(body: Message) -> tuple[Message, Tree]:
-    """What a method sent, and the sealed shares beside it."""
-    from polyfed.deploy.secure.member import BOXES
-
-    tensors = {group: tree for group, tree in body.tensors.items() if group != BOXES}
-    return Message(tensors, body.scalars), body.tensors.get(BOXES, {})
-
-
-def _metrics(names: Any, task: str) -> tuple[Metric, ...]:
-    """The metrics that a letter names, which must be built in: a site computes nothing else of its examples.
-
-    Raises:
-        _RefusalError: they are not.
-    """
-    if not (isinstance(names, list) and all(isinstance(name, str) and is_built_in(name) for name in names)):
-        raise _RefusalError("the server asks for metrics that are not built into polyfed at this site")
-    try:
-        return metrics_of(names, task)
-    except UserError as error:
-        raise _RefusalError(str(error)) from error

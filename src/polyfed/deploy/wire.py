@@ -51,9 +51,10 @@ class Letter:
     A task of training may have `evaluation`: the evaluation of the round before, which the site makes first
     (`polyfed.deploy.riding`). The answer then has `evaluation` too, the head that the answer to it alone would have.
 
-    With secure sums all have `secure`, true, and `parties`, the sites of a round. Tasks of training then add `part`, whether
-    the site's numbers enter the sum; these and evaluations `advertise`, for which round the site sends keys. A letter of the
-    kind "sum" asks for steps of a sum by themselves, `advertise`, `share` and `hand_out` (`polyfed.deploy.secure.member`).
+    With secure sums all have `secure`, true. (How many sites may add to a sum each knows itself.) Tasks of training then
+    add `part`, whether the site's numbers enter the sum; these and evaluations `advertise`, for which round the site sends
+    keys. A letter of the kind "sum" asks for steps of a sum by themselves, `advertise`, `share` and `hand_out`
+    (`polyfed.deploy.secure.member`).
 
     Heads from a site have `client`, and `refused`, a sentence, if it does nothing. To "introduce" they add `task` and what
     the method needs the server to know (`num_examples`, `architecture`, `form`). To "task" they add `run`, `round`, `phase`,

@@ -89,8 +89,8 @@ def federate(
         out: a new run directory (metrics, checkpoints, models, predictions); None writes nothing.
         config: what `config.yaml` holds beside the settings and the method, for runs that are described by a file.
         facts: what `manifest.json` holds beside versions, seed and the fingerprint of the data.
-        progress: who is told how it goes; None or True shows a bar on a terminal and nothing elsewhere, False nothing.
-        quiet: no progress, as `progress=False`.
+        progress: who is told how it goes; None or True shows a bar on a terminal and nothing elsewhere. `progress=False` and
+            `quiet=True` show nothing.
 
     Raises:
         UserError: something given does not fit; nothing has been computed.
@@ -219,9 +219,8 @@ def _checked(
 ) -> Federation:
     """Everything that can be found wrong before work starts; `out` is the directory of a run that goes on."""
     if not isinstance(algorithm, Algorithm):
-        raise UserError(
-            f"algorithm must be a method or its name, got {algorithm!r}; for example polyfed.algorithms.FedAvg()"
-        )
+        example = "for example polyfed.algorithms.FedAvg()"
+        raise UserError(f"algorithm must be a method or its name, got {algorithm!r}; {example}")
     pool = None if public is None else as_examples(public, "public", labelled=False)
     listed = list_clients(clients)
     checks.check_clients(listed)

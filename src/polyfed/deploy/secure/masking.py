@@ -87,7 +87,7 @@ class Shared:
 @final
 @dataclass(frozen=True)
 class Masked:
-    """After step 3: the shares that the site holds of each site's secrets, name -> shares; these sites are U2."""
+    """In step 3 and after it: the shares that the site holds of each site's secrets, name -> shares; these sites are U2."""
 
     before: Shared
     held: Mapping[str, tuple[int, ...]]
@@ -187,13 +187,13 @@ def share(
     return after, boxes
 
 
-def mask(state: Shared, boxes: Mapping[str, bytes], words: Words) -> tuple[Masked, Words]:
-    """Step 3 (round 2, MaskedInputCollection): y = x + PRG(b) + Σ_v ± PRG(s_uv) mod 2^64.
+def unseal_boxes(state: Shared, boxes: Mapping[str, bytes]) -> Masked:
+    """The first half of step 3 (round 2, MaskedInputCollection): opens the sealed shares. It needs nothing of what is added
+    up, so that a site can refuse a sum, or use its keys up, before it looks at its data.
 
     Args:
         state: of step 2.
         boxes: sealed shares from each other site that has dealt some; with this one they are U2.
-        words: x.
 
     Raises:
         RefusalError: fewer than t sites, or a box that was not made for this site in this sum.
@@ -204,7 +204,6 @@ def mask(state: Shared, boxes: Mapping[str, bytes], words: Words) -> tuple[Maske
     if len(boxes) + 1 < state.threshold:
         raise RefusalError(f"{len(boxes) + 1} sites have shared their secrets, fewer than {state.threshold}")
     held = {name: state.own}
-    masked = words + keys.stream(self_key(state.seed, state.digest, name), len(words))
     for other, box in sorted(boxes.items()):
         try:
             shares = elements(keys.unseal(_box_key(state, listed[other], other, name), box, state.digest))
@@ -213,10 +212,24 @@ def mask(state: Shared, boxes: Mapping[str, bytes], words: Words) -> tuple[Maske
         except ValueError as error:
             raise RefusalError(f"the shares from {other!r} cannot be read: {error}") from error
         held[other] = tuple(shares)
-        pair = keys.agree(state.before.mask, listed[other].mask)
-        pad = keys.stream(pair_key(pair, state.digest, name, other), len(words))
+    return Masked(state, held)
+
+
+def mask(state: Masked, words: Words) -> Words:
+    """The second half: y = x + PRG(b) + Σ_v ± PRG(s_uv) mod 2^64. The caller masks once with a state.
+
+    Args:
+        state: of `unseal_boxes`.
+        words: x.
+    """
+    shared, name = state.before, state.before.before.name
+    listed = {advert.name: advert for advert in shared.adverts}
+    masked = words + keys.stream(self_key(shared.seed, shared.digest, name), len(words))
+    for other in sorted(state.held.keys() - {name}):
+        pair = keys.agree(shared.before.mask, listed[other].mask)
+        pad = keys.stream(pair_key(pair, shared.digest, name, other), len(words))
         masked = masked + pad if name < other else masked - pad
-    return Masked(state, held), masked
+    return masked
 
 
 def hand_out(state: Masked, survivors: Sequence[str], before: Sequence[str] | None = None) -> Handed:

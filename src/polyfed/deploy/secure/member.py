@@ -7,7 +7,7 @@ has opened which round.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -22,7 +22,18 @@ from polyfed.core.files import make_folder, read_file, replace_file
 from polyfed.core.fixed import as_message, from_message
 from polyfed.deploy.secure import RefusalError
 from polyfed.deploy.secure.keys import read_peers, read_private, signer
-from polyfed.deploy.secure.masking import Advert, Advertised, Masked, Shared, Sum, advertise, hand_out, mask, share
+from polyfed.deploy.secure.masking import (
+    Advert,
+    Advertised,
+    Masked,
+    Shared,
+    Sum,
+    advertise,
+    hand_out,
+    mask,
+    share,
+    unseal_boxes,
+)
 
 BOXES = "boxes of the secure sum"
 """The group in which sealed shares travel, as bytes: site -> box."""
@@ -116,26 +127,20 @@ class Member:
         self._write(which, state)
         return {"name": advert.name, **{n: getattr(advert, n).hex() for n in ("cipher", "mask", "signature")}}
 
-    def masked(self, which: Sum, boxes: Mapping[str, Tensor], part: Message) -> Message:
-        """A part of a sum with its words masked.
+    def place(self, which: Sum, boxes: Mapping[str, Tensor]) -> "Place":
+        """The site's place in a sum for which it has dealt shares; `Place.take` uses it up.
 
         Args:
             which: the sum.
             boxes: sealed shares from the other sites.
-            part: as `polyfed.simulation.secure.part_of` makes it.
 
         Raises:
-            RefusalError: the site has masked numbers for this sum before, or does not take part like this.
+            RefusalError: the site has taken its place before, or does not take part like this.
         """
-        state = self._shared(which)
-        words, layout = from_message(part)
-        after, sent = mask(state, {other: box.numpy().tobytes() for other, box in boxes.items()}, words)
-        self._write(which, after)
-        return as_message(sent, layout)
-
-    def threshold_of(self, which: Sum) -> int:
-        """t of a sum for which the site has dealt shares: it hands none out for fewer survivors."""
-        return self._shared(which).threshold
+        if self.peers is None:
+            raise RefusalError(_NO_KEYS)
+        opened = unseal_boxes(self._shared(which), {other: box.numpy().tobytes() for other, box in boxes.items()})
+        return Place(opened, len(read_peers(self.peers)), lambda: self._write(which, opened))
 
     def _shared(self, which: Sum) -> Shared:
         state = self._read(which)
@@ -162,6 +167,35 @@ class Member:
         if not file.exists():
             raise RefusalError(f"this site has no keys for the secure sum of round {which.round}, or has used them")
         return _restored(which, self.name, json.loads(read_file(file)))
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """A site's place in one sum: with which keys it masks. It is taken once, before the site looks at its data, and is used
+    up then, whether or not numbers go up.
+
+    Args:
+        state: which shares it holds of the sites in the sum.
+        parties: sites that may add to a sum at most: those whose registered keys the site has. Each may take as much of the
+            room. It is the same for every sum of a round, whichever sites a server lists for it, since whether numbers
+            fit, once for few and then for more sites, would be more than one answer.
+        take: writes down that the place is taken.
+    """
+
+    state: Masked
+    parties: int
+    take: Callable[[], None]
+
+    @property
+    def threshold(self) -> int:
+        """t: the site hands out no shares for fewer survivors."""
+        return self.state.before.threshold
+
+    def masked(self, part: Message) -> Message:
+        """A part, as `polyfed.simulation.secure.part_of` makes it, with its words masked."""
+        words, layout = from_message(part)
+        return as_message(mask(self.state, words), layout)
 
 
 def as_bytes(data: bytes) -> Tensor:

@@ -1,0 +1,109 @@
+"""What leaves a site: in the book before the site looks at its data, then clipped, with noise, masked or compressed.
+
+A message that is entered and not sent costs too much; one that is sent and not entered would be given away. So a message is
+entered first, whatever becomes of it, and nothing is computed for one that the book refuses.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from polyfed.core.algorithm import Algorithm, Message
+from polyfed.core.compressed import compress
+from polyfed.core.compression import Compression
+from polyfed.core.errors import UserError
+from polyfed.deploy.budget import check_budget, cost, spend
+from polyfed.deploy.privacy import Protection, protect
+from polyfed.deploy.wire import broken
+from polyfed.simulation.secure import disclosed, part_of
+
+if TYPE_CHECKING:
+    from polyfed.deploy.secure.member import Place
+
+_NO_SCORES = frozenset({"num_examples", "train_loss", "seconds", "columns", "errors"})  # of `disclose`
+_NO_NUMBERS = frozenset({"seconds", "columns", "errors"})
+_LOG = logging.getLogger("polyfed.site")
+
+
+@final
+@dataclass(frozen=True)
+class Outgoing:
+    """What may leave a site, and how.
+
+    Args:
+        book: the file in which messages are counted.
+        data_set: the owner's name of the data set.
+        protection: clipping and noise.
+        disclose: scalars that may go up beside those that a method needs.
+    """
+
+    book: Path
+    data_set: str
+    protection: Protection
+    disclose: frozenset[str]
+
+    def check_budget(self) -> None:
+        """Raises a `UserError` if the owner has set an end, and another message would be beyond it: then nothing is done
+        with the data any more, whatever a letter asks for."""
+        if self.protection.max_epsilon is not None:
+            check_budget(self.book, self.data_set, self.protection)
+
+    def enter(self, *, again: bool = False) -> dict[str, float | None]:
+        """Enters a message into the book; what all have cost, for the site's own metrics.
+
+        Args:
+            again: whether the book has this message already.
+
+        Raises:
+            UserError: the book does not take it; nothing may be sent.
+        """
+        enter, delta = cost if again else spend, self.protection.delta
+        spent = enter(self.book, self.data_set, self.protection)
+        if not self.protection.noise_multiplier:
+            return {}
+        _LOG.info("(epsilon, delta) spent on the data set %r: (%.3g, %g)", self.data_set, spent, delta)
+        try:
+            self.check_budget()
+        except UserError:
+            _LOG.warning(
+                "the budget of the data set %r is spent with this message: this site neither trains nor is evaluated any "
+                "more, and saves no further personal model",
+                self.data_set,
+            )
+        return {"epsilon": spent if math.isfinite(spent) else None, "delta": delta}
+
+    def leaves(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> bool:
+        """Whether something that depends on data may leave with the answer to a task: known before it is carried out."""
+        secure = bool(head.get("secure"))
+        if head["phase"] == "local":
+            if secure:
+                return bool(head.get("part"))
+            return bool(disclosed(algorithm, secure) or algorithm.scalars_needed or self.disclose - _NO_NUMBERS)
+        return head["phase"] == "evaluate" and bool(self.disclose - _NO_SCORES)
+
+    def reply(
+        self, reply: Message, down: Message, algorithm: Algorithm[Any, Any], how: Compression | None, seed: int
+    ) -> Message:
+        """The reply as it may leave the site; compressed after the noise.
+
+        Raises:
+            UserError: see `protect`.
+        """
+        allowed = self.disclose | algorithm.scalars_needed
+        scalars = {name: value for name, value in reply.scalars.items() if name in allowed}
+        body = protect(Message(reply.tensors, scalars), down, self.protection)
+        return body if how is None else compress(body, down, how, seed)
+
+    def part(self, reply: Message, down: Message, algorithm: Algorithm[Any, Any], place: "Place") -> Message:
+        """The reply as masked numbers of a secure sum.
+
+        Raises:
+            UserError: a number is not finite, or does not fit; or see `protect`.
+        """
+        body = protect(reply, down, self.protection, among=place.threshold - 1)
+        if wrong := broken(body):
+            raise UserError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
+        return place.masked(part_of(body, algorithm, place.parties))
