@@ -1,11 +1,17 @@
 """Inputs of several tensors from what users have: datasets, columns of a hub's table, collators, pandas frames."""
 
+import copy
+
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import polyfed as pf
-from polyfed.core.examples import ByPart, Normalise
+from polyfed.core.errors import UserError
+from polyfed.core.examples import ByPart, Examples, Normalise
 from polyfed.core.inputs import leaves
 from polyfed.data import as_examples
 from polyfed.simulation.checks import check_models
@@ -159,3 +165,98 @@ def test_pandas_frames_and_series():
     ):
         with pytest.raises(pf.UserError, match=sentence):
             pf.Client("north", None, given, given)
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        (torch.tensor([[0], [1]] * 5), r"got torch.int64 of shape \(10, 1\); give labels.squeeze\(1\)$"),
+        (torch.eye(2).repeat(5, 1), r"got torch.float32 of shape \(10, 2\); give labels.argmax\(1\)"),
+        (np.array([[True, False]] * 10), r"got torch.bool of shape \(10, 2\); give labels.argmax\(1\)"),
+        (torch.ones(10, 2, dtype=torch.int32), r"got torch.int32 of shape \(10, 2\); give task='multilabel'"),
+        (
+            torch.ones(10, 4, 4, dtype=torch.int64),
+            r"got torch.int64 of shape \(10, 4, 4\), .*segmentation.*task='multilabel'",
+        ),
+        (torch.arange(10.0), r"got torch.float32 of shape \(10,\); give labels.long\(\), or task='regression'"),
+        (torch.arange(10.0)[:, None], r"give labels.squeeze\(1\).long\(\)"),
+        (torch.arange(10) / 4, r"with fractions; give task='regression'"),
+        (torch.arange(20).view(10, 2), r"got torch.int64 of shape \(10, 2\); give one class an example"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused_with_their_own_type_and_a_cure(labels, sentence):
+    x = torch.randn(10, 3)
+    for train in ((x, labels), Examples(x, torch.as_tensor(labels))):
+        with pytest.raises(UserError, match=f"client 'c': train labels must be integers of shape .*{sentence}"):
+            pf.Client("c", None, train=train, test=(x, torch.arange(10) % 2))
+
+
+def test_several_labels_are_floats_whatever_type_they_had():
+    x = torch.randn(10, 3)
+    for labels in (
+        torch.ones(10, 2, dtype=torch.int64),
+        torch.ones(10, 2, dtype=torch.bool),
+        np.ones((10, 2), np.uint8),
+    ):
+        client = pf.Client("c", None, (x, labels), (x, labels), task="multilabel")
+        assert client.train.labels.dtype == client.test.labels.dtype == torch.float32
+    with pytest.raises(
+        UserError, match=r"got torch.int64 of shape \(10, 2, 2\); flatten labels and the network's output"
+    ):
+        pf.Client("c", None, (x, torch.ones(10, 2, 2).long()), (x, x), task="multilabel")
+    with pytest.raises(UserError, match=r"got torch.int64 of shape \(10,\); give labels.unsqueeze\(1\)"):
+        pf.Client("c", None, (x, torch.ones(10).long()), (x, x), task="multilabel")
+
+
+def test_texts_as_labels_name_numpy_unique():
+    x, texts = torch.randn(10, 3), ["no", "yes"] * 5
+    for labels in (texts, np.array(texts), np.array(texts, object), tuple(texts)):
+        with pytest.raises(
+            UserError, match=r"client 'c': train labels are texts; .*numpy.unique\(labels, return_inverse=True\)"
+        ):
+            pf.Client("c", None, (x, labels), (x, labels))
+    rows = [(torch.ones(3), text) for text in texts]
+    with pytest.raises(UserError, match=r"client 'c': train labels are texts"):
+        pf.Client("c", None, rows, rows)
+    for labels in (pd.Series(texts), pd.Series(texts, dtype="category")):
+        with pytest.raises(UserError, match=r"train labels: the pandas Series holds .*numpy.unique\(values") as told:
+            pf.Client("c", None, (x, labels), (x, labels))
+        assert "None" not in str(told.value)
+    dates = pd.Series(pd.date_range("2020", periods=10))
+    with pytest.raises(UserError, match="client 'c': train labels: the pandas Series holds datetime64") as told:
+        pf.Client("c", None, (x, dates), (x, dates))
+    assert "None" not in str(told.value)
+    with pytest.raises(UserError, match="column 'seen' of the pandas Series holds datetime64"):
+        pf.Client("c", None, (x, dates.rename("seen")), (x, dates))
+    with pytest.raises(UserError, match=r"they hold texts: make numbers of them before; pf.data.table"):
+        pf.Client("c", None, ([["a"]] * 10, [0, 1] * 5), (x, [0, 1] * 5))
+
+
+def test_a_loader_is_refused_with_the_name_of_its_data_set():
+    x, y = torch.randn(10, 3), torch.arange(10) % 2
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    with pytest.raises(
+        UserError, match=r"client 'c': train: a DataLoader is read batch by batch.*give its data set, loader.dataset"
+    ):
+        pf.Client("c", None, loader, (x, y))
+    assert len(pf.Client("c", None, loader.dataset, (x, y)).train) == 10
+
+
+def test_inputs_and_labels_of_other_length_are_refused_with_client_and_set():
+    x, y = torch.randn(10, 3), torch.arange(10) % 2
+    sets = {"train": (x, y), "test": (x, y)}
+    for name in ("train", "test", "val", "global_test"):
+        with pytest.raises(UserError, match=rf"client 'c': {name}: inputs and labels must have one row per example"):
+            pf.Client("c", None, **{**sets, name: (x, y[:9])})
+    with pytest.raises(UserError, match="one row per example"):
+        Examples(x, y[:9])
+
+
+@pytest.mark.parametrize(
+    ("net", "shape"), [(nn.Linear(4, 2), (4,)), (nn.Sequential(nn.Conv1d(1, 1, 3), nn.Flatten()), (1, 4))]
+)
+def test_whole_numbers_into_a_network_of_floats_name_the_cure(net, shape):
+    x, y = torch.ones(10, *shape, dtype=torch.int64), torch.arange(10) % 2
+    client = pf.Client("c", lambda: copy.deepcopy(net), (x[:5], y[:5]), (x[5:], y[5:]))
+    with pytest.raises(UserError, match=r"inputs are torch.int64; convert the inputs, x.float\(\)"):
+        pf.federate([client], "local", rounds=1, workers=0)

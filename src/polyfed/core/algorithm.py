@@ -45,6 +45,7 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.examples import Examples, as_examples
+from polyfed.core.reading import why_no_classes, why_no_labels
 from polyfed.core.tree import Spec, Tree, num_bytes, spec
 
 ServerState = TypeVar("ServerState")  # the server's: nested dicts of tensors and plain scalars
@@ -187,11 +188,11 @@ def _check_labels(examples: Examples, task: Task, name: str) -> None:
         raise UserError(f"{name} has no examples; give at least one, or leave this client out")
     if task == "classification":
         if labels.dim() != 1 or labels.is_floating_point():
-            raise UserError(f"{name} labels must be integers of shape (n,), got {labels.dtype} {tuple(labels.shape)}")
+            raise UserError(f"{name} labels must be integers of shape (n,), {why_no_classes(labels)}")
         if int(labels.min()) < 0:
             raise UserError(f"{name} labels must count from 0, found {int(labels.min())}")
     elif task == "multilabel" and (labels.dim() != 2 or not bool(((labels == 0) | (labels == 1)).all())):
-        raise UserError(f"{name} labels must be 0 or 1 of shape (n, labels), got shape {tuple(labels.shape)}")
+        raise UserError(f"{name} labels must be 0 or 1 of shape (n, labels), {why_no_labels(labels)}")
 
 
 def _suited(examples: Examples, task: Task) -> Examples:

@@ -115,11 +115,9 @@ class Examples:
     def __post_init__(self) -> None:
         if not isinstance(self.x, Tensor):
             object.__setattr__(self, "x", structured(self.x))
+        if flaw := _uneven(self.x, self.y):
+            raise UserError(flaw)
         x = first(self.x)
-        if x.dim() == 0 or self.y.dim() == 0 or len(x) != len(self.y):
-            raise UserError(
-                f"inputs and labels must have one row per example, got shapes {tuple(x.shape)} and {tuple(self.y.shape)}"
-            )
         if self.index is not None and len(self.index):
             low, high = int(self.index.min()), int(self.index.max())
             if low < 0 or high >= len(x):
@@ -218,6 +216,14 @@ class Examples:
         return replace(self, x=mapped(lambda part: part.to(device), self.x), y=self.y.to(device), index=index)
 
 
+def _uneven(x: Inputs, y: Tensor) -> str:
+    """What makes inputs and labels those of other examples, as a sentence; empty if nothing does."""
+    one = first(x)
+    if one.dim() and y.dim() and len(one) == len(y):
+        return ""
+    return f"inputs and labels must have one row per example, got shapes {tuple(one.shape)} and {tuple(y.shape)}"
+
+
 def _column(name: str, values: Any, number: int) -> NDArray[Any]:
     column = np.asarray(values)
     if column.ndim != 1 or len(column) != number:
@@ -262,7 +268,9 @@ def as_examples(
     >>> as_examples(data).batch(torch.tensor([1]))
     ((tensor([[0., 0.]]), tensor([40.])), tensor([0]))
     """
-    examples: Examples = source if isinstance(source, Examples) else _readable(*read(source, name, labelled, collate))
+    examples: Examples = (
+        source if isinstance(source, Examples) else _readable(name, *read(source, name, labelled, collate))
+    )
     check_finite(examples, name)
     return examples
 
@@ -321,8 +329,10 @@ def _part_like(store: Tensor, transform: Any, x: Any, name: str) -> Tensor:
     return inputs.to("cpu", store.dtype)
 
 
-def _readable(x: Inputs, y: Tensor, columns: Mapping[str, Any] | None = None) -> Examples:
+def _readable(name: str, x: Inputs, y: Tensor, columns: Mapping[str, Any] | None) -> Examples:
     """Examples whose uint8 images a network can take: with a channel axis, and scaled to 0..1 batch by batch."""
+    if flaw := _uneven(x, y):
+        raise UserError(f"{name}: {flaw}")
 
     def with_channels(part: Tensor) -> Tensor:
         return part.unsqueeze(1) if part.dtype == torch.uint8 and part.dim() == 3 else part

@@ -46,6 +46,11 @@ def read(source: Any, name: str, labelled: bool, collate: Collate | None) -> Rea
         if rows and all(isinstance(row, Mapping) for row in rows):
             parts = [_parted(row, name) for row in rows]
             return _of_rows([inputs for inputs, _ in parts], [label for _, label in parts], name)
+    if hasattr(source, "dataset") and hasattr(source, "batch_size"):
+        raise UserError(
+            f"{name}: a {type(source).__name__} is read batch by batch, and the client draws its own batches; give its data "
+            "set, loader.dataset (with a collate_fn of yours as_examples(loader.dataset, collate=...))"
+        )
     raise UserError(
         f"{name}: cannot read examples from {type(source).__name__}; give {'' if labelled else 'a tensor of inputs, '}"
         "(x, y) tensors, a torch Dataset of (input, label) pairs or a Hugging Face dataset with a column 'label'"
@@ -206,25 +211,84 @@ def array(value: Any, what: str) -> Tensor:
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{what}: cannot be read as one tensor of numbers ({error})") from error
+        cure = f"; they hold texts: make numbers of them before; {_TABLE}" if _holds_texts(value) else ""
+        raise UserError(f"{what}: cannot be read as one tensor of numbers ({error}){cure}") from error
     return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor
 
 
 def _of_frame(value: Any, what: str) -> Any:
-    kinds = {str(value.name): value.dtype} if hasattr(value, "name") else dict(value.dtypes.items())
+    kinds = {value.name: value.dtype} if hasattr(value, "name") else dict(value.dtypes.items())
     if odd := [column for column, kind in kinds.items() if getattr(kind, "kind", "O") not in "biuf"]:
         kind = kinds[odd[0]]
+        column = "" if odd[0] is None else f"column {odd[0]!r} of "
         raise UserError(
-            f"{what}: column {odd[0]!r} of the pandas {type(value).__name__} holds {kind}, not numbers; number its values, "
-            f"or leave it out; {_TABLE}"
+            f"{what}: {column}the pandas {type(value).__name__} holds {kind}, not numbers; number its values, "
+            f"once for all clients (names, numbers = numpy.unique(values, return_inverse=True)), or leave it out; {_TABLE}"
         )
     numbers = value.to_numpy()
     return np.array(numbers, np.float64 if numbers.dtype.kind == "O" else None)  # a copy that can be written to
 
 
 def _labels(value: Any, name: str) -> Tensor:
+    if not hasattr(value, "iloc") and _holds_texts(value):
+        raise UserError(
+            f"{name} labels are texts; number them, once for all clients, so that a number means the same class everywhere: "
+            "names, numbers = numpy.unique(labels, return_inverse=True)"
+        )
     tensor = array(value, f"{name} labels")
-    if tensor.dtype == torch.float64:
-        return tensor  # given as a tensor of float64
-    whole = tensor.dim() == 1 and not tensor.is_floating_point()
-    return tensor.to(torch.int64 if whole else torch.float32)
+    if tensor.is_floating_point():
+        return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)  # given as a tensor of float64
+    return (
+        tensor.to(torch.int64) if tensor.dim() == 1 else tensor
+    )  # several labels become floats when their task is known
+
+
+def _holds_texts(value: Any) -> bool:
+    """Whether an array, frame, series or nested list holds texts."""
+    if isinstance(value, str | bytes):
+        return True
+    if hasattr(value, "iloc"):
+        value = value.to_numpy()
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "USO" and any(isinstance(one, str | bytes) for one in value.flat)
+    return isinstance(value, tuple | list) and any(map(_holds_texts, value))
+
+
+def why_no_classes(labels: Tensor) -> str:
+    """What makes labels no classes, integers of shape (n,), and what to do, as a sentence.
+
+    >>> why_no_classes(torch.tensor([[1], [0]]))
+    'got torch.int64 of shape (2, 1); give labels.squeeze(1)'
+    """
+    told = f"got {labels.dtype} of shape {tuple(labels.shape)}"
+    whole = not labels.is_floating_point() or bool((labels == labels.floor()).all())
+    number = ".long()" if labels.is_floating_point() else ""
+    if labels.dim() > 2:
+        return (
+            f"{told}, one for each of several places, as in segmentation, which is no task of polyfed; labels of 0 and 1 "
+            "are trained with task='multilabel', both labels and the network's output flattened to shape (n, labels)"
+        )
+    if not whole:
+        return f"{told}, with fractions; give task='regression' if they are amounts"
+    if labels.dim() == 1:
+        return f"{told}; give labels{number}, or task='regression' if they are amounts"
+    if labels.shape[1] == 1:
+        return f"{told}; give labels.squeeze(1){number}"
+    if bool(((labels == 0) | (labels == 1)).all()):
+        one_hot = bool((labels.sum(1) == 1).all())
+        return f"{told}; give labels.argmax(1)" if one_hot else f"{told}; give task='multilabel'"
+    return f"{told}; give one class an example, or task='regression' if they are amounts"
+
+
+def why_no_labels(labels: Tensor) -> str:
+    """What makes labels none of several of 0 and 1, shape (n, labels), and what to do, as a sentence.
+
+    >>> why_no_labels(torch.tensor([1, 0]))
+    'got torch.int64 of shape (2,); give labels.unsqueeze(1) for one label an example'
+    """
+    told = f"got {labels.dtype} of shape {tuple(labels.shape)}"
+    if not bool(((labels == 0) | (labels == 1)).all()):
+        return f"{told}, with other values than 0 and 1"
+    if labels.dim() == 1:
+        return f"{told}; give labels.unsqueeze(1) for one label an example"
+    return f"{told}; flatten labels and the network's output: labels.flatten(1)"

@@ -15,7 +15,10 @@ from polyfed.data.features import Column
 from polyfed.data.files import Table
 from polyfed.data.frames import (
     check_present,
+    holds_numbers,
+    is_empty,
     is_number,
+    is_sign,
     is_text,
     numbers,
     rows_of,
@@ -41,7 +44,7 @@ def feature(table: Table, name: str, forced: bool) -> Column:
     import pyarrow.types as kinds
 
     kind = values(table, name).type
-    if kinds.is_null(kind):
+    if is_empty(table, name):
         raise UserError(f"column {name!r} has no value in any row; leave it out: --data.drop {name}")
     if kinds.is_temporal(kind):
         raise UserError(
@@ -52,7 +55,7 @@ def feature(table: Table, name: str, forced: bool) -> Column:
         raise UserError(
             f"column {name!r} holds values of type {kind}, which is no number and no text; leave it out: --data.drop {name}"
         )
-    if is_number(kind) and not forced:
+    if not forced and holds_numbers(table, name):
         found = numbers(table, name)
         _tell_of_identifier(found, name)
         return Column(name, None, bool(np.isnan(found).any()))
@@ -60,6 +63,13 @@ def feature(table: Table, name: str, forced: bool) -> Column:
     if not forced and (reason := why_no_category(column, name, _MOST_CATEGORIES)):
         raise UserError(reason)
     known = [value for value in column.tolist() if value is not None]
+    if signs := sorted(filter(is_sign, set(known))):
+        warnings.warn(
+            f"column {name!r} has the category {signs[0]!r}; if that means no value, give --data.missing {signs[0]!r} (in "
+            f"Python missing=[{signs[0]!r}])",
+            UserWarning,
+            stacklevel=2,
+        )
     return Column(name, in_order(known), len(known) < len(column))
 
 
@@ -150,8 +160,11 @@ def targets(
         raise UserError(f"positive={positive!r} is of two classes, and this is {decided}; leave it out")
     columns = []
     for name in names:
-        if not is_number(values(table, name).type):
-            raise UserError(f"target {name!r} holds texts, and {decided} needs numbers")
+        if not holds_numbers(table, name):
+            raise UserError(
+                f"target {name!r} holds texts, and {decided} needs numbers; drop the rows without a target, if that is what "
+                "the texts mean"
+            )
         column = numbers(table, name)
         odd = np.flatnonzero((column != 0) & (column != 1))
         if decided == "multilabel" and len(odd):

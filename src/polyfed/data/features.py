@@ -22,7 +22,18 @@ from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
 from polyfed.core.typed import conforms
-from polyfed.data.frames import check_columns, is_number, numbers, read_table, texts, values
+from polyfed.data.frames import (
+    check_columns,
+    holds_numbers,
+    is_empty,
+    is_number_text,
+    is_text,
+    numbers,
+    read_table,
+    rows_of,
+    texts,
+    values,
+)
 
 ABSENT = "(missing)"
 _CONSTANT = 1e-9  # of the mean, below which numbers do not vary
@@ -244,12 +255,11 @@ def encode(table: Any, columns: Sequence[Column]) -> Tensor:
     stored = np.empty((table.num_rows, len(columns)))
     for position, column in enumerate(columns):
         if column.categories is None:
-            kind = values(table, column.name).type
-            if not (is_number(kind) or str(kind) == "null"):
-                raise UserError(
-                    f"column {column.name!r} must hold numbers, as it did in the table of the run, got {kind}"
-                )
-            stored[:, position] = np.nan if str(kind) == "null" else numbers(table, column.name)
+            empty = is_empty(table, column.name)
+            if not empty and not holds_numbers(table, column.name):
+                raise UserError(f"column {column.name!r} must hold numbers, as it did in the table of the run, got "
+                                f"{_kind(table, column.name)}")  # fmt: skip
+            stored[:, position] = np.nan if empty else numbers(table, column.name)
             continue
         code = {value: number for number, value in enumerate(column.categories)}
         found = texts(table, column.name).tolist()
@@ -264,6 +274,16 @@ def encode(table: Any, columns: Sequence[Column]) -> Tensor:
                 stacklevel=2,
             )
     return torch.from_numpy(stored)
+
+
+def _kind(table: Any, name: str) -> str:
+    """What a column holds that is no column of numbers."""
+    kind = values(table, name).type
+    if not is_text(kind):
+        return str(kind)
+    cells = texts(table, name)
+    odd = [row for row, value in enumerate(cells.tolist()) if value is not None and not is_number_text(value)]
+    return f"{kind}: {str(cells[odd[0]])[:40]!r} in {rows_of(np.array(odd))}; leave cells without a value empty"
 
 
 def warn_of_constants(changed: Mapping[str, Sequence[str]]) -> None:

@@ -16,6 +16,7 @@ from polyfed.data.files import Table, existing, parquet_tables
 ADVICE = "give --data.path with a CSV or Parquet file that has one row per example"
 _DELIMITERS = (",", ";", "\t", "|")
 _SHOWN = 5  # rows or values in a sentence
+_WORDS = 3  # different words among numbers that may all mean no value
 _DATE = re.compile(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 _COMMA = re.compile(r"[+-]?\d+,\d+")
 
@@ -27,9 +28,10 @@ def read_table(
 
     Args:
         source: one of these; a file by its path.
-        missing: texts that stand for no value, beside the usual ones (an empty cell, NA, NaN, null).
+        missing: texts that stand for no value, beside the usual ones (an empty cell, NA, NaN, null); numbers among them are
+            looked for in columns of numbers too.
         delimiter: between the cells of a CSV file; "auto" finds out from its first line.
-        decimal: "." or ",".
+        decimal: "." or ",", also of numbers that are texts.
         encoding: of the CSV file.
 
     Raises:
@@ -40,6 +42,7 @@ def read_table(
     """
     import pyarrow
 
+    missing = tuple(map(str, missing))
     if isinstance(source, str | Path):
         table = _of_file(str(source), missing, delimiter, decimal, encoding)
         name = repr(str(source))
@@ -49,12 +52,12 @@ def read_table(
             if isinstance(source, pyarrow.Table):
                 table = source
             elif hasattr(source, "iloc"):  # a pandas frame, without an import of pandas
-                table = pyarrow.Table.from_pandas(_named_columns(source), preserve_index=False)
+                table = pyarrow.Table.from_pandas(_with_texts(_named_columns(source), missing), preserve_index=False)
             elif isinstance(source, Mapping):
-                table = pyarrow.table({key: _array(values) for key, values in source.items()})
+                table = pyarrow.table({key: _array(values, missing) for key, values in source.items()})
             elif isinstance(source, Sequence) and source and all(isinstance(row, Mapping) for row in source):
                 known = dict.fromkeys(name for row in source for name in row)
-                table = pyarrow.table({name: _array([row.get(name) for row in source]) for name in known})
+                table = pyarrow.table({name: _array([row.get(name) for row in source], missing) for name in known})
             else:
                 raise UserError(
                     f"a table must be a pandas frame, a mapping from names to columns, a list of rows {{name: value}}, or "
@@ -62,8 +65,10 @@ def read_table(
                 )
         except (pyarrow.ArrowException, TypeError, ValueError) as error:
             raise UserError(
-                f"{name} cannot be read as a table ({_short(error)}); each column needs values of one kind"
+                f"{name} cannot be read as a table ({_short(error)}); each column needs values of one kind, and texts that "
+                "mean no value are given as missing=[...] (--data.missing)"
             ) from error
+        table = _without(table, missing, decimal)
     names = list(table.column_names)
     if twice := [one for one in names if names.count(one) > 1]:
         raise UserError(f"{name} has two columns {twice[0]!r}; rename one")
@@ -79,12 +84,71 @@ def _named_columns(frame: Any) -> Any:
     return frame
 
 
-def _array(values: Any) -> Any:
+def _with_texts(frame: Any, missing: Sequence[str]) -> Any:
+    """The frame, columns of texts and numbers as texts."""
+    if len(set(frame.columns)) < len(frame.columns):
+        return frame  # which is refused, with the name
+    mixed = {name: _as_texts(frame[name].tolist(), missing) for name in frame.columns if frame[name].dtype.kind == "O"}
+    changed = {name: texts_ for name, texts_ in mixed.items() if texts_ is not None}
+    return frame.assign(**changed) if changed else frame
+
+
+def _as_texts(cells: Sequence[Any], missing: Sequence[str]) -> list[str | None] | None:
+    """Cells as a CSV file has them, if they are numbers, and a few texts that may stand for no value; None if not."""
+    known = [cell for cell in cells if not _is_absent(cell)]
+    if not all(isinstance(cell, str | int | float | np.number) for cell in known):
+        return None
+    amounts = {cell for cell in known if not isinstance(cell, str)}
+    words = {cell.strip() for cell in known if isinstance(cell, str) and not is_number_text(cell)} - set(missing)
+    few = len(words) <= _WORDS and (len(words) < len(amounts) or all(map(is_sign, words)))
+    if not amounts or not few or len(amounts) == len(set(known)):
+        return None
+    return [None if _is_absent(cell) else cell if isinstance(cell, str) else _text(_plain(cell)) for cell in cells]
+
+
+def _is_absent(cell: Any) -> bool:
+    """None, NaN, and the NA and NaT of pandas."""
+    return cell is None or type(cell).__name__ in ("NAType", "NaTType") or (isinstance(cell, float) and cell != cell)
+
+
+def _plain(number: Any) -> Any:
+    return number.item() if isinstance(number, np.number) else number
+
+
+def _array(values: Any, missing: Sequence[str]) -> Any:
     import pyarrow
 
-    return pyarrow.array(
-        values if isinstance(values, np.ndarray) else list(values), from_pandas=True
-    )  # NaN is no value
+    cells = values if isinstance(values, np.ndarray) else list(values)
+    if not isinstance(values, np.ndarray) or values.dtype.kind == "O":
+        cells = _as_texts(list(cells), missing) or cells
+    return pyarrow.array(cells, from_pandas=True)  # NaN is no value
+
+
+def _without(table: Table, missing: Sequence[str], decimal: str) -> Table:
+    """The table with no value where a cell is one of these texts, or the number that one of them is; and texts of numbers
+    with a decimal comma with a point. A CSV file is read so at once."""
+    import pyarrow
+    import pyarrow.compute as compute
+
+    if not missing and decimal == ".":
+        return table
+    amounts = [float(text) for text in missing if is_number_text(text)]
+    for place, name in enumerate(table.column_names):
+        column = values(table, name)
+        if is_text(column.type):
+            cells = texts(table, name)
+            kept = [None if cell in missing else cell for cell in cells.tolist()]
+            known = [cell for cell in kept if cell is not None]
+            if decimal == "," and known and all(_COMMA.fullmatch(cell) or is_number_text(cell) for cell in known):
+                kept = [None if cell is None else cell.replace(",", ".") for cell in kept]
+            if kept != cells.tolist():
+                table = table.set_column(place, name, pyarrow.array(kept, pyarrow.string()))
+        elif amounts and is_number(column.type) and not pyarrow.types.is_boolean(column.type):
+            strange = compute.is_in(column.cast(pyarrow.float64(), safe=False), pyarrow.array(amounts))
+            if compute.any(strange).as_py():
+                kept_numbers = compute.if_else(strange, pyarrow.scalar(None, column.type), column)
+                table = table.set_column(place, name, kept_numbers)
+    return table
 
 
 def _of_file(path: str, missing: Sequence[str], delimiter: str, decimal: str, encoding: str) -> Table:
@@ -93,7 +157,7 @@ def _of_file(path: str, missing: Sequence[str], delimiter: str, decimal: str, en
         tables = parquet_tables(file)
         if "train" not in tables:
             raise UserError(f"{path!r} holds no Parquet file; {ADVICE}")
-        return tables["train"]
+        return _without(tables["train"], missing, decimal)
     return _of_csv(file, missing, delimiter, decimal, encoding)
 
 
@@ -172,8 +236,38 @@ def is_text(kind: Any) -> bool:
     return any(test(kind) for test in (kinds.is_string, kinds.is_large_string, kinds.is_string_view))
 
 
+def is_empty(table: Table, name: str) -> bool:
+    """Whether no row has a value in a column that is not one of numbers."""
+    import pyarrow.types as kinds
+
+    found = values(table, name)
+    return kinds.is_null(found.type) or (is_text(found.type) and found.null_count == len(found))
+
+
+def holds_numbers(table: Table, name: str) -> bool:
+    """Whether a column has numbers, be they written as texts, as the cells of a CSV file are. Categories of a frame that are
+    texts are none.
+
+    >>> rows = read_table({"age": ["61.5", None, "70"], "ward": ["1", "b", "2"]})
+    >>> holds_numbers(rows, "age"), holds_numbers(rows, "ward")
+    (True, False)
+    """
+    import pyarrow.types as kinds
+
+    if is_number(values(table, name).type):
+        return True
+    if kinds.is_dictionary(table.column(name).type) or not is_text(values(table, name).type):
+        return False
+    known = [value for value in texts(table, name).tolist() if value is not None]
+    return bool(known) and all(map(is_number_text, known))
+
+
 def numbers(table: Table, name: str) -> NDArray[np.float64]:
     """A column of numbers; NaN where there is no value.
+
+    Args:
+        table: that has it.
+        name: of a column of numbers, or of texts that are numbers.
 
     Raises:
         UserError: an infinite value.
@@ -181,6 +275,10 @@ def numbers(table: Table, name: str) -> NDArray[np.float64]:
     import pyarrow
 
     found = values(table, name)
+    if is_text(found.type):
+        found = pyarrow.array(
+            [None if value is None else float(value) for value in texts(table, name).tolist()], "float64"
+        )
     plain = (
         found.cast(pyarrow.float64(), safe=False) if not pyarrow.types.is_boolean(found.type) else found.cast("int8")
     )
@@ -255,17 +353,22 @@ def why_no_category(column: NDArray[Any], name: str, most: int) -> str:
     cure = f"leave it out (--data.drop {name}), or make numbers of it before"
     if all(_DATE.fullmatch(value) for value in known[:100]):
         return f"column {name!r} holds dates, such as {known[0]!r}: {cure}, such as an age or days since admission"
-    odd = [row for row, value in zip(rows, known, strict=True) if not _is_number(value)]
-    if all(_COMMA.fullmatch(str(column[row])) for row in odd) and odd:
-        return f"column {name!r} has numbers with a comma, such as {str(column[odd[0]])!r}: give --data.decimal ,"
-    if len(odd) <= 0.2 * len(known):
-        strange = str(column[odd[0]]) if odd else ""
+    odd = [row for row, value in zip(rows, known, strict=True) if not is_number_text(value)]
+    if odd and all(_COMMA.fullmatch(str(column[row])) for row in odd):
+        return (
+            f"column {name!r} has numbers with a comma, such as {str(column[odd[0]])!r}: give --data.decimal , (in Python "
+            "decimal=',')"
+        )
+    different, words = len(set(known)), sorted({str(column[row]) for row in odd})
+    many = different > most or (different > 10 and 2 * different > len(known))
+    if odd and (len(odd) <= 0.2 * len(known) or (many and len(words) <= _WORDS and different > len(words))):
+        strange, words = str(column[odd[0]]), words[:_WORDS]
         return (
             f"column {name!r} holds numbers, and {strange!r} in {rows_of(np.array(odd))}: if that means no value, give "
-            f"--data.missing {strange}; otherwise correct it, or take all as categories (--data.categorical {name})"
+            f"--data.missing {','.join(words)} (in Python missing={words}); otherwise correct it, or take all as categories "
+            f"(--data.categorical {name})"
         )
-    different = len(set(known))
-    if different > most or (different > 10 and 2 * different > len(known)):
+    if many:
         return (
             f"column {name!r} has {different} different texts in {len(known)} rows, such as {known[0][:40]!r}: that is free "
             f"text or an identifier; {cure}, or take it as categories (--data.categorical {name})"
@@ -273,7 +376,13 @@ def why_no_category(column: NDArray[Any], name: str, most: int) -> str:
     return ""
 
 
-def _is_number(value: str) -> bool:
+def is_sign(text: str) -> bool:
+    """Whether a text has no letter and no digit, as one that stands for no value: "?", "-"."""
+    return not any(map(str.isalnum, text))
+
+
+def is_number_text(value: str) -> bool:
+    """Whether a text is a number."""
     try:
         float(value)
     except ValueError:

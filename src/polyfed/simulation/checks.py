@@ -324,7 +324,11 @@ def _output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ..
         output = _try(module, x, training=False)
     except Exception as error:  # whatever the user's network raises
         types = {p.dtype for p in module.parameters() if p.is_floating_point()}
-        others = [part.dtype for _, part in leaves(x) if part.is_floating_point() and part.dtype not in types]
+        whole = "type" in str(
+            error
+        )  # numbers of tokens suit the first layer of a network that fails for another reason
+        kinds = [part.dtype for _, part in leaves(x) if part.is_floating_point() or whole]
+        others = [kind for kind in kinds if kind not in types]
         if types and others:
             raise UserError(
                 f"{name}: its network has weights of {' and '.join(sorted(map(str, types)))}, but its inputs are "
