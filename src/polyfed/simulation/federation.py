@@ -219,8 +219,9 @@ def _checked(
 ) -> Federation:
     """Everything that can be found wrong before work starts; `out` is the directory of a run that goes on."""
     if not isinstance(algorithm, Algorithm):
-        example = "for example polyfed.algorithms.FedAvg()"
-        raise UserError(f"algorithm must be a method or its name, got {algorithm!r}; {example}")
+        raise UserError(
+            f"algorithm must be a method or its name, got {algorithm!r}; for example polyfed.algorithms.FedAvg()"
+        )
     pool = None if public is None else as_examples(public, "public", labelled=False)
     listed = list_clients(clients)
     checks.check_clients(listed)
@@ -234,7 +235,7 @@ def _checked(
         scores = metrics_again(settings, metrics, task, out)
     if settings.keep == "best" and all(client.val is None for client in clients):
         raise UserError(
-            "keep='best' needs validation examples, and no client has any: give clients val=..., or --data.val-fraction"
+            "keep='best' needs validation examples, and no client has any: give val=..., or --data.val-fraction"
         )
     checks.check_requirements(clients, algorithm, pool)
     brought = None
