@@ -161,8 +161,7 @@ def resume(
         clients, algorithm, public: as they were given to `federate`; needed only if the run was not described by a file
             (then the run's `config.yaml` rebuilds them). `algorithm` is needed only if it is not in the registry.
         engine, workers, ray_address, gpus_per_worker, device: where to go on; None takes what the run had.
-        metrics: as they were given to `federate`; needed only if one of them is not built in.
-        progress, quiet: as for `federate`.
+        metrics, progress, quiet: as for `federate`; metrics are needed only if one of them is not built in.
 
     Raises:
         UserError: not a run directory, `clients` or `metrics` are missing or not those of the run, or `algorithm` is not
