@@ -133,6 +133,9 @@ class Examples:
     def __len__(self) -> int:
         return len(self.y) if self.index is None else len(self.index)
 
+    def __repr__(self) -> str:
+        return f"Examples({len(self)} of inputs {form_of(self.x)}, labels {form_of(self.y)})"  # and no client's data
+
     @property
     def device(self) -> torch.device:
         """Where inputs, targets and index lie."""

@@ -49,7 +49,7 @@ class Pool:
     test: Examples | None
     class_names: tuple[str, ...]
     task: Task = "classification"
-    columns: Columns = field(default_factory=dict)
+    columns: Columns = field(default_factory=dict, repr=False)  # which are a patient's
     vocabulary: tuple[str, ...] = ()
     prepared: Prepared | None = None
     group: str | None = None

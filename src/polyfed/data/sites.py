@@ -25,6 +25,12 @@ class Sites:
     parts: tuple[ClientData, ...]
     public: Examples | None = None
 
+    def __repr__(self) -> str:
+        parts = ", ".join(
+            f"{part.id}: {len(part.train)} rows to train and {len(part.test)} to test" for part in self.parts
+        )
+        return f"Sites({parts})"  # and no row
+
     @property
     def num_features(self) -> int:
         """Inputs of a network."""
