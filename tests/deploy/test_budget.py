@@ -166,3 +166,55 @@ def test_a_lost_book_is_no_new_budget(tmp_path, nodes):
     assert "UserError" in answers(nodes, client).head["refused"]
     with pytest.raises(UserError, match="is missing, and runs beside it have sent messages"):
         spend(book, "data", NOISY)
+
+
+def test_an_older_copy_of_the_book_is_no_new_budget(tmp_path):
+    book = tmp_path / "privacy.json"
+    spend(book, "data", NOISY)
+    older = book.read_bytes()
+    spend(book, "data", NOISY)
+    newest = book.read_bytes()
+    for spoilt in (older, newest.replace(b": 2}", b": 1}"), newest.replace(b'"data"', b'"other"')):
+        book.write_bytes(spoilt)
+        with pytest.raises(
+            UserError, match=r"and 2 have left: it is an older copy or was changed; put back the newest"
+        ):
+            spend(book, "data", NOISY)
+        assert book.read_bytes() == spoilt
+    book.write_bytes(newest)
+    assert spend(book, "data", NOISY) == epsilon({4.0: 3}, 1e-5)
+    book.unlink()
+    with pytest.raises(UserError, match="is missing, and runs beside it have sent messages"):
+        spend(book, "data", NOISY)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"data": "two"}'])
+def test_a_damaged_count_beside_the_book_opens_nothing(tmp_path, content):
+    book, count = tmp_path / "privacy.json", tmp_path / "privacy-count.json"
+    spend(book, "data", NOISY)
+    count.write_text(content)
+    with pytest.raises(UserError, match=r"privacy-count.json is damaged .* remove it if that book is the newest"):
+        spend(book, "data", NOISY)
+    count.unlink()  # as a book of an earlier version has none
+    spend(book, "data", NOISY)
+
+
+def test_a_site_that_dies_between_book_and_count_goes_on(tmp_path, monkeypatch):
+    """The book is written first: what is counted has been entered."""
+    from polyfed.deploy import budget
+
+    book, write, written = tmp_path / "privacy.json", budget.replace_file, []
+
+    def dies(path, content):
+        if written and path.name == "privacy-count.json":
+            raise OSError("killed")
+        written.append(path.name)
+        write(path, content)
+
+    spend(book, "data", NOISY)
+    written.append("a message")
+    monkeypatch.setattr(budget, "replace_file", dies)
+    with pytest.raises(OSError, match="killed"):
+        spend(book, "data", NOISY)
+    monkeypatch.undo()
+    assert spend(book, "data", NOISY) == epsilon({4.0: 3}, 1e-5)

@@ -91,6 +91,8 @@ def spend(book: Path, data: str, protection: Protection) -> float:
         name: {str(z): number for z, number in entries.items()} for name, entries in {**pages, data: page}.items()
     }
     replace_file(book, json.dumps({"version": 1, "data_sets": written}).encode())
+    sent = {name: sum(entries.values()) for name, entries in {**pages, data: page}.items()}
+    replace_file(_count_of(book), json.dumps(sent).encode())  # after the book, which so is never behind
     return spent
 
 
@@ -137,18 +139,49 @@ def _pages(book: Path) -> dict[str, dict[float, int]]:
     """
     advice = "put back a copy of it; without one, nobody knows what has been spent, and nothing is sent"
     if not book.exists():
-        if any(b'"epsilon"' in read_file(file, MOST_ROUNDS) for file in book.parent.glob("*/metrics.jsonl")):
+        if _count_of(book).exists() or any(
+            b'"epsilon"' in read_file(file, MOST_ROUNDS) for file in book.parent.glob("*/metrics.jsonl")
+        ):
             raise UserError(f"{book} is missing, and runs beside it have sent messages; {advice}")
         return {}
     try:
         found = from_json(read_file(book))
         if wrong := conforms(found, _Book):
             raise ValueError(wrong)
-        return {
+        pages = {
             name: dict(_entry(z, number) for z, number in page.items()) for name, page in found["data_sets"].items()
         }
     except (OSError, ValueError) as error:
         raise UserError(f"{book} is damaged ({error}); {advice}") from error
+    _check_not_older(book, pages)
+    return pages
+
+
+def _count_of(book: Path) -> Path:
+    """The file that says how many messages have left about each data set, by which an older copy of the book is known."""
+    return book.with_name(f"{book.stem}-count.json")
+
+
+def _check_not_older(book: Path, pages: Mapping[str, Mapping[float, int]]) -> None:
+    """Raises a `UserError` if fewer messages are in the book than have left."""
+    file = _count_of(book)
+    if not file.exists():  # of an earlier version, or before the first message
+        return
+    try:
+        sent = from_json(read_file(file))
+        if wrong := conforms(sent, dict[str, int]):
+            raise ValueError(wrong)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file} is damaged ({error}), by which an older copy of {book.name} is known; remove it if that "
+            "book is the newest"
+        ) from error
+    for data, number in sent.items():
+        if (booked := sum(pages.get(data, {}).values())) < number:
+            raise UserError(
+                f"{book} has {booked} messages of the data set {data!r}, and {number} have left: it is an older copy or was "
+                "changed; put back the newest, or add what is missing by hand, and nothing is sent until then"
+            )
 
 
 def _entry(multiplier: str, number: int) -> tuple[float, int]:
