@@ -243,3 +243,18 @@ def test_a_run_with_noise_learns_its_price(tmp_path, nodes):
     assert len(run.history) == 3
     (metrics,) = (tmp_path / "sites" / "client-0" / "state").glob("*/metrics.jsonl")
     assert f'"epsilon": {epsilon({4.0: 3}, 1e-5)}' in metrics.read_text()
+
+
+def test_a_tensor_of_several_names_is_clipped_once_and_has_one_noise():
+    once, zero = torch.full((10,), 0.3), torch.zeros(10)
+    network = torch.nn.ModuleDict({"emb": torch.nn.Embedding(2, 5), "out": torch.nn.Linear(5, 2, bias=False)})
+    network["emb"].weight.data = once.view(2, 5)
+    network["out"].weight = network["emb"].weight
+    down = Message({"model": {"emb.weight": zero.view(2, 5), "out.weight": zero.view(2, 5)}})
+    for noise in (0.0, 1.0):
+        sent = protect(Message({"model": network.state_dict()}), down, Protection(0.5, noise)).tensors["model"]
+        assert torch.equal(sent["emb.weight"], sent["out.weight"])
+        assert noise or sent["emb.weight"].norm() == pytest.approx(0.5)
+    apart = Message({"model": {"emb.weight": once.view(2, 5), "out.weight": once.view(2, 5).clone()}})
+    sent = protect(apart, down, Protection(0.5, 0.0)).tensors["model"]
+    assert sent["emb.weight"].norm() == pytest.approx(0.5 / math.sqrt(2))  # two tensors that happen to be alike

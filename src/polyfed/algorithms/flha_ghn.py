@@ -18,7 +18,7 @@ from polyfed.core.scratch import Scratch, initial_state, scratch
 from polyfed.core.training import Schedule, fit, scalars_of
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.graphs.cached import graph_of
-from polyfed.hypernetworks.generated import GeneratedNetwork, aliases, assembled
+from polyfed.hypernetworks.generated import GeneratedNetwork, assembled
 from polyfed.hypernetworks.ghn import Form, Gnn, Head, Init, Passing, catalogue_of, create, light, told_of_heads
 
 
@@ -207,7 +207,7 @@ class FLHAGHN(Averaging, Decides):
         network, net = assembled(client.model, graph, form, down.tensors["ghn"], client.train.device)
         with torch.no_grad():
             weights = {**own.get("private", {}), **network.weights()}
-        return network, filled(net, aliases(net.module, weights), own, self.buffers), graph
+        return network, filled(net, weights, own, self.buffers), graph
 
     def _form(self, catalogue: LayerCatalogue) -> Form:
         head: Head = "mlp" if self.head == "auto" else self.head

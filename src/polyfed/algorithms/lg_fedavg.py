@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.scratch import fill, initial_state, scratch, whole_state
 from polyfed.core.training import fit, scalars_of
 from polyfed.core.tree import Spec, Tree, UnlikeTreesError, copied, spec
-from polyfed.models.split import head_modules
+from polyfed.models.split import head_modules, places_in
 
 # The server keeps "head", empty before the first replies; a client keeps "body" and "head", the head that it trained itself
 
@@ -28,7 +28,8 @@ class LGFedAvg(Averaging):
     as it had trained it, as `trained_...`.
 
     A head's tensors travel under the place of their layer counted from the output (`0.weight` is the last layer's), since
-    names differ between architectures. In round 1 nothing goes down: clients of one architecture begin alike.
+    names differ between architectures. In round 1 nothing goes down: clients of one architecture begin alike. A weight of
+    the head that the body uses too (a tied embedding) is the head's, and so averaged.
 
     Args:
         head_layers: how many of the last parametric layers are the shared head (1, polyfed's choice; the paper and its code
@@ -118,13 +119,17 @@ class LGFedAvg(Averaging):
         yield "trained", self.personal_model(Message(), own, client, seed)
 
     def _places(self, client: Client) -> dict[str, str]:
-        """The name under which a parameter of the head travels -> its name in the client's network."""
+        """The name under which a parameter of the head travels -> its first name in the client's network."""
         assert client.model is not None
         net = scratch(client.model, client.train.device)
         modules = head_modules(net.module, client.train.one_input, num_layers=self.head_layers)
-        trained = [name for name, _ in net.module.named_parameters() if name not in net.frozen]
-        prefixes = [f"{module}." if module else "" for module in reversed(modules)]
-        return {f"{k}.{n.removeprefix(p)}": n for k, p in enumerate(prefixes) for n in trained if n.startswith(p)}
+        places = places_in(net.module, tuple(reversed(modules)), {*net.frozen, *net.buffers})
+        if not places:
+            raise UserError(
+                f"LGFedAvg: in the last {self.head_layers} layers of the network of client {client.id!r} nothing is trained "
+                "(requires_grad), so that there is no head to share; raise head_layers"
+            )
+        return places
 
     def _divided(self, state: Tree, places: Mapping[str, str]) -> ClientState:
         """Body and head of a network's state."""

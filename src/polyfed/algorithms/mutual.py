@@ -167,7 +167,7 @@ class Pair(nn.Module):
     ) -> None:
         super().__init__()
         self.own, self.shared, self.bridge = own, shared, bridge
-        self.watched = f"own.{modules[0]}" if bridge is not None else None
+        self.watched = f"own.{modules[0]}".rstrip(".") if bridge is not None else None  # "": the network is one layer
         self._second = modules[1]
         self.outputs: Tensor
         self.bridged: Tensor

@@ -160,13 +160,8 @@ class PFedHN(LocalTraining, Algorithm[ServerState, ClientState]):
         return ready(self._assembled(down, own, client), client, own, self.buffers)
 
     def _assembled(self, down: Message, own: ClientState, client: Client) -> Scratch:
-        """The client's network filled with θ̄_i; a tensor with several names (shared weights) was generated once."""
-        assert client.model is not None
-        module = scratch(client.model).module
-        first = {id(parameter): name for name, parameter in module.named_parameters()}
-        given, everything = down.tensors["model"], module.state_dict(keep_vars=True).items()
-        model = {name: given[first[id(t)]] for name, t in everything if first.get(id(t)) in given}
-        return receive(client, model, own, self.buffers)
+        """The client's network filled with θ̄_i."""
+        return receive(client, down.tensors["model"], own, self.buffers)
 
 
 def _by_architecture(state: ServerState, clients: Sequence[str]) -> dict[str, tuple[list[str], Tensor]]:

@@ -162,8 +162,7 @@ def begin(server: ServerContext, options: LayerAggregation, k: int = 0) -> Serve
     assert server.model is not None  # `requires` names "one_architecture"
     model = travelling(initial_state(server.model, server.seed), scratch(server.model).buffers, "local")
     module = scratch(server.model).module
-    same = _shared_names(module)
-    layers = layers_of(list(model), layer_owners(module), options.layer, same)
+    layers = layers_of(list(model), layer_owners(module), options.layer)
     if k > len(layers):
         raise UserError(
             f"{type(options).__name__}: k={k} layers are to be retained, but the network has {len(layers)} "
@@ -173,7 +172,7 @@ def begin(server: ServerContext, options: LayerAggregation, k: int = 0) -> Serve
     state = {
         "clients": ids,
         "layers": layers,
-        "same": same,
+        "same": {},  # nothing now; it is there so that checkpoints are as they were
         "models": dict.fromkeys(ids, model),
         "hypernetworks": {},
         "seed": server.seed,
@@ -202,13 +201,6 @@ def _known(state: ServerState, clients: Sequence[str], options: LayerAggregation
     return [known[client] if client in known else create(client, sizes, state["seed"]) for client in clients]
 
 
-def _shared_names(module: nn.Module) -> dict[str, str]:
-    """Further name of a parameter that has several -> its first."""
-    first: dict[int, str] = {}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
-
-
 def weights(state: ServerState, clients: Sequence[str], options: LayerAggregation) -> tuple[list[int], Tensor]:
     """The clients' positions among all, and α_i of each, (clients, layers, N): HN_i(v_i; ψ_i), or from the similarity of
     layers.
@@ -219,7 +211,7 @@ def weights(state: ServerState, clients: Sequence[str], options: LayerAggregatio
     rows = [state["clients"].index(client) for client in clients]
     if options.weights == "similarity":
         models = [state["models"][client] for client in state["clients"]]
-        return rows, similarities(models, state["layers"], rows, options.similarity, options.sharpness, state["same"])
+        return rows, similarities(models, state["layers"], rows, options.similarity, options.sharpness)
 
     def weigh(few: slice) -> Tensor:
         return alphas(stacked(_known(state, clients[few], options)), rows[few], options.normalise)
@@ -277,7 +269,7 @@ def learned(state: ServerState, replies: Mapping[str, Tree], options: LayerAggre
     rows, alpha = weights(state, clients, options)
     served = with_retained(alpha, rows, retained(alpha, rows, k))
     models = [state["models"][client] for client in state["clients"]]
-    products = inner_products(models, served, [replies[c] for c in clients], state["layers"], state["same"])
+    products = inner_products(models, served, [replies[c] for c in clients], state["layers"])
     rate = len(models) / 10 if options.hn_lr is None else options.hn_lr
 
     def learn(few: slice) -> list[dict[str, Tensor]]:

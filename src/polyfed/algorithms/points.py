@@ -28,6 +28,6 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def trained_state(module: nn.Module) -> Tree:
-    """Copies of the trained parameters; one that has several names is there under each, as `fill` needs it."""
-    named = module.named_parameters(remove_duplicate=False)
+    """Copies of the trained parameters."""
+    named = module.named_parameters()
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named if tensor.requires_grad}

@@ -34,6 +34,7 @@ from polyfed.core.algorithm import Algorithm, Architecture, Client, Message
 from polyfed.core.dense import alien
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import Scratch, scratch
+from polyfed.core.tied import first_names, further_names
 from polyfed.core.tree import Spec, Tree
 
 Adapters = Literal["zero_pad", "stack", "svd"]
@@ -90,7 +91,7 @@ def form_of(algorithm: Algorithm[Any, Any], net: Scratch) -> str:
             shape[ranked[name]] = -1
         forms.append((name, shape, str(tensor.dtype)))
     kinds = [(name, type(part).__module__, type(part).__qualname__) for name, part in net.module.named_modules()]
-    form = hashlib.sha256(f"{forms}\n{kinds}".encode()).hexdigest()[:16]
+    form = hashlib.sha256(f"{forms}\n{kinds}{further_names(net.module) or ''}".encode()).hexdigest()[:16]
     frozen = net.architecture.partition("-")[2]
     return f"{form}-{frozen}" if frozen else form
 
@@ -110,7 +111,7 @@ def check_ranks(networks: Mapping[str, Architecture], mode: Adapters) -> Archite
 
     Raises:
         UserError: a network has no adapters, or none has all of the largest ranks; or it has such as "svd" or "stack" does
-            not take.
+            not take, or one factor of an adapter in two layers.
     """
     found = {i: scratch(factory) for i, factory in sorted(networks.items())}
     largest: dict[str, int] = {}
@@ -120,8 +121,14 @@ def check_ranks(networks: Mapping[str, Architecture], mode: Adapters) -> Archite
                 f"adapters={mode!r} is for networks with low-rank adapters, and that of client {i!r} has no parameters "
                 "called lora_A and lora_B; leave it out"
             )
-        state = net.module.state_dict()
+        state, first = net.module.state_dict(), first_names(net.module)
+        of_layers = {(pair.a, pair.b) for pair in pairs(state)}
         for pair in pairs(state):
+            if (first[pair.a], first[pair.b]) not in of_layers:
+                raise UserError(
+                    f"adapters={mode!r} is of adapters that layers have by themselves, and {pair.layer!r} of client {i!r} "
+                    "shares one of its two factors with another layer; share both, or neither"
+                )
             if mode != "zero_pad" and state[pair.a].dim() != 2:
                 raise UserError(f"adapters={mode!r} is of matrices, and {pair.a!r} of client {i!r} has the shape "
                                 f"{tuple(state[pair.a].shape)}; take 'zero_pad'")  # fmt: skip

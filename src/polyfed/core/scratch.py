@@ -3,6 +3,8 @@
 Parameters that a network does not train (`requires_grad=False` when it is built) are part of its architecture, as its layers
 are: every client builds them itself, with seed 0, whatever the run's. So they are neither sent nor kept by clients, and a
 fingerprint of them, the second half of `Scratch.architecture`, tells whether two clients have the same.
+
+A tensor that has several names is sent and kept under the first alone (`polyfed.core.tied`).
 """
 
 import hashlib
@@ -20,6 +22,7 @@ from polyfed.core.algorithm import Architecture
 from polyfed.core.errors import UserError
 from polyfed.core.gradients import gradients
 from polyfed.core.seeds import derive, local_rng
+from polyfed.core.tied import check_memory, further_names, tensors_once, tie_buffers, under_first_names
 from polyfed.core.tree import Tree
 from polyfed.core.unwrapped import unwrapped
 
@@ -117,7 +120,8 @@ class Scratch:
     """A module to fill and use, its persistent buffers as built, and a short name of its architecture.
 
     Two factories have the same `architecture` if their modules have the same class, print alike, have the same plain
-    attributes, state dicts with the same names, shapes and types, and the same frozen parameters with the same values.
+    attributes, state dicts with the same names, shapes and types, of which the same are names of one tensor, and the same
+    frozen parameters with the same values.
     `frozen`: all names of these, in the order of the state dict. `counters`: the buffers of whole numbers as they came
     to the client that the module is filled for (`polyfed.core.buffers.filled`), if they came.
     """
@@ -151,12 +155,15 @@ def scratch(factory: Architecture, device: torch.device | None = None) -> Scratc
 
 
 def _build(factory: Architecture, device: torch.device) -> Scratch:
-    module = new_module(factory, seed=0).to(device)
-    state = module.state_dict()
-    kept = state.keys() - {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    frozen = _untrained(module)
+    module = new_module(factory, seed=0)
+    check_memory(module)
+    further = further_names(module)
+    tie_buffers(module.to(device), further)
+    state = module.state_dict(keep_vars=True)
+    kept = state.keys() - further.keys() - {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    frozen, sent = _untrained(module), {id(tensor) for tensor in state.values()}
     _BUILT[module] = _AsBuilt(
-        {name: buffer.clone() for name, buffer in module.named_buffers() if name not in state},
+        {name: buffer.clone() for name, buffer in module.named_buffers() if id(buffer) not in sent},
         {name: parameter.requires_grad for name, parameter in module.named_parameters()},
         {name: _Part.of(part) for name, part in module.named_modules()},
         frozen,
@@ -203,7 +210,7 @@ def same_but_for_frozen(one: str, other: str) -> bool:
     return one != other and one.partition("-")[0] == other.partition("-")[0]
 
 
-def _architecture(module: nn.Module) -> str:
+def _architecture(module: nn.Module, *, ties: bool = True) -> str:
     form = [(name, tuple(t.shape), str(t.dtype)) for name, t in module.state_dict().items()]
     parts = [
         (name, type(part).__module__, type(part).__qualname__, sorted(_plain_attributes(part).items(), key=repr))
@@ -217,6 +224,8 @@ def _architecture(module: nn.Module) -> str:
     ]
     # A printed address differs from process to process, and a run is resumed in another one.
     printed = re.sub(r"0x[0-9a-f]+", "", f"{module}\n{form}\n{parts}\n{functions}")
+    if ties and (further := further_names(module)):
+        printed += f"\n{further}"
     frozen = hash_of(_untrained(module))
     return hashlib.sha256(printed.encode()).hexdigest()[:16] + (f"-{frozen}" if frozen else "")
 
@@ -233,6 +242,11 @@ def architecture(module: nn.Module) -> str:
     if module not in _NAMED:
         _NAMED[module] = _architecture(module)
     return _NAMED[module]
+
+
+def architecture_without_ties(module: nn.Module) -> str:
+    """The name that former versions gave: it did not tell whether two names are of one tensor."""
+    return _architecture(module, ties=False)
 
 
 def _plain_attributes(part: nn.Module) -> dict[str, _Plain]:
@@ -285,24 +299,27 @@ def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
     """
     module = new_module(factory, derive(seed, "initial weights", scratch(factory).architecture))
     frozen = frozen_parameters(module)
-    return {n: tensor.detach().clone() for n, tensor in module.state_dict().items() if n not in frozen}
+    return {n: tensor.detach().clone() for n, tensor in tensors_once(module).items() if n not in frozen}
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
     """Copies of all trained weights and buffers of a network, on the CPU: what a client keeps, or sends."""
     frozen = frozen_parameters(module)
-    return {n: tensor.detach().to("cpu", copy=True) for n, tensor in module.state_dict().items() if n not in frozen}
+    return {n: tensor.detach().to("cpu", copy=True) for n, tensor in tensors_once(module).items() if n not in frozen}
 
 
 def fill(module: nn.Module, *trees: Tree) -> nn.Module:
-    """Copies tensors into a module's parameters and buffers; together the trees must name each that is not frozen. A module
-    that is no scratch module takes frozen ones too, if all of them are named: those of a file with a whole network.
+    """Copies tensors into a module's parameters and buffers; together the trees must name each that is not frozen, by one of
+    its names or several. A module that is no scratch module takes frozen ones too, if all of them are named: those of a file
+    with a whole network.
 
     Raises:
-        ValueError: a name is missing, unknown or of another shape.
+        ValueError: a name is missing, unknown or of another shape, or names of one tensor have different values.
     """
-    own, frozen = module.state_dict(), frozen_parameters(module)
+    own, frozen = tensors_once(module), frozen_parameters(module)
     given = {name: tensor for tree in trees for name, tensor in tree.items()}
+    if not given.keys() <= own.keys():
+        given = under_first_names(module, given)
     wanted = {name: tensor for name, tensor in own.items() if name not in frozen}
     if module not in _BUILT and given.keys() & frozen.keys():
         wanted = own

@@ -29,7 +29,9 @@ from polyfed.core.optimizers import Group, check_optimizer, optimizer_of
 from polyfed.core.plain_values import set_plain_fields
 from polyfed.core.precision import Precision, autocasting
 from polyfed.core.seeds import derive, local_rng
+from polyfed.core.stacked import Stacked
 from polyfed.core.streams import Minibatch, Streams
+from polyfed.core.tied import names_by_first
 
 Schedule = Literal["constant", "cosine", "exponential"]
 Reported = Literal["task", "loss", "total"]
@@ -195,8 +197,9 @@ class LocalTraining(ABC):
         own."""
         return objective(client.train, client.task, client.loss, self.label_smoothing, self.class_weights)
 
-    def factor(self, name: str) -> float:
-        """By what the learning rate of the parameter of this name is multiplied.
+    def factor(self, *names: str) -> float:
+        """By what the learning rate of the parameter of this name is multiplied; one with several names (tied weights) has
+        the factor of the first pattern that any of them fits.
 
         >>> from polyfed.algorithms import FedAvg
         >>> method = FedAvg(lr_by_name={"head.*": 10.0, "*.bias": 2.0})
@@ -204,7 +207,8 @@ class LocalTraining(ABC):
         [10.0, 2.0, 1.0]
         """
         patterns = (self.lr_by_name or {}).items()
-        return next((float(factor) for pattern, factor in patterns if fnmatch.fnmatchcase(name, pattern)), 1.0)
+        fit = (f for pattern, f in patterns if any(fnmatch.fnmatchcase(name, pattern) for name in names))
+        return next(map(float, fit), 1.0)
 
 
 def _is_number(value: Any) -> bool:
@@ -387,8 +391,9 @@ def _groups_of_rates(
 ) -> list[Group]:
     """The trained parameters in groups of one learning rate each."""
     groups: dict[float, list[nn.Parameter]] = {}
+    named = names_by_first(model.module if isinstance(model, Stacked) else model) if options.lr_by_name else {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            factor = options.factor(name) * (1.0 if rate is None else rate(name))
+            factor = options.factor(*named.get(name, [name])) * (1.0 if rate is None else rate(name))
             groups.setdefault(factor, []).append(parameter)
     return [Group(members, lr * factor) for factor, members in groups.items()]

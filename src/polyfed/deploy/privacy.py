@@ -1,7 +1,10 @@
 """Clipping and Gaussian noise on what a site sends; `polyfed.deploy.budget` says what they guarantee.
 
 What a site sends is its change of what it received: U = reply − received, over all tensors together (a group that did not
-come down counts as a change from zero). It sends received + U·min(1, C/‖U‖) + N(0, (zC)²) instead. (McMahan et al. 2018,
+come down counts as a change from zero). A tensor that a reply holds under several names, as a network's tied weights in its
+`state_dict()`, counts once in ‖U‖ and gets one noise: all its names are sent with the same values.
+
+It sends received + U·min(1, C/‖U‖) + N(0, (zC)²) instead. (McMahan et al. 2018,
 "Learning Differentially Private Recurrent Language Models", with the noise added at the site, so that the server need not
 be trusted.)
 
@@ -152,30 +155,46 @@ def protect(up: Message, down: Message, protection: Protection, among: int = 1) 
                     f"group {group!r}: tensor {name!r} holds whole numbers, which noise cannot cover; this method cannot "
                     "run with noise-multiplier above 0 here"
                 )
-    norm = math.sqrt(sum(float((change**2).sum()) for change in changes.values()))
+    first = _first_places(up, changes)
+    norm = math.sqrt(sum(float((change**2).sum()) for key, change in changes.items() if first[key] == key))
     if not math.isfinite(norm):
         raise UserError("the change is not finite, so that it cannot be clipped, and nothing is sent")
     share = min(1.0, protection.clip_norm / norm) if norm else 1.0
     deviation = protection.noise_multiplier * protection.clip_norm / math.sqrt(among)
     draw = Noise() if deviation else None
-    arrays: dict[str, Mapping[str, Tensor]] = {}
+    arrays: dict[str, dict[str, Tensor]] = {}
     for group, tree in up.tensors.items():
-        sent = dict(tree)
+        arrays[group] = sent = dict(tree)
         for name, tensor in tree.items():
-            if (
-                group,
-                name,
-            ) not in changes:  # counters of BatchNorm, say, stay as they were: noise would not cover them
-                sent[name] = received[group, name] if protection.noise_multiplier else tensor
+            key = (group, name)
+            if key not in changes:  # counters of BatchNorm, say, stay as they were: noise would not cover them
+                sent[name] = received[key] if protection.noise_multiplier else tensor
                 continue
-            change = changes[group, name] * share
+            if first[key] != key:
+                sent[name] = arrays[first[key][0]][first[key][1]].clone()
+                continue
+            change = changes[key] * share
             if draw is not None:
                 grid = 2.0 ** (math.floor(math.log2(deviation)) - _GRID_BITS)
                 noise = torch.from_numpy(draw.normal(change.numel())).reshape(change.shape)
                 change = ((change + deviation * noise) / grid).round() * grid
-            sent[name] = (_before(received.get((group, name)), tensor).double() + change).to(tensor.dtype)
-        arrays[group] = sent
+            sent[name] = (_before(received.get(key), tensor).double() + change).to(tensor.dtype)
     return Message(arrays, up.scalars)
+
+
+_Place = tuple[str, str]  # group and name
+
+
+def _first_places(up: Message, changes: Mapping[_Place, Tensor]) -> dict[_Place, _Place]:
+    """Where each change is for the first time: a tensor that lies in the same memory and has changed alike is the same."""
+    known: dict[tuple[object, ...], _Place] = {}
+    found: dict[_Place, _Place] = {}
+    for key, change in changes.items():
+        tensor = up.tensors[key[0]][key[1]]
+        memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+        first = known.setdefault(memory, key)
+        found[key] = first if torch.equal(changes[first], change) else key
+    return found
 
 
 def _before(received: Tensor | None, tensor: Tensor) -> Tensor:

@@ -29,10 +29,10 @@ from polyfed.deploy.claims import CLAIMS, common_form
 from polyfed.deploy.tables import difference_of_tables
 from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, compressing
 from polyfed.simulation.engines.work import Engine, Task
-from polyfed.simulation.federation import play, score_of
+from polyfed.simulation.federation import play
 from polyfed.simulation.resuming import go_back
 from polyfed.simulation.roster import Roster
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds import Federation, score_of
 from polyfed.simulation.runs.configuration import described, restored
 from polyfed.simulation.runs.directory import RunDirectory, plain, read_config
 from polyfed.simulation.runs.progress import Progress

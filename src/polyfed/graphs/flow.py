@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.core.inputs import Inputs, answer, call, leaves
+from polyfed.core.tied import first_names
 from polyfed.graphs.activations import activation_of
 from polyfed.graphs.architecture import NONE, LayerType, Mark, Node
 from polyfed.graphs.layers import call_layer, join_of, kind_of, module_layer, operands, operation
@@ -121,17 +122,6 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
-def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> the one in `named_parameters()`, where a shared parameter has but its first.
-
-    >>> net = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False)}); net["b"] = net["a"]
-    >>> canonical_names(net)
-    {'a.weight': 'a.weight', 'b.weight': 'a.weight'}
-    """
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
-
-
 @final
 class _Follower(fx.Interpreter):
     """Runs a program; its attributes are what was found so far, dead ends included.
@@ -150,7 +140,7 @@ class _Follower(fx.Interpreter):
         self.opaque: set[int] = set()
         self.ends: frozenset[int] = frozenset()
         self._model = model
-        canonical = canonical_names(model)
+        canonical = first_names(model)
         self._names = {
             id(parameter): canonical[_without_root(name)]
             for name, parameter in program.module.named_parameters(remove_duplicate=False)

@@ -163,15 +163,12 @@ def _together(like: Hypernetwork) -> dict[str, Tensor]:
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(like.items(), parts, strict=True)}
 
 
-def layers_of(
-    parameters: Sequence[str], owners: Mapping[str, Sequence[str]], layer: str, same: Mapping[str, str] | None = None
-) -> dict[str, list[str]]:
+def layers_of(parameters: Sequence[str], owners: Mapping[str, Sequence[str]], layer: str) -> dict[str, list[str]]:
     """The layers that get a weight each: name -> the tensors in it, in the order of the model.
 
     Args:
         parameters: names of the tensors that are aggregated.
         owners: module -> names of the tensors it owns (`models.split.layer_owners`).
-        same: further name of a shared tensor -> its first name; all its names are in the layer of the first.
         layer: "module" (the owner of a tensor), "block" (the top-level module it is in), "tensor", or "model".
 
     >>> layers_of(["a.0.weight", "a.0.bias", "b.weight"], {"a.0": ["a.0.weight", "a.0.bias"], "b": ["b.weight"]}, "block")
@@ -186,7 +183,7 @@ def layers_of(
     }
     found: dict[str, list[str]] = {}
     for name in parameters:
-        found.setdefault(label[layer]((same or {}).get(name, name)), []).append(name)
+        found.setdefault(label[layer](name), []).append(name)
     return found
 
 
@@ -230,20 +227,18 @@ def inner_products(
     served: Tensor,
     replies: Sequence[Tree],
     layers: Mapping[str, Sequence[str]],
-    same: Mapping[str, str] | None = None,
 ) -> Tensor:
-    """⟨θ_j^l, Δθ_i^l⟩ with Δθ_i = θ_i − θ̄_i, (B, L, N), float64. A tensor with several names counts once.
+    """⟨θ_j^l, Δθ_i^l⟩ with Δθ_i = θ_i − θ̄_i, (B, L, N), float64.
 
     Args:
         models: θ_1 ... θ_N at the start of the round.
         served: the weights with which θ̄_i was made, (B, L, N).
         replies: θ_i of the B clients after local training.
-        layers, same: as for `mixtures` and `layers_of`.
+        layers: as for `mixtures`.
     """
     total = torch.zeros(served.shape, dtype=torch.float64)
 
-    once = {layer: [name for name in names if name not in (same or {})] for layer, names in layers.items()}
-    thetas, afters = _cut(models, once, len(models)), _cut(replies, once, len(models))
+    thetas, afters = _cut(models, layers, len(models)), _cut(replies, layers, len(models))
 
     def product(part: _Part) -> tuple[int, Tensor]:
         theta, delta = part.of(thetas), part.of(afters)
@@ -252,7 +247,7 @@ def inner_products(
             delta[:, near].addmm_(weights, theta[:, near], alpha=-1)
         return part.layer, delta @ theta.T
 
-    for layer, products in in_threads(product, _parts(models, once)):
+    for layer, products in in_threads(product, _parts(models, layers)):
         total[:, layer] += products
     return total
 
@@ -263,7 +258,6 @@ def similarities(
     rows: Sequence[int],
     measure: Similarity,
     sharpness: float,
-    same: Mapping[str, str] | None = None,
 ) -> Tensor:
     """Weights from how alike clients' layers are, without a hypernetwork (the toy example of Fig. 1): α_i^{l,j} =
     softmax_j(sharpness · s_ij^l), (B, L, N), float32. With one layer that is the whole model they are model-wise.
@@ -273,7 +267,7 @@ def similarities(
 
     Args:
         models: θ_1 ... θ_N.
-        layers, same: as for `mixtures` and `layers_of`; a tensor with several names counts once.
+        layers: as for `mixtures`.
         rows: the positions of the B clients among the N.
         measure: "cosine" or "distance".
         sharpness: 0 or more; 0 weighs all clients alike.
@@ -285,8 +279,7 @@ def similarities(
     n = len(models)
     products = torch.zeros(len(layers), n, n, dtype=torch.float64)
 
-    once = {layer: [name for name in names if name not in (same or {})] for layer, names in layers.items()}
-    thetas = _cut(models, once, n)
+    thetas = _cut(models, layers, n)
 
     def product(part: _Part) -> tuple[int, Tensor]:
         theta = part.of(thetas).double()
@@ -294,7 +287,7 @@ def similarities(
             theta = theta - theta.mean(0)
         return part.layer, theta @ theta.T
 
-    for layer, found in in_threads(product, _parts(models, once)):
+    for layer, found in in_threads(product, _parts(models, layers)):
         products[layer] += found
     squares = products.diagonal(dim1=1, dim2=2)
     if measure == "cosine":

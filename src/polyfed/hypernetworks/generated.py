@@ -1,6 +1,6 @@
 """A network whose weights a graph hypernetwork generates at each forward pass: training it trains the hypernetwork."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, final
 
@@ -88,17 +88,3 @@ def _build(factory: Architecture, graph: _Same, form: Form, device: torch.device
 
 
 _cached = lru_cache(maxsize=64)(_build)
-
-
-def aliases(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` by all names that a parameter has in `state_dict()`, from those by its first (weights may be shared). A
-    parameter without a value, a frozen one, is left out.
-
-    >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    >>> tied[1].weight = tied[0].weight
-    >>> aliases(tied, {"0.weight": 5})
-    {'0.weight': 5, '1.weight': 5}
-    """
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: values[first[id(p)]] for name, p in every if first[id(p)] in values}

@@ -4,7 +4,7 @@ Structure means module types, the order in which modules run, and whether the ou
 is called. A layer here is a module with parameters of its own; tensors are named as in `state_dict()`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.inputs import Inputs, answer, arguments, call, mapped
 from polyfed.core.replaced import call_with
+from polyfed.core.tied import first_names
 
 # _NormBase is the base of BatchNorm (SyncBatchNorm too) and InstanceNorm, their lazy forms included.
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -104,16 +105,40 @@ def split_names(model: nn.Module, head: Sequence[str]) -> tuple[tuple[str, ...],
     return body, tuple(name for name, tensor in tensors.items() if id(tensor) in shared)
 
 
+def places_in(model: nn.Module, modules: Sequence[str], left_out: Collection[str]) -> dict[str, str]:
+    """The tensors inside modules, by the place of the module and what follows its name -> first name of the tensor. One that
+    several of the modules have has the first place alone.
+
+    Args:
+        model: any network.
+        modules: names, in the order in which they are counted.
+        left_out: first names of tensors that do not count.
+
+    >>> places_in(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), ["2"], ())
+    {'0.weight': '2.weight', '0.bias': '2.bias'}
+    """
+    places: dict[str, str] = {}
+    for position, module in enumerate(modules):
+        for name, first in first_names(model).items():
+            if _inside(name, module) and first not in left_out:
+                within = name.removeprefix(f"{module}.") if module else name
+                places.setdefault(first, f"{position}.{within}")
+    return {place: first for first, place in places.items()}
+
+
 def norm_tensor_names(model: nn.Module) -> tuple[str, ...]:
     """The names in `state_dict()` of the parameters and buffers of all norm layers, by module type, wherever they are.
 
-    Batch, instance, layer, group and RMS norms count, and classes derived from them.
+    Batch, instance, layer, group and RMS norms count, and classes derived from them. A tensor that a norm layer shares with
+    another counts with all its names.
 
     >>> norm_tensor_names(nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)))
     ('1.weight', '1.bias')
     """
     norms = [n for n, module in model.named_modules(remove_duplicate=False) if isinstance(module, _NORMS)]
-    return tuple(name for name in _state(model) if any(_inside(name, norm) for norm in norms))
+    first = first_names(model)
+    of_norms = {first[name] for name in _state(model) if any(_inside(name, norm) for norm in norms)}
+    return tuple(name for name in first if first[name] in of_norms)
 
 
 def buffer_names(model: nn.Module) -> tuple[str, ...]:

@@ -292,7 +292,8 @@ def check_training(clients: Sequence[Client], options: LocalTraining) -> None:
     if not options.lr_by_name or not getattr(options, "requires", MODEL_WORDS) & MODEL_WORDS:
         return
     nets = {id(client.model): _scratch(client) for client in clients if client.model is not None}
-    names = sorted({name for net in nets.values() for name, p in net.module.named_parameters() if p.requires_grad})
+    named = (pair for net in nets.values() for pair in net.module.named_parameters(remove_duplicate=False))
+    names = sorted({name for name, parameter in named if parameter.requires_grad})
     for pattern in options.lr_by_name:
         if not fnmatch.filter(names, pattern):
             raise UserError(

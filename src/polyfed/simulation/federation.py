@@ -28,12 +28,12 @@ from polyfed.simulation.collecting import Collected, evaluation, finished, is_ev
 from polyfed.simulation.engines.machine import check_installed, device_of_clients
 from polyfed.simulation.engines.start import start_for
 from polyfed.simulation.engines.work import Engine
-from polyfed.simulation.fingerprints import fingerprint
+from polyfed.simulation.fingerprints import fingerprint, of_former_version
 from polyfed.simulation.norms import losses_lost
 from polyfed.simulation.participants import list_clients
 from polyfed.simulation.preparing import together
 from polyfed.simulation.resuming import go_back, kept_state
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds import Federation, score_of
 from polyfed.simulation.runs import chain
 from polyfed.simulation.runs import checkpoint as checkpoints
 from polyfed.simulation.runs.checkpoint import Checkpoint
@@ -189,6 +189,8 @@ def resume(
         before = directory.manifest().get("data_fingerprint")
         if before != (now := _fingerprint(federation)):
             chain.check_data(directory.path, now)
+            if why := of_former_version(str(before), list(federation.clients.values()), federation.public):
+                raise UserError(f"the run in {out} cannot be resumed: {why}")
             raise UserError(
                 f"the clients are not those of the run in {out}: its data fingerprint is {before}, theirs is {now}; "
                 "resume with the same ids, data and networks"
@@ -198,14 +200,6 @@ def resume(
         directory.close()
         raise
     return play(federation, start, history, directory, progress_of(progress, quiet=quiet))
-
-
-def score_of(federation: Federation) -> dict[str, Any]:
-    """What `manifest.json` tells of the metric that decides."""
-    score = federation.metrics[0]
-    return {
-        "name": score.name, "label": score.label, "unit": score.unit, "higher_is_better": score.higher_is_better,
-    }  # fmt: skip
 
 
 def _checked(

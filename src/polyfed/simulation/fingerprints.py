@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from polyfed.core.algorithm import Client
 from polyfed.core.examples import Examples
 from polyfed.core.inputs import leaves
-from polyfed.core.scratch import hash_of, new_module
+from polyfed.core.scratch import architecture_without_ties, hash_of, new_module, scratch
+from polyfed.core.tied import further_names
 from polyfed.simulation.checks import architectures, sets_of, stable_repr
 
 
@@ -42,9 +43,28 @@ def _loss(client: Client) -> str:
     return "" if client.loss is None else stable_repr(client.loss)
 
 
-def fingerprint(clients: Sequence[Client], public: Examples | None = None) -> str:
+def of_former_version(before: str, clients: Sequence[Client], public: Examples | None) -> str:
+    """Why a run with the fingerprint `before` cannot go on, if a former version made it of these clients; else empty."""
+    modules = {c.id: scratch(c.model).module for c in clients if c.model is not None}
+    further = next(filter(None, map(further_names, modules.values())), None)
+    if not further:
+        return ""
+    kinds = {client: architecture_without_ties(module) for client, module in modules.items()}
+    if before != fingerprint(clients, public, kinds):
+        return ""
+    second, first = next(iter(further.items()))
+    return (
+        f"its networks have weights under several names ({second!r} is {first!r}), and it was begun by a version of polyfed "
+        "that kept such weights once for each name; this version keeps them once, and cannot go on from that. Finish the "
+        "run with the version that began it, or begin another in another folder. What it has written can be read as ever"
+    )
+
+
+def fingerprint(
+    clients: Sequence[Client], public: Examples | None = None, kinds: Mapping[str, str] | None = None
+) -> str:
     """A short hash of every example of every client, of ids, tasks and architectures, and of the public examples: a run
-    may only be resumed with the same."""
+    may only be resumed with the same. `kinds` are names of architectures in place of those of this version."""
     seen: dict[Any, str] = {}
 
     def digest(tensor: Tensor | None) -> str:
@@ -61,7 +81,7 @@ def fingerprint(clients: Sequence[Client], public: Examples | None = None) -> st
         return digest(x) if isinstance(x, Tensor) else [(part, digest(tensor)) for part, tensor in leaves(x)]
 
     total = hashlib.sha256()
-    kinds: Mapping[str, str] = architectures(clients)
+    kinds = architectures(clients) if kinds is None else kinds
     for client in sorted(clients, key=lambda c: c.id):
         total.update(repr((client.id, client.task, kinds.get(client.id))).encode())
         total.update(_loss(client).encode())

@@ -132,8 +132,10 @@ def _mapping(
         return mismatch({_inside(place, name): tensor for name, tensor in found.items()}, wanted) or ""
     new = {name: value for name, value in found.items() if name not in begin}
     for name in begin.keys() - found.keys() - {_SHRINKING}:
-        # FedRep's draw gives way to the body, a part of it: which part, only the clients know.
-        heir = next((n for n, value in new.items() if _is_tree(begin[name]) and _akin(value, begin[name])), None)
+        # FedRep's draw gives way to the body, a part of it: which part, only the clients know. It may be no tensor at all.
+        akin = [n for n, value in new.items() if _is_tree(begin[name]) and _akin(value, begin[name])]
+        empty = [n for n, value in new.items() if _is_tree(begin[name]) and _is_empty(value)]
+        heir = next(iter(akin + empty), None)
         if heir is None:
             return f"{_inside(place, name)!r} is missing"
         part = {n: tensor for n, tensor in begin[name].items() if n in new[heir]}
@@ -179,11 +181,10 @@ def _network(client: Client) -> Tree:
 
 
 def _parts(client: Client) -> list[Tree]:
-    """Of a network its trained parameters, by all names and by the first of each, and its buffers."""
+    """Of a network its trained parameters, and its buffers."""
     assert client.model is not None
     net = scratch(client.model)
-    trained = {n: p for n, p in net.module.named_parameters(remove_duplicate=False) if n not in net.frozen}
-    return [trained, {n: p for n, p in net.module.named_parameters() if n in trained}, net.buffers]
+    return [{n: p for n, p in net.module.named_parameters() if n not in net.frozen}, net.buffers]
 
 
 def _trees(nested: Nested) -> Iterator[Tree]:
@@ -197,6 +198,10 @@ def _trees(nested: Nested) -> Iterator[Tree]:
 
 def _is_tree(value: Nested) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(item, Tensor) for item in value.values())
+
+
+def _is_empty(value: Nested) -> bool:
+    return isinstance(value, Mapping) and not value
 
 
 def _akin(value: Nested, tree: Tree) -> bool:

@@ -271,3 +271,11 @@ def best_round(history: Sequence[Mapping[str, Any]], metric: Metric | None = Non
         if name in names
     }
     return max(scores, key=lambda r: (scores[r], -r)) if scores else None
+
+
+def score_of(federation: Federation) -> dict[str, Any]:
+    """What `manifest.json` tells of the metric that decides."""
+    score = federation.metrics[0]
+    return {
+        "name": score.name, "label": score.label, "unit": score.unit, "higher_is_better": score.higher_is_better,
+    }  # fmt: skip

@@ -1,0 +1,147 @@
+"""Tensors that a network has under several names: tied weights, and modules that it uses twice.
+
+Such a tensor has one name here, the first in `state_dict()`, which for a parameter is that of `named_parameters()`. Under it
+the tensor travels, is kept, averaged, clipped, weighed and counted: once. Files of networks to take away have all names, as
+torch's `load_state_dict` wants them, and whoever loads weights may have them under any (`under_first_names`).
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.errors import UserError
+from polyfed.core.tree import Tree
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Every name in `state_dict()` -> the first name of its tensor, in the order of `state_dict()`.
+
+    >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    >>> tied[1].weight = tied[0].weight
+    >>> first_names(tied)
+    {'0.weight': '0.weight', '1.weight': '0.weight', '1.bias': '1.bias'}
+    """
+    first: dict[int, str] = {}
+    state = module.state_dict(keep_vars=True)  # the tensors themselves, and alive, so that ids tell them apart
+    return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+
+
+def tensors_once(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of `state_dict()` themselves, each under its first name, in the order of `state_dict()`."""
+    first, state = dict[int, str](), module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
+
+
+def further_names(module: nn.Module) -> dict[str, str]:
+    """Second, third, ... name of a tensor -> its first; empty for a network whose tensors all have one name."""
+    return {name: first for name, first in first_names(module).items() if first != name}
+
+
+def names_by_first(module: nn.Module) -> dict[str, list[str]]:
+    """First name of each tensor of `state_dict()` -> all its names, the first among them."""
+    found: dict[str, list[str]] = {}
+    for name, first in first_names(module).items():
+        found.setdefault(first, []).append(name)
+    return found
+
+
+def under_first_names(module: nn.Module, tree: Tree) -> dict[str, Tensor]:
+    """A tree with each tensor of the network under its first name, whichever of its names the tree has; names that the
+    network does not have stay.
+
+    Raises:
+        ValueError: two names of one tensor have different values.
+    """
+    first, found, source = first_names(module), dict[str, Tensor](), dict[str, str]()
+    for name, tensor in tree.items():
+        key = first.get(name, name)
+        if key in found and not _same(found[key], tensor):
+            raise ValueError(
+                f"weights do not fit the model: {source[key]!r} and {name!r} are one tensor in it, and have two values"
+            )
+        found.setdefault(key, tensor)
+        source.setdefault(key, name)
+    return found
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return True
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def tie_buffers(module: nn.Module, further: Mapping[str, str]) -> None:
+    """Makes buffers of several names one tensor again, as torch does not when a module is moved to another device.
+
+    Args:
+        further: as `further_names` had it before.
+    """
+    for name, first in further.items():
+        (owner, key), (source, known) = _place(module, name), _place(module, first)
+        if key in owner._buffers and known in source._buffers:
+            owner._buffers[key] = source._buffers[known]
+
+
+def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return module.get_submodule(path), key
+
+
+def check_memory(module: nn.Module) -> None:
+    """Refuses parameters that share memory with another tensor of the network and are not the same parameter: each would be
+    trained, averaged and counted by itself, and what is written to one changes the other.
+
+    Raises:
+        UserError: a parameter shares memory with another parameter, of which one is trained, or with a buffer; or a tensor
+            of the network shares memory with itself, as what `expand` gives.
+    """
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    owned = {id(parameter): name for name, parameter in parameters.items()}
+    for name, buffer in buffers.items():
+        if id(buffer) in owned:
+            raise UserError(
+                f"the network's buffer {name!r} is its parameter {owned[id(buffer)]!r}; register the parameter under both "
+                "names (register_parameter), or a copy of it as the buffer (.detach().clone())"
+            )
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in chain(parameters.items(), buffers.items()):
+        if tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel():
+            if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+                raise UserError(
+                    f"the network's tensor {name!r} has several entries in one place of memory, as `expand` leaves them; "
+                    "make it .contiguous() or .clone()"
+                )
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    for members in by_storage.values():
+        for (one, a), (other, b) in _near(members):
+            if not any(t.requires_grad for t in (a, b)) and (one in parameters) == (other in parameters):
+                continue
+            if _overlap(a, b):
+                kinds = ["parameter" if name in parameters else "buffer" for name in (one, other)]
+                raise UserError(
+                    f"the network's {kinds[0]} {one!r} and its {kinds[1]} {other!r} share memory and are not one "
+                    "parameter. To tie weights, give both places the same nn.Parameter (b.weight = a.weight), or compute "
+                    "with the one weight where it is used (F.linear(x, a.weight.t())); else make one of them a .clone()"
+                )
+
+
+def _near(members: list[tuple[str, Tensor]]) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
+    """Pairs of tensors of one storage of which the one begins before the other ends."""
+    ordered = sorted(members, key=lambda member: member[1].data_ptr())
+    for position, one in enumerate(ordered):
+        reach = sum((size - 1) * stride for size, stride in zip(one[1].shape, one[1].stride(), strict=True)) + 1
+        for other in ordered[position + 1 :]:
+            if other[1].data_ptr() >= one[1].data_ptr() + reach * one[1].element_size():
+                break
+            yield one, other
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage have an entry in common."""
+    if a.dtype != b.dtype:
+        return True
+    places = torch.arange(a.untyped_storage().nbytes() // a.element_size())
+    of_a, of_b = (places.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in (a, b))
+    return bool(torch.isin(of_a, of_b).any())

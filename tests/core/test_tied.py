@@ -1,0 +1,220 @@
+"""Tensors with several names have one: they are sent, kept and counted once, and filled in under all."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import polyfed as pf
+from polyfed.algorithms import FedAvg
+from polyfed.core.errors import UserError
+from polyfed.core.scratch import fill, initial_state, scratch, settled, whole_state
+from polyfed.core.tied import first_names, further_names, names_by_first, tie_buffers, under_first_names
+from polyfed.testing import small_clients
+
+
+def tied():
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    net[2].weight = net[0].weight
+    return net
+
+
+def untied():
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+
+
+def shared():
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(layer, nn.BatchNorm1d(6), layer, nn.Linear(6, 3))
+
+
+class TwoNorms(nn.Module):
+    """A norm layer under two names, a parameter of one name, and a constant that two parts have."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.again = self.norm
+        mask = torch.ones(6)
+        self.register_buffer("mask", mask)
+        self.register_buffer("same_mask", mask)
+        self.register_buffer("passing", self.norm.running_mean, persistent=False)
+
+    def forward(self, x):
+        return self.head(self.again(self.norm(x) * self.mask) * self.same_mask)
+
+
+FROM_FIRST = {tied: {"2.weight": "0.weight"}, shared: {"2.weight": "0.weight", "2.bias": "0.bias"}, untied: {}}
+
+
+@pytest.mark.parametrize("factory", [tied, shared, untied, TwoNorms])
+def test_the_first_name_is_that_of_named_parameters(factory):
+    module = factory()
+    assert list(first_names(module)) == list(module.state_dict())
+    once = {*first_names(module).values()}
+    parameters = {name for name, _ in module.named_parameters()}
+    assert parameters <= once
+    assert once - parameters <= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    assert further_names(module) == FROM_FIRST.get(factory, further_names(module))
+    assert {name for names in names_by_first(module).values() for name in names[1:]} == set(further_names(module))
+    assert list(whole_state(module)) == [n for n, first in first_names(module).items() if n == first]
+    assert initial_state(factory, 3).keys() == whole_state(module).keys()
+
+
+def test_buffers_of_several_names_are_one_and_are_not_put_back():
+    net = scratch(TwoNorms)
+    assert set(net.buffers) == {"mask", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    net.module.norm.running_mean.fill_(5.0)
+    assert settled(net.module).norm.running_mean.tolist() == [5.0] * 6  # it is persistent under one of its names
+    module = TwoNorms()
+    module.same_mask = module.same_mask.clone()  # as after a move to another device
+    tie_buffers(module, {"same_mask": "mask", "again.weight": "norm.weight"})
+    assert module.same_mask is module.mask
+
+
+def test_a_tree_may_have_any_of_the_names_but_not_two_values():
+    module, state = tied(), whole_state(tied())
+    further = {("2.weight" if name == "0.weight" else name): tensor for name, tensor in state.items()}
+    both = {**state, **further}
+    for tree in (state, further, both, {**both, "2.weight": both["0.weight"].clone()}):
+        fill(module, tree)
+        assert module[2].weight is module[0].weight
+        assert torch.equal(module[0].weight, state["0.weight"])
+    with pytest.raises(ValueError, match=r"'0.weight' and '2.weight' are one tensor in it, and have two values"):
+        fill(module, {**both, "2.weight": both["0.weight"] + 1})
+    with pytest.raises(ValueError, match=r"missing \['0.weight'\]"):
+        fill(module, {name: tensor for name, tensor in state.items() if name != "0.weight"})
+    gone = dict.fromkeys(["0.weight", "2.weight"], torch.full((6, 6), torch.nan))
+    assert set(under_first_names(module, gone)) == {"0.weight"}  # a network that diverged
+
+
+def test_a_network_to_take_away_has_all_names():
+    clients = [pf.Client(c.id, tied, c.train, c.test) for c in small_clients()]
+    run = pf.federate(clients, FedAvg(lr=0.1), rounds=1, workers=0)
+    assert set(run.last.state["model"]) == set(untied().state_dict()) - {"2.weight"}
+    state = run.model("client-0").state_dict()
+    tied().load_state_dict(state, strict=True)
+    plain = untied()
+    plain.load_state_dict(state, strict=True)
+    assert torch.equal(plain[2].weight, plain[0].weight)
+
+
+def test_tied_and_untied_are_two_architectures():
+    assert scratch(tied).architecture != scratch(untied).architecture
+    one, *others = small_clients()
+    clients = [pf.Client(c.id, tied if c is one else untied, c.train, c.test) for c in (one, *others)]
+    with pytest.raises(UserError, match="needs one architecture"):
+        pf.federate(clients, FedAvg(), rounds=1, workers=0)
+
+
+class Odd(nn.Module):
+    """Shares memory in one of several ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        getattr(self, way)()
+
+    def data(self):
+        self.b.weight.data = self.a.weight.data
+
+    def turned(self):
+        self.b.weight = nn.Parameter(self.a.weight.t())
+
+    def part(self):
+        self.c = nn.Parameter(self.a.weight.detach()[:2])
+
+    def buffer(self):
+        self.register_buffer("kept", self.a.weight.detach()[0])
+
+    def passing(self):
+        self.register_buffer("kept", self.a.weight.detach(), persistent=False)
+
+    def parameter_as_buffer(self):
+        self.register_buffer("kept", self.a.bias)
+
+    def frozen_part(self):
+        self.a.weight.requires_grad_(False)
+        self.b.weight = nn.Parameter(self.a.weight.detach())
+
+    def expanded(self):
+        self.c = nn.Parameter(torch.zeros(1).expand(6))
+
+    def side_by_side(self):
+        flat = torch.randn(2, 72)
+        self.a.weight, self.b.weight = (nn.Parameter(half[:36].view(6, 6)) for half in flat)
+
+    def every_other(self):
+        flat = torch.randn(6, 12)
+        self.a.weight, self.b.weight = nn.Parameter(flat[:, ::2]), nn.Parameter(flat[:, 1::2])
+
+    def constants(self):
+        table = torch.randn(6)
+        self.register_buffer("table", table)
+        self.register_buffer("few", table[:2])
+
+    def both_frozen(self):
+        self.requires_grad_(False)
+        self.b.weight = nn.Parameter(self.a.weight.detach(), requires_grad=False)
+        self.a.bias.requires_grad_(True)
+
+    def forward(self, x):
+        return F.linear(self.b(self.a(x)), self.a.weight[:3])
+
+
+SHARING = ("data", "turned", "part", "buffer", "passing", "frozen_part")
+
+
+@pytest.mark.parametrize("way", SHARING)
+def test_parameters_that_share_memory_and_are_not_one_are_refused(way):
+    clients = [pf.Client(c.id, lambda: Odd(way), c.train, c.test) for c in small_clients()]
+    with pytest.raises(UserError, match=r"'\S+' and its \w+ '\S+' share memory and are not one parameter. To tie"):
+        pf.federate(clients, FedAvg(), rounds=1, workers=0)
+
+
+@pytest.mark.parametrize(
+    ("way", "sentence"),
+    [
+        ("parameter_as_buffer", "buffer 'kept' is its parameter 'a.bias'"),
+        ("expanded", "'c' has several entries in one"),
+    ],
+)
+def test_other_ways_to_share_are_refused(way, sentence):
+    with pytest.raises(UserError, match=sentence):
+        scratch(lambda: Odd(way))
+
+
+@pytest.mark.parametrize("way", ["side_by_side", "every_other", "constants", "both_frozen"])
+def test_memory_that_is_not_written_twice_is_no_fault(way):
+    clients = [pf.Client(c.id, lambda: Odd(way), c.train, c.test) for c in small_clients()]
+    pf.federate(clients, FedAvg(), rounds=1, workers=0)
+
+
+def test_a_rate_by_any_name_of_a_tied_weight():
+    clients = [pf.Client(c.id, tied, c.train, c.test) for c in small_clients()]
+    moved = {}
+    for pattern in ("0.weight", "2.weight", "3.weight"):
+        for engine in ("inprocess", "cohort"):
+            method = FedAvg(lr=0.1, lr_by_name={pattern: 1e-9})
+            run = pf.federate(clients, method, rounds=1, workers=0, engine=engine)
+            before, after = initial_state(tied, 0)["0.weight"], run.model("client-0")[0].weight
+            moved[pattern, engine] = not torch.allclose(before, after, atol=1e-6)
+    assert moved == {(p, e): p == "3.weight" for p, e in moved}
+    assert FedAvg(lr_by_name={"b": 2.0, "a": 3.0}).factor("a", "b") == 2.0
+
+
+def test_a_run_that_kept_tied_weights_twice_is_not_resumed_and_says_why(tmp_path, monkeypatch):
+    def federated(**words):
+        clients = [pf.Client(c.id, lambda: tied(), c.train, c.test) for c in small_clients()]
+        return clients, pf.federate(clients, FedAvg(), rounds=1, workers=0, **words)
+
+    with monkeypatch.context() as former:  # its names of architectures, and of what it saved
+        former.setattr("polyfed.core.scratch.further_names", lambda module: {})
+        federated(out=tmp_path / "run")
+    clients, _ = federated()
+    with pytest.raises(
+        UserError, match=r"'2.weight' is '0.weight'\), and it was begun by a version .* in another folder"
+    ):
+        pf.resume(tmp_path / "run", clients=clients)
+    with pytest.raises(UserError, match="the clients are not those of the run"):  # nor for any other reason
+        pf.resume(tmp_path / "run", clients=clients[:2])
