@@ -3,6 +3,7 @@
 import torch
 
 import polyfed as pf
+from polyfed.cli.main import main
 
 
 def test_what_is_printed_of_a_table_holds_no_row():
@@ -20,3 +21,15 @@ def test_what_is_printed_of_a_table_holds_no_row():
         assert "61.4375" not in repr(shown)
         assert "array(" not in repr(getattr(shown, "train", shown))
         assert "tensor(" not in repr(shown)
+
+
+def test_sites_named_by_numbers_are_listed_as_numbers(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{i / 7},{i % 2},{1 + i // 8}" for i in range(96)]
+    (tmp_path / "t.csv").write_text("\n".join(["age,ill,site", *lines]))
+    assert main(["data", "--data", "table", "--data.path", "t.csv", "--data.target", "ill", "--data.site", "site"]) == 0
+    shown = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert shown == [str(number) for number in range(1, 13)]
+    clients = pf.data.table("t.csv", "ill", "site").clients(lambda: torch.nn.Linear(1, 2))
+    run = pf.federate(clients, "local", rounds=1, workers=0)
+    assert [row["client"] for row in run.table()] == [*map(str, range(1, 13)), "mean"]

@@ -17,6 +17,7 @@ from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.files import make_folder
 from polyfed.core.metrics import Metric, metrics_of
 from polyfed.data import draw_class_table
+from polyfed.data.columns import in_order
 from polyfed.data.features import Prepared
 from polyfed.simulation import federation
 from polyfed.simulation.checks import check_models, check_requirements
@@ -294,7 +295,7 @@ def show_data(experiment: Experiment, plot: Path, console: Console | None = None
     console = console or Console()
     found = participants(experiment)
     names, task = found.pool.class_names, found.pool.task
-    everyone, first = (*found.clients, *found.unseen), len(found.clients)
+    everyone, first = (*_by_name(found.clients), *_by_name(found.unseen)), len(found.clients)
     what = {"classification": "by class", "multilabel": "that have each label", "regression": "and their targets"}[task]
     table = Table(title=f"training examples {what} (partition {found.partition_fingerprint})", title_justify="left")
     table.add_column("client")
@@ -314,6 +315,12 @@ def show_data(experiment: Experiment, plot: Path, console: Console | None = None
     console.print(table)
     if task != "regression":
         say(console, f"drawn in {plot}")
+
+
+def _by_name(clients: Sequence[Client]) -> list[Client]:
+    """Clients in the order of their names; names that are numbers as numbers."""
+    place = {name: position for position, name in enumerate(in_order([client.id for client in clients]))}
+    return sorted(clients, key=lambda client: place[client.id])
 
 
 def _targets(client: Client) -> list[tuple[float, float]]:

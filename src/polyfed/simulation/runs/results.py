@@ -15,6 +15,7 @@ from polyfed.core.examples import inputs_like
 from polyfed.core.scratch import fill, new_module, settled
 from polyfed.core.threads import one_thread
 from polyfed.core.wrapping import around
+from polyfed.data.columns import in_order
 from polyfed.data.features import Prepared
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.machine import choose_device
@@ -54,9 +55,9 @@ class Run:
         return best_round(self.history, self.federation.metrics[0])
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """One row per client, then one of means: `client`, the metrics (the first decides), `loss`, `num_examples` (for
-        training), where there are such sets `val_...` and `global_...`, and what the method evaluates
-        beside the personal network (`trained_...` of pFedLA, `server_...` of pFedMe).
+        """One row per client, by name (names that are numbers as numbers), then one of means: `client`, the metrics (the
+        first decides), `loss`, `num_examples` (for training), where there are such sets `val_...` and `global_...`, and what
+        the method evaluates beside the personal network (`trained_...` of pFedLA, `server_...` of pFedMe).
 
         Args:
             at: the last round, or the round with the best validation score (never the best on test).
@@ -72,7 +73,7 @@ class Run:
         record = self.history[number - 1]
         roster = self.federation.roster
         known, scores = roster.num_examples, self.federation.metrics
-        metrics = {i: record["clients"].get(i, {}) for i in roster.ids}
+        metrics = {i: record["clients"].get(i, {}) for i in in_order(roster.ids)}
         told = {name for values in metrics.values() for name in values}
         beside = sorted(found[0] for name in told if (found := split_name(name, scores)))
         names = [
