@@ -2,8 +2,9 @@
 
     python benchmarks/verdicts.py simulated [--repeats 2000]     predictions drawn with a known truth, 54 cells, and power
     python benchmarks/verdicts.py covered [--repeats 500]        the same with a large effect: do intervals hold the truth?
-    python benchmarks/verdicts.py real [--repeats 200]           federations trained and compared, 6 cells
-    python benchmarks/verdicts.py table                          benchmarks/results/verdicts.md from the two
+    python benchmarks/verdicts.py rivals [--repeats 1000]        simulated, with simple models of each site alone, 16 cells
+    python benchmarks/verdicts.py real [--repeats 200]           federations trained and compared, 12 cells
+    python benchmarks/verdicts.py table                          benchmarks/results/verdicts.md from all of them
 
 Results are in benchmarks/results/verdicts.json, a cell as soon as it is done; what is there is not repeated.
 
@@ -25,6 +26,7 @@ from scipy import stats
 
 import polyfed as pf
 from polyfed.comparison.crossed import LEVEL, of_mean, of_sites, parts
+from polyfed.comparison.evidence import Evidence
 from polyfed.comparison.reading import Budget, Reading
 from polyfed.comparison.summary import Material, summarise
 from polyfed.core.metrics import METRICS
@@ -170,6 +172,86 @@ def with_effects(repeats):
                     once("covered", name, lambda a=(gain, clients, examples, seeds): covered(*a, repeats))
 
 
+# -- what a site has alone --------------------------------------------------------------------------------------------
+
+SIMPLE = ("(line)", "(trees)", "(constant)")
+
+
+def beside_rivals(score, clients, examples, seeds, rng, gain=0.0, weak=0.0):
+    """Outputs by name, (seeds, clients, examples, outputs), and targets. A method, a network alone, and simple models, which
+    have one outcome whatever the seed: what is luck of a network is noise of an example there, so that all have the same
+    expected scores. The level of the method is higher by `gain`, and that of all rivals but one is lower by `weak`."""
+    luck = luck_of(seeds)
+    shared, level = rng.normal(0, 1.2, (1, clients, examples)), rng.normal(0.8, 0.4, (1, clients, 1))
+    targets = (rng.random((clients, examples)) < 0.4).astype(np.int64)
+    targets[:, :2], targets[:, 2:4] = 0, 1
+    found = {}
+    for name in ("fed", "local", *SIMPLE):
+        size = 1 if name in SIMPLE else seeds
+        noise = rng.normal(0, 0.7, (1, clients, examples)) + rng.normal(0, 0.7, (size, clients, examples))
+        lucky = rng.normal(0, luck, (size, clients, 1)) + rng.normal(0, luck / 2, (size, 1, 1))
+        if name in SIMPLE:
+            lucky = rng.normal(0, 1.25**0.5 * luck, (1, clients, examples))
+        own = level + lucky + (gain if name == "fed" else 0.0) - (weak if name in ("local", *SIMPLE[1:]) else 0.0)
+        right = np.where(targets == 1, 1, -1) * (shared + noise + own)
+        logit = right if score == "accuracy" else shared + noise + 1.3 * own * targets
+        outputs = np.stack([np.zeros_like(logit), logit], axis=-1)
+        found[name] = torch.from_numpy(np.repeat(outputs, seeds // size, axis=0))
+    return found, torch.from_numpy(targets)
+
+
+def over_the_best(score, found, targets, simple):
+    """The gain of the method over the best that there is alone, of the mean and of each site, as a comparison has it."""
+    metric, names = METRICS[score], [f"c{k:02d}" for k in range(len(targets))]
+    seeds = range(len(found["fed"]))
+    scores = {
+        label: {s: {c: metric(outputs[s][k], targets[k]) for k, c in enumerate(names)} for s in seeds}
+        for label, outputs in found.items()
+    }
+    evidence = Evidence(
+        metric, seeds, scores, lambda label, seed, client: found[label][seed][names.index(client)],
+        lambda client: targets[names.index(client)], True, True, {},
+    )  # fmt: skip
+    mean, sites = evidence.over("fed", ["local", *SIMPLE[:simple]], 1)
+    return mean, list(sites.values())
+
+
+def rivals_cell(score, examples, seeds, simple, weak, repeats):
+    rng = np.random.default_rng(derive(3, score, examples, seeds, simple, int(10 * weak)))
+    said = dict.fromkeys(("join", "stay", "mean", "sites"), 0)
+    for _ in range(repeats):
+        mean, sites = over_the_best(score, *beside_rivals(score, 4, examples, seeds, rng, weak=weak), simple)
+        known = [one.estimate for one in sites if one is not None]
+        said["join"] += any(one.low > 0 for one in known)
+        said["stay"] += any(one.high < 0 for one in known)
+        said["sites"] += any(one.low > 0 or one.high < 0 for one in known)
+        said["mean"] += mean is not None and not mean.estimate.low <= 0 <= mean.estimate.high
+    return {"repeats": repeats, **said}
+
+
+def rivals_power(score, gain, simple, repeats):
+    rng = np.random.default_rng(derive(4, score, int(100 * gain), simple))
+    level, said = level_of(score, gain, rng), {"mean": 0, "sites": 0}
+    for _ in range(repeats):
+        mean, sites = over_the_best(score, *beside_rivals(score, 4, 200, 5, rng, gain=level), simple)
+        said["mean"] += mean is not None and mean.estimate.low > 0
+        said["sites"] += sum(one is not None and one.estimate.low > 0 for one in sites)
+    return {"repeats": repeats, **said, "of_sites": 4 * repeats}
+
+
+def rivals(repeats):
+    for score in ("accuracy", "auc"):
+        for examples in (40, 200):
+            for seeds in (3, 10):
+                for weak in (0.0, 1.5):
+                    which = "one of four rivals as good" if weak else "four rivals as good"
+                    name = f"{score}, 4 clients, {examples} examples, {seeds} seeds, {which}"
+                    once("rivals", name, lambda a=(score, examples, seeds, 3, weak): rivals_cell(*a, repeats))
+        for simple in (0, 3):
+            name = f"{score}, gain 0.1 over each, 4 clients, 200 examples, 5 seeds, {simple} simple models"
+            once("power", name, lambda a=(score, 0.1, simple): rivals_power(*a, max(20, repeats // 5)))
+
+
 # -- real federations -------------------------------------------------------------------------------------------------
 
 SITES = ("east", "north", "south", "west")
@@ -207,7 +289,7 @@ def noise(score, rng, **more):
     asked = {"rounds": 5, "evaluate_every": 5, "metrics": [score], "tune": "none", "budget": "steps", "engine": "inprocess",
              "references": False, "parallel": 1, "quiet": True}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        content = pf.compare(clients, ["fedavg"], **asked, **({"seeds": SEEDS} | more), out=folder).results
+        content = pf.compare(clients, ["fedavg"], **(asked | {"seeds": SEEDS} | more), out=folder).results
         truth = dict.fromkeys(SITES, 0.0) if score != "r2" else true_gains(Path(folder), content)
     return content, truth
 
@@ -226,6 +308,28 @@ def true_gains(folder, content):
 def dealt(score, rng):
     """The same, with training and test examples dealt anew five times."""
     return noise(score, rng, seeds=None, resplit=5)
+
+
+def beside(score, rng):
+    """The same, with the simple models that a site has alone."""
+    return noise(score, rng, references=True)
+
+
+def one_negative(score, rng):
+    """Four sites with labels that nothing can predict, one of which has 18 validation examples with one negative: rates and
+    rounds are chosen on validation examples, and kNN-Per chooses on them too."""
+    clients = []
+    for site in SITES:
+        x = torch.from_numpy(rng.normal(size=(118, 10)).astype(np.float32))
+        y = torch.from_numpy((rng.random(118) < 0.5).astype(np.int64))
+        if site == "south":
+            y[:] = 1
+            y[torch.from_numpy(np.concatenate([rng.choice(60, 4, False), [60], 78 + rng.choice(40, 4, False)]))] = 0
+        parts = [(x[rows], y[rows]) for rows in (slice(0, 60), slice(60, 78), slice(78, None))]
+        clients.append(pf.Client(site, LINEAR[2], parts[0], parts[2], parts[1]))
+    asked = {"rounds": 6, "metrics": [score], "tune": {"lr": [0.01, 0.1, 1.0]}, "engine": "inprocess", "parallel": 1}
+    content = pf.compare(clients, ["fedavg", "knn_per"], **asked, seeds=SEEDS, quiet=True).results
+    return content, dict.fromkeys(SITES, 0.0)
 
 
 def twins(score, rng):
@@ -259,8 +363,16 @@ def is_false(answer, truth):
 
 
 def real(repeats):
-    for name, play in (("noise", noise), ("twins", twins), ("dealt", dealt)):
-        for score in SCORES:
+    plays = (
+        ("noise", noise),
+        ("twins", twins),
+        ("dealt", dealt),
+        ("simple models", beside),
+        ("one negative", one_negative),
+    )
+    for name, play in plays:
+        # Less training is better by R² where nothing can be learned, so that what a site has alone is not alike.
+        for score in {"simple models": SCORES[:2], "one negative": ("auc",)}.get(name, SCORES):
 
             def count(score=score, play=play, name=name):
                 false = {"mean": 0, "sites": 0}
@@ -288,12 +400,26 @@ def table():
         "False sentences where nothing differs, in per cent of comparisons with a 95 % interval of that share.",
         "",
     ]
-    for kind, title in (("real", "Real federations"), ("simulated", "Simulated predictions")):
+    titles = {
+        "real": "Real federations",
+        "simulated": "Simulated predictions",
+        "rivals": "Simulated, over the best of rivals",
+    }
+    for kind, title in titles.items():
         lines += [f"## {title}", "", "| case | repeats | about the mean | about a site or more |", "|---|---|---|---|"]
         for name, one in content.get(kind, {}).items():
             mean, sites = (share(one[what], one["repeats"]) for what in ("mean", "sites"))
             lines.append(f"| {name} | {one['repeats']} | {mean} | {sites} |")
         lines.append("")
+    lines += [
+        "False answers over the best of rivals, about a site or more:",
+        "",
+        "| case | join | stay |",
+        "|---|---|---|",
+    ]
+    for name, one in content.get("rivals", {}).items():
+        lines.append(f"| {name} | {share(one['join'], one['repeats'])} | {share(one['stay'], one['repeats'])} |")
+    lines.append("")
     lines += [
         "## Intervals that leave out the truth, in per cent",
         "",
@@ -321,7 +447,7 @@ def table():
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("part", choices=("simulated", "covered", "real", "table"))
+    arguments.add_argument("part", choices=("simulated", "covered", "rivals", "real", "table"))
     arguments.add_argument("--repeats", type=int)
     arguments.add_argument(
         "--scores", default=",".join(SCORES), help="of the simulated part; several processes may share it"
@@ -332,6 +458,8 @@ def main():
         simulated(asked.repeats or 2000, asked.scores.split(","))
     elif asked.part == "covered":
         with_effects(asked.repeats or 500)
+    elif asked.part == "rivals":
+        rivals(asked.repeats or 1000)
     elif asked.part == "real":
         real(asked.repeats or 200)
     else:

@@ -150,9 +150,9 @@ def alone(name: str, reference: str | None, task: str) -> str:
     if name == reference:
         return "training alone"
     if name == "majority":
-        return "always the most frequent class" if task == "classification" else "the share of each label"
+        return "always answering the most frequent class" if task == "classification" else "the share of each label"
     if name == "mean":
-        return "always the mean"
+        return "always answering the mean"
     return f"{name.replace('_', ' ')}{' regression' if name == 'ridge' else ''} alone"
 
 
