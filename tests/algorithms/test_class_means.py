@@ -12,7 +12,6 @@ from polyfed.algorithms import FD, FedGH, FedProto, FedTGP, Local
 from polyfed.algorithms.class_means import class_means, class_sums
 from polyfed.algorithms.fedtgp import largest_gap
 from polyfed.core.algorithm import Message
-from polyfed.core.errors import ClientError
 from polyfed.core.examples import Examples
 from polyfed.core.scratch import initial_state
 from polyfed.testing import small_clients
@@ -192,7 +191,7 @@ def test_networks_and_tasks_that_do_not_suit_are_named():
 
     for method in (FedProto(), FedGH(), FedTGP()):
         with pytest.raises(
-            ClientError, match=f"{type(method).__name__}: the last linear layer of the network of 'client-0', '1'"
+            pf.UserError, match=f"{type(method).__name__}: the last linear layer of the network of 'client-0', '1'"
         ):
             run(method, with_(no_bias, short))
         with pytest.raises(pf.UserError, match="last layer of 'client-1' takes 7 numbers, that of 'client-0' 8"):

@@ -319,7 +319,7 @@ def test_a_teacher_that_does_not_suit_the_clients(teacher, inputs, message):
 
     data = inputs, torch.arange(8) % 2
     clients = [pf.Client("a", lambda: Net(6, 2), data, data)]
-    with pytest.raises(pf.ClientError, match=message):
+    with pytest.raises(pf.UserError, match=message):
         pf.federate(clients, FedAvgKD(teacher=teacher), rounds=2, workers=0)
 
 

@@ -1,5 +1,6 @@
 """What is checked before the first round, and the fingerprint by which a resumed run knows its clients."""
 
+import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -204,6 +205,76 @@ class TestModels:
             assert int(module.calls) == 0
             assert torch.equal(state, torch.random.get_rng_state())
             pf.federate([one], FedAvg(), rounds=2, workers=0)
+
+    def test_whole_numbers_into_a_network_of_floats(self):
+        with pytest.raises(
+            UserError, match=r"client 'a': .* its inputs are torch.int64; convert the inputs, x.float\(\)"
+        ):
+            checks.check_models([client(x=X.long())])
+
+        def tokens():
+            return nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(16, 3))
+
+        checks.check_models([client(model=tokens, x=X.long() % 5)])
+        with pytest.raises(
+            UserError, match="IndexError: index out of range"
+        ):  # the numbers are too large, not the type
+            checks.check_models([client(model=tokens, x=X.long() + 9)])
+
+    def test_a_network_that_is_other_in_training(self):
+        cases = {
+            r"fails on a batch of shape \(2, 4\) \(torch.float32\) in training: RuntimeError: broken": "fails",
+            "must return a tensor of logits, got tuple in training": "tuple",
+            r"output is \('batch', 3\) in evaluation and \('batch', 2\) in training": "narrow",
+            "adds or removes the tensor 'added.bias' as it runs": "layer",
+            "adds or removes the tensor 'buffer' as it runs": "buffer",
+        }
+        for sentence, what in cases.items():
+            with pytest.raises(UserError, match=f"client 'a': .*{sentence}"):
+                checks.check_models([client(model=lambda what=what: InTraining(what))])
+
+    @pytest.mark.parametrize("what", ["whole", "part", "buffers"])
+    def test_a_factory_that_gives_the_same_network_each_time(self, what):
+        kept = linear() if what != "buffers" else nn.BatchNorm1d(4).requires_grad_(False)
+
+        def factory():
+            return kept if what == "whole" else nn.Sequential(kept, nn.Linear(3 if what == "part" else 4, 3))
+
+        with pytest.raises(UserError, match=r"client 'a': its model factory puts the same '.*' into each network"):
+            pf.federate([client(model=factory)], FedAvg(), rounds=1, workers=0)
+        checks.check_models([client(model=lambda: copy.deepcopy(factory()))])
+
+    def test_a_frozen_part_may_be_the_same_each_time(self):
+        kept = nn.Linear(4, 4).requires_grad_(False)
+        checks.check_models([client(model=lambda: nn.Sequential(kept, nn.Linear(4, 3)))])
+
+    def test_a_network_without_values(self):
+        def factory():
+            with torch.device("meta"):
+                return linear()
+
+        with pytest.raises(UserError, match="factory leaves 'weight' on the meta device"):
+            checks.check_models([client(model=factory)])
+
+
+class InTraining(nn.Linear):
+    """Does something else in training."""
+
+    def __init__(self, what):
+        super().__init__(4, 3)
+        self.what = what
+
+    def forward(self, x):
+        out = super().forward(x)
+        if not self.training:
+            return out
+        if self.what == "fails":
+            raise RuntimeError("broken")
+        if self.what == "layer":
+            self.added = nn.Linear(3, 3)
+        if self.what == "buffer":
+            self.register_buffer("buffer", torch.zeros(1))
+        return {"tuple": (out, out), "narrow": out[:, :2]}.get(self.what, out)
 
 
 class Flat(nn.Linear):

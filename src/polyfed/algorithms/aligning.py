@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.public_pool import PublicPool, prepared
 from polyfed.alignment.rad import noise_like, rad_rows
-from polyfed.alignment.representations import representation_name
+from polyfed.alignment.representations import check_representation, representation_name
 from polyfed.alignment.target import Distance, Target
 from polyfed.alignment.term import Alignment, OfNetwork
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
@@ -21,12 +21,14 @@ from polyfed.core.examples import Examples
 from polyfed.core.frozen import FrozenArguments
 from polyfed.core.gathered import OfClient
 from polyfed.core.inputs import first
+from polyfed.core.network_needs import LooksInside
+from polyfed.core.scratch import scratch
 from polyfed.core.seeds import derive
 from polyfed.core.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Aligning(PublicPool, ABC):
+class Aligning(PublicPool, LooksInside, ABC):
     """Hyper-parameters of the alignment term, η_t·d(K_i, ·) on the RAD, with η_t = η_0·f(t), d = 1 − CKA by default.
 
     Args:
@@ -143,6 +145,13 @@ class Aligning(PublicPool, ABC):
         if self.rad == "noise":
             return noise_like(client.train, 2 * self.rad_size, int(down.scalars["noise"])), rows
         return self._pool(down, own, client), rows
+
+    def look_inside(self, client: Client) -> None:
+        """For the module whose input is Φ."""
+        assert client.model is not None
+        model = scratch(client.model, client.train.device).module
+        name = self._representation(model, client.id, client.train)
+        check_representation(client, name)
 
     def _representation(self, model: nn.Module, client: str, examples: Examples) -> str:
         """Name of the module whose input is Φ, in the network of this client, which takes such examples."""

@@ -12,6 +12,7 @@ from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import give_back, ready, receive, recompute, travelling
 from polyfed.core.errors import UserError
+from polyfed.core.network_needs import LooksInside
 from polyfed.core.scratch import Scratch, fill, initial_state, scratch, whole_state
 from polyfed.core.training import Fitted
 from polyfed.core.tree import Spec, Tree, UnlikeTreesError, spec
@@ -22,7 +23,7 @@ from polyfed.models.split import split_names
 
 
 @dataclass(frozen=True, kw_only=True)
-class BodyAndHead(Averaging, ABC):
+class BodyAndHead(Averaging, LooksInside, ABC):
     """A body φ that is averaged, and heads h_i. Evaluated model: φ with the client's own head; a client that never took part
     has the head of the initial draw. A head that the server sends ("head") takes the place of the client's own.
 
@@ -72,6 +73,10 @@ class BodyAndHead(Averaging, ABC):
         )
 
     # -- client ---------------------------------------------------------------------------------------------------
+
+    def look_inside(self, client: Client) -> None:
+        """As the client's first state does."""
+        self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """h_i of the common draw."""

@@ -107,13 +107,23 @@ def linear_head(model: nn.Module, client: Client, method: str) -> nn.Linear:
     name = representation_name(model, client.train)
     head, outputs = model.get_submodule(name), num_outputs(model, client)
     assert isinstance(head, nn.Linear)
-    trained = all(isinstance(p, nn.Parameter) and p.requires_grad for p in (head.weight, head.bias))
-    if head.out_features != outputs or not trained:
+    if flaw := _flaw(head, outputs):
         raise UserError(
-            f"{method}: the last linear layer of the network of {client.id!r}, {name!r}, is {head}, and the network has "
-            f"{outputs} outputs; it must be a trained nn.Linear with a bias and {outputs} outputs, which another can replace"
+            f"{method}: the last linear layer of the network of {client.id!r}, {name!r}, {flaw}; it must be a trained "
+            f"nn.Linear with a bias and {outputs} outputs, which another can replace"
         )
     return head
+
+
+def _flaw(head: nn.Linear, outputs: int) -> str:
+    """Why another layer cannot take the place of this one; empty if it can."""
+    if head.out_features != outputs:
+        return f"has {head.out_features} outputs, and the network {outputs}"
+    if "bias" in head._parameters and head._parameters["bias"] is None:
+        return "has no bias"
+    if not all(isinstance(p, nn.Parameter) for p in (head.weight, head.bias)):
+        return "computes its weights from others (weight_norm, say)"
+    return "" if head.weight.requires_grad and head.bias.requires_grad else "is not trained"
 
 
 def unlike_classes(method: Averaging, error: UnlikeTreesError) -> UserError:

@@ -14,6 +14,7 @@ from polyfed.algorithms.own_network import BesideGlobal
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.buffers import Policy, receive
 from polyfed.core.layout import arrange
+from polyfed.core.network_needs import LooksInside
 from polyfed.core.replaced import call_with
 from polyfed.core.scratch import whole_state
 from polyfed.core.seeds import derive, torch_generator
@@ -24,7 +25,7 @@ from polyfed.models.split import head_modules, split_names
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedALA(BesideGlobal):
+class FedALA(BesideGlobal, LooksInside):
     """Before local training a client makes its own model Θ_i and the global Θ one: Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i, with W
     learnt from 0 to 1 for each weight of the upper layers, and 1 below, so that the lower layers are the global
     model's. FedAvg otherwise. One architecture. Evaluated model: Θ_i after local training (Θ for a client that never
@@ -62,6 +63,10 @@ class FedALA(BesideGlobal):
         self._require(0 < self.sample <= 1, "sample", "above 0 and at most 1")
         self._at_least(0, "weight_lr")
         self._at_least(1, "start_epochs")
+
+    def look_inside(self, client: Client) -> None:
+        """As the client's first state does."""
+        self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """Θ_i of the common draw, and W = 1 for its upper layers."""

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from polyfed.algorithms.averaging import Averaging, reply
 from polyfed.algorithms.common_network import check_found, common_form, learner, spec_of
 from polyfed.algorithms.distillation import divergence
-from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import ready, receive, travelling
 from polyfed.core.errors import UserError
 from polyfed.core.frozen import FrozenArguments
 from polyfed.core.inputs import call, logits_of, mapped
 from polyfed.core.layout import arrange
+from polyfed.core.network_needs import LooksInside, TrainsBeside
 from polyfed.core.scratch import fill, initial_state, scratch, whole_state
 from polyfed.core.training import Forward, fit
 from polyfed.core.tree import Spec, Tree, UnlikeTreesError, spec
@@ -31,7 +32,7 @@ ClientState = dict[
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedAvgKD(Averaging):
+class FedAvgKD(Averaging, LooksInside, TrainsBeside):
     """Phase 1: all clients train one teacher t by FedAvg. Phase 2: each client trains its own network θ_i, of whatever
     architecture, on its own data by (1−α)·CE(θ_i, y) + α·2T²·KL, KL being the divergence of the teacher's softmax at
     temperature T from the student's. Evaluated model: θ_i, which is the initial draw until the client has distilled; next to
@@ -148,6 +149,14 @@ class FedAvgKD(Averaging):
         )
 
     # -- client ---------------------------------------------------------------------------------------------------
+
+    def look_inside(self, client: Client) -> None:
+        """As the client's first state does."""
+        self.client_init(client, 0)
+
+    def beside(self, client: Client) -> Architecture:
+        """t, in the form of the client's data."""
+        return learner(self._given, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """θ_i: the common draw of the client's architecture, as in Local. And what a teacher must take and give here."""

@@ -10,6 +10,7 @@ from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
 from polyfed.core.errors import UserError
+from polyfed.core.network_needs import LooksInside
 from polyfed.core.scratch import Scratch, initial_state, scratch
 from polyfed.core.training import fit, scalars_of
 from polyfed.models.split import norm_tensor_names, split_names
@@ -17,7 +18,7 @@ from polyfed.models.split import norm_tensor_names, split_names
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedBN(Averaging):
+class FedBN(Averaging, LooksInside):
     """FedAvg of everything but norm layers: their parameters and statistics never leave the client. Norm layers are found
     by type (batch, instance, layer, group and RMS norms), wherever they are. One architecture. Evaluated model: the average
     with the client's own norm layers; a client that never took part has the initial norm parameters, and statistics
@@ -66,6 +67,10 @@ class FedBN(Averaging):
         return {"model": {name: tensor for name, tensor in theta.items() if name not in norms}}
 
     # -- client ---------------------------------------------------------------------------------------------------
+
+    def look_inside(self, client: Client) -> None:
+        """As the client's first state does."""
+        self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """The norm layers' parameters of the common draw."""

@@ -13,6 +13,7 @@ from polyfed.algorithms.own_network import KeepsNetwork
 from polyfed.alignment.representations import representation_name, representations
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import Policy
+from polyfed.core.network_needs import LooksInside
 from polyfed.core.scratch import fill, new_module, settled, whole_state
 from polyfed.core.seeds import derive
 from polyfed.core.training import LocalTraining, fit, scalars_of
@@ -24,7 +25,7 @@ ClientState = dict[str, Any]  # "model": W_i with the head that the client train
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedGH(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
+class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
     """Each client trains a network of its own, of any architecture, whose head is replaced by the server's φ before each
     round, and sends the mean representation of its examples of each class. The server trains φ on these means, with their
     classes as labels. If φ never replaced a head, it would be Local, bit for bit. Evaluated model: W_i as the client trained
@@ -93,6 +94,10 @@ class FedGH(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
         return {**state, "head": after, "round": number}
 
     # -- client ---------------------------------------------------------------------------------------------------
+
+    def look_inside(self, client: Client) -> None:
+        """As the client's first state does."""
+        self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """W_i: the common draw of the client's architecture; and whether φ can take its head's place."""

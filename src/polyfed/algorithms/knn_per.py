@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import ClientState, Final, OneModel
-from polyfed.alignment.representations import representation_name, representations
+from polyfed.alignment.representations import check_representation, representation_name, representations
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.evaluation import predict
+from polyfed.core.examples import Examples
 from polyfed.core.inputs import first, logits_of
+from polyfed.core.network_needs import LooksInside
 from polyfed.core.scratch import settled
 from polyfed.core.tree import Tree
 from polyfed.core.wrapping import WrapsNetwork
@@ -22,7 +24,7 @@ _GRID = 10  # λ is chosen among 0, 1/10, ..., 1
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class KNNPer(OneModel, WrapsNetwork):
+class KNNPer(OneModel, WrapsNetwork, LooksInside):
     """h(x) = λ·h_kNN(x) + (1 − λ)·h_global(x): FedAvg's probabilities, mixed with those of the k training examples of the
     client whose representations by the global model are nearest, each with the weight exp(−distance). Training is FedAvg,
     bit for bit. One architecture, classification. Evaluated model: h, whose outputs are the logarithms of its
@@ -58,6 +60,10 @@ class KNNPer(OneModel, WrapsNetwork):
         self._require(self.lam is None or 0 <= self.lam <= 1, "lam", "from 0 to 1, or none")
         object.__setattr__(self, "traits", self.traits | ({"fits_validation"} if self.lam is None else set()))
 
+    def look_inside(self, client: Client) -> None:
+        """For the module whose input is φ(x)."""
+        check_representation(client, self.module)
+
     def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
         """h, with λ of the client."""
         network, data = settled(super().personal_model(down, own, client, seed)), client.train
@@ -65,11 +71,8 @@ class KNNPer(OneModel, WrapsNetwork):
         features = representations(network, data, module=name).to(data.device)
         found = Neighbours(network, features, data.labels, self.k, name)
         found.lam.fill_(0.5 if self.lam is None else self.lam)
-        if self.lam is None and client.val is not None:
-            labels = client.val.labels.cpu()
-            found.lam.fill_(
-                min((i / _GRID for i in range(_GRID + 1)), key=lambda lam: _loss(found, lam, client, labels))
-            )
+        if self.lam is None and (val := client.val) is not None:
+            found.lam.fill_(min((i / _GRID for i in range(_GRID + 1)), key=lambda lam: _loss(found, lam, val)))
         return found.eval()
 
     def around(self, network: nn.Module, weights: Tree) -> nn.Module:
@@ -123,10 +126,9 @@ class Neighbours(nn.Module):
         return mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
 
 
-def _loss(found: Neighbours, lam: float, client: Client, labels: Tensor) -> float:
-    assert client.val is not None
+def _loss(found: Neighbours, lam: float, examples: Examples) -> float:
     found.lam.fill_(lam)
-    return float(nn.functional.nll_loss(predict(found, client.val), labels))
+    return float(nn.functional.nll_loss(predict(found, examples), examples.labels.cpu()))
 
 
 def _read(name: Tensor) -> str:

@@ -1,6 +1,5 @@
 """MOON: a contrast of representations keeps local training near the global model's (Li, He and Song, CVPR 2021)."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -10,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import ClientState, Final, OneModel, reply
-from polyfed.alignment.representations import representation_name
+from polyfed.alignment.representations import check_representation, representation_name
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.buffers import receive
+from polyfed.core.copies import deep_copy
 from polyfed.core.errors import UserError
+from polyfed.core.network_needs import LooksInside
 from polyfed.core.scratch import fill, whole_state
 from polyfed.core.training import Forward, fit
 from polyfed.models.split import representation
@@ -21,7 +22,7 @@ from polyfed.models.split import representation
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Moon(OneModel):
+class Moon(OneModel, LooksInside):
     """FedAvg in which each client minimises L_i + μ·ℓ_con (eq. 4), where ℓ_con (eq. 3) pulls the representation of an
     example to what the global model makes of it, and away from what the client's own model of its last round makes. One
     architecture. μ = 0 is FedAvg, bit for bit. Evaluated model: the average θ.
@@ -56,6 +57,11 @@ class Moon(OneModel):
         self._at_least(0, "mu")
         self._positive("tau")
 
+    def look_inside(self, client: Client) -> None:
+        """For the module whose input is the representation."""
+        if self.mu:
+            check_representation(client, self.module)
+
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ_i: θ after `local_epochs` on L_i + μ·ℓ_con; it is the model before of the next round."""
         net, lr = receive(client, down.tensors["model"], own, self.buffers), down.scalars["lr"]
@@ -64,7 +70,7 @@ class Moon(OneModel):
             name = representation_name(net.module, client.train) if self.module is None else self.module
             if name not in dict(net.module.named_modules()):
                 raise UserError(f"Moon: module={name!r}: the network of {client.id!r} has none; name another module")
-            others = [copy.deepcopy(net.module), fill(copy.deepcopy(net.module), own["previous"])]
+            others = [deep_copy(net.module), fill(deep_copy(net.module), own["previous"])]
             loss = self._loss(client, others, name)
         found = fit(net.module, client, self, lr=lr, seed=seed, loss=loss, representation=name, reported="task")
         message, kept = reply(net, client, found.loss, self)

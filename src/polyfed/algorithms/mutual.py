@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.algorithms.common_network import check_found, common_form, learner, spec_of
 from polyfed.alignment.representations import representation_name, representations
-from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import give_back, ready, receive, travelling
 from polyfed.core.errors import UserError
 from polyfed.core.frozen import FrozenArguments
 from polyfed.core.inputs import logits_of
+from polyfed.core.network_needs import LooksInside, TrainsBeside
 from polyfed.core.scratch import fill, initial_state, new_module, scratch, whole_state
 from polyfed.core.seeds import derive
 from polyfed.core.training import Forward, fit, scalars_of
@@ -24,7 +25,7 @@ from polyfed.core.tree import Spec, Tree, UnlikeTreesError, spec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mutual(Averaging, ABC):
+class Mutual(Averaging, LooksInside, TrainsBeside, ABC):
     """Two networks at each client, trained together on the same minibatches: θ_i, its own, of any architecture, and s, the
     common one, which travels. A method says what they minimise (`losses`).
 
@@ -90,6 +91,14 @@ class Mutual(Averaging, ABC):
         )
 
     # -- client ---------------------------------------------------------------------------------------------------
+
+    def look_inside(self, client: Client) -> None:
+        """As the client's first state does."""
+        self.client_init(client, 0)
+
+    def beside(self, client: Client) -> Architecture:
+        """s, in the form of the client's data."""
+        return learner(self._given, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """θ_i: the common draw of the client's architecture, as in Local. And what s must take and give here."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import Policy, give_back, ready, receive
+from polyfed.core.network_needs import LooksInside
 from polyfed.core.scratch import Scratch, initial_state, scratch
 from polyfed.core.training import LocalTraining, fit, scalars_of
 from polyfed.core.tree import Spec, Tree, spec
@@ -24,7 +25,7 @@ _BLOCK = 2**24  # numbers of clients' networks that are made, or pulled back, at
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PFedHN(LocalTraining, Algorithm[ServerState, ClientState]):
+class PFedHN(LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
     """The server maps an embedding v_i of each client by a hypernetwork φ to all trained parameters θ̄_i = h(v_i; φ) of its
     network; the client trains them and sends back θ̄_i − θ_i, which the chain rule takes to φ and v_i. Clients may differ in
     architecture: each has heads of its own on the shared trunk. Evaluated model: θ̄_i with the client's own buffers, for a
@@ -141,6 +142,11 @@ class PFedHN(LocalTraining, Algorithm[ServerState, ClientState]):
         return {"delta": spec(down.tensors["model"])}
 
     # -- client ---------------------------------------------------------------------------------------------------
+
+    def look_inside(self, client: Client) -> None:
+        """For norm layers."""
+        assert client.model is not None
+        norm_tensor_names(scratch(client.model).module)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """Nothing private before the first round."""

@@ -13,6 +13,7 @@ from polyfed.algorithms.own_network import KeepsNetwork
 from polyfed.alignment.representations import representation_name, representations
 from polyfed.core.algorithm import Client, ClientInfo, Loss, Message
 from polyfed.core.buffers import Policy
+from polyfed.core.network_needs import LooksInside
 from polyfed.core.scratch import settled, whole_state
 from polyfed.core.training import Forward, LocalTraining, fit, scalars_of
 from polyfed.core.tree import Spec, Tree, spec
@@ -23,7 +24,7 @@ _NEVER = -1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prototypes(KeepsNetwork, LocalTraining, ABC):
+class Prototypes(KeepsNetwork, LocalTraining, LooksInside, ABC):
     """Each client minimises CE + λ/d·‖f(x) − p̄_y‖², the mean over a minibatch, f being the input of its last linear layer,
     of width d. An example of a class without a prototype adds nothing to the second term. After training, the client sends
     the mean of f over its training examples of each class, by the network that it ended with.
@@ -55,6 +56,10 @@ class Prototypes(KeepsNetwork, LocalTraining, ABC):
     def reply_spec(self, state: dict[str, Any], down: Message, reply: Message) -> Mapping[str, Spec]:
         """Sums and weights of the classes, as many and as wide as the prototypes."""
         return prototype_spec(state["prototypes"], reply)
+
+    def look_inside(self, client: Client) -> None:
+        """As the client's first state does."""
+        self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
         """W_i: the common draw of the client's architecture; and whether prototypes can take its head's place."""

@@ -93,7 +93,8 @@ def rates(factory: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     for name, layer in scratch(factory).module.named_modules():
         if isinstance(layer, (nn.Linear, nn.Embedding, *_CONVOLUTIONS)):
             units = 1 if isinstance(layer, nn.Embedding) else 0
-            r = layer.weight.shape[units] / shapes[f"{name}.weight" if name else "weight"][units]
+            weight = f"{name}.weight" if name else "weight"  # of a parametrised layer it is none of the state's tensors
+            r = layer.weight.shape[units] / shapes[weight][units] if weight in shapes else 1
             if r != 1:
                 found[name] = r
     return found
@@ -105,7 +106,7 @@ def refuse_narrow_head(network: nn.Module, shares: Mapping[str, float], client: 
     Raises:
         UserError: it is not.
     """
-    if shares.keys() & set(head_modules(network, client.train.one_input)):
+    if shares and shares.keys() & set(head_modules(network, client.train.one_input)):
         raise UserError(
             f"HeteroFL: the network of client {client.id!r} has fewer outputs than another's; give all networks the "
             "same number of outputs, one for each class of the federation"

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from polyfed.core.algorithm import Client
 from polyfed.core.examples import Examples, Normalise, split_rows
 from polyfed.core.layout import arrange
+from polyfed.core.scratch import scratch
 from polyfed.core.seeds import torch_generator
 from polyfed.core.stacked import CannotStackError, Stacked
 from polyfed.models.split import representation, representation_module
@@ -93,3 +95,9 @@ def representation_name(model: nn.Module, examples: Examples) -> str:
     """Name of the module whose input is the representation, found on one example."""
     one = examples.batch(torch.zeros(1, dtype=torch.int64, device=examples.device))[0]
     return representation_module(model, arrange(model, one))
+
+
+def check_representation(client: Client, module: str | None) -> None:
+    """Raises a `UserError` if a client's network has no representation: the input of this module, or of its last Linear."""
+    assert client.model is not None
+    representations(scratch(client.model, client.train.device).module, client.train.head(), module=module)

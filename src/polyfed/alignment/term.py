@@ -1,6 +1,5 @@
 """The term η·d of a client's loss (FedHeNN, eq. 5, 6), of one network or of many at once."""
 
-import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyfed.alignment.representations import at_once, differentiable, representations
 from polyfed.alignment.target import Distance, Target, mean_rbf_kernel
+from polyfed.core.copies import deep_copy
 from polyfed.core.examples import Examples
 from polyfed.core.gathered import OfClient
 from polyfed.core.inputs import leaves
@@ -35,7 +35,7 @@ class OfNetwork:
     """
 
     def __init__(self, network: nn.Module, sigma: float | None = None) -> None:
-        self._network, self._sigma = copy.deepcopy(network), sigma
+        self._network, self._sigma = deep_copy(network), sigma
 
     def target(self, pool: Examples, rows: Tensor, module: str) -> Target:
         """Its kernel on these rows of the pool."""

@@ -1,12 +1,12 @@
 """The memory layout of images: channels-last where a network takes it, because it trains faster (see benchmarks)."""
 
-import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from polyfed.core.copies import deep_copy
 from polyfed.core.inputs import answer, call, first, leaves, mapped
 from polyfed.core.seeds import local_rng
 
@@ -61,7 +61,7 @@ def _takes_channels_last(module: nn.Module, x: Any) -> bool:
         return False
     with local_rng(0, first(x).device), torch.enable_grad():
         try:
-            trial = copy.deepcopy(module).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+            trial = deep_copy(module).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
             output = answer(call(trial, mapped(lambda part: _channels_last(part[:2]), x)))
             if isinstance(output, Tensor) and output.requires_grad:
                 torch.autograd.backward(output.float().sum())

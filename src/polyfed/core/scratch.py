@@ -286,6 +286,10 @@ def new_module(factory: Architecture, seed: int) -> nn.Module:
     lazy = [n for n, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UserError(f"the model factory {name} leaves {lazy[0]!r} uninitialised; run one batch through it first")
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if meta := [n for n, tensor in tensors.items() if tensor.is_meta]:
+        raise UserError(f"the model factory {name} leaves {meta[0]!r} on the meta device, without values; build the network "
+                        "outside of torch.device('meta'), or load its weights first")  # fmt: skip
     return module
 
 

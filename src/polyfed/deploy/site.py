@@ -223,11 +223,12 @@ class Site:
             client = as_agreed(client, folder)
         named, noisy = self.allow_disclosure or COLUMNS in self.disclose, bool(self.protection.noise_multiplier)
         table |= table_of(client, needs, head["run"], named=named, noisy=noisy, discloses=algorithm.discloses)
-        checks.check_suited([client], algorithm)
-        brought = None
         if isinstance(algorithm, BringsNetwork):
-            brought = algorithm.network_for(checks.data_spec_of(client))
-        checks.check_models([client], factory=brought)
+            checks.check_suited([client], algorithm)
+            checks.check_models([client], factory=algorithm.network_for(checks.data_spec_of(client)))
+        else:
+            checks.check_models([client])
+            checks.check_suited([client], algorithm)
         check_beginnings([client], algorithm)
         architecture = form_of(algorithm, scratch(client.model)) if client.model is not None else None
         if mode_of(algorithm) is not None and self.protection.clip_norm is not None:

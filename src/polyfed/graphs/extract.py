@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from polyfed.core.copies import deep_copy
 from polyfed.core.errors import UserError
 from polyfed.core.inputs import Inputs, arguments, first, form_of, leaves, mapped, structured
 from polyfed.core.seeds import local_rng
@@ -113,7 +113,7 @@ def _check(model: Any, x: Any) -> None:
 
 def _copy(model: nn.Module) -> Root:
     try:
-        return Root(deepcopy(model)).eval()
+        return Root(deep_copy(model)).eval()
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} cannot be copied, which tracing needs: {_sentence(error)}; "

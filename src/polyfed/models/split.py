@@ -132,9 +132,13 @@ def norm_tensor_names(model: nn.Module) -> tuple[str, ...]:
     Batch, instance, layer, group and RMS norms count, and classes derived from them. A tensor that a norm layer shares with
     another counts with all its names.
 
+    Raises:
+        UserError: a part is compiled by torch.jit, so that its norm layers cannot be told.
+
     >>> norm_tensor_names(nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)))
     ('1.weight', '1.bias')
     """
+    refuse_compiled(model)
     norms = [n for n, module in model.named_modules(remove_duplicate=False) if isinstance(module, _NORMS)]
     first = first_names(model)
     of_norms = {first[name] for name in _state(model) if any(_inside(name, norm) for norm in norms)}
@@ -223,6 +227,7 @@ def representation(model: nn.Module, x: Inputs, *, module: str | None = None, ba
     torch.Size([3, 4])
     """
     name = representation_module(model, mapped(lambda part: part[:1], x)) if module is None else module
+    refuse_compiled(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     if name not in modules:
         raise UserError(f"module={name!r} of the representation: the model has none; {nearest(name, modules)}")
@@ -255,8 +260,23 @@ def _inside(tensor: str, module: str) -> bool:
     return not module or tensor.startswith(f"{module}.")
 
 
+def refuse_compiled(model: nn.Module) -> None:
+    """Raises a `UserError` if a part of the network was compiled by torch.jit, which has no layers to look at or to hook."""
+    for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise UserError(
+                f"{repr(name) if name else 'the network'} is compiled by torch.jit, and its layers cannot be looked at; "
+                "give the module that was compiled, or use a method that takes networks as a whole (fedavg, say)"
+            )
+
+
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules with parameters of their own, each under its first name."""
+    """Modules with parameters of their own, each under its first name.
+
+    Raises:
+        UserError: the network is compiled by torch.jit.
+    """
+    refuse_compiled(model)
     parametrised = [m for m in model.modules() if is_parametrized(m)]
     hidden = {id(part) for m in parametrised for part in m.get_submodule("parametrizations").modules()}
     return {

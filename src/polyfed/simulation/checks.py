@@ -1,6 +1,5 @@
 """What is checked before the first round: that the federation suits the method, and models suit their data."""
 
-import copy
 import fnmatch
 from collections import Counter
 from collections.abc import Sequence
@@ -12,30 +11,28 @@ from torch import Tensor, nn
 
 from polyfed.algorithms import REGISTRY, name_of
 from polyfed.algorithms.widths import widest
-from polyfed.alignment.representations import representation_name, representations
+from polyfed.alignment.representations import representations
 from polyfed.core.adapters import check_ranks, form_of, mode_of
-from polyfed.core.algorithm import MODEL_WORDS, Algorithm, Architecture, Client, DataSpec, check_words
+from polyfed.core.algorithm import MODEL_WORDS, Algorithm, Architecture, BringsNetwork, Client, DataSpec, check_words
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.examples import ByPart, Examples
-from polyfed.core.inputs import answer, call, leaves
 from polyfed.core.inputs import form_of as form_of_inputs
+from polyfed.core.inputs import leaves
 from polyfed.core.objectives import sampling_weights
 from polyfed.core.scratch import (
-    Scratch,
     frozen_parameters,
     hash_of,
     new_module,
     same_but_for_frozen,
     scratch,
 )
-from polyfed.core.seeds import local_rng
 from polyfed.core.training import LocalTraining
 from polyfed.simulation.beginnings import check_beginnings
 from polyfed.simulation.leaks import warn_of_leaks
+from polyfed.simulation.networks import check_batches, check_inside, scratch_of
 from polyfed.simulation.participants import list_clients
 from polyfed.simulation.tables import check_public_table, check_tables
-
-_BATCH_NORM = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+from polyfed.simulation.trying import output_shape, refuse_batch_of_one
 
 
 def check_clients(clients: Sequence[Client]) -> None:
@@ -60,6 +57,9 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
         _check_public(clients, public)
     check_suited(clients, algorithm)
     check_beginnings(clients, algorithm)
+    if public is not None:
+        fields = ("digest_batch_size", *(("server_batch_size",) if "architectures" in algorithm.requires else ()))
+        check_batches(clients, algorithm, dict.fromkeys(fields, public))
 
 
 def check_suited(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
@@ -86,11 +86,16 @@ def check_suited(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> N
     if "one_data_spec" in needs:
         common_data_spec(clients, name)
     if not needs & MODEL_WORDS:
+        if isinstance(algorithm, BringsNetwork):
+            brought = algorithm.network_for(common_data_spec(clients, name))
+            check_batches(clients, algorithm, {"batch_size": None}, brought)
         return
     without = [client.id for client in clients if client.model is None]
     if without:
         raise UserError(f"{name} trains each client's own network, but client {without[0]!r} has model=None")
-    kinds = {client.id: form_of(algorithm, _scratch(client)) for client in clients}
+    kinds = {client.id: form_of(algorithm, scratch_of(client)) for client in clients}
+    check_inside(clients, algorithm)
+    check_batches(clients, algorithm, {"batch_size": None})
     if "one_representation" in needs:
         widths = {client.id: _width(client) for client in clients}
         if other_id := next((i for i in widths if widths[i] != widths[clients[0].id]), None):
@@ -100,7 +105,7 @@ def check_suited(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> N
             )
     if "one_family" in needs:
         widest({client.id: client.model for client in clients if client.model is not None})
-        shapes = {c.id: _output_shape(_scratch(c).module, c.train, f"client {c.id!r}") for c in clients}
+        shapes = {c.id: output_shape(scratch_of(c).module, c.train, f"client {c.id!r}") for c in clients}
         if other_id := next((i for i in shapes if shapes[i] != shapes[clients[0].id]), None):
             raise UserError(
                 f"{name} needs networks with the same number of outputs, but that of {other_id!r} has "
@@ -128,10 +133,11 @@ def check_suited(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> N
 def _width(client: Client) -> int:
     """How many numbers the last linear layer of a client's network takes."""
     assert client.model is not None
-    network, row = scratch(client.model).module, torch.zeros(1, dtype=torch.int64)
-    return representations(network, client.train.select(row), module=representation_name(network, client.train)).shape[
-        1
-    ]
+    network = scratch(client.model).module
+    try:
+        return representations(network, client.train.head()).shape[1]
+    except UserError as error:
+        raise UserError(f"client {client.id!r}: {error}") from error
 
 
 def data_spec_of(client: Client) -> DataSpec:
@@ -212,22 +218,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def architectures(clients: Sequence[Client]) -> dict[str, str]:
     """Client id -> short name of its architecture, for clients that have one."""
-    return {client.id: _scratch(client).architecture for client in clients if client.model is not None}
-
-
-def _scratch(client: Client) -> Scratch:
-    assert client.model is not None
-    try:
-        return scratch(client.model)
-    except AttributeError as error:  # tensors are copied, which an extra state of another type cannot be
-        state = new_module(client.model, seed=0).state_dict()
-        alien = [name for name, value in state.items() if not isinstance(value, Tensor)]
-        if not alien:
-            raise
-        raise UserError(
-            f"client {client.id!r}: {alien[0]!r} in its network's state_dict is a {type(state[alien[0]]).__name__}, and "
-            "only tensors can be sent and saved; keep it as a tensor in a buffer (register_buffer), not in get_extra_state"
-        ) from error
+    return {client.id: scratch_of(client).architecture for client in clients if client.model is not None}
 
 
 def check_models(
@@ -250,11 +241,17 @@ def check_models(
     for client in clients:
         if client.model is None and factory is None:
             continue
-        own = _scratch(client) if factory is None else scratch(factory)
-        if own.frozen and client.model is not None and id(client.model) not in built:
+        own = scratch_of(client) if factory is None else scratch(factory)
+        if client.model is not None and factory is None and id(client.model) not in built:
             built.add(id(client.model))
-            again = hash_of(frozen_parameters(new_module(client.model, seed=0)))
-            if own.architecture.partition("-")[2] != again:
+            again = new_module(client.model, seed=0)
+            if common := _common_tensor(own.module, again):
+                raise UserError(
+                    f"client {client.id!r}: its model factory puts the same {common!r} into each network that it builds, so "
+                    "that all clients would train one network; build a new one at each call, model=lambda: MyNet(), or a "
+                    "copy, model=lambda: copy.deepcopy(network)"
+                )
+            if own.architecture.partition("-")[2] != hash_of(frozen_parameters(again)):
                 raise UserError(
                     f"client {client.id!r}: its network has other frozen parameters (requires_grad=False) each time it is "
                     "built; load them from a file, or draw them by torch's own generator"
@@ -265,14 +262,22 @@ def check_models(
         for name, data in sets_of(client).items():
             key = (own.architecture, form_of_inputs(data.x), repr(data.transform))
             if key not in outputs:
-                outputs[key] = _output_shape(own.module, data, f"client {client.id!r}")
+                outputs[key] = output_shape(own.module, data, f"client {client.id!r}")
             if name == "train" and len(data) == 1 and key not in single:
-                _check_single(own.module, data, f"client {client.id!r}")
+                why, cure = "has one training example", "give the client more examples, leave it out"
+                refuse_batch_of_one(own.module, data, f"client {client.id!r}", why, cure)
                 single.add(key)
             if num_outputs is not None and outputs[key] != (num_outputs,):
                 raise UserError(f"client {client.id!r}: its network has {_outputs(outputs[key])}, but the data have "
                                 f"{num_outputs} classes; the network's output must have one logit per class")  # fmt: skip
             _check_output(outputs[key], data.labels, f"client {client.id!r}: {name}", client.task)
+
+
+def _common_tensor(one: nn.Module, other: nn.Module) -> str | None:
+    """The name of a tensor that two networks hold in common; frozen parameters, which nothing changes, may be."""
+    mine = {id(tensor) for tensor in (*one.parameters(), *one.buffers())}
+    theirs = (*((n, p) for n, p in other.named_parameters() if p.requires_grad), *other.named_buffers())
+    return next((name for name, tensor in theirs if id(tensor) in mine), None)
 
 
 def check_training(clients: Sequence[Client], options: LocalTraining) -> None:
@@ -291,7 +296,7 @@ def check_training(clients: Sequence[Client], options: LocalTraining) -> None:
             raise UserError(f"client {client.id!r}: {error}") from error
     if not options.lr_by_name or not getattr(options, "requires", MODEL_WORDS) & MODEL_WORDS:
         return
-    nets = {id(client.model): _scratch(client) for client in clients if client.model is not None}
+    nets = {id(client.model): scratch_of(client) for client in clients if client.model is not None}
     named = (pair for net in nets.values() for pair in net.module.named_parameters(remove_duplicate=False))
     names = sorted({name for name, parameter in named if parameter.requires_grad})
     for pattern in options.lr_by_name:
@@ -310,61 +315,6 @@ def sets_of(client: Client) -> dict[str, Examples]:
     """The sets of examples that the client has, by name."""
     sets = {"train": client.train, "test": client.test, "val": client.val, "global_test": client.global_test}
     return {name: data for name, data in sets.items() if data is not None}
-
-
-def _try(module: nn.Module, x: Any, training: bool) -> Any:
-    """What the network makes of a batch. On a copy, and without inference mode: whatever it changes or caches in its
-    forward pass, the network that is trained later must not see it; nor may the caller's random numbers."""
-    with torch.no_grad(), local_rng(0):
-        return call(copy.deepcopy(module).train(training), x)
-
-
-def _output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ...]:
-    x = data.batch(torch.zeros(2, dtype=torch.int64))[0]
-    try:
-        output = _try(module, x, training=False)
-    except Exception as error:  # whatever the user's network raises
-        types = {p.dtype for p in module.parameters() if p.is_floating_point()}
-        whole = "type" in str(
-            error
-        )  # numbers of tokens suit the first layer of a network that fails for another reason
-        kinds = [part.dtype for _, part in leaves(x) if part.is_floating_point() or whole]
-        others = [kind for kind in kinds if kind not in types]
-        if types and others:
-            raise UserError(
-                f"{name}: its network has weights of {' and '.join(sorted(map(str, types)))}, but its inputs are "
-                f"{others[0]}; convert the inputs, x.float(), or the network, model.double()"
-            ) from error
-        raise UserError(f"{name}: its network fails on {_batch(x)}: {type(error).__name__}: {error}") from error
-    output = answer(output)
-    if not isinstance(output, Tensor):
-        raise UserError(
-            f"{name}: its network must return a tensor of logits, got {type(output).__name__}; a dict with 'logits' or an "
-            "object with .logits does too"
-        )
-    if output.dim() == 0 or len(output) != 2:
-        raise UserError(f"{name}: its network turns 2 examples into an output of shape {tuple(output.shape)}")
-    return tuple(output.shape[1:])
-
-
-def _batch(x: Any) -> str:
-    if isinstance(x, Tensor):
-        return f"a batch of shape {tuple(x.shape)} ({x.dtype})"
-    keys = "keyword" if isinstance(x, dict) else "positional"
-    return f"a batch of 2 examples ({form_of_inputs(x)}), given to forward as {keys} arguments"
-
-
-def _check_single(module: nn.Module, data: Examples, name: str) -> None:
-    if not any(isinstance(part, _BATCH_NORM) for part in module.modules()):
-        return
-    try:
-        _try(module, data.batch(torch.zeros(1, dtype=torch.int64))[0], training=True)
-    except Exception as error:  # BatchNorm's, or whatever the user's network raises on a batch of one
-        raise UserError(
-            f"{name} has one training example, and its network cannot be trained on a batch of one "
-            f"({type(error).__name__}: {error}); BatchNorm needs two: give the client more examples, leave it out, or use "
-            "another normalisation (nn.GroupNorm, nn.LayerNorm)"
-        ) from error
 
 
 def _check_output(output: tuple[int, ...], labels: Tensor, name: str, task: str) -> None:

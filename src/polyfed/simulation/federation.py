@@ -230,11 +230,12 @@ def _checked(
         raise UserError(
             "keep='best' needs validation examples, and no client has any: give val=..., or --data.val-fraction"
         )
-    checks.check_requirements(clients, algorithm, pool)
-    brought = None
-    if isinstance(algorithm, BringsNetwork):
-        brought = algorithm.network_for(checks.common_data_spec(clients))
-    checks.check_models(clients, factory=brought)
+    if isinstance(algorithm, BringsNetwork):  # for data that suit the method
+        checks.check_requirements(clients, algorithm, pool)
+        checks.check_models(clients, factory=algorithm.network_for(checks.common_data_spec(clients)))
+    else:  # a network that fails on its data cannot be looked into
+        checks.check_models(clients)
+        checks.check_requirements(clients, algorithm, pool)
     parties = settings.cohort_size(len(clients))
     if settings.secure:
         check_secure(algorithm, parties)

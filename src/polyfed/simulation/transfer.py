@@ -1,7 +1,6 @@
 """Transfer of an architecture to a new task: a client's network of a FedPNAS run, adapted with few examples of it while the
 samplers stay as they are (FedPNAS, section 4, Table 2)."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
@@ -11,6 +10,7 @@ from torch import nn
 
 from polyfed.algorithms.searching import Searching, adapt, network
 from polyfed.core.algorithm import Client
+from polyfed.core.copies import deep_copy
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.evaluation import Metrics, client_metrics
 from polyfed.core.seeds import derive
@@ -80,7 +80,7 @@ def transfer(
     few = replace(method, local_steps=steps)
     adapt(supernet, task, few, lr=lr, seed=derive(seed, "transfer"), samplers=False, base=parts == "all")
     adapted = method.taken(net, {}, task, order.seed)
-    return Transfer(scored, client_metrics(adapted, task), copy.deepcopy(adapted).to("cpu").eval())
+    return Transfer(scored, client_metrics(adapted, task), deep_copy(adapted).to("cpu").eval())
 
 
 @one_thread()

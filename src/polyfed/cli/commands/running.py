@@ -91,9 +91,9 @@ def _check(experiment: Experiment, found: Participants) -> None:
     """Finds before the first round what would be found wrong only after it: a baseline that does not suit the clients, and
     a network whose outputs are not the classes."""
     metrics_of(experiment.settings.metrics, found.pool.task)
+    check_models((*found.clients, *found.unseen), found.pool.num_classes)
     for method in (experiment.algorithm, *experiment.baselines.values()):
         check_requirements(found.clients, method, found.public)
-    check_models((*found.clients, *found.unseen), found.pool.num_classes)
 
 
 def go_on(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:

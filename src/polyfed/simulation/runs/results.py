@@ -1,6 +1,5 @@
 """What a run gives back: metrics, a table, and each client's personal model."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import MODEL_WORDS, Architecture, BringsNetwork
+from polyfed.core.copies import deep_copy
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.evaluation import split_name
 from polyfed.core.examples import inputs_like
@@ -112,7 +112,7 @@ class Run:
                 return fill(self.federation.algorithm.build(result.description or {}), result.weights).eval()
             own = self.federation.algorithm.client_init(owner, task.run_seed) if task.own is None else task.own
             model = settled(self.federation.algorithm.personal_model(task.down, own, owner, task.seed))
-            return copy.deepcopy(model).eval()
+            return deep_copy(model).eval()
 
     def predict(self, client: str, x: Any) -> Tensor:
         """What the client's personal network gives for new inputs, computed as at evaluation, in batches.

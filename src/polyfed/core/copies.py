@@ -1,0 +1,35 @@
+"""Deep copies of networks that keep what they computed."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+Net = TypeVar("Net", bound=nn.Module)
+
+
+def deep_copy(module: Net) -> Net:
+    """A deep copy of a network. Tensors that it computed and keeps in attributes, as `torch.nn.utils.weight_norm` and hooks
+    do, are copied without their history: torch refuses to copy them with it.
+
+    >>> net = nn.Linear(1, 1)
+    >>> net.last = net.weight * 2
+    >>> deep_copy(net).last.requires_grad
+    False
+    """
+    memo: dict[int, Any] = {
+        id(tensor): tensor.detach().clone() for part in module.modules() for tensor in _computed(part.__dict__)
+    }
+    return copy.deepcopy(module, memo)
+
+
+def _computed(value: Any) -> Iterator[Tensor]:
+    """The tensors with a history in nested lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        yield from () if value.is_leaf else (value,)
+    elif isinstance(value, Mapping):
+        yield from _computed(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _computed(item)

@@ -1,0 +1,109 @@
+"""What a network makes of a few examples, tried before the first round."""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.copies import deep_copy
+from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples
+from polyfed.core.inputs import answer, call, form_of, leaves
+from polyfed.core.seeds import local_rng
+
+
+def output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ...]:
+    """The shape of a network's output for one example.
+
+    Args:
+        module: the network; what it changes or caches in its forward pass is changed in a copy.
+        data: of which it gets the first example, twice.
+        name: of whom errors speak.
+
+    Raises:
+        UserError: the network fails, in evaluation or in training; its output is no tensor with a row for each example; or
+            it builds layers or tensors as it runs.
+    """
+    x = data.batch(torch.zeros(2, dtype=torch.int64))[0]
+    shapes = []
+    for training in (False, True):
+        trial = deep_copy(module)
+        before = trial.state_dict().keys()
+        try:
+            output = answer(_run(trial, x, training))
+        except Exception as error:  # whatever the user's network raises
+            raise UserError(f"{name}: {_failure(module, x, error, training)}") from error
+        if not isinstance(output, Tensor):
+            raise UserError(
+                f"{name}: its network must return a tensor of logits, got {type(output).__name__}{_in(training)}; a dict "
+                "with 'logits' or an object with .logits does too"
+            )
+        if output.dim() == 0 or len(output) != 2:
+            raise UserError(f"{name}: its network turns 2 examples into an output of shape {tuple(output.shape)}")
+        if different := before ^ trial.state_dict().keys():
+            raise UserError(
+                f"{name}: its network adds or removes the tensor {min(different)!r} as it runs; build all layers and "
+                "buffers in __init__, and let forward choose among them"
+            )
+        shapes.append(tuple(output.shape[1:]))
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"{name}: its network's output is {('batch', *shapes[0])} in evaluation and {('batch', *shapes[1])} in "
+            "training; return one form in both"
+        )
+    return shapes[0]
+
+
+def refuse_batch_of_one(module: nn.Module, data: Examples, name: str, why: str, cure: str) -> None:
+    """Raises a `UserError` if the network cannot be trained on a batch of one example.
+
+    Args:
+        module: the network.
+        data: of which it gets the first example.
+        name, why: of whom errors speak, and why there is such a batch.
+        cure: what else to do than to take another normalisation.
+    """
+    x = data.batch(torch.zeros(1, dtype=torch.int64))[0]
+    try:
+        output = answer(_run(deep_copy(module), x, training=True))
+        if isinstance(output, Tensor) and (output.dim() == 0 or len(output) != 1):
+            raise ValueError(f"its output has the shape {tuple(output.shape)}")
+    except Exception as error:  # BatchNorm's, or whatever the user's network raises on a batch of one
+        raise UserError(
+            f"{name} {why}, and its network cannot be trained on a batch of one ({type(error).__name__}: {error}); "
+            f"BatchNorm needs two: {cure}, or use another normalisation (nn.GroupNorm, nn.LayerNorm)"
+        ) from error
+
+
+def _run(module: nn.Module, x: Any, training: bool) -> Any:
+    """Without a gradient, but not in inference mode, and with random numbers that are not the caller's."""
+    with torch.no_grad(), local_rng(0):
+        return call(module.train(training), x)
+
+
+def _in(training: bool) -> str:
+    return " in training" if training else ""
+
+
+def _failure(module: nn.Module, x: Any, error: Exception, training: bool) -> str:
+    types = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    parts = [part for _, part in leaves(x)]
+    others = [part.dtype for part in parts if part.is_floating_point() and part.dtype not in types]
+    if not others and isinstance(error, RuntimeError) and re.search(r"\b(dtype|type|scalar)\b", str(error)):
+        others = [
+            part.dtype for part in parts if not part.is_floating_point()
+        ]  # numbers of tokens are as they should be
+    if types and others:
+        return (
+            f"its network has weights of {' and '.join(sorted(map(str, types)))}, but its inputs are {others[0]}; convert "
+            "the inputs, x.float(), or the network, model.double()"
+        )
+    return f"its network fails on {_batch(x)}{_in(training)}: {type(error).__name__}: {error}"
+
+
+def _batch(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"a batch of shape {tuple(x.shape)} ({x.dtype})"
+    keys = "keyword" if isinstance(x, dict) else "positional"
+    return f"a batch of 2 examples ({form_of(x)}), given to forward as {keys} arguments"
