@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from polyfed.core.algorithm import Algorithm, Client, Message, check_words
+from polyfed.core.criteria import trained_loss
 from polyfed.core.dense import first_difference
 from polyfed.core.evaluation import client_scores
 from polyfed.core.examples import Examples, as_examples
@@ -199,7 +200,8 @@ class AlgorithmContract(ABC):
                 assert row["bytes_down"] >= 0
             assert record["bytes_up"] == sum(row["bytes_up"] for row in record["clients"].values())
         for client in run.federation.clients.values():
-            metrics, outputs = client_scores(run.model(client.id), client, run.federation.metrics)
+            loss = trained_loss(client, algorithm)
+            metrics, outputs = client_scores(run.model(client.id), client, run.federation.metrics, loss=loss)
             recorded = run.history[-1]["clients"][client.id]
             known = [
                 name for name in metrics if not ("fits_validation" in algorithm.traits and name.startswith("val_"))

@@ -10,19 +10,20 @@ import polyfed as pf
 from polyfed.algorithms import FedProx
 from polyfed.comparison import tuning
 from polyfed.testing import small_clients
+from tests.comparison.losses import set_loss
 
 SHORT = {"rounds": 1, "seeds": [0], "references": False, "parallel": 1, "quiet": True}
 
 
 def favouring(name, best):
-    """`tuning.play` with validation scores that are highest where a field is nearest to a number, by its logarithm."""
+    """`tuning.play` with validation losses that are lowest where a field is nearest to a number, by its logarithm."""
     good = tuning.play
 
     def play(plan, jobs):
         played, failed = good(plan, jobs)
         for job, one in played.items():
             if value := getattr(job.method, name, None):
-                one.history[-1]["summary"]["val_accuracy"]["mean"] = -abs(math.log(value / best))
+                set_loss(one.history[-1], abs(math.log(value / best)))
         return played, failed
 
     return play

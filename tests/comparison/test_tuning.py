@@ -22,6 +22,7 @@ from polyfed.simulation.fingerprints import fingerprint
 from polyfed.simulation.runs.directory import read_manifest
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
+from tests.comparison.losses import set_loss
 
 # Whose labels are right is chosen here; the validation examples are those that were trained on.
 pytestmark = pytest.mark.filterwarnings("ignore:validation examples that are also training examples:UserWarning")
@@ -70,7 +71,7 @@ def test_optuna_finds_a_rate_in_a_range_and_repeats_nothing(tmp_path):
         rates = [one["fields"]["lr"] for one in entry["tried"]]
         assert len(set(rates)) == 6
         assert all(1e-7 <= rate <= 0.5 for rate in rates)
-        best = max(entry["tried"], key=lambda one: one["validation"])
+        best = min(entry["tried"], key=lambda one: one["loss"])
         assert entry["chosen"] == best["fields"]
         assert entry["chosen"]["lr"] > 0.01
         assert found.results["methods"][label]["fields"]["lr"] == entry["chosen"]["lr"]
@@ -121,7 +122,7 @@ def test_a_rate_that_diverges_is_tried_and_does_not_win(asked):
     assert found.failed == {}
     for entry in found.results["tuning"]["methods"].values():
         assert entry["chosen"] == {"lr": 0.1}
-        assert {one["fields"]["lr"]: one["validation"] is None for one in entry["tried"]} == {0.1: False, 1e38: True}
+        assert {one["fields"]["lr"]: one["loss"] is None for one in entry["tried"]} == {0.1: False, 1e38: True}
 
 
 def test_a_method_that_diverges_with_every_rate_has_failed():
@@ -139,7 +140,7 @@ def test_where_the_best_diverges_with_another_seed_the_next_best_is_compared(mon
     def ranking(plan, jobs):
         played, failed = good(plan, jobs)
         for job, one in played.items():
-            one.history[-1]["summary"]["val_accuracy"]["mean"] = getattr(job.method, "mu", 0)
+            set_loss(one.history[-1], 1 - getattr(job.method, "mu", 0))
         return played, failed
 
     def diverging(plan, jobs):
@@ -216,8 +217,7 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
         for job, one in played.items():
             if getattr(job.method, "mu", None) == 0.3:
                 last = one.history[-1]
-                last["clients"]["client-0"]["val_accuracy"] = None
-                last["summary"]["val_accuracy"]["mean"] = 1.0
+                set_loss(last, {"client-0": None, "client-1": 0.0})
         return played, failed
 
     monkeypatch.setattr(tuning, "play", diverging)
@@ -225,7 +225,7 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
         found = pf.compare(clients, ["fedprox"], **SHORT, tune={"mu": [0.3, 0.1]}, **asked)
         told = found.results["tuning"]["methods"]["fedprox"]
         assert told["chosen"] == {"mu": 0.1}
-        assert {one["fields"]["mu"] for one in told["tried"] if one["validation"] is None} == {0.3}
+        assert {one["fields"]["mu"] for one in told["tried"] if one["loss"] is None} == {0.3}
 
 
 def test_a_search_is_read_at_the_rounds_at_which_methods_are_compared(monkeypatch, tmp_path):
@@ -236,11 +236,11 @@ def test_a_search_is_read_at_the_rounds_at_which_methods_are_compared(monkeypatc
         played, failed = good(plan, jobs)
         for job, one in played.items():
             course = (
-                (0.2, 0.9, 0.9, 0.9, 0.3, 0.3, 0.3) if getattr(job.method, "mu", 0) == 0.3 else (0.2,) * 3 + (0.5,) * 4
+                (0.8, 0.1, 0.1, 0.1, 0.7, 0.7, 0.7) if getattr(job.method, "mu", 0) == 0.3 else (0.8,) * 3 + (0.5,) * 4
             )
-            for record, score in zip(one.history, course, strict=True):
+            for record, loss in zip(one.history, course, strict=True):
                 record["bytes_down_total"], record["bytes_up_total"] = record["round"], 0
-                record["summary"]["val_accuracy"]["mean"] = score
+                set_loss(record, loss)
         return played, failed
 
     monkeypatch.setattr(tuning, "play", falling)
@@ -310,8 +310,8 @@ def test_every_method_is_tuned_unasked_and_trained_on_all_examples_afterwards(tm
     assert sorted(told["methods"]) == ["fedavg", "fedavg_ft", "local"]
     assert all(5 <= one["runs"] <= 7 for one in told["methods"].values())
     for label, one in told["methods"].items():
-        best = max(value["validation"] for value in one["tried"])
-        chosen = [value["validation"] for value in one["tried"] if value["fields"] == one["chosen"]]
+        best = min(value["loss"] for value in one["tried"])
+        chosen = [value["loss"] for value in one["tried"] if value["fields"] == one["chosen"]]
         assert chosen == [best]
         assert found.results["methods"][label]["fields"]["lr"] == one["chosen"]["lr"]
         runs = found.results["methods"][label]["runs"].values()
@@ -336,5 +336,6 @@ def test_what_is_held_out_has_every_class_and_is_disjoint():
 
 def test_a_value_at_the_edge_of_what_was_tried_is_named():
     found = pf.compare(misleading(), ["fedavg"], **(SHORT | {"rounds": 2}), tune={"lr": [1e-9, 1e-8, 0.5]})
-    assert "lr of local" in found.results["tuning"]["edge"]
+    assert "lr of fedavg" in found.results["tuning"]["edge"]
+    assert "lr of local at client-0, client-1" in found.results["tuning"]["edge"]
     assert any("at the edge of what was tried" in text for text in found.results["warnings"])

@@ -123,7 +123,9 @@ def test_keep_is_checked():
     with pytest.raises(pf.UserError, match="keep='best' needs validation examples, and no client has any"):
         pf.federate(without, FedAvg(), rounds=1, keep="best")
     for keep in ("first", 0, 3, -1, True, 1.5):
-        with pytest.raises(pf.UserError, match=f"keep must be 'last', 'best' or a round from 1 to 2, got {keep!r}"):
+        with pytest.raises(
+            pf.UserError, match=f"keep must be 'last', 'best', 'loss' or a round from 1 to 2, got {keep!r}"
+        ):
             pf.federate(small_clients(), FedAvg(), rounds=2, keep=keep)
 
 

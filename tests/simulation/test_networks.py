@@ -9,6 +9,7 @@ from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import MODEL_WORDS
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
+from polyfed.simulation.runs.progress import Progress
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -23,17 +24,18 @@ def inputs(seed, number=24):
     return torch.randn(number, 6, generator=torch_generator(seed))
 
 
-class Rounds:
+class Rounds(Progress):
     """Notes whether a run began."""
 
-    def __init__(self):
-        self.began = False
+    began = False
 
     def start(self, *_):
         self.began = True
 
-    def __getattr__(self, _):
-        return lambda *args, **named: None
+    def client(self, *_):
+        pass
+
+    round = say = warn = stop = client
 
 
 def outcome(name, factory, public=24, out=None, **fields):

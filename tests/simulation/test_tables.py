@@ -1,5 +1,7 @@
 """Tables that cannot be trained on together are refused before round 1, by every method and in comparisons."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -115,8 +117,12 @@ def test_public_examples_of_another_table_are_refused():
     ):
         pf.federate(clients, "fedmd", public=other.public, **words)
     older = pf.data.table({**both, "age": [age + 9 for age in both["age"]]}, "ill", "site", **options)
+    run = pf.federate(clients, "fedmd", public=older.public, **words)  # prepared as the clients' rows are
+    assert run.federation.public.transform == clients[0].train.transform
+    own = pf.data.table(both, "ill", "site").clients(net)
+    alike = replace(sites.public, x=sites.public.x.float())
     with pytest.raises(UserError, match=r"public=.*are scaled otherwise than the inputs of client 'n'") as told:
-        pf.federate(clients, "fedmd", public=older.public, **words)
+        pf.federate(own, "fedmd", public=alike, **words)
     assert "mean=" not in str(told.value)
     with pytest.raises(UserError, match="the inputs of client 'n' are rows of a table, and the others are not"):
         pf.federate(clients, "fedmd", public=torch.tensor([both["age"], both["crp"]]).T.double(), **words)

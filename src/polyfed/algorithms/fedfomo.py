@@ -9,8 +9,9 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message, ServerContext
 from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
+from polyfed.core.criteria import trained_loss
 from polyfed.core.evaluation import evaluate
 from polyfed.core.examples import Examples
 from polyfed.core.scratch import initial_state, scratch
@@ -145,7 +146,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         weights: dict[int, float] = {}
         if "before" in own:  # it has trained, so that there is a θ_i' to compare with
             offered[position], theta = own["model"], own["before"]
-            weights = _weights(offered, theta, own, client, judging)
+            weights = _weights(offered, theta, own, client, judging, trained_loss(client, self))
         positive = {str(j): weight for j, weight in weights.items() if weight > 0}
         if positive:
             # eq. (5): max(w, 0), scaled to sum 1; then θ_i' + Σ_j w_ij(θ_j − θ_i') of eq. (3) is the mean Σ_j w_ij θ_j.
@@ -193,14 +194,14 @@ def _split(client: Client, own: ClientState) -> tuple[Examples, Examples]:
 
 
 def _weights(
-    offered: Mapping[int, Tree], before: Tree, own: ClientState, client: Client, judging: Examples
+    offered: Mapping[int, Tree], before: Tree, own: ClientState, client: Client, judging: Examples, criterion: Loss
 ) -> dict[int, float]:
-    """w_ij = (L_i(θ_i') − L_i(θ_j))/‖θ_j − θ_i'‖ (eq. 4) by position j, `before` being θ_i'; 0 for a model that is θ_i'
-    itself, and where a loss is not finite and says nothing."""
+    """w_ij = (L_i(θ_i') − L_i(θ_j))/‖θ_j − θ_i'‖ (eq. 4) by position j, `before` being θ_i' and `criterion` what training
+    minimises; 0 for a model that is θ_i' itself, and where a loss is not finite and says nothing."""
 
     def loss(model: Tree) -> float:
         module = receive(client, model, own, "local").module
-        value = evaluate(module, judging, client.task)["loss"]
+        value = evaluate(module, judging, client.task, loss=criterion)["loss"]
         return math.nan if value is None else value
 
     at_first = loss(before)

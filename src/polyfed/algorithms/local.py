@@ -1,19 +1,22 @@
 """Local: each client trains its own network on its own data, and nothing travels. The lower bound of every comparison."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 from polyfed.algorithms.own_network import KeepsNetwork
-from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message, ServerContext
 from polyfed.core.buffers import Policy
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, nearest
+from polyfed.core.frozen import FrozenArguments
 from polyfed.core.scratch import whole_state
 from polyfed.core.training import LocalTraining, fit
 from polyfed.core.tree import Tree
 
 ServerState = dict[str, Tree]
 ClientState = dict[str, Tree]
+_COMMON = frozenset({"by_client", "buffers", "local_epochs", "local_steps", "batch_size"})  # the same for all clients
 
 
 @final
@@ -24,29 +27,71 @@ class Local(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
 
     Args:
         buffers: "local" only (polyfed's choice), since nothing travels. The other fields are those of `LocalTraining`.
+        by_client: what some clients have instead, by id, such as {"north": {"lr": 0.1}}: a learning rate of its own suits
+            who trains alone. Epochs, steps and batch size are the same for all. None: every client has the same.
 
-    >>> Local(lr=0.05).requires
-    frozenset({'model'})
+    Raises:
+        UserError: another policy for buffers, or values that a client cannot have.
+
+    >>> Local(lr=0.05, by_client={"north": {"lr": 0.1}}).at("north").lr
+    0.1
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"model"})
     discloses: ClassVar[frozenset[str]] = frozenset()
     buffers: Policy = "local"
+    by_client: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.buffers != "local":
             raise UserError(f"Local: buffers must be 'local', since nothing travels, got {self.buffers!r}")
+        if self.by_client is not None:
+            self._check_by_client(self.by_client)
+
+    def _check_by_client(self, given: Any) -> None:
+        """Makes it a mapping that can be hashed; raises a `UserError` if it is none, or a client cannot have a value."""
+        if not isinstance(given, Mapping) or not all(isinstance(fields, Mapping) for fields in given.values()):
+            raise UserError(
+                f"Local: by_client must be fields by client, as in {{'north': {{'lr': 0.1}}}}, got {given!r}"
+            )
+        object.__setattr__(self, "by_client", FrozenArguments(given))
+        names = sorted({field.name for field in dataclasses.fields(self)} - _COMMON)
+        for client, fields in given.items():
+            for name in fields:
+                if name not in names:
+                    hint = "it is the same for all clients" if name in _COMMON else nearest(str(name), names)
+                    raise UserError(f"Local: by_client[{client!r}] cannot have {name!r}; {hint}")
+            try:
+                self.at(client)
+            except UserError as error:
+                raise UserError(f"{error} (by_client[{client!r}])") from error
+
+    def at(self, client: str) -> "Local":
+        """The training of a client."""
+        fields = (self.by_client or {}).get(client)
+        return self if fields is None else dataclasses.replace(self, by_client=None, **fields)
+
+    def criterion(self, client: Client) -> Loss:
+        """With the client's own class weights and smoothing."""
+        return LocalTraining.criterion(self.at(client.id), client)
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """The server keeps nothing."""
+        """The server keeps nothing.
+
+        Raises:
+            UserError: `by_client` names someone who is no client.
+        """
+        known = [who.id for who in server.clients]
+        if strange := [client for client in self.by_client or {} if client not in known]:
+            raise UserError(f"Local: by_client names {strange[0]!r}, who is no client; {nearest(strange[0], known)}")
         return {}
 
     def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
         """Nothing but the learning rate of the round."""
-        return Message({}, {"lr": self.lr_at(who.round, who.rounds)})
+        return Message({}, {"lr": self.at(who.id).lr_at(who.round, who.rounds)})
 
     def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
         """Nothing to aggregate."""
@@ -57,5 +102,5 @@ class Local(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """θ_i ← θ_i after `local_epochs` on the client's own data."""
         model = self.personal_model(down, own, client, seed)
-        found = fit(model, client, self, lr=down.scalars["lr"], seed=seed)
+        found = fit(model, client, self.at(client.id), lr=down.scalars["lr"], seed=seed)
         return Message({}, {"train_loss": found.loss, "num_examples": len(client.train)}), {"model": whole_state(model)}

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from polyfed.algorithms import Local
 from polyfed.comparison import directory, tuning
+from polyfed.comparison.alone import ended, rounds_of_each
 from polyfed.comparison.basis import rarest_of
 from polyfed.comparison.beside import Beside, fit_beside
 from polyfed.comparison.contenders import check_equal_training, methods_of
-from polyfed.comparison.directory import FORMAT, Comparison
+from polyfed.comparison.directory import CHOICES, FORMAT, Comparison
 from polyfed.comparison.finals import compared
 from polyfed.comparison.plans import Cast, Method, Plan
 from polyfed.comparison.reading import Budget, Reading
@@ -233,9 +234,11 @@ def _carried_out(plan: Plan) -> Comparison:
     description["methods"] = {label: _fields(method) for label, method in methods.items()}
     description["reference"] = _reference(methods)
     runs = {run: one for run, one in runs.items() if run[0] in methods}
+    ends = rounds_of_each(plan, methods, runs, data, description.get("tuning"))
+    histories = {run: ended(one.history, ends[run]) if run in ends else one.history for run, one in runs.items()}
     material = Material(
-        description, data, class_names, {run: one.history for run, one in runs.items()}, plan.metrics[0],
-        lambda label, seed, client, number: runs[label, seed].outputs(client, number),
+        description, data, class_names, histories, plan.metrics[0],
+        lambda label, seed, client, n: runs[label, seed].outputs(client, ends.get((label, seed), {}).get(client, n)),
         lambda seed, client: _targets(plan, seed, client), beside.references, beside.left_out,
         lambda name, seed, client: beside.outputs[name][seed][client],
         {run: one.folder.relative_to(plan.out).as_posix() for run, one in runs.items() if one.folder and plan.out},
@@ -281,6 +284,7 @@ def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, .
     settings_kept = {k: v for k, v in dataclasses.asdict(plan.settings).items() if k not in _NOT_RESULTS}
     description = {
         "format": FORMAT,
+        "choices": CHOICES,
         "title": plan.title,
         "task": cast.clients[0].task,
         "metrics": [_metric(metric) for metric in plan.metrics],
@@ -352,6 +356,7 @@ def _known_of(cast: Cast) -> dict[str, Any]:
     return {
         c.id: {
             "train": len(c.train),
+            "val": 0 if c.val is None else len(c.val),
             "test": len(c.test),
             "classes": c.train.labels.bincount(minlength=size).tolist() if counted else None,
             "rarest": None if c.task == "regression" else list(rarest_of(c.test.labels.cpu())),

@@ -1,12 +1,14 @@
 """Whether a run was long enough: did the loss still fall when it ended?"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from polyfed.comparison.values import is_number, next_value
 
 FEWEST = 6
 """Evaluated rounds below which nothing is said."""
@@ -29,7 +31,9 @@ class Course:
     sentence: str
 
 
-def judge(curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation loss") -> Course:
+def judge(
+    curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation loss", advice: str = "give more rounds"
+) -> Course:
     """Whether a loss had stopped falling at the end of the runs.
 
     It still fell if a straight line through the last third of the evaluated rounds (at least four) falls, by Student's t
@@ -41,6 +45,7 @@ def judge(curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation
     Args:
         curves: one a run, of (round, loss); values that are not finite are skipped.
         kind: what the loss is called.
+        advice: what helps where it still fell.
 
     Returns:
         `converged` is None with fewer than `FEWEST` such rounds.
@@ -61,11 +66,39 @@ def judge(curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation
         much = f"by {100 * fall / whole:.0f} % of its whole fall" if whole > 0 else "after it had risen,"
         return Course(
             False,
-            f"the {kind} still fell at round {last}: {much} over the last {size} evaluated rounds; give more rounds",
+            f"the {kind} still fell at round {last}: {much} over the last {size} evaluated rounds; {advice}",
         )
     lowest = int(rounds[int(mean.argmin())])
     since = "" if lowest > rounds[-size - 1] else f"; it was lowest at round {lowest}"
     return Course(True, f"the {kind} no longer fell at round {last}{since}")
+
+
+def advice(tuned: Mapping[str, Any] | None) -> str:
+    """What helps a method whose loss still fell at the end. More rounds do where a larger learning rate was tried and did
+    worse; where none was, the rate may be too small, and the search comes first.
+
+    Args:
+        tuned: what a search found for the method, as `comparison.json` has it; None where it was not searched.
+
+    >>> advice(None)
+    'its learning rate was not searched: search it (--tune auto), then give more rounds if that does not help'
+    >>> tried = [{"fields": {"lr": 0.1}}, {"fields": {"lr": 0.3}}]
+    >>> advice({"chosen": {"lr": 0.1}, "tried": tried})
+    'larger learning rates did worse in the search: give more rounds'
+    """
+    rates = [rate for one in (tuned or {}).get("tried", ()) if is_number(rate := one["fields"].get("lr"))]
+    if tuned is None or not rates:
+        return (
+            "its learning rate was not searched: search it (--tune auto), then give more rounds if that does not help"
+        )
+    best = [one["lr"] for one in (tuned.get("by_client") or {}).values()] or [tuned["chosen"].get("lr")]
+    if max(rates) in best:
+        beyond = next_value(rates, max(rates), whole=False) or max(rates)
+        return (
+            f"no learning rate above its {max(rates):g} was tried: search larger ones (--tune "
+            f'"lr={max(rates):g},{beyond:g},..."), then give more rounds if that does not help'
+        )
+    return "larger learning rates did worse in the search: give more rounds"
 
 
 def _bottom(before: NDArray[np.float64]) -> float:

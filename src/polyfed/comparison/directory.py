@@ -24,7 +24,7 @@ of a search diverged), and
                                              client by client. false: each seed deals the data again
   "resplit": null | 5,                       how many times each client's examples were dealt again, one seed each
   "class_names": ["0", ...] or null,
-  "data": {"0": {"north": {"train": 24, "test": 14, "classes": [3, 0, ...] or null,
+  "data": {"0": {"north": {"train": 24, "val": 6, "test": 14, "classes": [3, 0, ...] or null,
                            "rarest": [4, 1] or null}, ...}, "1": ...},   by seed; test examples of the rarest class, which
   "budget": {"kind": "best" | "steps" | "bytes" | "seconds", "limit": null | number, "sentence": "a sentence"},
   "target": {"score": 0.81 or null, "sentence": "a sentence"},      mean of those of "to_target" below
@@ -41,7 +41,7 @@ of a search diverged), and
   "verdicts": ["mean over clients: ...", "north: join with fedhenn: ...", ...],      the sentences of these answers
   "covers": [sentences: what is estimated, and what is not covered],
   "warnings": [sentences for the top],
-  "convergence": {"local": {"converged": true | false | null, "sentence": "a sentence"}, ...},
+  "convergence": {"local": {"converged": true | false | null, "sentence": "a sentence", "advice": "what helps"}, ...},
   "references": {"logistic_regression": {"sentence": "a sentence", "scores": {"north": Score, ...}, "mean": Score,
                  "alone": true,              whether a client has it alone, and so a rival of the leader: then also
                  "runs": {"0": {"north": Score, ...}}, "interval": ..., "gain": Score, "gain_interval": ...,
@@ -57,6 +57,7 @@ of a search diverged), and
         "0": {
           "path": "local/seed-0" or null,    run directory (metrics.jsonl, models, predictions); null: kept in memory
           "round": 20 or null,               the compared round; null: not one evaluated round is within the budget
+          "rounds": {"north": 12, ...},      only where each client ends alone: its own; "round" is then the last of them
           "scores": {"north": Score, ...},   per client at that round; empty where round is null
           "mean": Score,                     over clients; null if one lacks a score that another method has
           "validation": Score,               mean validation score at that round; null without validation examples
@@ -85,8 +86,10 @@ of a search diverged), and
   "skipped": {"fedavg": "fedavg needs one architecture, but ..."},       methods that the federation does not suit, and why
   "failed": {"fedprox": "round 3, ...: training diverged ..."},            methods of which a run failed, and why
   "notes": ["...", ...],                                                   what else to bear in mind, sentences
-  "tuning": null or {"sentence": "a sentence", "by": "validation", "edge": ["lr of fedavg"], "methods": {"fedavg": {"chosen":
-            {"lr": 0.1}, "diverged": [{"lr": 0.3}], "runs": 5, "tried": [{"fields": {"lr": 0.1}, "validation": 0.8}, ...]}},
+  "tuning": null or {"sentence": "a sentence", "by": "validation loss", "edge": ["lr of fedavg"], "methods": {"fedavg":
+            {"chosen": {"lr": 0.1}, "diverged": [{"lr": 0.3}], "runs": 5,
+             "tried": [{"fields": {"lr": 0.1}, "loss": 0.4, "validation": 0.8}, ...],
+             "by_client": {"north": {"lr": 0.3}, ...}, "rounds": {"north": 12, ...}}},    what each client of local chose
             "rounds": {"fedavg": 12}, "losses": {"fedavg": [[1, 0.9], ...]}}     rounds: chosen on held-out examples
 }
 ```
@@ -111,6 +114,9 @@ from polyfed.simulation.runs.paths import file_name
 
 DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
 FORMAT = 2  # of the results
+CHOICES = (
+    "loss"  # by what rates and rounds are chosen; before, by the mean validation score, with no word in the description
+)
 
 
 @final
@@ -236,7 +242,14 @@ def keep_description(folder: Path, description: Mapping[str, Any], reading: Read
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
     if (folder / DESCRIPTION).exists():
-        if differs := conflict(read_description(folder), content):
+        before = read_description(folder)
+        if content.get("choices") != before.get("choices"):
+            raise UserError(
+                f"{folder} was begun by an earlier version of polyfed, which chose learning rates and rounds by the mean "
+                "validation score, and for all clients of local alike. Its results can still be shown (polyfed report "
+                f"{folder}); to compare anew, give the whole command again with another --out"
+            )
+        if differs := conflict(before, content):
             raise UserError(
                 f"{folder} holds a comparison of something else: {differs}; choose another --out, or ask for what it holds"
             )

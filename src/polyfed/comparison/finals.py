@@ -25,15 +25,17 @@ def compared(
         plan, methods: what is compared.
         description: the content of `comparison.yaml`.
     """
-    searched = None if plan.search is None else tuning.search(plan, methods)
+    searched = None
+    if plan.search is not None:
+        searched = tuning.search(plan, methods, alike=description["same_clients"])
     failed = {} if searched is None else searched.failed
-    places = Counter[str]()  # of what is compared in the ranking of the search
+    places = Counter[tuning.Place]()  # of what is compared in the ranking of the search
     found, runs = dict(methods), dict[tuple[str, int], Played]()
     while True:
         if searched is not None:
             found, description["tuning"] = searched.chosen(places)
         jobs = [
-            Job(label, method, seed, _folder(plan, label, searched, places[label], seed),
+            Job(label, method, seed, _folder(plan, label, searched, places, seed),
                 description["fingerprints"][str(seed)], _kept(plan, label, description.get("tuning")))
             for seed in plan.seeds
             for label, method in found.items()
@@ -41,27 +43,30 @@ def compared(
         ]  # fmt: skip
         played, lost = play(plan, jobs) if jobs else ({}, {})
         runs |= {(job.label, job.seed): one for job, one in played.items()}
-        again = set[str]()
+        again = set[tuning.Place]()
         for job, failure in lost.items():
-            if searched is not None and searched.fields(job.label, places[job.label] + 1) is not None:
-                again.add(job.label)
+            place = None if searched is None else searched.next_place(job.label, failure, places)
+            if place is not None:
+                again.add(place)
             else:
                 failed.setdefault(job.label, failure)
+        again = {place for place in again if place[0] not in failed}
         if not again:
             return found, runs, failed
         places.update(again)
-        runs = {run: one for run, one in runs.items() if run[0] not in again}
+        runs = {run: one for run, one in runs.items() if run[0] not in {label for label, _ in again}}
 
 
-def _folder(plan: Plan, label: str, searched: tuning.Searched | None, place: int, seed: int) -> Path | None:
+def _folder(
+    plan: Plan, label: str, searched: tuning.Searched | None, places: Mapping[tuning.Place, int], seed: int
+) -> Path | None:
     if plan.out is None:
         return None
-    fields = None if searched is None or not place else searched.fields(label, place)
-    return plan.out / label / ("" if fields is None else tuning.folder_of(fields)) / f"seed-{seed}"
+    return plan.out / label / ("" if searched is None else searched.folder(label, places)) / f"seed-{seed}"
 
 
 def _kept(plan: Plan, label: str, searched: Mapping[str, Any] | None) -> Keep:
     """The round whose models a run keeps: the one at which it is compared unless a budget is the question."""
     if searched is not None and "rounds" in searched:
         return searched["rounds"].get(label) or "last"
-    return "best" if any(c.val is not None for c in plan.cast(plan.seeds[0]).clients) else "last"
+    return "loss" if any(c.val is not None for c in plan.cast(plan.seeds[0]).clients) else "last"

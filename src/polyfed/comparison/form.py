@@ -41,6 +41,7 @@ class Dealt(TypedDict, total=False):
     """How many examples a client has."""
 
     train: int
+    val: int
     test: int
     classes: Required[list[int] | None]
     rarest: tuple[int, int] | None
@@ -59,6 +60,7 @@ class Played(TypedDict, total=False):
 
     path: Required[str | None]
     round: Required[int | None]
+    rounds: dict[str, int]
     scores: Required[dict[str, Score]]
     mean: Score
     validation: Score
@@ -125,6 +127,7 @@ class Course(TypedDict, total=False):
 
     converged: Required[bool | None]
     sentence: Required[str]
+    advice: str
 
 
 class Reference(TypedDict, total=False):
@@ -148,6 +151,8 @@ class Tuned(TypedDict, total=False):
     diverged: list[dict[str, Any]]
     runs: Required[int]
     tried: list[dict[str, Any]]
+    by_client: dict[str, dict[str, Any]]
+    rounds: dict[str, int]
 
 
 class Tuning(TypedDict, total=False):
@@ -231,6 +236,7 @@ class Reading(TypedDict, total=False):
 class Description(TypedDict, total=False):
     """`comparison.yaml`."""
 
+    choices: str
     title: str
     seeds: list[int]
     experiment: Experiment | None

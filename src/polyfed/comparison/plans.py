@@ -117,8 +117,8 @@ class Plan:
 @dataclass(frozen=True, eq=False)
 class Job:
     """One run: the method, the seed, the run directory or None, the fingerprint of the clients, the round whose models are
-    kept, and whether its predictions are compared. It is itself alone: fields of methods may be mappings, which have no
-    hash."""
+    kept, whether its predictions are compared, and whether it goes on without a client that fails. It is itself alone:
+    fields of methods may be mappings, which have no hash."""
 
     label: str
     method: Method
@@ -127,6 +127,7 @@ class Job:
     data: str
     keep: Keep = "last"
     compared: bool = True
+    skips: bool = False
 
 
 History = list[Mapping[str, Any]]
@@ -228,6 +229,7 @@ def _carried_out(job: Job, cast: Cast, settings: Settings, metrics: tuple[Metric
         )  # fmt: skip
     secure = settings.secure and can_be_secure(job.method)  # the others that are here send nothing
     asked = {**dataclasses.asdict(settings), "seed": job.seed, "keep": job.keep, "metrics": metrics, "secure": secure}
+    asked |= {"on_error": "skip"} if job.skips else {}
     return federate(
         cast.clients, job.method, public=cast.public, out=job.folder, config=cast.config, facts=cast.facts,
         progress=progress, **asked,

@@ -83,6 +83,10 @@ def simple_references(clients: Sequence[Client], *, seed: int = 0) -> list[Refer
 def alternatives(clients: Sequence[Client], *, seed: int = 0) -> tuple[list[Reference], tuple[str, ...]]:
     """`simple_references`, and sentences on what was not fitted."""
     checks.check_clients(clients)
+    if any(c.loss is not None for c in clients):
+        return [], (
+            "Clients train by a loss of their own, which simple models do not minimise, so that none is an alternative.",
+        )
     outputs = {c.id: checks.outputs_needed(c) for c in clients}
     if clients[0].task == "classification":
         outputs = dict.fromkeys(outputs, max(outputs.values()))

@@ -6,9 +6,9 @@ from typing import Any, final
 
 from torch import Tensor
 
-from polyfed.comparison.convergence import judge
+from polyfed.comparison.convergence import advice, judge
 from polyfed.comparison.crossed import LEVEL
-from polyfed.comparison.curves import Point, curve, first_reaching, means, within
+from polyfed.comparison.curves import Point, curve, first_reaching, within
 from polyfed.comparison.directory import FORMAT
 from polyfed.comparison.evidence import Evidence
 from polyfed.comparison.reading import Budget, Reading
@@ -16,6 +16,7 @@ from polyfed.comparison.rivals import add_gains, name_of, rivalry, scores_of
 from polyfed.comparison.tallies import add_statistics, mean_of
 from polyfed.comparison.verdicts import answers, covers, notes, told_budget, told_target, verdicts
 from polyfed.core.metrics import Metric
+from polyfed.simulation.losses import pooled, validation_losses
 
 Run = tuple[str, int]
 Histories = Mapping[Run, Sequence[Mapping[str, Any]]]
@@ -169,16 +170,20 @@ def _limit(budget: Budget, curves: Mapping[Run, Sequence[Point]]) -> float | Non
 def _convergence(label: str, of: Material) -> dict[str, Any]:
     """Whether the method had done learning: by the validation loss of its runs, of the search, or else the training loss."""
     histories = [history for (name, _), history in of.histories.items() if name == label]
-    curves = [found for history in histories if (found := means(history, "val_loss"))]
-    kind = "validation loss"
+    sizes = {seed: {c: row.get("val", 1) for c, row in rows.items()} for seed, rows in of.data.items()}
+    losses = [(validation_losses(history), sizes.get(str(seed), {}))
+              for (name, seed), history in of.histories.items() if name == label]  # fmt: skip
+    curves: list[Sequence[tuple[int, float]]] = [found for one, number in losses if (found := pooled(one, number))]
+    kind, tuning = "validation loss", of.description.get("tuning") or {}
     if not curves:
-        searched = (of.description.get("tuning") or {}).get("losses", {}).get(label)
+        searched = tuning.get("losses", {}).get(label)
         curves = [[(int(number), float(loss)) for number, loss in searched]] if searched else []
     if not curves:
         kind = "training loss"
         curves = [[(r["round"], r["train_loss"]) for r in h if r.get("train_loss") is not None] for h in histories]
-    course = judge(curves, kind)
-    return {"converged": course.converged, "sentence": course.sentence}
+    helps = advice(tuning.get("methods", {}).get(label))
+    course = judge(curves, kind, helps)
+    return {"converged": course.converged, "sentence": course.sentence, "advice": helps}
 
 
 def _leader(content: Mapping[str, Any], ranks: Mapping[str, float], budget: Budget) -> tuple[str | None, str]:
@@ -211,8 +216,14 @@ def _warnings(content: Mapping[str, Any], budget: Budget) -> list[str]:
                      "with five: give more (--seeds 0,1,2,3,4, or --resplit 5).")  # fmt: skip
     late = [label for label, one in content["convergence"].items() if one["converged"] is False]
     if late and not budget.asked:
-        found.append(f"Not converged: {', '.join(late)}. No answer is given over or with these methods; give more rounds, "
-                     "or name a budget (--budget steps) if that is the question.")  # fmt: skip
+        helps = {label: content["convergence"][label]["advice"] for label in late}
+        each = (
+            [f"{label}: {words}" for label, words in helps.items()]
+            if len(set(helps.values())) > 1
+            else [helps[late[0]]]
+        )
+        found.append(f"Not converged: {', '.join(late)}. No answer is given over or with these methods. What helps: "
+                     f"{'; '.join(each)}. Or name a budget (--budget steps) if that is the question.")  # fmt: skip
     elif late:
         found.append(f"Not converged within this budget: {', '.join(late)}.")
     if content["tuning"] is not None and (edge := content["tuning"].get("edge")):
@@ -238,6 +249,7 @@ def _run(label: str, seed: int, of: Material, points: Sequence[Point], at: Point
         "bytes": None if at is None else at.bytes,
         "seconds": None if at is None else at.seconds,
         "curve": [[p.round, p.score, p.bytes, p.seconds] for p in points],
+        **({"rounds": own} if (own := of.histories[label, seed][-1].get("rounds")) and at is not None else {}),
     }
 
 

@@ -4,25 +4,27 @@ Without `trials` every combination of the values given is tried, the small grid.
 largest value, up to two further ones are tried beyond it, unless only those given were asked for. With `trials` there are
 that many runs a method, chosen by Optuna's tree-structured Parzen estimator, also within ranges.
 
-Each is a run of full length with the first seed. The best mean validation score wins, of equals the lower validation loss:
-each at the round at which methods are to be compared, or its best round where that is theirs. A score is the mean of three
-evaluated rounds that are neighbours. Test examples have no say. Where clients have no validation examples, a fifth of their
-training examples is held out for the search alone: the round of the winner's best score is then the round at which the
-method is compared, and the final runs train on all of it. The results tell how many runs each method had. A run that
-diverges counts as tried, and does not win. If what won diverges with another seed, the next best is compared in its place.
-`DIR/tuning/METHOD/FIELDS` is the directory of each.
+Each is a run of full length with the first seed. What wins is in module `choices`: methods whose clients train together have
+one choice, by the loss on all validation examples; of `local`, which sends nothing, each client has a choice of its own, by
+the loss on its own. The loss is that at the round at which methods are to be compared, or the lowest where that is theirs.
+Test examples have no say, nor has the metric that decides. Where clients have no validation examples, a fifth of their
+training examples is held out for the search alone: the round of the lowest loss is then the round at which the method, or
+the client of `local`, is compared, and the final runs train on all of it. The results tell how many runs each method had. A
+run that diverges counts as tried, and does not win. If what won diverges with another seed, the next best is compared in its
+place. `DIR/tuning/METHOD/FIELDS` is the directory of each.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from statistics import fmean
 from typing import Any, final
 
-from polyfed.comparison.curves import curve, means
+from polyfed.algorithms import Local
+from polyfed.comparison.choices import NEAR, WEIGHT, Fields, Tried, ranked, ranked_alone, stopped
+from polyfed.comparison.curves import curve
 from polyfed.comparison.plans import EQUAL, TUNING, Failure, Job, Method, Plan, play
-from polyfed.comparison.reading import Budget
 from polyfed.comparison.trials import Study, imported
 from polyfed.comparison.values import (
     GRID,
@@ -34,18 +36,21 @@ from polyfed.comparison.values import (
     next_value,
     values_of,
 )
-from polyfed.core.errors import RoundError, UserError, nearest
+from polyfed.comparison.verdicts import listed
+from polyfed.core.errors import ClientError, RoundError, UserError, nearest
 from polyfed.data.held_out import with_validation
 from polyfed.data.resplit import public_prepared_again
 from polyfed.simulation.fingerprints import fingerprint
+from polyfed.simulation.losses import pooled
 from polyfed.simulation.runs.paths import file_name
 
 AUTO, NONE = "auto", "none"
 BY_DEFAULT = {"lr": GRID_AND_MORE}
 """What is searched unless something else is asked for: every method's learning rate, around its own and beyond."""
-_BEYOND = 2  # further values of a field
-_NEAR = 3  # evaluated rounds of which a score is the mean
-Fields = dict[str, Any]
+_BEYOND = 2  # further values of a field, on either side
+_LOSS = ("label_smoothing", "class_weights")  # fields that change what the loss means
+_EACH = "by_client"  # field of `local` with what each client has chosen
+Place = tuple[str, str | None]  # a label, and a client that chooses alone
 
 
 def no_fields(trials: int) -> str:
@@ -70,6 +75,11 @@ def check(plan: Plan) -> None:
     for name, values in asked.items():
         if name in EQUAL:
             raise UserError(f"{name} cannot be searched: methods are compared with equal local training")
+        if name in _LOSS:
+            raise UserError(f"{name} cannot be searched: the search goes by the loss, whose meaning it changes; compare "
+                            "methods with different values, each by a label of its own")  # fmt: skip
+        if name == _EACH:
+            raise UserError(f"{name} cannot be searched: it holds what each client has chosen; search the fields in it")
         if isinstance(values, str) and values not in (GRID, GRID_AND_MORE) and trials is None:
             raise UserError(f"the range {values!r} for {name} needs a number of runs a method, trials=20 (--trials 20), "
                             "or give the values to try")  # fmt: skip
@@ -90,8 +100,8 @@ def check(plan: Plan) -> None:
         )
 
 
-def search(plan: Plan, methods: Mapping[str, Method]) -> "Searched":
-    """Tries what is to be tried of each method."""
+def search(plan: Plan, methods: Mapping[str, Method], *, alike: bool) -> "Searched":
+    """Tries what is to be tried of each method; `alike`, whether an id is the same client in each seed."""
     cast = plan.cast(plan.seeds[0])
     held_out = any(c.val is None for c in cast.clients)
     members = with_validation(cast.clients, plan.seeds[0])
@@ -100,57 +110,48 @@ def search(plan: Plan, methods: Mapping[str, Method]) -> "Searched":
     )
     plan = dataclasses.replace(plan, cast=lambda seed: searching)
     data = fingerprint(searching.clients, searching.public)
-    sign = 1 if plan.metrics[0].higher_is_better else -1
-    tried: dict[str, list[_Tried]] = {label: [] for label in methods}
+    sizes = {c.id: 0 if c.val is None else len(c.val) for c in searching.clients}
+    found = Searched(plan, methods, {label: [] for label in methods}, sizes, held_out, alike)
     if plan.trials is None:
         tries = [(label, fields) for label, method in methods.items() for fields in _grid(plan, method)]
         while tries:
-            for one in _played(plan, methods, tries, data):
-                tried[one.label].append(one)
-            tries = [
-                (label, fields)
-                for label, ranked in _ranked(tried, sign).items()
-                for fields in _beyond(plan, methods[label], tried[label], ranked)
-            ]
+            found = found.with_runs(_played(found, tries, data))
+            tries = [(label, fields) for label in methods for fields in _beyond(found, label)]
     else:
         studies = {label: Study(of, plan.seeds[0]) for label, method in methods.items() if (of := _of(plan, method))}
         for _ in range(plan.trials):  # one run of each method at a time: the next depends on what it found
-            wave = _played(plan, methods, [(label, study.ask()) for label, study in studies.items()], data)
-            before = [one for runs in tried.values() for one in runs]
-            known = max((len(one.scored) for one in (*wave, *before)), default=0)  # none if the methods are left out
+            wave = _played(found, [(label, study.ask()) for label, study in studies.items()], data)
+            found = found.with_runs(wave)
             for one in wave:
-                whole = one.validation is not None and len(one.scored) == known
-                studies[one.label].tell(sign * one.validation if whole and one.validation is not None else None)
-                tried[one.label].append(one)
-    return Searched(plan, methods, tried, _ranked(tried, sign), held_out)
-
-
-def _ranked(tried: Mapping[str, Sequence["_Tried"]], sign: int) -> "dict[str, list[_Tried]]":
-    """The runs of each method that have a score over all clients, the best first."""
-    everyone = max((one.scored for runs in tried.values() for one in runs), key=len, default=frozenset())
-    found = {}
-    for label, runs in tried.items():
-        scored = [one for one in runs if one.validation is not None and one.scored == everyone]
-        found[label] = sorted(scored, key=lambda one: (sign * (one.validation or 0.0), -one.loss), reverse=True)
+                whole = one.place is not None and one.losses.keys() == found.everyone
+                studies[one.label].tell(-one.place[0] if whole and one.place is not None else None)
     return found
 
 
-def _beyond(plan: Plan, method: Method, runs: Sequence["_Tried"], ranked: Sequence["_Tried"]) -> list[Fields]:
-    """What was best, with the next value of each field of which the best value is the smallest or the largest."""
-    found = []
-    for name, given in _of(plan, method).items() if ranked else ():
+def _beyond(found: "Searched", label: str) -> list[Fields]:
+    """What was best, with the next value of each field of which the best value is the smallest or the largest. Of clients
+    that have a choice of their own, whoever has most validation examples decides on the other fields."""
+    plan, method, runs = found.plan, found.methods[label], found.tried[label]
+    tries: list[Fields] = []
+    for name, given in _of(plan, method).items():
         if not goes_on((plan.search or {})[name]):
             continue
-        tried, best = {one.fields[name] for one in runs}, ranked[0].fields
+        tried = {one.fields[name] for one in runs}
         whole = not any(f.name == name and "float" in str(f.type) for f in _fields(method))
-        further = next_value([*tried], best[name], whole) if len(tried) - len(given) < _BEYOND else None
-        if further is not None:
+        sides = set[bool]()
+        for best in found.bests(label):
+            upper = best[name] == max(tried)
+            beyond = [value for value in tried if (value > max(given) if upper else value < min(given))]
+            further = next_value([*tried], best[name], whole) if len(beyond) < _BEYOND else None
+            if further is None or upper in sides:
+                continue
+            sides.add(upper)
             try:
                 dataclasses.replace(method, **{name: further})  # type: ignore[type-var]  # which checks the value
             except UserError:
                 continue
-            found.append({**best, name: further})
-    return found
+            tries.append({**best, name: further})
+    return [fields for k, fields in enumerate(tries) if fields not in tries[:k]]
 
 
 @final
@@ -158,15 +159,51 @@ def _beyond(plan: Plan, method: Method, runs: Sequence["_Tried"], ranked: Sequen
 class Searched:
     """What a search found.
 
-    Attributes: `plan` and `methods`, of the search; `tried`, by label; `ranked`, those of them that have a score, the best
-    first; `held_out`, whether validation examples were held out for it.
+    Attributes: `plan` and `methods`, of the search; `tried`, by label; `sizes`, validation examples by client; `held_out`,
+    whether validation examples were held out for it; `alike`, whether an id is the same client in each seed.
     """
 
     plan: Plan
     methods: Mapping[str, Method]
-    tried: Mapping[str, Sequence["_Tried"]]
-    ranked: Mapping[str, Sequence["_Tried"]]
+    tried: Mapping[str, Sequence[Tried]]
+    sizes: Mapping[str, int]
     held_out: bool
+    alike: bool
+
+    def with_runs(self, runs: Sequence[Tried]) -> "Searched":
+        """The same with further runs."""
+        tried = {label: [*known, *(one for one in runs if one.label == label)] for label, known in self.tried.items()}
+        return dataclasses.replace(self, tried=tried)
+
+    @cached_property
+    def everyone(self) -> frozenset[str]:
+        """The clients that a loss is the mean over."""
+        return max(
+            (frozenset(one.losses) for runs in self.tried.values() for one in runs), key=len, default=frozenset()
+        )
+
+    @cached_property
+    def ranked(self) -> Mapping[str, Sequence[Tried]]:
+        """By label the runs that have a loss of all these clients, the best first."""
+        return {label: ranked(runs, self.everyone) for label, runs in self.tried.items()}
+
+    @cached_property
+    def alone(self) -> Mapping[str, Mapping[str, Sequence[tuple[Tried, int]]]]:
+        """By label of a method whose clients train alone and so choose alone, and by client: the runs in which it has a
+        loss, the best for it first, each with its round. A client without any has the choice of all. Where each seed
+        deals the data again, an id is no client, and there is none."""
+        return {
+            label: {client: order for client in sorted(self.sizes) if (order := ranked_alone(runs, client))}
+            for label, runs in self.tried.items()
+            if self.alike and runs and self.ranked[label] and isinstance(self.methods[label], Local)
+        }
+
+    def bests(self, label: str) -> list[Fields]:
+        """What was found best for a method, or for its clients, those with most validation examples first."""
+        if label in self.alone:
+            clients = sorted(self.alone[label], key=lambda client: -self.sizes[client])
+            return [self.alone[label][client][0][0].fields for client in clients]
+        return [one.fields for one in self.ranked[label][:1]]
 
     @property
     def failed(self) -> dict[str, Failure]:
@@ -174,43 +211,75 @@ class Searched:
         found = dict[str, Failure]()
         for label, runs in self.tried.items():
             if runs and not self.ranked[label]:
-                lost = RoundError(f"no run of the search has a validation score of every client (method {label})")
+                lost = RoundError(f"no run of the search has a validation loss of every client (method {label})")
                 found[label] = next((one.failure for one in runs if one.failure is not None), lost)
         return found
 
-    def fields(self, label: str, place: int) -> Fields | None:
-        """What was found best for a method, or next best, by its `place` from 0; None if there is no more."""
-        ranked = self.ranked[label]
-        return ranked[place].fields if place < len(ranked) else None
+    def next_place(self, label: str, failure: Failure, places: Mapping[Place, int]) -> Place | None:
+        """Whose choice gives way to the next best after a failure of what was chosen: the client's that failed where clients
+        choose alone, else the method's; None if there is no more."""
+        if label in self.alone:
+            client = failure.client if isinstance(failure, ClientError) else ""
+            order = self.alone[label].get(client, ())
+            return (label, client) if places.get((label, client), 0) + 1 < len(order) else None
+        return (label, None) if places.get((label, None), 0) + 1 < len(self.ranked[label]) else None
 
-    def chosen(self, places: Mapping[str, int]) -> tuple[dict[str, Method], dict[str, Any]]:
+    def folder(self, label: str, places: Mapping[Place, int]) -> str:
+        """Within the folder of a method that for runs with what was chosen; empty for the first choice."""
+        if place := places.get((label, None), 0):
+            return file_name(_written(self.ranked[label][place].fields))
+        later = sum(place for (name, _), place in places.items() if name == label)
+        return f"choice-{later + 1}" if later else ""
+
+    def chosen(self, places: Mapping[Place, int]) -> tuple[dict[str, Method], dict[str, Any]]:
         """The methods with what was found best for each, and the search as `comparison.json` says it.
 
         Args:
-            places: of the methods whose best diverged with another seed: which of the next is taken instead.
+            places: of the methods and clients whose best diverged with another seed: which of the next is taken instead.
         """
         found, told = dict(self.methods), dict[str, Any]()
         rounds: dict[str, int | None] = {}
         losses: dict[str, list[list[float]]] = {}
         edge = []
         for label, runs in self.tried.items():
-            ranked, place = self.ranked[label], places.get(label, 0)
-            if ranked:
-                best = ranked[place]
+            order, place = self.ranked[label], places.get((label, None), 0)
+            entry: dict[str, Any] = {"chosen": {}, "diverged": [one.fields for one in order[:place]], "runs": len(runs)}
+            if order:
+                best = order[place]
                 found[label] = dataclasses.replace(found[label], **best.fields)  # type: ignore[type-var]
-                rounds[label], losses[label] = best.round, [list(point) for point in best.losses]
-                edge += [f"{name} of {label}" for name in best.fields if _at_the_edge(name, best, runs)]
-            told[label] = {
-                "chosen": ranked[place].fields if ranked else {},
-                "diverged": [one.fields for one in ranked[:place]],
-                "runs": len(runs),
-                "tried": [
-                    {"fields": one.fields, "validation": one.validation if one in ranked else None} for one in runs
-                ],
-            }
+                entry["chosen"] = best.fields
+                rounds[label], losses[label] = best.round, [list(point) for point in best.curve]
+                edge += [] if label in self.alone else [
+                    f"{name} of {label}" for name in best.fields if _at_the_edge(name, best, runs)]  # fmt: skip
+            if label in self.alone:
+                own = {c: order[places.get((label, c), 0)] for c, order in self.alone[label].items()}
+                found[label] = _each(found[label], {c: one.fields for c, (one, _) in own.items()})
+                entry["by_client"] = {c: one.fields for c, (one, _) in own.items()}
+                entry["rounds"] = {c: own[c][1] if c in own else best.round for c in sorted(self.sizes)}
+                rounds[label] = max(entry["rounds"].values())
+                losses[label] = self._stopped(own)
+                for name in next(iter(entry["by_client"].values())):
+                    if at := [c for c, (one, _) in own.items() if _at_the_edge(name, one, runs)]:
+                        edge.append(f"{name} of {label} at {listed(at)}")
+                entry["diverged"] = [
+                    {"client": c, **one.fields} for c, order in self.alone[label].items()
+                    for one, _ in order[: places.get((label, c), 0)]
+                ]  # fmt: skip
+            whole = {id(one) for one in order}
+            entry["tried"] = [
+                {"fields": one.fields, "loss": one.place[0] if id(one) in whole and one.place else None,
+                 "validation": one.validation if id(one) in whole else None} for one in runs
+            ]  # fmt: skip
+            told[label] = entry
         most = max(entry["runs"] for entry in told.values())
-        entry = {"sentence": self._sentence(most), "by": "validation", "methods": told, "edge": edge, "losses": losses}
+        sentence = self._sentence(most)
+        entry = {"sentence": sentence, "by": "validation loss", "methods": told, "edge": edge, "losses": losses}
         return found, entry | ({"rounds": rounds} if self.held_out else {})
+
+    def _stopped(self, own: Mapping[str, tuple[Tried, int]]) -> list[list[float]]:
+        """The loss on all validation examples where each client trains as it has chosen, and ends at its round."""
+        histories = {c: one.losses[c] for c, (one, _) in own.items()}
+        return [list(point) for point in pooled(stopped(histories, {c: n for c, (_, n) in own.items()}), self.sizes)]
 
     def _sentence(self, most: int) -> str:
         plan, at = self.plan, self.plan.searched_at
@@ -220,12 +289,17 @@ class Searched:
         runs = (
             f"up to {most} {'run' if most == 1 else 'runs'} of {plan.settings.rounds} rounds with seed {plan.seeds[0]}"
         )
-        score = "best mean validation score"
+        score = "lowest loss on all validation examples together"
         if at.asked:
-            score += f" of the last {_NEAR} evaluated rounds" + ("" if at.limit is None else f" within {at}")
+            score += f", of the last {NEAR} evaluated rounds" + ("" if at.limit is None else f" within {at}")
         sentence = (
             f"{', '.join(plan.search or {})}, {how}: {runs} for each method that has the fields, chosen by the {score}"
         )
+        if self.alone:
+            sentence += (
+                f"; each client of {listed(list(self.alone))} chose for itself, by the loss on its own validation examples "
+                f"(where they are few, that of all clients counts as {WEIGHT} more)"
+            )
         if not self.held_out:
             return sentence
         also = "" if at.asked else "which also chose the number of rounds, "
@@ -235,91 +309,47 @@ class Searched:
         )
 
 
-def _best(scored: Sequence[tuple[int, float]], sign: int) -> tuple[float | None, int | None]:
-    """The best score of a curve and its round. A score is the mean of an evaluated round and its two neighbours: the best of
-    many single rounds would be that of the method whose scores vary most.
-
-    >>> _best([(1, 0.5), (2, 0.9), (3, 0.4), (4, 0.7), (5, 0.8), (6, 0.75)], 1)
-    (0.75, 5)
-    """
-    smooth = [(fmean(v for _, v in near), number)
-              for k, (number, _) in enumerate(scored) if (near := scored[max(0, k - 1) : k + 2])]  # fmt: skip
-    inner = smooth[1:-1] or smooth
-    return max(inner, key=lambda one: (sign * one[0], -one[1]), default=(None, None))
+def _each(method: Method, chosen: Mapping[str, Fields]) -> Method:
+    """`local` with what each client has chosen; what a client was given beforehand stays."""
+    assert isinstance(method, Local)
+    before = method.by_client or {}
+    return dataclasses.replace(
+        method, by_client={**before, **{c: {**fields, **before.get(c, {})} for c, fields in chosen.items()}}
+    )
 
 
-def _last(
-    history: Sequence[Mapping[str, Any]], scored: Sequence[tuple[int, float]], at: Budget
-) -> tuple[float | None, int | None]:
-    """The score of a run after all rounds that a budget allows, or after the first if that is none, and its last round.
-
-    >>> _last([], [(1, 0.9), (2, 0.25), (3, 0.5), (4, 0.75)], Budget("steps"))
-    (0.5, 4)
-    """
-    spent = {point.round: getattr(point, at.kind) for point in curve(history, "")} if at.limit is not None else {}
-    inside = [one for one in scored if at.limit is None or spent[one[0]] <= at.limit][-_NEAR:] or scored[:1]
-    return (fmean(value for _, value in inside), inside[-1][0]) if inside else (None, None)
-
-
-def _at_the_edge(name: str, best: "_Tried", runs: Sequence["_Tried"]) -> bool:
+def _at_the_edge(name: str, best: Tried, runs: Sequence[Tried]) -> bool:
     """Whether the best number is the smallest or the largest that was tried, of three or more."""
     values = sorted({one.fields[name] for one in runs if is_number(one.fields[name])})
     return len(values) > 2 and best.fields[name] in (values[0], values[-1])
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """A run of the search: its fields, the best mean validation score, at which round, with which validation loss, over
-    which clients, or why it has none; and the validation loss of each evaluated round. A client whose training diverged has
-    no score, and a mean over the others would be rewarded for that."""
-
-    label: str
-    fields: Fields
-    validation: float | None
-    round: int | None
-    loss: float
-    scored: frozenset[str]
-    losses: Sequence[tuple[int, float]]
-    failure: Failure | None
 
 
 def _written(fields: Fields) -> str:
     return ",".join(f"{key}={value}" for key, value in fields.items())
 
 
-def folder_of(fields: Fields) -> str:
-    """Name of a folder for what is chosen instead of the best, within that of the method.
-
-    >>> folder_of({"lr": 0.1})[:8]
-    'lr%3D0.1'
-    """
-    return file_name(_written(fields))
-
-
-def _played(plan: Plan, methods: Mapping[str, Method], tries: Sequence[tuple[str, Fields]], data: str) -> list[_Tried]:
-    seed, jobs = plan.seeds[0], []
+def _played(found: Searched, tries: Sequence[tuple[str, Fields]], data: str) -> list[Tried]:
+    plan, jobs = found.plan, []
     for label, fields in tries:
-        name = _written(fields)
+        name, method = _written(fields), found.methods[label]
         folder = None if plan.out is None else plan.out / TUNING / label / file_name(name)
-        changed = dataclasses.replace(methods[label], **fields)  # type: ignore[type-var]
-        jobs.append(Job(f"{label} with {name}", changed, seed, folder, data, compared=False))
+        changed = dataclasses.replace(method, **fields)  # type: ignore[type-var]
+        skips = isinstance(method, Local)  # who diverges alone takes nothing from the others
+        jobs.append(Job(f"{label} with {name}", changed, plan.seeds[0], folder, data, compared=False, skips=skips))
     played, failed = play(plan, jobs) if jobs else ({}, {})
-    name, found = plan.metrics[0].name, []
+    runs = []
     for (label, fields), job in zip(tries, jobs, strict=True):
-        history = played[job].history if job in played else [{"summary": {}, "clients": {}, "best_round": None}]
-        scores = means(history, f"val_{name}")
-        if plan.searched_at.asked:
-            score, best = _last(history, scores, plan.searched_at)
-        else:
-            score, best = _best(scores, 1 if plan.metrics[0].higher_is_better else -1)
-        at = history[-1] if best is None else history[best - 1]
-        tested = [record["clients"] for record in history if record["summary"]]
-        scored = frozenset(c for c in at["clients"] if all(rows[c].get(f"val_{name}") is not None for rows in tested))
-        loss = at["summary"].get("val_loss", {}).get("mean")
-        losses = means(history, "val_loss") if job in played else []
-        worst = float("inf") if loss is None else loss
-        found.append(_Tried(label, fields, score, best, worst, scored, losses, failed.get(job)))
-    return found
+        history = played[job].history if job in played else []
+        lost = frozenset(f["client"] for record in history for f in record["failures"] if not f.get("retried"))
+        at = plan.searched_at
+        spent = {point.round: getattr(point, at.kind) for point in curve(history, "")} if at.limit is not None else {}
+        runs.append(
+            Tried(
+                label, fields, history, at, found.sizes, plan.metrics[0].name, lost if job.skips else frozenset(),
+                failed.get(job), spent,
+            )
+        )  # fmt: skip
+    return runs
 
 
 def _fields(method: Method) -> tuple[dataclasses.Field[Any], ...]:

@@ -51,10 +51,10 @@ def next_value(values: Sequence[Any], best: Any, whole: bool) -> Any:
     >>> next_value([0.02, 0.05, 0.1], 0.1, False), next_value([5, 1, 2], 5, True), next_value([5, 1, 2], 1, True)
     (0.2, 12, None)
     """
-    first, *_, last = ordered = sorted(values)
-    if first == last or best not in (first, last):
+    ordered = sorted(values)
+    if ordered[0] == ordered[-1] or best not in (ordered[0], ordered[-1]):
         return None
-    value = best * best / (ordered[1] if best == first else ordered[-2])
+    value = best * best / (ordered[1] if best == ordered[0] else ordered[-2])
     further = max(1, round(value)) if whole else float(f"{value:.2g}")
     return None if further in values else further
 

@@ -286,8 +286,12 @@ def notes(
                      "that of the mean")  # fmt: skip
     for label, searched in ((content["tuning"] or {}).get("methods") or {}).items():
         if worse := searched.get("diverged"):
-            found.append(f"{label}: {_fields(worse[-1])} was better in the search, but diverged with another seed, so "
-                         f"{_fields(searched['chosen'])} is compared")  # fmt: skip
+            last, client = dict(worse[-1]), worse[-1].get("client")
+            last.pop("client", None)
+            chosen = searched["chosen"] if client is None else searched["by_client"][client]
+            whose = label if client is None else f"{label} at {client}"
+            found.append(f"{whose}: {_fields(last)} was better in the search, but diverged with another seed, so "
+                         f"{_fields(chosen)} is compared")  # fmt: skip
     if content["best_by"] == "test" and len(content["methods"]) > 2:
         stopped = any(method["fields"].get("patience") is not None for method in content["methods"].values())
         why = "since patience stops training by the validation examples, " if stopped else ""

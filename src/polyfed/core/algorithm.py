@@ -132,8 +132,7 @@ class Client:
             (n, outputs); (n,) is kept as (n, 1), for a network with outputs (batch, 1)). The targets of the last two
             are kept as floats.
         loss: what training minimises in place of the task's loss, in every method: from outputs and targets of a minibatch
-            to their mean loss, such as `nn.CrossEntropyLoss(weight=...)`. The column `loss` of tables stays the task's,
-            so that clients can be compared.
+            to their mean loss, such as `nn.CrossEntropyLoss(weight=...)`. The column `loss` of tables is this one, too.
 
     Raises:
         UserError: an empty id, no examples, inputs or targets that are NaN or infinite, or labels that do not suit the task.

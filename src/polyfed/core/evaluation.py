@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import Client, Task
+from polyfed.core.algorithm import Client, Loss, Task
 from polyfed.core.examples import Examples, split_rows
 from polyfed.core.gathered import PredictCall, half, whole_state
 from polyfed.core.inputs import call, logits_of
@@ -57,24 +57,30 @@ def predict_all(model: nn.Module, sets: Sequence[Examples]) -> list[Tensor]:
     return [predict(model, examples) for examples in sets]
 
 
-def scores(outputs: Tensor, targets: Tensor, task: Task, metrics: Sequence[Metric] = ()) -> Metrics:
+def scores(
+    outputs: Tensor, targets: Tensor, task: Task, metrics: Sequence[Metric] = (), loss: Loss | None = None
+) -> Metrics:
     """The metrics and the mean loss ("loss") of these outputs; a value that is not defined or not finite is None.
 
     Args:
         outputs: of a network, float32 on the CPU, shape (n, ...).
         targets: of the same examples, shape (n, ...).
-        task: whose loss it is.
+        task: whose loss it is, unless `loss` is given.
         metrics: in their order; none is the task's own.
+        loss: that training minimises: (outputs, targets) -> a number.
 
     >>> scores(torch.eye(2), torch.tensor([0, 0]), "classification", metrics_of(["accuracy", "auc"], "classification"))
     {'accuracy': 0.5, 'auc': None, 'loss': 0.813...}
     """
     found = {metric.name: metric(outputs, targets) for metric in metrics or metrics_of(None, task)}
-    loss = float(loss_function(task)(outputs, targets))
-    return {name: _finite(value) for name, value in {**found, "loss": loss}.items()}
+    with torch.no_grad():
+        value = float((loss_function(task) if loss is None else loss)(outputs, targets))
+    return {name: _finite(value) for name, value in {**found, "loss": value}.items()}
 
 
-def evaluate(model: nn.Module, examples: Examples, task: Task, metrics: Sequence[Metric] = ()) -> Metrics:
+def evaluate(
+    model: nn.Module, examples: Examples, task: Task, metrics: Sequence[Metric] = (), loss: Loss | None = None
+) -> Metrics:
     """The metrics and mean loss of `model` on `examples`; a value that is not defined or not finite is None. Without
     `metrics` the task's own: accuracy; AUC as the mean over the labels that occur both ways; coefficient of determination
     R².
@@ -83,27 +89,36 @@ def evaluate(model: nn.Module, examples: Examples, task: Task, metrics: Sequence
     >>> evaluate(nn.Identity(), even, "classification")
     {'accuracy': 1.0, 'loss': 0.313...}
     """
-    return scores(predict(model, examples), examples.labels.cpu(), task, metrics)
+    return scores(predict(model, examples), examples.labels.cpu(), task, metrics, loss)
 
 
-def client_metrics(model: nn.Module, client: Client, prefix: str = "", metrics: Sequence[Metric] = ()) -> Metrics:
+def client_metrics(
+    model: nn.Module, client: Client, prefix: str = "", metrics: Sequence[Metric] = (), loss: Loss | None = None
+) -> Metrics:
     """Metrics of a network on all of the client's sets in one row: "accuracy", "val_accuracy", "global_accuracy", ...,
     each name after `prefix`."""
-    return client_scores(model, client, metrics, prefix)[0]
+    return client_scores(model, client, metrics, prefix, loss)[0]
 
 
 def client_scores(
-    model: nn.Module, client: Client, metrics: Sequence[Metric] = (), prefix: str = ""
+    model: nn.Module, client: Client, metrics: Sequence[Metric] = (), prefix: str = "", loss: Loss | None = None
 ) -> tuple[Metrics, dict[str, Tensor]]:
     """The same, and the outputs from which those on the client's own sets come: "test" and, if there is one, "val", each
-    float32 on the CPU, shape (n, ...)."""
+    float32 on the CPU, shape (n, ...).
+
+    Args:
+        model, client, metrics, prefix: as above.
+        loss: that training minimises, for outputs and targets on the CPU; None is the task's.
+    """
     row: Metrics = {}
     kept: dict[str, Tensor] = {}
     sets = {"test": ("", client.test), "val": ("val_", client.val), "global": ("global_", client.global_test)}
     given = {name: (part, data) for name, (part, data) in sets.items() if data is not None}
     found = predict_all(model, [data for _, data in given.values()])
     for (name, (part, data)), outputs in zip(given.items(), found, strict=True):
-        row |= {f"{prefix}{part}{n}": v for n, v in scores(outputs, data.labels.cpu(), client.task, metrics).items()}
+        row |= {
+            f"{prefix}{part}{n}": v for n, v in scores(outputs, data.labels.cpu(), client.task, metrics, loss).items()
+        }
         if name != "global":
             kept[name] = outputs
     return row, kept

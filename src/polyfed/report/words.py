@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from polyfed.comparison.choices import chosen_words
 from polyfed.report.charts import Unit, number
 from polyfed.report.gathering import Line, Setting
 from polyfed.report.records import mean
@@ -106,13 +107,12 @@ def notes(setting: Setting) -> list[str]:
     found += [f"Left out: {_sentence(text)}" for text in told["skipped"].values()]
     if told["tuning"]:
         found.append(f"Searched {_sentence(told['tuning']['sentence'])}")
-        found += [f"{label} got {fields} of {many(one['runs'], 'run')}." for label, one in told["tuning"]["methods"].items()
-                  if (fields := ", ".join(f"{name} {_value(value)}" for name, value in one["chosen"].items()))]  # fmt: skip
+        found += [
+            f"{label} got {fields} of {many(one['runs'], 'run')}."
+            for label, one in told["tuning"]["methods"].items()
+            if (fields := chosen_words(one))
+        ]
     return [*found, f"Rounds: {_sentence(told['budget']['sentence'])}"]
-
-
-def _value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _gain(setting: Setting, line: Line) -> str:

@@ -23,7 +23,7 @@ from polyfed.core.tree import check_keepable
 from polyfed.simulation.engines.work import Engine, Phase, Result, Task
 from polyfed.simulation.intake import Intake
 from polyfed.simulation.norms import NORM, update_norm, warnings_about
-from polyfed.simulation.rounds import Federation, best_round, mean_train_loss
+from polyfed.simulation.rounds import Federation, mean_train_loss
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.runs.directory import RunDirectory
 from polyfed.simulation.runs.predictions import Outputs
@@ -261,7 +261,10 @@ def finished(
             "summary": summarise(metrics, federation.roster.num_examples),
             "failures": sorted([*record["failures"], *evaluated.failures], key=place),
         }
-    best = best_round([*history, whole], federation.metrics[0])
+    before: Sequence[Mapping[str, Any]] = history
+    if federation.settings.keep == "loss" and history:  # all but the best were worse
+        before = [history[history[-1]["best_round"] - 1]] if history[-1]["best_round"] else []
+    best = federation.best_round([*before, whole])
     return {**whole, "warnings": warnings_about(whole), "best_round": best}, outputs
 
 

@@ -226,9 +226,9 @@ def _checked(
         settings = dataclasses.replace(settings, metrics=() if metrics is None else tuple(map(written, scores)))
     else:
         scores = metrics_again(settings, metrics, task, out)
-    if settings.keep == "best" and all(client.val is None for client in clients):
+    if settings.keep in ("best", "loss") and all(client.val is None for client in clients):
         raise UserError(
-            "keep='best' needs validation examples, and no client has any: give val=..., or --data.val-fraction"
+            f"keep={settings.keep!r} needs validation examples, and no client has any: give val=..., or --data.val-fraction"
         )
     if isinstance(algorithm, BringsNetwork):  # for data that suit the method
         checks.check_requirements(clients, algorithm, pool)
@@ -351,8 +351,9 @@ def play(
                     keep_state(now)
                     saved, stays = now.round, _rounds_of(best)
                     changed.clear()
-            if settings.keep == "best" and best is None:
-                sentence = "keep='best': no round has a validation score, so that the last is kept"
+            if settings.keep in ("best", "loss") and best is None:
+                what = "score" if settings.keep == "best" else "loss"
+                sentence = f"keep={settings.keep!r}: no round has a validation {what}, so that the last is kept"
                 warnings.warn(sentence, RuntimeWarning, stacklevel=3)
             if directory is not None:
                 write_models(federation, best or now, engine, directory, progress)

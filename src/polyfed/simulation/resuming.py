@@ -6,7 +6,7 @@ from typing import Any
 
 from polyfed.core.errors import UserError
 from polyfed.simulation.forms import Forms, explained
-from polyfed.simulation.rounds import Federation, best_round
+from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs import chain
 from polyfed.simulation.runs import checkpoint as checkpoints
 from polyfed.simulation.runs.checkpoint import Checkpoint
@@ -64,7 +64,7 @@ def kept_state(
         UserError: its checkpoint is damaged.
     """
     keep = federation.settings.keep
-    kept = keep if isinstance(keep, int) else best_round(history, federation.metrics[0])
+    kept = keep if isinstance(keep, int) else federation.best_round(history)
     if kept is None or kept >= now.round:
         return now if kept == now.round else None
     return checkpoints.load_round(directory.checkpoints, kept, expected)

@@ -17,6 +17,7 @@ from polyfed.core.metrics import Metric, metrics_of
 from polyfed.core.seeds import derive, numpy_generator
 from polyfed.core.tree import beyond, check_keepable, check_scalars, mismatch, not_finite, tensors_of
 from polyfed.simulation.engines.work import Engine, Phase, Task
+from polyfed.simulation.losses import lowest_round
 from polyfed.simulation.roster import Roster
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.settings import Settings
@@ -60,6 +61,13 @@ class Federation:
         if phase == "local":
             return ClientInfo(client, round_number, self.settings.rounds, architecture)
         return ClientInfo(client, round_number + 1, self.settings.rounds, architecture, "personal")
+
+    def best_round(self, history: Sequence[Mapping[str, Any]]) -> int | None:
+        """The round that `keep` calls the best, the first of equals: by the mean validation score, or with "loss" by the
+        loss on all validation examples; None without any."""
+        if self.settings.keep == "loss":
+            return lowest_round(history, {i: len(c.val) for i, c in self.clients.items() if c.val is not None})
+        return best_round(history, self.metrics[0])
 
     @property
     def parties(self) -> int:

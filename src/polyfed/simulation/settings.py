@@ -8,7 +8,7 @@ from polyfed.core.errors import UserError, nearest
 from polyfed.core.plain_values import set_plain_fields
 
 EngineName = Literal["auto", "inprocess", "pool", "cohort", "ray"]
-Keep = Literal["last", "best"] | int
+Keep = Literal["last", "best", "loss"] | int
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s/:]+):\d{1,5}")
 
 
@@ -42,7 +42,7 @@ class Settings:
             (`polyfed.core.fixed`). Between real sites replies are masked, so that nothing else can be seen; here the same
             sum is computed without encryption.
         keep: which round the models and predictions at the end are of: the "last", the "best" by the mean score on the
-            clients' validation examples, or this one.
+            clients' validation examples, the one of the lowest "loss" on all of them together, or this one.
 
     Raises:
         UserError: a value outside its range, with the value.
@@ -98,8 +98,10 @@ class Settings:
         if not isinstance(self.secure, bool):
             raise UserError(f"secure must be true or false, got {self.secure!r}")
         numbered = isinstance(self.keep, int) and not isinstance(self.keep, bool) and 1 <= self.keep <= self.rounds
-        if self.keep not in ("last", "best") and not numbered:
-            raise UserError(f"keep must be 'last', 'best' or a round from 1 to {self.rounds}, got {self.keep!r}")
+        if self.keep not in ("last", "best", "loss") and not numbered:
+            raise UserError(
+                f"keep must be 'last', 'best', 'loss' or a round from 1 to {self.rounds}, got {self.keep!r}"
+            )
         counted = isinstance(self.workers, int) and not isinstance(self.workers, bool)
         if self.workers != "auto" and not (counted and int(self.workers) >= 0):
             raise UserError(f"workers must be 'auto' or a number of processes from 0, got {self.workers!r}")

@@ -11,6 +11,7 @@ from torch import nn
 from polyfed.algorithms.searching import Searching, adapt, network
 from polyfed.core.algorithm import Client
 from polyfed.core.copies import deep_copy
+from polyfed.core.criteria import trained_loss
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.evaluation import Metrics, client_metrics
 from polyfed.core.seeds import derive
@@ -68,7 +69,8 @@ def transfer(
         raise UserError(f"steps must be at least 1, got {steps}")
     client, before = run.federation.clients[like], run.model(like)
     _check_form(client, task, before)
-    scored = client_metrics(before, task)
+    loss = trained_loss(task, method)
+    scored = client_metrics(before, task, loss=loss)
     order = run.federation.one_task("export", like, run.kept)
     own: Mapping[str, Any] = method.client_init(client, order.run_seed) if order.own is None else order.own
     net = method.receive(order.down, dict(own), client)
@@ -80,7 +82,7 @@ def transfer(
     few = replace(method, local_steps=steps)
     adapt(supernet, task, few, lr=lr, seed=derive(seed, "transfer"), samplers=False, base=parts == "all")
     adapted = method.taken(net, {}, task, order.seed)
-    return Transfer(scored, client_metrics(adapted, task), deep_copy(adapted).to("cpu").eval())
+    return Transfer(scored, client_metrics(adapted, task, loss=loss), deep_copy(adapted).to("cpu").eval())
 
 
 @one_thread()
@@ -102,7 +104,8 @@ def adapted(run: Run, like: str, *, epochs: int = 1) -> Metrics:
     client = run.federation.clients[like]
     own = method.client_init(client, order.run_seed) if order.own is None else order.own
     tuned = replace(method, finetune_epochs=epochs)
-    return client_metrics(tuned.personal_model(order.down, dict(own), client, order.seed), client)
+    model = tuned.personal_model(order.down, dict(own), client, order.seed)
+    return client_metrics(model, client, loss=trained_loss(client, method))
 
 
 def _searching(run: Run, like: str) -> Searching:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms import FLHAGHN, name_of
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Task
+from polyfed.core.criteria import trained_loss
 from polyfed.core.dense import dense_message
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation import SCORE, Metrics, client_metrics, predict
@@ -236,9 +237,10 @@ def warmstart(server: Server, client: Client, *, held_out: int = 0) -> WarmStart
                 graph = algorithm.graph(down, placed)
                 own = algorithm.client_init(placed, settings.seed)
                 ((_, network),) = algorithm.other_models(down, own, placed, seed)
-                before, generated = client_metrics(network, placed), _weights(network)
+                loss = trained_loss(placed, algorithm)
+                before, generated = client_metrics(network, placed, loss=loss), _weights(network)
                 network = algorithm.personal_model(down, own, placed, seed)
-                after, refined = client_metrics(network, placed), _weights(network)
+                after, refined = client_metrics(network, placed, loss=loss), _weights(network)
         except UserError:
             raise
         except Exception as error:  # whatever the unseen client's network raises
@@ -319,7 +321,7 @@ def training_curve(
             if epoch:
                 drawn = derive(seed, client.id, "curve", epoch)
                 fit(network, placed, options, lr=lr, seed=drawn)
-            scores.append(client_metrics(network, placed))
+            scores.append(client_metrics(network, placed, loss=trained_loss(placed, options)))
     return scores
 
 

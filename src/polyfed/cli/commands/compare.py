@@ -10,6 +10,7 @@ from rich.console import Console
 from polyfed.algorithms import name_of
 from polyfed.cli.commands.asked import Asked
 from polyfed.cli.commands.terminal import Table, say
+from polyfed.comparison.choices import chosen_words
 from polyfed.comparison.compare import SEEDS, carry_out, search_of
 from polyfed.comparison.contenders import ALWAYS, by_name, methods_of
 from polyfed.comparison.directory import DESCRIPTION, Comparison, read_description, reading_of
@@ -220,8 +221,7 @@ def show(found: Comparison, console: Console) -> None:
     if content["tuning"] is not None:
         say(console, f"searched {content['tuning']['sentence']}")
         for label, one in content["tuning"]["methods"].items():
-            if one["chosen"]:
-                chosen = ", ".join(f"{name} {_value(value)}" for name, value in one["chosen"].items())
+            if chosen := chosen_words(one):
                 say(console, f"  {label}: {chosen} of {_many(one['runs'], 'run')}")
     for label, course in content["convergence"].items():
         if course["converged"] is not True:
@@ -295,10 +295,6 @@ def _costs(content: Mapping[str, Any]) -> Table:
             _number(reached["round"]), _megabytes(reached["bytes"]), _number(reached["seconds"]),
         )  # fmt: skip
     return table
-
-
-def _value(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _many(number: int, thing: str) -> str:

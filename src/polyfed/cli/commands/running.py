@@ -194,11 +194,12 @@ def show(runs: Mapping[str, Run], found: Participants, out: Path, console: Conso
     score = runs[main].federation.metrics[0]
     at: Literal["last", "best"] = (
         "best"
-        if all(run.best is not None and run.federation.settings.keep == "best" for run in runs.values())
+        if all(run.best is not None and run.federation.settings.keep in ("best", "loss") for run in runs.values())
         else "last"
     )
     tables = {name: {row["client"]: row for row in run.table(at)} for name, run in runs.items()}
-    when = f"after round {runs[main].last.round}" if at == "last" else "after the round with the best validation score"
+    by = "lowest validation loss" if runs[main].federation.settings.keep == "loss" else "best validation score"
+    when = f"after round {runs[main].last.round}" if at == "last" else f"after the round with the {by}"
     title = f"{score.label} on each client's own test examples, {when}"
     table = Table(title=title, title_justify="left")
     table.add_column("client")

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from polyfed.algorithms import REGISTRY
 from polyfed.core.adapters import fitted, leaving
-from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, Message
+from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, Loss, Message
 from polyfed.core.compressed import compress
 from polyfed.core.compression import Compression
+from polyfed.core.criteria import trained_loss
 from polyfed.core.dense import alien, dense, dense_message
 from polyfed.core.errors import ClientError
 from polyfed.core.evaluation import Metrics, client_scores, out_of_fold, predict, scores
@@ -81,9 +82,10 @@ class InProcessEngine(Engine):
                                 described = algorithm.description(model, client)
                             result = _weights(task, model, described)
                         else:
-                            metrics, outputs = self._scored(model, task, down, own)
+                            loss = trained_loss(client, algorithm)
+                            metrics, outputs = self._scored(model, task, down, own, loss)
                             for name, other in algorithm.other_models(down, own, client, task.seed):
-                                metrics |= client_scores(settled(other), client, self._metrics, f"{name}_")[0]
+                                metrics |= client_scores(settled(other), client, self._metrics, f"{name}_", loss)[0]
                             result = Result(task, metrics=metrics, predictions=outputs)
             except Exception as error:  # whatever a user's network or data may raise; it is reported, never swallowed
                 reason = f"{type(error).__name__}: {error}"
@@ -92,19 +94,21 @@ class InProcessEngine(Engine):
                 result = Result(task, failure=failure)
             yield result.after(time.perf_counter() - start)
 
-    def _scored(self, model: torch.nn.Module, task: Task, down: Message, own: Any) -> tuple[Metrics, dict[str, Tensor]]:
+    def _scored(
+        self, model: torch.nn.Module, task: Task, down: Message, own: Any, loss: Loss
+    ) -> tuple[Metrics, dict[str, Tensor]]:
         """Metrics and outputs of the personal network. Where it was fitted to validation examples, each of these has the
         outputs of a network that was made without it."""
         algorithm, client = self._algorithm, self._clients[task.client]
         if "fits_validation" not in algorithm.traits or client.val is None:
-            return client_scores(model, client, self._metrics)
-        metrics, outputs = client_scores(model, replace(client, val=None), self._metrics)
+            return client_scores(model, client, self._metrics, loss=loss)
+        metrics, outputs = client_scores(model, replace(client, val=None), self._metrics, loss=loss)
 
         def personal(of: Client) -> torch.nn.Module:
             return settled(algorithm.personal_model(down, own, of, task.seed))
 
         found = out_of_fold(personal, client)
-        row = scores(found, client.val.labels.cpu(), client.task, self._metrics)
+        row = scores(found, client.val.labels.cpu(), client.task, self._metrics, loss)
         return metrics | {f"val_{name}": value for name, value in row.items()}, outputs | {"val": found}
 
     def predict(self, task: Task, examples: Examples) -> torch.Tensor:

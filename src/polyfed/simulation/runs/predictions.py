@@ -94,7 +94,7 @@ def _by_default(folder: Path, known: Sequence[int]) -> int | None:
     keep = read_config(folder).get("keep") if (folder / "config.yaml").exists() else None
     if isinstance(keep, int):
         return keep
-    if keep == "best":
+    if keep in ("best", "loss"):
         records = read_metrics(folder / "metrics.jsonl")
         best = records[-1].get("best_round") if records else None
         if best is not None:

@@ -20,7 +20,7 @@ from polyfed.data.features import Prepared
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.machine import choose_device
 from polyfed.simulation.engines.work import Task
-from polyfed.simulation.rounds import Federation, best_round
+from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.runs.predictions import Kept, Predictions
 
@@ -51,8 +51,9 @@ class Run:
 
     @property
     def best_round(self) -> int | None:
-        """The round with the best mean validation score; None if no client has validation examples."""
-        return best_round(self.history, self.federation.metrics[0])
+        """The round with the best mean validation score, or with `keep="loss"` the lowest loss; None if no client has
+        validation examples."""
+        return self.federation.best_round(self.history)
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
         """One row per client, by name (names that are numbers as numbers), then one of means: `client`, the metrics (the
