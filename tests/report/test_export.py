@@ -21,6 +21,7 @@ from polyfed.report.export.folder import Opened, export_model
 from polyfed.report.export.trained import of_directory, of_run
 from polyfed.report.export.whole import Whole, examples_of
 from polyfed.simulation.kept import load_model
+from polyfed.testing import small_clients
 
 CSV = """age;sex;lab;code;outcome;hospital
 61,5;f;2,5;1;no;north
@@ -367,3 +368,21 @@ def test_without_onnx_it_is_said(images, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(UserError, match=r"format onnx needs the package onnx.*polyfed\[export\]"):
         export_model(images, "b", tmp_path / "b", format="onnx")
+
+
+@pytest.mark.parametrize("buffers", ["local", "average"])
+def test_the_card_of_a_client_that_never_took_part_says_so(tmp_path, buffers):
+    method = pf.algorithms.FedAvg(buffers=buffers)
+    run = pf.federate(small_clients(4), method, rounds=1, clients_per_round=1, workers=0, out=tmp_path / "run")
+    took = {i for record in run.history for i, row in record["clients"].items() if "train_loss" in row}
+    assert len(took) == 1
+    for client in run.federation.clients:
+        for source, place in ((run, "of_run"), (tmp_path / "run", "of_directory")):
+            folder = export_model(
+                source, client, tmp_path / f"{client}-{place}", format="weights",
+                **({} if source is run else {"network": run.federation.clients[client].model}),
+            )  # fmt: skip
+            told = (folder / "README.md").read_text()
+            assert ("never trained it" in told) == (client not in took)
+            assert ("trained by `fedavg`" in told) == (client in took)
+            assert ("estimated on the training examples" in told) == (client not in took and buffers == "local")

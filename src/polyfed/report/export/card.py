@@ -26,11 +26,12 @@ def card(
         versions: of the packages that decide results.
     """
     client = _plain(trained.signature["client"])
-    by = f", trained by `{_plain(trained.method)}`" if trained.method else ""
+    by = f", {'given' if trained.absent else 'trained'} by `{_plain(trained.method)}`" if trained.method else ""
     parts = [
         f"# The network of {client}{by}",
         "## What it is",
         _method(trained),
+        _never_trained(trained, client),
         "## Data",
         _table(["split", "examples"], [[_SPLITS.get(k, k), n] for k, n in trained.signature["examples"].items()]),
         f"All of them are {client}'s own. What networks learnt from the examples of others may be in its weights, too.",
@@ -63,6 +64,21 @@ def _method(trained: Trained) -> str:
     training = [f"{name}={getattr(method, name)!r}" for name in _own_fields(method)]
     seed = "" if trained.seed is None else f" Seed {trained.seed}."
     return f"{_plain(trained.source)}\n\n{rounds}{kept}.{seed} Settings: {_plain(', '.join(training))}."
+
+
+def _never_trained(trained: Trained, client: str) -> str:
+    if not trained.absent:
+        return ""
+    estimated = getattr(trained.algorithm, "buffers", "average") != "average"
+    norms = (
+        " Running statistics of norm layers, if it has any, are estimated on the training examples."
+        if estimated
+        else ""
+    )
+    return (
+        f"**{client} never trained it**: it took part in no round. The network is what the method gives to a client that "
+        f"joins after the others.{norms}"
+    )
 
 
 def _own_fields(method: Any) -> list[str]:

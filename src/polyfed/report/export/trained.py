@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -26,7 +26,7 @@ from polyfed.core.wrapping import WrapsNetwork
 from polyfed.data.features import Prepared, from_description
 from polyfed.simulation.runs import predictions as kept_predictions
 from polyfed.simulation.runs.configuration import method_of, metrics_again, section, settings_of
-from polyfed.simulation.runs.directory import read_config, read_manifest
+from polyfed.simulation.runs.directory import read_config, read_manifest, read_metrics
 from polyfed.simulation.runs.paths import file_name
 from polyfed.simulation.runs.predictions import Predictions
 from polyfed.simulation.runs.results import Run
@@ -62,7 +62,7 @@ class Trained:
     Attributes: `network`, in evaluation mode on the CPU; `signature`; `prepared`, of a table; `description`, with which
     the method builds its own kind of network, or None; `class_names`, empty if nobody knows them; `reading`, how files of a
     table are read; `algorithm`, None at a site; `round` of `rounds`, 0 if unknown; `seed`; `scores`; `discloses`, words of
-    `DISCLOSURES`.
+    `DISCLOSURES`; `absent`, whether the client took part in no round up to that one (False where nobody knows).
     """
 
     network: nn.Module
@@ -77,6 +77,7 @@ class Trained:
     seed: int | None
     scores: tuple[Score, ...]
     discloses: frozenset[str]
+    absent: bool = False
 
     @property
     def method(self) -> str:
@@ -113,8 +114,14 @@ def of_run(run: Run, client: str) -> Trained:
     return Trained(
         network, signature_of(owner), prepared, described, _names(prepared, manifest), _reading(run.out), algorithm,
         run.kept.round, federation.settings.rounds, federation.settings.seed, _scores(found, federation.metrics),
-        disclosed(algorithm, federation.settings.secure),
+        disclosed(algorithm, federation.settings.secure), _absent(run.history, client, run.kept.round),
     )  # fmt: skip
+
+
+def _absent(records: Sequence[Mapping[str, Any]], client: str, last: int) -> bool:
+    """Whether the records of rounds tell that a client trained in none up to this one."""
+    rounds = [record for record in records if record["round"] <= last]
+    return bool(rounds) and not any("seconds" in record["clients"].get(client, {}) for record in rounds)
 
 
 def _check_bare(algorithm: Algorithm[Any, Any]) -> None:
@@ -161,11 +168,13 @@ def of_directory(folder: Path, client: str | None, network: Architecture | None 
         kept = kept_predictions.read(folder, signature["client"])
     except UserError:
         kept = None
+    records = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
     shown = frozenset[str]() if algorithm is None or settings is None else disclosed(algorithm, settings.secure)
     return Trained(
         found, signature, prepared, description, _names(prepared, read_manifest(folder)), _reading(folder), algorithm,
         0 if kept is None else kept.round, 0 if settings is None else settings.rounds,
         None if settings is None else settings.seed, _scores(kept, metrics), shown,
+        _absent(records, signature["client"], len(records) if kept is None else kept.round),
     )  # fmt: skip
 
 
