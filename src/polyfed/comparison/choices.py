@@ -20,7 +20,7 @@ from polyfed.comparison.reading import Budget
 from polyfed.comparison.verdicts import listed
 from polyfed.simulation.losses import Curve, pooled, validation_losses
 
-WEIGHT = 20
+WEIGHT = 50
 """Validation examples for which the loss of all clients counts in the choice of a client that trains alone."""
 NEAR = 3
 """Evaluated rounds, neighbours, of which a loss is the mean: the lowest of many single rounds is low by luck."""
