@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithms import FedAvg
+from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import fill, initial_state, scratch, settled, whole_state
 from polyfed.core.tied import first_names, further_names, names_by_first, tie_buffers, under_first_names
@@ -218,3 +218,16 @@ def test_a_run_that_kept_tied_weights_twice_is_not_resumed_and_says_why(tmp_path
         pf.resume(tmp_path / "run", clients=clients)
     with pytest.raises(UserError, match="the clients are not those of the run"):  # nor for any other reason
         pf.resume(tmp_path / "run", clients=clients[:2])
+
+
+@pytest.mark.parametrize("name", ["fml", "fedkd"])
+def test_rates_by_name_reach_a_network_that_is_trained_beside_another(name):
+    """A factor that stops a layer of the client's network, by the name that it has in that network."""
+    method = REGISTRY[name](lr=0.1, batch_size=8, lr_by_name={"head.*": 1e-30, "body.*": 1.0})
+    clients = small_clients(2)
+    run = pf.federate(clients, method, rounds=1, workers=0)
+    for client in clients:
+        drawn = initial_state(client.model, 0)
+        state = run.model(client.id).state_dict()
+        assert torch.equal(state["head.weight"], drawn["head.weight"])
+        assert not torch.equal(state["body.0.weight"], drawn["body.0.weight"])

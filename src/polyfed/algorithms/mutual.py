@@ -171,6 +171,8 @@ class Pair(nn.Module):
     (torch.Size([1, 3]), torch.Size([1, 3]))
     """
 
+    client_network = "own"  # whose names `lr_by_name` means
+
     def __init__(
         self, own: nn.Module, shared: nn.Module, bridge: nn.Linear | None = None, modules: tuple[str, str] = ("", "")
     ) -> None:

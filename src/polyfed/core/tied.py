@@ -40,10 +40,17 @@ def further_names(module: nn.Module) -> dict[str, str]:
 
 
 def names_by_first(module: nn.Module) -> dict[str, list[str]]:
-    """First name of each tensor of `state_dict()` -> all its names, the first among them."""
+    """First name of each tensor of `state_dict()` -> all its names, the first among them.
+
+    A module that holds a client's network beside what a method trains with it says under which name (`client_network`);
+    then the names that the tensors have in that network count too.
+    """
     found: dict[str, list[str]] = {}
     for name, first in first_names(module).items():
         found.setdefault(first, []).append(name)
+    if prefix := getattr(module, "client_network", ""):
+        for first, names in found.items():
+            found[first] = [*names, *(n.removeprefix(f"{prefix}.") for n in names if n.startswith(f"{prefix}."))]
     return found
 
 

@@ -23,6 +23,8 @@ class GeneratedNetwork(nn.Module):
     the generated ones. BatchNorm's statistics are the buffers of `model`, as ever. Inputs and outputs are those of `model`.
     """
 
+    client_network = "model"  # whose names `lr_by_name` means
+
     def __init__(self, ghn: GHN, model: nn.Module, graph: GraphTensors) -> None:
         super().__init__()
         self.ghn, self.model, self.graph = ghn, model, graph
