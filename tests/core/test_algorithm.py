@@ -110,7 +110,10 @@ def test_a_method_for_classes_refuses_other_tasks():
 
 def test_widths_of_representations_are_compared_before_the_first_round():
     one, other = small_clients(2)
-    wide = torch.nn.Sequential, torch.nn.Linear(6, 9), torch.nn.Linear(9, 3)
-    clients = [one, pf.Client("wide", lambda: wide[0](*wide[1:]), other.train, other.test)]
+
+    def wide():
+        return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 3))
+
+    clients = [one, pf.Client("wide", wide, other.train, other.test)]
     with pytest.raises(pf.UserError, match="the last layer of 'wide' takes 9 numbers, that of 'client-0' 8"):
         pf.federate(clients, _Picky(word="one_representation"), rounds=1, workers=0)

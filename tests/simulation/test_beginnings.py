@@ -23,7 +23,7 @@ def clients(model):
 
 @pytest.mark.parametrize("name", ["fedpac", "fedgh", "fedproto", "fedtgp"])
 def test_a_last_layer_that_cannot_be_replaced_is_refused_before_round_1(name, tmp_path):
-    with pytest.raises(UserError, match=r"'client-0', '2', is Linear\(.*bias=False\)") as refusal:
+    with pytest.raises(UserError, match="'client-0', '2', has no bias") as refusal:
         pf.federate(clients(without_bias), REGISTRY[name](), rounds=1, workers=0, out=tmp_path / "run")
     assert not isinstance(refusal.value, ClientError)
     assert not (tmp_path / "run").exists()

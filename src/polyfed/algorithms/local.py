@@ -27,8 +27,9 @@ class Local(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
 
     Args:
         buffers: "local" only (polyfed's choice), since nothing travels. The other fields are those of `LocalTraining`.
-        by_client: what some clients have instead, by id, such as {"north": {"lr": 0.1}}: a learning rate of its own suits
-            who trains alone. Epochs, steps and batch size are the same for all. None: every client has the same.
+        by_client: what some clients have instead, by id, such as {"north": {"lr": 0.1}} (polyfed's choice): a learning rate
+            of its own suits who trains alone. Epochs, steps and batch size are the same for all. None: all clients have
+            the same.
 
     Raises:
         UserError: another policy for buffers, or values that a client cannot have.

@@ -153,7 +153,7 @@ class Wrong(nn.Module):
         self.inner = SmallNet()
 
     def forward(self, x):
-        if self.training:
+        if self.training and torch.is_grad_enabled():  # in round 1, not when the network is tried before
             raise ArithmeticError("the sensor is broken")
         return self.inner(x)
 
