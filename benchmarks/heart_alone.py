@@ -5,7 +5,8 @@ of logistic regression alone, by the command line.
 
 Ten dealings of each hospital's patients, 30 rounds, a network of 16 hidden units on 13 raw columns; once with 15 % of each
 hospital's patients for validation, once without, where the search holds out a fifth of the training patients and networks
-are trained on all of them afterwards. Runs that are in DIR already are not repeated. The result is in results/heart_alone.json.
+are trained on all of them afterwards. Runs that are in DIR already are not repeated. The result is in
+results/heart_alone.json.
 """
 
 import argparse

@@ -5,14 +5,14 @@
 Seven sites with 5 to 300 validation examples and four times as many for training; one has 18 with a single negative. Each
 trains a network of 16 hidden units by SGD for 30 rounds, with seven rates. Where sites are alike, so is what they learn from
 13 features; where they differ, labels are more or less certain, and the features' scale is 0.3, 1 or 3, so that the best
-rates differ too. A rule's excess is the loss on 2,000 new examples at the rate and the round that it chose, less the lowest at
-any rate and round, which only hindsight knows. A training that explodes counts as a loss of 10 an example.
+rates differ too. A rule's excess is the loss on 2,000 new examples at the rate and the round that it chose, less the lowest
+at any rate and round, which only hindsight knows. A training that explodes counts as a loss of 10 an example.
 
 Rules: "score", one rate for all by the mean over sites of the validation AUC, and its round, as polyfed chose before; "own",
 the site's own validation loss; "pooled", the loss on all sites' validation examples, each counted once; "k", the own loss
-drawn to the pooled loss, which counts as k examples (`polyfed.comparison.choices.drawn`); "one_se", the smallest rate and the
-first round within a standard error of the lowest own loss; "folds", five-fold cross-validation on the site's training and
-validation examples.
+drawn to the pooled loss, which counts as k examples (`polyfed.comparison.choices.drawn`); "one_se", the smallest rate and
+the first round within a standard error of the lowest own loss; "folds", five-fold cross-validation on the site's training
+and validation examples.
 """
 
 import argparse
