@@ -1,6 +1,6 @@
 """How much a site that trains alone loses by the rule with which its learning rate and round are chosen.
 
-    python benchmarks/rate_choice.py [--repeats 200] [--out benchmarks/results/rate_choice.json]
+    python benchmarks/rate_choice.py [--repeats 150] [--out benchmarks/results/rate_choice.json]
 
 Seven sites with 5 to 300 validation examples and four times as many for training; one has 18 with a single negative. Each
 trains a network of 16 hidden units by SGD for 30 rounds, with seven rates. Where sites are alike, so is what they learn from
@@ -174,7 +174,7 @@ def repeat(rng, differ):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=150)
     parser.add_argument("--out", default=str(RESULTS))
     options = parser.parse_args()
     content = {"weight": WEIGHT, "rates": RATES, "sites": SITES, "repeats": options.repeats, "excess": {}}
