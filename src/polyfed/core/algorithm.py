@@ -174,6 +174,7 @@ class Client:
             if examples is None and name in ("train", "test"):
                 raise UserError(f"client {id!r}: {name} examples are missing")
             if examples is not None:
+                examples = _as_classes(examples) if task == "classification" else examples
                 _check_labels(examples, task, f"client {id!r}: {name}")
                 examples = _suited(examples, task)
             object.__setattr__(self, name, examples)
@@ -181,12 +182,19 @@ class Client:
             object.__setattr__(self, name, value)
 
 
+def _as_classes(examples: Examples) -> Examples:
+    """The examples with whole labels of a type that torch's loss takes; bytes are."""
+    y = examples.y
+    fits = y.dim() != 1 or y.is_floating_point() or y.is_complex() or y.dtype in (torch.int64, torch.uint8)
+    return examples if fits else replace(examples, y=y.to(torch.int64))
+
+
 def _check_labels(examples: Examples, task: Task, name: str) -> None:
     labels = examples.labels
     if not len(labels):
         raise UserError(f"{name} has no examples; give at least one, or leave this client out")
     if task == "classification":
-        if labels.dim() != 1 or labels.is_floating_point():
+        if labels.dim() != 1 or labels.is_floating_point() or labels.is_complex():
             raise UserError(f"{name} labels must be integers of shape (n,), {why_no_classes(labels)}")
         if int(labels.min()) < 0:
             raise UserError(f"{name} labels must count from 0, found {int(labels.min())}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.finite import check_finite
-from polyfed.core.inputs import Inputs, first, form_of, leaves, mapped, structured
+from polyfed.core.inputs import Inputs, first, form_of, leaves, mapped, structured, why_not_dense
 from polyfed.core.reading import Collate, array, inputs_from, read
 
 Batch = tuple[Any, Tensor]  # inputs are `Inputs`, most often a tensor
@@ -115,7 +115,10 @@ class Examples:
     def __post_init__(self) -> None:
         if not isinstance(self.x, Tensor):
             object.__setattr__(self, "x", structured(self.x))
-        if flaw := _uneven(self.x, self.y):
+        index: Any = self.index
+        if isinstance(index, np.ndarray):
+            object.__setattr__(self, "index", torch.as_tensor(index))
+        if flaw := _unreadable(self.x, self.y, self.index) or _uneven(self.x, self.y):
             raise UserError(flaw)
         x = first(self.x)
         if self.index is not None and len(self.index):
@@ -123,6 +126,8 @@ class Examples:
             if low < 0 or high >= len(x):
                 raise UserError(f"index holds rows {low} to {high}, but the store has {len(x)}")
         if self.columns is not None:
+            if not isinstance(self.columns, Mapping):
+                raise UserError(f"columns must be a mapping of names to values, got {type(self.columns).__name__}")
             found = {name: _column(name, values, len(x)) for name, values in self.columns.items()}
             object.__setattr__(self, "columns", found)
         if self.group is not None and self.group not in (self.columns or {}):
@@ -219,6 +224,23 @@ class Examples:
         return replace(self, x=mapped(lambda part: part.to(device), self.x), y=self.y.to(device), index=index)
 
 
+def _unreadable(x: Inputs, y: Any, index: Any) -> str:
+    """What keeps tensors from being a store and its rows, as a sentence; empty if nothing does."""
+    if not isinstance(y, Tensor):
+        return f"labels must be a tensor, got {type(y).__name__}; as_examples((x, y)) reads arrays and lists too"
+    for name, tensor in (*((f"inputs {part!r}" if part else "inputs", one) for part, one in leaves(x)), ("labels", y)):
+        if not tensor.is_meta and (flaw := why_not_dense(tensor)):  # of no values: forms are tried on such
+            return f"{name} are {flaw}"
+    if index is None:
+        return ""
+    if not isinstance(index, Tensor):
+        return f"index must be a tensor of rows, got {type(index).__name__}; give torch.as_tensor(index)"
+    if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+        cure = "; give mask.nonzero().squeeze(1)" if index.dtype == torch.bool else ""
+        return f"index must be int64 rows of shape (n,), got {index.dtype} of shape {tuple(index.shape)}{cure}"
+    return ""
+
+
 def _uneven(x: Inputs, y: Tensor) -> str:
     """What makes inputs and labels those of other examples, as a sentence; empty if nothing does."""
     one = first(x)
@@ -274,6 +296,9 @@ def as_examples(
     examples: Examples = (
         source if isinstance(source, Examples) else _readable(name, *read(source, name, labelled, collate))
     )
+    for _, tensor in (*leaves(examples.x), ("", examples.y)):
+        if flaw := why_not_dense(tensor):
+            raise UserError(f"{name} are {flaw}")
     check_finite(examples, name)
     return examples
 

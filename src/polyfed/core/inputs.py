@@ -121,6 +121,23 @@ def concatenated(batches: Sequence[Any]) -> Any:
     return mapped(lambda *parts: torch.cat(parts), *batches)
 
 
+def why_not_dense(tensor: Tensor) -> str:
+    """What keeps a tensor from being read row by row, and what to do, as half a sentence; empty if nothing does.
+
+    >>> why_not_dense(torch.zeros(2).to_sparse())
+    'a sparse tensor (torch.sparse_coo); give tensor.to_dense()'
+    """
+    if tensor.is_nested:
+        return "a nested tensor, whose rows may differ in shape; give tensor.to_padded_tensor(0)"
+    if tensor.layout != torch.strided:
+        return f"a sparse tensor ({tensor.layout}); give tensor.to_dense()"
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no values; make it on the CPU"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype}); give tensor.dequantize()"
+    return ""
+
+
 def structured(x: Any, name: str = "inputs") -> Inputs:
     """Tensors in tuples, lists and mappings as tuples and dicts, with keys in order.
 

@@ -1,14 +1,16 @@
 """Inputs and labels from what users have: tensors and arrays in any structure, torch and Hugging Face datasets, frames."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from polyfed.core.errors import UserError
-from polyfed.core.inputs import Inputs, first, structured
+from polyfed.core.inputs import Inputs, first, structured, why_not_dense
 
 Collate = Callable[[list[Any]], Any]
 Read = tuple[Inputs, Tensor, dict[str, Any] | None]  # inputs, labels, columns that no network sees
@@ -24,8 +26,13 @@ def read(source: Any, name: str, labelled: bool, collate: Collate | None) -> Rea
         UserError: it cannot be read.
     """
     is_list = hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping | str)
+    if isinstance(source, IterableDataset | Iterator):
+        raise UserError(
+            f"{name}: a {type(source).__name__} can only be read from its start to its end; give its items as a list, "
+            "list(...)"
+        )
     if collate is not None and is_list:
-        return _collated(collate([source[i] for i in range(len(source))]), name)
+        return _collated(collate(_items(source, name)), name)
     if not labelled and (isinstance(source, Tensor | np.ndarray | Mapping) or hasattr(source, "iloc")):
         x = inputs_from(source, f"{name} inputs")
         one = first(x)
@@ -40,7 +47,7 @@ def read(source: Any, name: str, labelled: bool, collate: Collate | None) -> Rea
     if isinstance(source, tuple | list) and len(source) == 2:
         return inputs_from(source[0], f"{name} inputs"), _labels(source[1], name), None
     if is_list:
-        rows = [source[i] for i in range(len(source))]
+        rows = _items(source, name)
         if rows and all(isinstance(row, tuple | list) and len(row) == 2 for row in rows):
             return _of_rows([row[0] for row in rows], [row[1] for row in rows], name)
         if rows and all(isinstance(row, Mapping) for row in rows):
@@ -55,6 +62,24 @@ def read(source: Any, name: str, labelled: bool, collate: Collate | None) -> Rea
         f"{name}: cannot read examples from {type(source).__name__}; give {'' if labelled else 'a tensor of inputs, '}"
         "(x, y) tensors, a torch Dataset of (input, label) pairs or a Hugging Face dataset with a column 'label'"
     )
+
+
+def _items(source: Any, name: str) -> list[Any]:
+    """The items of a `Dataset` or list, in their order."""
+    items: list[Any] = []
+    number = len(source)
+    if not number:
+        raise UserError(
+            f"{name}: the {type(source).__name__} has no examples; give at least one, or leave this client out"
+        )
+    for i in range(number):
+        try:
+            items.append(source[i])
+        except Exception as error:  # whatever the user's data set raises
+            raise UserError(
+                f"{name}: item {i} of the {type(source).__name__} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+    return items
 
 
 def inputs_from(value: Any, what: str) -> Inputs:
@@ -97,7 +122,7 @@ def _is_structure(value: Any) -> bool:
 
 
 def _of_rows(inputs: Sequence[Any], labels: Sequence[Any], name: str) -> Read:
-    if all(isinstance(label, Tensor) for label in labels):
+    if all(isinstance(label, Tensor) for label in labels) and len({label.shape for label in labels}) == 1:
         labels = torch.stack(list(labels))  # type: ignore[assignment]  # keeps their type
     return structured(_stacked(inputs, f"{name} inputs")), _labels(labels, name), None
 
@@ -202,7 +227,13 @@ def array(value: Any, what: str) -> Tensor:
         UserError: it is none.
     """
     if isinstance(value, Tensor):
-        return value.detach()
+        if flaw := why_not_dense(value):
+            raise UserError(f"{what}: {flaw}")
+        return value.detach().resolve_conj().resolve_neg()
+    if isinstance(value, Iterator):
+        raise UserError(f"{what}: a {type(value).__name__} can be read only once; give its items as a list, list(...)")
+    if isinstance(value, np.ndarray):
+        value = _plain_array(value, what)
     if hasattr(value, "getbands"):  # a PIL image: (height, width) or (height, width, channels)
         pixels = torch.from_numpy(np.array(value))
         return pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.movedim(-1, 0).contiguous()
@@ -214,6 +245,16 @@ def array(value: Any, what: str) -> Tensor:
         cure = f"; they hold texts: make numbers of them before; {_TABLE}" if _holds_texts(value) else ""
         raise UserError(f"{what}: cannot be read as one tensor of numbers ({error}){cure}") from error
     return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor
+
+
+def _plain_array(value: NDArray[Any], what: str) -> NDArray[Any]:
+    """An array that torch reads as it is; a copy where its rows run backwards, it may not be written to, or its bytes are
+    in the order of another machine."""
+    if np.ma.is_masked(value):
+        raise UserError(f"{what}: the array has masked values; give array.filled(...), or leave these rows out")
+    if any(step < 0 for step in value.strides) or not value.flags.writeable:
+        value = np.array(value)
+    return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
 
 
 def _of_frame(value: Any, what: str) -> Any:
@@ -236,6 +277,8 @@ def _labels(value: Any, name: str) -> Tensor:
             "names, numbers = numpy.unique(labels, return_inverse=True)"
         )
     tensor = array(value, f"{name} labels")
+    if tensor.is_complex():
+        raise UserError(f"{name} labels are complex numbers ({tensor.dtype}); give whole or real numbers")
     if tensor.is_floating_point():
         return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)  # given as a tensor of float64
     return (
