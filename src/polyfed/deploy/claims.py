@@ -41,6 +41,26 @@ def common_form(told: Mapping[str, Mapping[str, Any]], name: str) -> DataSpec:
     return DataSpec(forms[first].inputs, max(form.outputs for form in forms.values()))
 
 
+def check_widths(told: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Raises a `UserError` if the last layers of sites' networks take other numbers of inputs, or one tells no such number.
+
+    >>> check_widths({"north": {"width": 3}, "south": {"width": 5}}, "fedproto")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: fedproto needs representations of one width, but the last layer of 'south' takes 5
+    numbers, that of 'north' 3; give the networks last layers of one width
+    """
+    widths = {i: answer.get("width") for i, answer in sorted(told.items())}
+    first = next(iter(widths))
+    for i, width in widths.items():
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+            raise UserError(f"site {i!r} does not tell how many numbers its network's last layer takes")
+        if width != widths[first]:
+            raise UserError(
+                f"{name} needs representations of one width, but the last layer of {i!r} takes {width} numbers, that of "
+                f"{first!r} {widths[first]}; give the networks last layers of one width"
+            )
+
+
 def _form(site: str, told: Any) -> DataSpec:
     try:
         inputs, outputs = told

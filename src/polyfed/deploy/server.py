@@ -25,7 +25,7 @@ from polyfed.core.metrics import METRICS, is_built_in
 from polyfed.core.scratch import scratch
 from polyfed.core.threads import one_thread
 from polyfed.core.typed import from_yaml
-from polyfed.deploy.claims import CLAIMS, common_form
+from polyfed.deploy.claims import CLAIMS, check_widths, common_form
 from polyfed.deploy.tables import difference_of_tables
 from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, compressing
 from polyfed.simulation.engines.work import Engine, Task
@@ -155,6 +155,8 @@ class Server:
             raise UserError(f"sites of one federation must have one task, got {tasks}")
         if flaw := difference_of_tables(told):
             raise UserError(flaw)
+        if "one_representation" in needs:
+            check_widths(told, name)
         for i in ids:
             needed = self.algorithm.scalars_needed if not self.settings.secure else ()  # there they are in the sum
             if "num_examples" in needed and "num_examples" not in told[i]:

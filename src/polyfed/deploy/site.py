@@ -245,6 +245,8 @@ class Site:
             told["num_examples"] = len(client.train)
         if "architectures" in needs:
             told["architecture"] = architecture
+        if "one_representation" in needs:
+            told["width"] = checks.representation_width(client)
         if needs & FORM_WORDS:
             form = checks.data_spec_of(client)
             told["form"] = [

@@ -57,8 +57,8 @@ class Letter:
     (`polyfed.deploy.secure.member`).
 
     Heads from a site have `client`, and `refused`, a sentence, if it does nothing. To "introduce" they add `task` and what
-    the method needs the server to know (`num_examples`, `architecture`, `form`). To "task" they add `run`, `round`, `phase`,
-    `seconds`, `metrics`, and `failure`, a sentence or None.
+    the method needs the server to know (`num_examples`, `architecture`, `form`, `width` of the last layer). To "task"
+    they add `run`, `round`, `phase`, `seconds`, `metrics`, and `failure`, a sentence or None.
     """
 
     head: Mapping[str, Any]

@@ -97,7 +97,7 @@ def check_suited(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> N
     check_inside(clients, algorithm)
     check_batches(clients, algorithm, {"batch_size": None})
     if "one_representation" in needs:
-        widths = {client.id: _width(client) for client in clients}
+        widths = {client.id: representation_width(client) for client in clients}
         if other_id := next((i for i in widths if widths[i] != widths[clients[0].id]), None):
             raise UserError(
                 f"{name} needs representations of one width, but the last layer of {other_id!r} takes {widths[other_id]} "
@@ -130,7 +130,7 @@ def check_suited(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> N
         check_ranks({client.id: client.model for client in clients if client.model is not None}, mode)
 
 
-def _width(client: Client) -> int:
+def representation_width(client: Client) -> int:
     """How many numbers the last linear layer of a client's network takes."""
     assert client.model is not None
     network = scratch(client.model).module
