@@ -23,7 +23,7 @@ from polyfed.core.compression import Compression
 from polyfed.core.errors import Interrupted, UserError
 from polyfed.core.examples import as_examples
 from polyfed.core.files import resumable, user_path
-from polyfed.core.metrics import Metric, metrics_of
+from polyfed.core.metrics import COMPARED, Metric, metrics_of
 from polyfed.core.plain_values import plain_value
 from polyfed.data.resplit import public_prepared_again
 from polyfed.data.resplit import resplit as dealt_anew
@@ -96,7 +96,7 @@ def compare(
         resplit: how many times each client's training, validation and test examples are dealt again, each time with another
             seed: the better answer where data are few. None keeps the sets that were given.
         metrics: names, functions `f(outputs, targets) -> float` or `polyfed.Metric` objects; the first decides. None takes
-            accuracy, AUC (labels) or R².
+            accuracy, AUC (labels) or, for regression, the mean absolute error, and R² beside it.
         out: the directory (see `polyfed.comparison.directory`); None keeps the results in memory.
         public: unlabelled examples that are no client's, for methods that need them; the others ignore them.
         like: whose local training the methods get that are given by name (`by_name` says which part); default: that of the
@@ -210,7 +210,8 @@ def _carried_out(plan: Plan) -> Comparison:
     plan = dataclasses.replace(
         plan, cast=lru_cache(maxsize=1)(plan.cast)
     )  # dealing may read and decode whole data sets
-    metrics = metrics_of(plan.metrics, plan.cast(plan.seeds[0]).clients[0].task)
+    task = plan.cast(plan.seeds[0]).clients[0].task
+    metrics = metrics_of(plan.metrics or COMPARED.get(task), task)
     plan = dataclasses.replace(plan, metrics=metrics)
     plan.reading.check(metrics[0].unit)
     tuning.check(plan)

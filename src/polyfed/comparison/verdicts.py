@@ -14,6 +14,7 @@ _DIGITS = 6  # after the point, at most
 _ROUNDED = 12  # after the point, of a gain: what is beyond is rounding, and decides nothing
 _WIDE: Mapping[str, float] = {"%": 0.5, "auc": 0.5, "r2": 1.0}
 """Widths of an interval from which on it says nothing, by unit or score: half of what a share or an AUC can be."""
+_FEW = 100  # test examples of a client, below which an R² says little
 _NAMED = 8  # clients that a sentence lists
 _LINES = 40  # sites up to which each has its sentence among the verdicts, also those of which nothing is decided
 
@@ -284,6 +285,10 @@ def notes(
     if unclear:
         found.append(f"{listed(unclear)}: too few test examples for an interval of {content['score_label']}, and not in "
                      "that of the mean")  # fmt: skip
+    few = sorted({c for rows in content["data"].values() for c, row in rows.items() if row["test"] < _FEW})
+    if content["score"] == "r2" and few:
+        found.append(f"{listed(few)}: R² of fewer than {_FEW} test examples has a very wide interval; let the mean absolute "
+                     "error decide (--metrics mae,r2)")  # fmt: skip
     for label, searched in ((content["tuning"] or {}).get("methods") or {}).items():
         if worse := searched.get("diverged"):
             last, client = dict(worse[-1]), worse[-1].get("client")

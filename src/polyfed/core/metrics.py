@@ -387,3 +387,5 @@ METRICS: dict[str, Metric] = {
 """By name; `sensitivity_at_95` and the like are made when they are asked for."""
 DEFAULT = {"classification": "accuracy", "multilabel": "auc", "regression": "r2"}
 """The metric of each task that decides if none is asked for."""
+COMPARED = {"regression": ("mae", "r2")}
+"""Those of a comparison, by task, where it is not that metric: the interval of an R² of 30 examples can be hundreds wide."""

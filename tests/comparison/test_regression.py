@@ -1,0 +1,37 @@
+"""Comparisons of regression: by what they decide."""
+
+import pytest
+import torch
+from torch import nn
+
+import polyfed as pf
+from polyfed.simulation.runs.directory import read_metrics
+
+QUICK = {"rounds": 1, "seeds": [0, 1], "tune": "none", "references": False, "parallel": 1, "quiet": True}
+
+
+def sites(test):
+    """Two sites whose target is a line."""
+
+    def draw(number, seed):
+        x = torch.randn(number, 3, generator=torch.Generator().manual_seed(seed))
+        return x, x.sum(1)
+
+    return [pf.Client(c, lambda: nn.Linear(3, 1), draw(40, k), draw(test, k + 2), task="regression")
+            for k, c in enumerate(("north", "south"))]  # fmt: skip
+
+
+def test_the_mean_absolute_error_decides_and_r2_is_beside_it(tmp_path):
+    found = pf.compare(sites(20), [], out=tmp_path / "c", **QUICK).results
+    assert (found["score"], found["higher_is_better"]) == ("mae", False)
+    assert "mean absolute error" in found["mean_answer"]["sentence"]
+    assert not any("R²" in note for note in found["notes"])
+    rows = read_metrics(tmp_path / "c" / "fedavg" / "seed-0" / "metrics.jsonl")[-1]["clients"].values()
+    assert all({"mae", "r2"} <= row.keys() for row in rows)
+
+
+@pytest.mark.parametrize(("test", "told"), [(20, True), (100, False)])
+def test_r2_that_is_asked_for_of_few_examples_has_a_note(test, told):
+    found = pf.compare(sites(test), [], metrics=["r2"], **QUICK).results
+    assert found["score"] == "r2"
+    assert any("north, south: R² of fewer than 100 test examples" in note for note in found["notes"]) is told
