@@ -19,29 +19,9 @@ from polyfed.core import files
 from polyfed.core.errors import UserError
 from polyfed.core.files import check_file, open_file, open_lock, read_file, read_text_file, user_path
 from polyfed.core.stored import read_npy, read_npz, read_tensors
+from tests.special_files import endless, folder, nowhere, pipe, sparse
 
 SOURCE = Path(files.__file__).parents[1]
-
-
-def pipe(path):
-    os.mkfifo(path)
-
-
-def endless(path):
-    path.symlink_to("/dev/zero")
-
-
-def sparse(path):
-    with path.open("wb") as file:
-        file.truncate(2**40)
-
-
-def nowhere(path):
-    path.symlink_to("nothing-here")
-
-
-def folder(path):
-    path.mkdir()
 
 
 def of_a_socket(path):

@@ -4,7 +4,6 @@ once, from every command that reads them."""
 import csv
 import gzip
 import json
-import os
 import shutil
 import struct
 import time
@@ -26,28 +25,7 @@ from polyfed.data.sources import SOURCES
 from polyfed.data.text import load_vocabulary
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.simulation.runs import parquet, predictions
-
-
-def pipe(path):
-    os.mkfifo(path)
-
-
-def endless(path):
-    path.symlink_to("/dev/zero")
-
-
-def sparse(path):
-    with path.open("wb") as file:
-        file.truncate(2**40)
-
-
-def nowhere(path):
-    path.symlink_to("nothing-here")
-
-
-def folder(path):
-    path.mkdir()
-
+from tests.special_files import endless, folder, nowhere, pipe, sparse
 
 SPECIAL = [pipe, endless, sparse, nowhere, folder]
 special = pytest.mark.parametrize("make", SPECIAL, ids=lambda make: make.__name__)
