@@ -316,7 +316,7 @@ def test_every_method_is_tuned_unasked_and_trained_on_all_examples_afterwards(tm
         assert found.results["methods"][label]["fields"]["lr"] == one["chosen"]["lr"]
         runs = found.results["methods"][label]["runs"].values()
         assert {run["round"] for run in runs} == {told["rounds"][label]}
-    assert found.results["budget"]["sentence"].startswith("each method at its best round by validation examples")
+    assert found.results["budget"]["sentence"].startswith("each method at its best round by validation loss")
     assert len(told["losses"]["fedavg"]) == 2
     trained = read_manifest(tmp_path / "a" / "fedavg" / "seed-0")["data_fingerprint"]
     searched = read_manifest(next((tmp_path / "a" / "tuning" / "fedavg").iterdir()))["data_fingerprint"]

@@ -151,7 +151,7 @@ def _compare(words: list[str]) -> None:
                            data are few; there are answers client by client
       --metrics NAMES      accuracy, balanced_accuracy, auc, average_precision, f1, sensitivity_at_90, brier, log_loss, ece;
                            r2, mae, rmse; the first decides (default: accuracy; auc of several labels; mae of numbers)
-      --budget BUDGET      best (default): each method at its best round by validation examples, no answer about one that
+      --budget BUDGET      best (default): each method at its best round by validation loss, no answer about one that
                            was still learning; steps: after all rounds; bytes or seconds: where each has spent what the
                            cheapest run spends in all; or bytes=5e6, seconds=30
       --target SCORE       for rounds, MB and seconds to reach it (default: what local reaches)

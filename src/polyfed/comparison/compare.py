@@ -102,7 +102,7 @@ def compare(
         like: whose local training the methods get that are given by name (`by_name` says which part); default: that of the
             first method in `methods` that is not a name and has no other defaults for it. Without any, they have equal
             epochs and batches and otherwise their own defaults.
-        budget: "best" compares each method at its best round by validation examples, and gives no answer over or with one
+        budget: "best" compares each method at its best round by validation loss, and gives no answer over or with one
             that was still learning; "steps" compares after all rounds, "bytes" or "seconds" (or "bytes=5e6", "seconds=30")
             each run at its last evaluated round that has spent no more. `polyfed.comparison.reading.Budget` says more.
         target: the mean score for the columns "to reach it"; None takes what training alone reaches.

@@ -15,7 +15,7 @@ class Budget:
     """The round at which runs are compared.
 
     Args:
-        kind: "best", each at its best round by validation examples; "steps", after all rounds with the same local training;
+        kind: "best", each at its best round by validation loss; "steps", after all rounds with the same local training;
             "bytes", down and up, or "seconds", of clients and server: where no more than `limit` is spent.
         limit: how many bytes or seconds; None takes what the cheapest run spends in all its rounds.
 

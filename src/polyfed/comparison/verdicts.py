@@ -313,7 +313,7 @@ def _fields(fields: Mapping[str, Any]) -> str:
 def told_budget(kind: str, limit: float | None, *, asked: bool, validated: bool) -> str:
     """How rounds were chosen: `asked`, whether the limit was given; `validated`, whether there were validation examples."""
     if kind == "best" and validated:
-        return "each method at its best round by validation examples, with equal local training"
+        return "each method at its best round by validation loss (alone: each client at its own), with equal local training"
     if kind in ("best", "steps"):
         return "each method after all its rounds, with equal local training"
     if limit is None:
