@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from polyfed.core.algorithm import DataSpec
+from polyfed.core.algorithm import Client, DataSpec
 from polyfed.core.errors import UserError
+from polyfed.core.inputs import leaves
+from polyfed.deploy.secure import RefusalError
 
 CLAIMS = ("task", "num_examples", "architecture", "form", "table")
 """Words of the head of an introduction that a site keeps to."""
@@ -59,6 +61,26 @@ def check_widths(told: Mapping[str, Mapping[str, Any]], name: str) -> None:
                 f"{name} needs representations of one width, but the last layer of {i!r} takes {width} numbers, that of "
                 f"{first!r} {widths[first]}; give the networks last layers of one width"
             )
+
+
+def form_of_parts(x: Any) -> dict[str, list[Any]]:
+    """Type and shape, without the rows, by the name that a part of inputs has in a message.
+
+    >>> import torch
+    >>> form_of_parts({"age": torch.zeros(5, 1), "image": torch.zeros(5, 1, 8, 8)})
+    {'x/age': ['float32', [1]], 'x/image': ['float32', [1, 8, 8]]}
+    """
+    return {name: [str(part.dtype).removeprefix("torch."), list(part.shape[1:])] for name, part in leaves(x, "x")}
+
+
+def check_public_form(form: Any, client: Client) -> None:
+    """Raises a `RefusalError` unless the server's public examples, of which it tells `form_of_parts`, have the form of a
+    client's inputs; it does not show that form."""
+    if form != form_of_parts(client.train.x):
+        raise RefusalError(
+            f"the server's public examples are {str(form)[:200]}, and this site's inputs have other types, shapes or parts; "
+            "let public() in the server's file give examples of the form of the sites' inputs"
+        )
 
 
 def _form(site: str, told: Any) -> DataSpec:

@@ -19,13 +19,13 @@ from polyfed.core.algorithm import Task as Kind
 from polyfed.core.code import function_of, trust_code, trusted
 from polyfed.core.decided import decisions
 from polyfed.core.errors import UserError, nearest
-from polyfed.core.examples import as_examples
+from polyfed.core.examples import Examples, as_examples
 from polyfed.core.files import user_path
 from polyfed.core.metrics import METRICS, is_built_in
 from polyfed.core.scratch import scratch
 from polyfed.core.threads import one_thread
 from polyfed.core.typed import from_yaml
-from polyfed.deploy.claims import CLAIMS, check_widths, common_form
+from polyfed.deploy.claims import CLAIMS, check_widths, common_form, form_of_parts
 from polyfed.deploy.tables import difference_of_tables
 from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, compressing
 from polyfed.simulation.engines.work import Engine, Task
@@ -101,7 +101,7 @@ class Server:
     settings: Settings
     run: str
     models: Mapping[str, Architecture] = field(default_factory=dict)
-    public: Any = None
+    public: Examples | None = None
     began: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     prepared: Mapping[str, Any] | None = None
     preparation: Mapping[str, int] = field(default_factory=dict)
@@ -111,7 +111,9 @@ class Server:
         needs = self.algorithm.requires
         common = next(iter(self.models)) if "one_architecture" in needs else None
         agreed = {} if self.prepared is None else {"prepared": self.prepared}
-        return {"kind": "introduce", **self._common(), "architecture": common, **agreed}
+        goes_on = self.deployment.resume  # and has its public examples in the checkpoint
+        public = {} if self.public is None or goes_on else {"public": form_of_parts(self.public.x)}
+        return {"kind": "introduce", **self._common(), "architecture": common, **agreed, **public}
 
     def order(self, task: Task) -> dict[str, Any]:
         """The head of the letter with a task."""
@@ -180,8 +182,7 @@ class Server:
             models=self.models,
             data_spec=common_form(told, name) if needs & FORM_WORDS else None,
         )
-        public = None if self.public is None else as_examples(self.public, "public()", labelled=False)
-        return Federation({}, self.algorithm, self.settings, public, roster)
+        return Federation({}, self.algorithm, self.settings, self.public, roster)
 
     @one_thread()
     def play(
@@ -348,7 +349,12 @@ def _complete(deployment: Deployment, algorithm: Algorithm[Any, Any], settings: 
     if "architectures" in needs:
         found: Sequence[Architecture] = _function(deployment, "architectures", f"{name} needs all architectures")()
         models = {scratch(factory).architecture: factory for factory in found}
-    public = _function(deployment, "public", f"{name} needs public examples")() if "public_data" in needs else None
+    public: Examples | None = None
+    if "public_data" in needs:
+        source = _function(deployment, "public", f"{name} needs public examples")()
+        public = as_examples(source, "public()", labelled=False)
+        if not len(public):
+            raise UserError(f"public() in {deployment.file} gives no examples, and {name} needs some")
     return Server(deployment, algorithm, settings, run, models, public)
 
 

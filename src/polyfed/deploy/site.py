@@ -20,6 +20,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.scratch import same_but_for_frozen, scratch
 from polyfed.core.threads import one_thread
 from polyfed.deploy.agreeing import MOMENTS, as_agreed, asks_for_sums, check_sums, described, keep_agreed
+from polyfed.deploy.claims import check_public_form
 from polyfed.deploy.orders import Begun, Order, check_phase, order_of, requested_metrics
 from polyfed.deploy.outgoing import Outgoing
 from polyfed.deploy.privacy import Protection, obstacle
@@ -230,6 +231,8 @@ class Site:
             checks.check_models([client])
             checks.check_suited([client], algorithm)
         check_beginnings([client], algorithm)
+        if "public_data" in needs and "public" in head:
+            check_public_form(head["public"], client)
         architecture = form_of(algorithm, scratch(client.model)) if client.model is not None else None
         if mode_of(algorithm) is not None and self.protection.clip_norm is not None:
             raise RefusalError("it clips what it sends, which adapters of its own rank are not compared with")

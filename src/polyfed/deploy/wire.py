@@ -38,11 +38,12 @@ _TYPES = {
 class Letter:
     """One message in either direction: `head` (for JSON) says what it is about, `body` is what the method sends.
 
-    Heads from the server have `kind` "introduce" or "task", `protocol`, `run` (an identifier of the run, the same after it
-    was resumed) and `algorithm` (name and fields). To "introduce" they add `architecture`, that of the federation where the
-    method needs one. To "task" they add `phase`, `round`, `client`, `seed`, `run_seed`, `state` (the round after which the
-    client's private state is as the server knows it, None before the first), `keep` (the round to which the server may still
-    go back), `metrics` (names of those to compute at evaluation; none are the task's own) and, where the run compresses,
+    Heads from the server have `kind` "introduce" or "task", `protocol`, `run` (an identifier of the run, the same after
+    it was resumed) and `algorithm` (name and fields). To "introduce" they add `architecture`, that of the federation
+    where the method needs one, and in a new run `public`, the form of its public examples, where it has some. To "task"
+    they add `phase`, `round`, `client`, `seed`, `run_seed`, `state` (the round after which the client's private state
+    is as the server knows it, None before the first), `keep` (the round to which the server may still go back),
+    `metrics` (names of those to compute at evaluation; none are the task's own) and, where the run compresses,
     `compress` and `compress_down`, how `body` does in either direction.
 
     Where sites of tables have agreed on one preprocessing, "introduce" adds `prepared`, what it is. Before that a letter of
