@@ -3,12 +3,13 @@
 from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithms import FedDF, FedGH, FedHeNN, FedMD, FedProto, FedTGP, LGFedAvg
+from polyfed.algorithms import FedDF, FedGH, FedHeNN, FedMD, FedPNAS, FedProto, FedTGP, HeteroFL, LGFedAvg
 from polyfed.core.errors import UserError
-from polyfed.deploy.claims import check_widths
+from polyfed.deploy.claims import check_inputs, check_widths
 from polyfed.deploy.flower import from_record
 from polyfed.testing import small_clients
 
@@ -91,3 +92,60 @@ def test_a_server_without_public_examples_is_refused_before_anything_is_sent(nod
     with pytest.raises(UserError, match="gives no examples, and fedmd needs some"):
         run(grid=grid, method=FedMD(lr=0.05), file=server_file("torch.zeros(0, 6)"))
     assert not grid.seen
+
+
+def test_other_numbers_of_targets_are_refused_outside_classification(nodes, run):
+    def clients(other):
+        for number, columns in enumerate((2, other)):
+            x = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(number))
+            y = x.flatten(1)[:, :columns]
+            yield pf.Client(f"client-{number}", None, (x, y), (x, y), task="regression")
+
+    method = FedPNAS(channels=4, base_cells=1, base_nodes=1, batch_size=8, operations=["skip"])
+    with pytest.raises(UserError, match="needs labels of one form, but 'client-1' has 3 a row, 'client-0' 2"):
+        run(grid=MemoryGrid(nodes(clients(3))), method=method, sites="client-0,client-1")
+
+
+FAMILY = """
+from functools import partial
+from torch import nn
+def network(outputs): return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Linear(4, outputs))
+def architectures(): return [partial(network, 3)]
+"""
+
+
+@pytest.fixture
+def family(tmp_path):
+    """The words of a run of two sites, whose networks have 3 outputs."""
+    (tmp_path / "family.py").write_text(FAMILY)
+    return {"sites": "client-0,client-1", "file": str(tmp_path / "family.py")}
+
+
+def image_clients(types=(torch.float32, torch.float32)):
+    """Two clients whose images are stored as these types."""
+    for number in (0, 1):
+        x, y = (torch.arange(12 * 64).view(12, 1, 8, 8) % 250).to(types[number]), torch.arange(12) % 3
+        yield pf.Client(f"client-{number}", partial(network, ((64, 4), (4, 3))), (x, y), (x[:3].clone(), y[:3]))
+
+
+@pytest.mark.parametrize("method", [HeteroFL(lr=1e-5), FedHeNN(lr=1e-5, rad="noise", rad_size=4)])
+def test_inputs_of_another_type_are_refused_before_round_1(tmp_path, nodes, run, family, method):
+    """Images of bytes and of numbers reach networks alike, but noise made like them is not the same."""
+    with pytest.raises(UserError, match=r"those of 'client-1' are .*'float32'.*, those of 'client-0' .*'uint8'"):
+        run(grid=MemoryGrid(nodes(image_clients((torch.uint8, torch.float32)))), method=method, **family)
+    assert not (tmp_path / "run").exists()
+    assert run(grid=MemoryGrid(nodes(image_clients())), method=method, rounds=1, **family).last.round == 1
+
+
+def test_a_run_that_began_before_inputs_were_compared_goes_on(nodes, run, family, monkeypatch):
+    grid, method = MemoryGrid(nodes(image_clients((torch.uint8, torch.float32)))), HeteroFL(lr=1e-5)
+    with monkeypatch.context() as older:
+        older.setattr("polyfed.deploy.server.check_inputs", lambda told, name: None)
+        assert run(grid=grid, method=method, rounds=1, **family).last.round == 1
+    assert run(grid=grid, method=method, resume=True, **family).last.round == 1
+
+
+@pytest.mark.parametrize("form", [None, {}, [], "float32", 4])
+def test_a_site_that_tells_no_form_of_its_inputs_is_refused(form):
+    with pytest.raises(UserError, match="site 'b' does not tell the form of its inputs"):
+        check_inputs({"a": {"inputs": {"x": ["float32", [4]]}}, "b": {"inputs": form}}, "heterofl")

@@ -25,7 +25,7 @@ def changed_claim(first: Mapping[str, Any] | None, head: Mapping[str, Any]) -> s
 
 
 def common_form(told: Mapping[str, Mapping[str, Any]], name: str) -> DataSpec:
-    """The form of the data of sites that have one form of inputs.
+    """The form of the data of sites that have one form of inputs; classes are as many as the largest label asks for.
 
     Raises:
         UserError: they have not, or tell what no form is.
@@ -41,6 +41,22 @@ def common_form(told: Mapping[str, Mapping[str, Any]], name: str) -> DataSpec:
             f"{forms[first].inputs}"
         )
     return DataSpec(forms[first].inputs, max(form.outputs for form in forms.values()))
+
+
+def check_targets(told: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Raises a `UserError` if sites have other numbers of targets in a row, unless these are numbers of classes.
+
+    >>> check_targets({i: {"task": "regression", "form": [[4], n]} for i, n in (("north", 1), ("south", 2))}, "fedpnas")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: fedpnas needs labels of one form, but 'south' has 2 a row, 'north' 1
+    """
+    outputs = {i: _form(i, answer.get("form")).outputs for i, answer in sorted(told.items())}
+    first = next(iter(outputs))
+    odd = next((i for i in outputs if outputs[i] != outputs[first]), None)
+    if odd is not None and told[first].get("task") != "classification":
+        raise UserError(
+            f"{name} needs labels of one form, but {odd!r} has {outputs[odd]} a row, {first!r} {outputs[first]}"
+        )
 
 
 def check_widths(told: Mapping[str, Mapping[str, Any]], name: str) -> None:
@@ -60,6 +76,26 @@ def check_widths(told: Mapping[str, Mapping[str, Any]], name: str) -> None:
             raise UserError(
                 f"{name} needs representations of one width, but the last layer of {i!r} takes {width} numbers, that of "
                 f"{first!r} {widths[first]}; give the networks last layers of one width"
+            )
+
+
+def check_inputs(told: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Raises a `UserError` if sites' inputs, of which each tells `form_of_parts`, have other types, shapes or parts.
+
+    >>> check_inputs({"north": {"inputs": {"x": ["float32", [4]]}}, "south": {"inputs": {"x": ["uint8", [4]]}}}, "heterofl")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: heterofl needs inputs of one form, but those of 'south' are {'x': ['uint8', [4]]}, those
+    of 'north' {'x': ['float32', [4]]}
+    """
+    forms = {i: answer.get("inputs") for i, answer in sorted(told.items())}
+    first = next(iter(forms))
+    for i, form in forms.items():
+        if not form or not isinstance(form, dict):
+            raise UserError(f"site {i!r} does not tell the form of its inputs")
+        if form != forms[first]:
+            raise UserError(
+                f"{name} needs inputs of one form, but those of {i!r} are {str(form)[:200]}, those of {first!r} "
+                f"{str(forms[first])[:200]}"
             )
 
 

@@ -25,7 +25,7 @@ from polyfed.core.metrics import METRICS, is_built_in
 from polyfed.core.scratch import scratch
 from polyfed.core.threads import one_thread
 from polyfed.core.typed import from_yaml
-from polyfed.deploy.claims import CLAIMS, check_widths, common_form, form_of_parts
+from polyfed.deploy.claims import CLAIMS, check_inputs, check_targets, check_widths, common_form, form_of_parts
 from polyfed.deploy.tables import difference_of_tables
 from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, compressing
 from polyfed.simulation.engines.work import Engine, Task
@@ -159,6 +159,11 @@ class Server:
             raise UserError(flaw)
         if "one_representation" in needs:
             check_widths(told, name)
+        new = not self.deployment.resume  # a run that began before these were compared goes on
+        if new and "one_input_spec" in needs:
+            check_inputs(told, name)
+        if new and "one_data_spec" in needs:
+            check_targets(told, name)
         for i in ids:
             needed = self.algorithm.scalars_needed if not self.settings.secure else ()  # there they are in the sum
             if "num_examples" in needed and "num_examples" not in told[i]:

@@ -20,7 +20,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.scratch import same_but_for_frozen, scratch
 from polyfed.core.threads import one_thread
 from polyfed.deploy.agreeing import MOMENTS, as_agreed, asks_for_sums, check_sums, described, keep_agreed
-from polyfed.deploy.claims import check_public_form
+from polyfed.deploy.claims import check_public_form, form_of_parts
 from polyfed.deploy.orders import Begun, Order, check_phase, order_of, requested_metrics
 from polyfed.deploy.outgoing import Outgoing
 from polyfed.deploy.privacy import Protection, obstacle
@@ -250,12 +250,12 @@ class Site:
             told["architecture"] = architecture
         if "one_representation" in needs:
             told["width"] = checks.representation_width(client)
+        if "one_input_spec" in needs:
+            told["inputs"] = form_of_parts(client.train.x)
         if needs & FORM_WORDS:
             form = checks.data_spec_of(client)
-            told["form"] = [
-                list(form.inputs),
-                form.outputs if "one_data_spec" in needs else 1,
-            ]  # the largest label is data
+            # the largest label is data
+            told["form"] = [list(form.inputs), form.outputs if "one_data_spec" in needs else 1]
         return Letter(told)
 
     def _work(self, letter: Letter, algorithm: Algorithm[Any, Any]) -> Letter:

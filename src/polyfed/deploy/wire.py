@@ -57,9 +57,10 @@ class Letter:
     keys. A letter of the kind "sum" asks for steps of a sum by themselves, `advertise`, `share` and `hand_out`
     (`polyfed.deploy.secure.member`).
 
-    Heads from a site have `client`, and `refused`, a sentence, if it does nothing. To "introduce" they add `task` and what
-    the method needs the server to know (`num_examples`, `architecture`, `form`, `width` of the last layer). To "task"
-    they add `run`, `round`, `phase`, `seconds`, `metrics`, and `failure`, a sentence or None.
+    Heads from a site have `client`, and `refused`, a sentence, if it does nothing. To "introduce" they add `task` and
+    what the method needs the server to know (`num_examples`, `architecture`, `form`, types and shapes of its `inputs`,
+    `width` of the last layer). To "task" they add `run`, `round`, `phase`, `seconds`, `metrics`, and `failure`, a
+    sentence or None.
     """
 
     head: Mapping[str, Any]
