@@ -9,7 +9,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedDF, FedGH, FedHeNN, FedMD, FedPNAS, FedProto, FedTGP, HeteroFL, LGFedAvg
 from polyfed.core.errors import UserError
-from polyfed.deploy.claims import check_inputs, check_widths
+from polyfed.deploy.claims import check_family, check_inputs, check_widths
 from polyfed.deploy.flower import from_record
 from polyfed.testing import small_clients
 
@@ -121,11 +121,13 @@ def family(tmp_path):
     return {"sites": "client-0,client-1", "file": str(tmp_path / "family.py")}
 
 
-def image_clients(types=(torch.float32, torch.float32)):
-    """Two clients whose images are stored as these types."""
+def image_clients(types=(torch.float32, torch.float32), outputs=(3, 3)):
+    """Two clients whose images are stored as these types, and whose networks have so many outputs."""
     for number in (0, 1):
         x, y = (torch.arange(12 * 64).view(12, 1, 8, 8) % 250).to(types[number]), torch.arange(12) % 3
-        yield pf.Client(f"client-{number}", partial(network, ((64, 4), (4, 3))), (x, y), (x[:3].clone(), y[:3]))
+        yield pf.Client(
+            f"client-{number}", partial(network, ((64, 4), (4, outputs[number]))), (x, y), (x[:3].clone(), y[:3])
+        )
 
 
 @pytest.mark.parametrize("method", [HeteroFL(lr=1e-5), FedHeNN(lr=1e-5, rad="noise", rad_size=4)])
@@ -149,3 +151,40 @@ def test_a_run_that_began_before_inputs_were_compared_goes_on(nodes, run, family
 def test_a_site_that_tells_no_form_of_its_inputs_is_refused(form):
     with pytest.raises(UserError, match="site 'b' does not tell the form of its inputs"):
         check_inputs({"a": {"inputs": {"x": ["float32", [4]]}}, "b": {"inputs": form}}, "heterofl")
+
+
+@pytest.mark.parametrize(("outputs", "odd"), [((3, 4), "'client-1'"), ((3, 3), r"'[0-9a-f]+ of architectures\(\)'")])
+def test_other_numbers_of_outputs_are_refused_before_round_1(tmp_path, nodes, run, family, outputs, odd):
+    """Those of sites, and those that the server's file lists and no site has, since the common network holds them all."""
+    (tmp_path / "family.py").write_text(FAMILY.replace("network, 3)]", "network, 3), partial(network, 4)]"))
+    with pytest.raises(UserError, match=f"that of {odd} has 4, that of 'client-0' 3; give all networks one output"):
+        run(grid=MemoryGrid(nodes(image_clients(outputs=outputs))), method=HeteroFL(lr=1e-5), **family)
+    assert not (tmp_path / "run").exists()
+
+
+def test_networks_that_are_no_family_are_refused_with_the_names_of_their_sites():
+    kinds = {"north": "a", "south": "b"}
+    with pytest.raises(UserError, match="the networks of 'north' and 'south' are no family"):
+        check_family(
+            {"a": partial(nn.Linear, 2, 3), "b": partial(nn.Linear, 2, 3, bias=False)}, kinds, (2,), "heterofl"
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (lambda n: nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(8, n)), (4,)),
+        (lambda n: nn.Linear(4, n, dtype=torch.float64), (4,)),
+    ],
+)
+def test_outputs_of_networks_for_tokens_and_of_double_precision_are_compared(make, inputs):
+    kinds = {"north": "a", "south": "b"}
+    with pytest.raises(UserError, match="that of 'south' has 4, that of 'north' 3"):
+        check_family({"a": partial(make, 3), "b": partial(make, 4)}, kinds, inputs, "heterofl")
+
+
+@pytest.mark.parametrize("inputs", [(5,), (10**12,)])
+def test_networks_that_only_their_sites_can_try_are_left_to_them(inputs):
+    """A site may lie about its form: the server makes no example of terabytes."""
+    models = {"a": partial(nn.Linear, 4, 3), "b": partial(nn.Linear, 4, 4)}
+    check_family(models, {"north": "a", "south": "b"}, inputs, "heterofl")

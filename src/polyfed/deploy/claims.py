@@ -1,16 +1,24 @@
 """What sites say of themselves, once for a run."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from polyfed.core.algorithm import Client, DataSpec
+import torch
+
+from polyfed.algorithms.widths import widest
+from polyfed.core.algorithm import Architecture, Client, DataSpec
 from polyfed.core.errors import UserError
+from polyfed.core.examples import Examples
 from polyfed.core.inputs import leaves
+from polyfed.core.scratch import scratch
 from polyfed.deploy.secure import RefusalError
+from polyfed.simulation.trying import output_shape
 
 CLAIMS = ("task", "num_examples", "architecture", "form", "table")
 """Words of the head of an introduction that a site keeps to."""
 _MOST_OUTPUTS = 1_000_000
+_MOST_NUMBERS = 2**24  # of an example that the server makes to try a network
 
 
 def changed_claim(first: Mapping[str, Any] | None, head: Mapping[str, Any]) -> str | None:
@@ -99,10 +107,56 @@ def check_inputs(told: Mapping[str, Mapping[str, Any]], name: str) -> None:
             )
 
 
+def check_family(
+    models: Mapping[str, Architecture], kinds: Mapping[str, str], inputs: tuple[int, ...], name: str
+) -> None:
+    """Raises a `UserError` unless the server's networks are a family that differs in width, all with as many outputs.
+
+    Args:
+        models: by the name of the architecture.
+        kinds: name of a site -> that of its architecture.
+        inputs: shape of an example, as networks get it.
+        name: of the method.
+
+    >>> wide, narrow = (lambda: torch.nn.Linear(2, 4)), (lambda: torch.nn.Linear(2, 3))
+    >>> check_family({"a": wide, "b": narrow}, {"north": "a"}, (2,), "heterofl")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: heterofl needs networks with the same number of outputs, but that of 'b of
+    architectures()' has 3, that of 'north' 4; give all networks one output for each class of the federation
+    """
+    holders = {kind: site for site, kind in sorted(kinds.items(), reverse=True)}
+    networks = {holders.get(kind, f"{kind} of architectures()"): factory for kind, factory in models.items()}
+    widest(networks)
+    outputs = {who: number for who, factory in sorted(networks.items()) if (number := _outputs_of(factory, inputs))}
+    first = next((who for who in outputs if who in kinds), None)
+    odd = next((who for who in outputs if first is not None and outputs[who] != outputs[first]), None)
+    if first is not None and odd is not None:
+        raise UserError(
+            f"{name} needs networks with the same number of outputs, but that of {odd!r} has {outputs[odd]}, that of "
+            f"{first!r} {outputs[first]}; give all networks one output for each class of the federation"
+        )
+
+
+def _outputs_of(factory: Architecture, inputs: tuple[int, ...]) -> int | None:
+    """How many outputs a network has; None if it takes no example of zeros, and only its site can try it."""
+    if math.prod(inputs) > _MOST_NUMBERS:
+        return None
+    for dtype in (
+        torch.float32,
+        torch.int64,
+        torch.float64,
+    ):  # a site tells the type that it stores, not what networks get
+        zeros = Examples(torch.zeros(1, *inputs, dtype=dtype), torch.zeros(1))
+        try:
+            return math.prod(output_shape(scratch(factory).module, zeros, "the server"))
+        except UserError:
+            continue
+    return None
+
+
 def form_of_parts(x: Any) -> dict[str, list[Any]]:
     """Type and shape, without the rows, by the name that a part of inputs has in a message.
 
-    >>> import torch
     >>> form_of_parts({"age": torch.zeros(5, 1), "image": torch.zeros(5, 1, 8, 8)})
     {'x/age': ['float32', [1]], 'x/image': ['float32', [1, 8, 8]]}
     """

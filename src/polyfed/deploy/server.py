@@ -25,7 +25,15 @@ from polyfed.core.metrics import METRICS, is_built_in
 from polyfed.core.scratch import scratch
 from polyfed.core.threads import one_thread
 from polyfed.core.typed import from_yaml
-from polyfed.deploy.claims import CLAIMS, check_inputs, check_targets, check_widths, common_form, form_of_parts
+from polyfed.deploy.claims import (
+    CLAIMS,
+    check_family,
+    check_inputs,
+    check_targets,
+    check_widths,
+    common_form,
+    form_of_parts,
+)
 from polyfed.deploy.tables import difference_of_tables
 from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, compressing
 from polyfed.simulation.engines.work import Engine, Task
@@ -179,13 +187,16 @@ class Server:
                     f"{name} needs the server to know all architectures, but that of {other!r}, {kinds[other]}, is none of "
                     f"architectures() in {self.deployment.file}: {', '.join(self.models)}"
                 )
+        form = common_form(told, name) if needs & FORM_WORDS else None
+        if new and "one_family" in needs and form is not None:
+            check_family(self.models, kinds, form.inputs, name)
         roster = Roster(
             ids=ids,
             task=tasks[ids[0]],  # type: ignore[arg-type]
             num_examples={i: told[i]["num_examples"] for i in ids if "num_examples" in told[i]},
             architectures=kinds,
             models=self.models,
-            data_spec=common_form(told, name) if needs & FORM_WORDS else None,
+            data_spec=form,
         )
         return Federation({}, self.algorithm, self.settings, self.public, roster)
 
