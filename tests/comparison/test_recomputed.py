@@ -36,7 +36,7 @@ def test_scores_and_intervals_are_those_of_the_predictions_and_networks_that_are
     content = read(tmp_path).results
     accuracy, seeds, ids = METRICS["accuracy"], ("0", "1"), [client.id for client in clients]
     outputs, targets = {}, {}
-    rounds = set()
+    rounds, compared = set(), []
     for label, method in content["methods"].items():
         for seed in seeds:
             run = method["runs"][seed]
@@ -44,18 +44,23 @@ def test_scores_and_intervals_are_those_of_the_predictions_and_networks_that_are
             if not validated:
                 assert run["round"] == content["tuning"]["rounds"][label]
             for client in clients:
-                kept = predictions.read(tmp_path / run["path"], client.id)
-                assert kept.round == run["round"]
+                whose = run.get("rounds", {}).get(client.id, run["round"])  # alone, each client has a round of its own
+                kept = predictions.read(tmp_path / run["path"], client.id, round=whose)
+                assert kept.round == whose
+                rounds.add(whose)
                 assert torch.equal(kept.targets, client.test.labels)
-                kept_network = network().eval()
-                file = tmp_path / run["path"] / "models" / f"{client.id}.safetensors"
-                kept_network.load_state_dict(safetensors.torch.load_file(file))
-                with torch.no_grad():
-                    torch.testing.assert_close(kept_network(client.test.x), kept.outputs)
+                if whose == predictions.read(tmp_path / run["path"], client.id).round:  # that of the kept networks
+                    kept_network = network().eval()
+                    file = tmp_path / run["path"] / "models" / f"{client.id}.safetensors"
+                    kept_network.load_state_dict(safetensors.torch.load_file(file))
+                    with torch.no_grad():
+                        torch.testing.assert_close(kept_network(client.test.x), kept.outputs)
+                    compared.append(label)
                 right = (kept.outputs.argmax(1) == kept.targets).double().mean()
                 assert run["scores"][client.id] == pytest.approx(float(right))
                 outputs[label, seed, client.id], targets[client.id] = kept.outputs, kept.targets
             assert run["mean"] == pytest.approx(fmean(run["scores"].values()))
+    assert {"fedavg", "fedavg_ft"} <= set(compared)
     assert 1 in rounds, "all runs are compared at their last round, with which this test shows less"
 
     def site(label, other, client):

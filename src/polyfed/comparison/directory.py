@@ -57,7 +57,8 @@ of a search diverged), and
         "0": {
           "path": "local/seed-0" or null,    run directory (metrics.jsonl, models, predictions); null: kept in memory
           "round": 20 or null,               the compared round; null: not one evaluated round is within the budget
-          "rounds": {"north": 12, ...},      only where each client ends alone: its own; "round" is then the last of them
+          "rounds": {"north": 12, ...},      only where each client ends alone: its own; "round" is then the last of them;
+                                             its predictions are kept, models/ are of the run's round
           "scores": {"north": Score, ...},   per client at that round; empty where round is null
           "mean": Score,                     over clients; null if one lacks a score that another method has
           "validation": Score,               mean validation score at that round; null without validation examples

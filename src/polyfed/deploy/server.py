@@ -165,9 +165,9 @@ class Server:
             raise UserError(f"sites of one federation must have one task, got {tasks}")
         if flaw := difference_of_tables(told):
             raise UserError(flaw)
-        if "one_representation" in needs:
-            check_widths(told, name)
         new = not self.deployment.resume  # a run that began before these were compared goes on
+        if new and "one_representation" in needs:
+            check_widths(told, name)
         if new and "one_input_spec" in needs:
             check_inputs(told, name)
         if new and "one_data_spec" in needs:
