@@ -61,9 +61,9 @@ def test_a_comparison_from_a_recipe(polyfed):
     assert list(content["methods"]) == ["local", "fedavg", "fedavg_ft", "strong", "pfedla"]
     fields = {label: method["fields"] for label, method in content["methods"].items()}
     assert (fields["strong"]["mu"], fields["pfedla"]["hn_lr"]) == (5.0, 0.002)
-    assert {(f["lr"], f["local_epochs"], f["batch_size"]) for f in fields.values()} == {(0.1, 2, 16)}  # the recipe's
+    assert {(f["local_epochs"], f["batch_size"]) for f in fields.values()} == {(2, 16)}  # the recipe's
     assert content["same_clients"] is False  # each seed deals the data
-    assert any("each seed deals the data anew" in note for note in content["notes"])
+    assert any("2 seeds deals the data again" in sentence for sentence in content["covers"])
     before = sorted((p, p.stat().st_mtime_ns) for p in polyfed.here.rglob("metrics.jsonl"))
     assert len(before) == 10
     assert polyfed("compare", *words)[1] == out
@@ -120,7 +120,7 @@ def test_a_search_by_optuna_goes_on_from_the_directory(polyfed):
     whole = (polyfed.here / "a" / "comparison.yaml").read_text()
     (polyfed.here / "a" / "comparison.yaml").write_text(whole.replace("same_data:", "same_dater:"))
     status, _, err = polyfed("compare", "a")
-    assert (status, "comparison.yaml is damaged: it has no same_data" in err) == (2, True)
+    assert (status, "comparison.yaml is damaged: experiment has no same_data" in err) == (2, True)
 
 
 @pytest.mark.thorough
