@@ -2,6 +2,7 @@
 
     python benchmarks/same_bits.py                       prints the hashes of the installed version, as JSON
     python benchmarks/same_bits.py --against REVISION    runs that revision too (a git worktree), and prints what differs
+    python benchmarks/same_bits.py --floating            leaves buffers of whole numbers (counters) out of the hashes
     python benchmarks/same_bits.py --parts [--out FILE]  gives inputs as one tensor, as a tuple and as a dict, and prints
                                                          what differs
 
@@ -69,10 +70,12 @@ def clients(pf, *, images, mixed, way="tensor"):
     return found
 
 
-def digest(run):
+def digest(run, floating=False):
     whole = hashlib.sha256()
     for client in sorted(run.federation.clients):
         for name, tensor in run.model(client).state_dict().items():
+            if floating and not tensor.is_floating_point():
+                continue
             whole.update(f"{client}/{name}".encode())
             whole.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
     for record in run.history:
@@ -80,7 +83,7 @@ def digest(run):
     return whole.hexdigest()[:20]
 
 
-def digests(only=(), way="tensor", common=False):
+def digests(only=(), way="tensor", common=False, floating=False):
     import polyfed as pf
     from polyfed.algorithms import REGISTRY
 
@@ -123,7 +126,9 @@ def digests(only=(), way="tensor", common=False):
                     **needs,
                     **{sample: taking},
                 )
-                found[f"{name}, {label or 'as it is'}, {'all' if taking == 1.0 else taking} of 4"] = digest(run)
+                found[f"{name}, {label or 'as it is'}, {'all' if taking == 1.0 else taking} of 4"] = digest(
+                    run, floating
+                )
     return found
 
 
@@ -169,14 +174,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", metavar="REVISION")
     parser.add_argument("--only", nargs="*", default=())
+    parser.add_argument("--floating", action="store_true")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--out")
     asked = parser.parse_args()
     if asked.parts:
         return compare_parts(asked.only, asked.out)
     if asked.against is None:
-        print(json.dumps(digests(asked.only), indent=1))
+        print(json.dumps(digests(asked.only, floating=asked.floating), indent=1))
         return 0
+    flags = ["--floating"] if asked.floating else []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "other"
         subprocess.run(
@@ -186,7 +193,7 @@ def main():
             there, here = (
                 json.loads(
                     subprocess.run(
-                        [sys.executable, "-W", "ignore", __file__, "--only", *asked.only],
+                        [sys.executable, "-W", "ignore", __file__, *flags, "--only", *asked.only],
                         env={**os.environ, "PYTHONPATH": str(source)}, check=True, stdout=subprocess.PIPE,
                     ).stdout
                 )

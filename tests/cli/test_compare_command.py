@@ -37,6 +37,7 @@ def test_a_comparison_from_a_recipe(polyfed):
     words = [
         "fedavg_digits",
         *SMALL,
+        *PLAIN,
         "--seeds",
         "0,1",
         "--algorithms",
