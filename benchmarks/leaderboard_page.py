@@ -51,7 +51,7 @@ How it was measured:
 - Each method tries five learning rates (0.1, 0.3, 1, 3 and 10 times its own) with the first seed. The best by validation
   examples after all rounds is taken (mean of the last three evaluated ones). All other options are the method's defaults,
   but for those that the recipe names.
-- That was measured before rates were chosen by the validation loss ([compare](compare.md)): by the mean validation score, with
+- Rates were chosen before the validation loss chose them ([compare](compare.md)): by the mean validation score, with
   one rate for all clients of `local`, too. Validation examples are few, and kNN-Per and FedFomo had also fitted them.
 - Then each runs with three seeds on the same clients, and counts after all rounds: at equal local steps.
 - The interval of a difference has 95 %, and covers new seeds and new test examples of these clients. It says nothing about
