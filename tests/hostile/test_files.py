@@ -160,12 +160,15 @@ def full(patch, number, operation):
             raise OSError(errno.ENOSPC, "No space left on device")
         return good(descriptor)
 
-    def fdopen(descriptor, *more, **words):
+    def fdopen(descriptor, mode="r", *more, **words):
+        more = (mode, *more)
+        if mode == "rb":  # what is read finds room
+            return good(descriptor, *more, **words)
         left[0] -= 1
         if left[0] >= 0:
             return good(descriptor, *more, **words)
         os.close(descriptor)
-        return good(os.open("/dev/full", os.O_WRONLY), *more, **words)
+        return good(os.open("/dev/full", os.O_RDWR), *more, **words)
 
     patch.setattr(files.os, "fdopen" if operation == "write" else "fsync", fdopen if operation == "write" else fsync)
 

@@ -216,6 +216,13 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
 
     # -- client ---------------------------------------------------------------------------------------------------
 
+    def _counters_as_built(self, client: Client) -> Tree:
+        """Buffers of whole numbers as the network has them when it is built, unless the server may know the number of
+        examples, which they show. No representation depends on them."""
+        assert client.model is not None
+        buffers = {} if "num_examples" in self.scalars_needed else scratch(client.model).buffers
+        return {name: buffer.clone() for name, buffer in buffers.items() if not buffer.is_floating_point()}
+
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """W_i(t) after `local_epochs` on the loss of eq. 6; and its representation of the public examples, or itself."""
         model = self.personal_model(down, own, client, seed)
@@ -232,7 +239,7 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
         state = whole_state(model)
         after: ClientState = {"model": state, **self._keep_pool(down, own)}
         if self.share == "weights":
-            return Message({"model": copied(state)}, scalars), after
+            return Message({"model": {**copied(state), **self._counters_as_built(client)}}, scalars), after
         a = self._shared(representations(settled(model), pool, module=module, batch_statistics=True))
         return Message({"representations": {"a": a}}, scalars), after
 

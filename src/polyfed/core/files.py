@@ -125,7 +125,8 @@ def append_line(path: Path, line: str) -> None:
         descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR | _NO_LINK, FILE)
         with os.fdopen(descriptor, "r+b", buffering=0) as file:
             size = _end_of_lines(file)
-            file.truncate(size)
+            if size < file.seek(0, os.SEEK_END):
+                file.truncate(size)
             try:
                 left = memoryview(f"{line}\n".encode())
                 while left:  # a disk that fills up takes a part, and raises at the next call
