@@ -5,6 +5,9 @@ import torch
 from torch import nn
 
 import polyfed as pf
+from polyfed.comparison.crossed import Estimate
+from polyfed.comparison.evidence import span
+from polyfed.core.metrics import METRICS
 from polyfed.simulation.runs.directory import read_metrics
 
 QUICK = {"rounds": 1, "seeds": [0, 1], "tune": "none", "references": False, "parallel": 1, "quiet": True}
@@ -35,3 +38,12 @@ def test_r2_that_is_asked_for_of_few_examples_has_a_note(test, told):
     found = pf.compare(sites(test), [], metrics=["r2"], **QUICK).results
     assert found["score"] == "r2"
     assert any("north, south: R² of fewer than 100 test examples" in note for note in found["notes"]) is told
+
+
+def test_the_interval_of_an_error_ends_at_0_and_that_of_a_difference_does_not():
+    wide = Estimate(0.5, -0.2, 1.2, 0.3)
+    assert span(wide, METRICS["mae"], difference=False) == [0.0, 1.2]
+    assert span(wide, METRICS["mae"], difference=True) == [-0.2, 1.2]
+    assert span(wide, METRICS["r2"], difference=False) == [-0.2, 1.2]
+    own = pf.Metric("gap", lambda outputs, targets: -1.0, higher_is_better=False)
+    assert span(wide, own, difference=False) == [-0.2, 1.2]

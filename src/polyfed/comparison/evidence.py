@@ -20,7 +20,7 @@ from polyfed.comparison.crossed import (
     of_splits,
     scored,
 )
-from polyfed.core.metrics import Metric
+from polyfed.core.metrics import Metric, is_built_in
 
 Scores = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # by method, seed and client
 
@@ -180,9 +180,13 @@ def _rivalry(gains: Mapping[str, tuple[Estimate | None, Estimate | None]]) -> Ri
 
 
 def span(estimate: Estimate | None, metric: Metric, *, difference: bool) -> list[float] | None:
-    """The ends of an interval, without what no share can be; None without one."""
+    """The ends of an interval, without what no share or error can be; None without one."""
     if estimate is None or not math.isfinite(estimate.low):
         return None
     if metric.unit == "%" or metric.name == "auc":
         return [max(estimate.low, -1.0 if difference else 0.0), min(estimate.high, 1.0)]
+    if (
+        not difference and not metric.higher_is_better and is_built_in(metric.name)
+    ):  # errors and losses are never below 0
+        return [max(estimate.low, 0.0), estimate.high]
     return [estimate.low, estimate.high]

@@ -29,7 +29,5 @@ def check_beginnings(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) 
                 algorithm.client_init(client, 0)
         except UserError:
             raise
-        except (
-            Exception
-        ):  # whatever else a method or a network raises is told in round 1, with the client and the place
+        except Exception:  # whatever else is raised is told in round 1, with the client and the place
             continue

@@ -188,8 +188,8 @@ def participants(experiment: Experiment) -> Participants:
     data, public = make_clients(pool, experiment.split, experiment.partition, seed, experiment.shifts, augment, False)
     if untested := [d for d in data if not len(d.test)]:
         raise UserError(
-            f"{untested[0].id} has {len(untested[0].train)} example, too few to test on; use fewer clients, or a partition "
-            "that gives each client at least 2"
+            f"{untested[0].id} has {len(untested[0].train)} example, too few to test on; use fewer clients, or "
+            "a partition that gives each client at least 2; leave a site out that has so few rows"
         )
     specs = [network(m, pool) for m in experiment.models]
     own = [specs[i % len(specs)] for i in range(len(data))]
