@@ -17,7 +17,9 @@ from polyfed.core.errors import UserError
 from polyfed.core.scratch import Scratch, initial_state, scratch
 from polyfed.core.training import Schedule, fit, scalars_of
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
+from polyfed.graphs.architecture import NONE
 from polyfed.graphs.cached import graph_of
+from polyfed.graphs.contraction import Contraction
 from polyfed.hypernetworks.generated import GeneratedNetwork, assembled
 from polyfed.hypernetworks.ghn import Form, Gnn, Head, Init, Passing, catalogue_of, create, light, told_of_heads
 
@@ -48,6 +50,10 @@ class FLHAGHN(Averaging, Decides):
             and seldom of use where they have none.
         initialisation: "kaiming" (polyfed's choice): generated weights have Kaiming's variance; "paper": section
             4.2's formula (paper).
+        graph: "layers" (paper): nodes are convolutions and linear layers, and a norm is part of the layer before it; or
+            "layers_and_norms" (polyfed's choice): norm layers are nodes, too.
+        joins: whether sums and concatenations are nodes (true, paper, section 4.2); false has edges through them, which
+            appendix B finds sufficient.
         norms: "generate" (polyfed's choice; the paper does not say), or "local": scales and shifts of norm layers
             stay with the client.
         catalogue: file of the public layer types (`polyfed graph --catalogue` writes one); None takes the union over the
@@ -84,6 +90,8 @@ class FLHAGHN(Averaging, Decides):
     rank: int = 16
     normalise: bool = True
     initialisation: Init = "kaiming"
+    graph: Literal["layers", "layers_and_norms"] = "layers_and_norms"
+    joins: bool = True
     norms: Literal["generate", "local"] = "generate"
     catalogue: str | None = None
     refine_epochs: int = 1
@@ -103,17 +111,23 @@ class FLHAGHN(Averaging, Decides):
             self._require(getattr(self, field) >= 1, field, "at least 1")
         self._at_least(0, "refine_epochs")
         self._positive("refine_lr")
+        if self.graph == "layers":
+            object.__setattr__(self, "requires", self.requires | {"norms_in_layers"})
         self._require(self.buffers != "average", "buffers", "'local' or 'recompute' (clients' buffers differ in form)")
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
         """(W_G, W_H), initialised for the layer types of the catalogue."""
-        catalogue = server.layer_catalogue if self.catalogue is None else LayerCatalogue.read(self.catalogue)
-        types = tuple(t for t in catalogue.types if self.norms == "generate" or not t.is_norm)
+        catalogue = server.layer_catalogue if self.catalogue is None else self._catalogue(self.catalogue)
+        types = tuple(
+            t if self.norms == "generate" else replace(t, norm=NONE, norm_bias=False)
+            for t in catalogue.types
+            if self.norms == "generate" or not t.is_norm
+        )
         if not types:
             raise UserError("flha_ghn has nothing to generate: no layer of any client is of a type that it knows")
-        if not self.normalise and self.initialisation == "paper" and not any(t.is_norm for t in catalogue.types):
+        if not self.normalise and self.initialisation == "paper" and not _has_norms(catalogue):
             warnings.warn(
                 "FLHAGHN: as published (normalise=False, initialisation='paper') generated weights start at a small part of "
                 "Kaiming's size, and networks without norm layers, as all are here, learned little or nothing; take "
@@ -125,6 +139,31 @@ class FLHAGHN(Averaging, Decides):
         for what, told in self.decided(state).items():
             warnings.warn(f"FLHAGHN: {what} is {told}; give {what}=... to have either", UserWarning, stacklevel=2)
         return state
+
+    def _catalogue(self, path: str) -> LayerCatalogue:
+        """The catalogue of a file.
+
+        Raises:
+            UserError: its types have norms, which in this method's graphs are nodes.
+        """
+        catalogue = LayerCatalogue.read(path)
+        if self.norms == "local":
+            return catalogue
+        folded = next((t for t in catalogue.types if t.norm != NONE), None)
+        if self.graph == "layers_and_norms" and folded is not None:
+            raise UserError(
+                f"the layer catalogue {path} is for graph='layers' (a norm is part of {folded.key}), and this method has "
+                "graph='layers_and_norms'; give graph='layers', or write the catalogue with polyfed graph --graph "
+                "layers_and_norms"
+            )
+        if self.graph == "layers" and folded is None and _has_norms(catalogue):
+            warnings.warn(
+                f"FLHAGHN: no layer type of the catalogue {path} has a norm, though there are norm layers: layers with a "
+                "norm after them will stay with their clients. If it was written for graph='layers_and_norms', write it "
+                "with polyfed graph --graph layers",
+                UserWarning, stacklevel=3,
+            )  # fmt: skip
+        return catalogue
 
     def decided(self, state: ServerState) -> dict[str, str]:
         """Which heads "auto" stands for, if not for the paper's."""
@@ -184,9 +223,19 @@ class FLHAGHN(Averaging, Decides):
         _, net, _ = self._assembled(down, own, client)
         yield "generated", ready(net, client, own, self.buffers)
 
-    def graph(self, down: Message, client: Client) -> ArchitectureGraph:
+    def client_graph(self, down: Message, client: Client) -> ArchitectureGraph:
         """The client's graph under the GHN that came down: layers outside its catalogue are private, each with a reason."""
-        return graph_of(client, catalogue_of(down.tensors["ghn"]))
+        return self._graph_of(client, catalogue_of(down.tensors["ghn"]))
+
+    def _graph_of(self, client: Client, catalogue: LayerCatalogue) -> ArchitectureGraph:
+        return graph_of(client, catalogue, self.contraction)
+
+    @property
+    def contraction(self) -> Contraction:
+        """What the nodes of a graph are."""
+        if self.graph == "layers_and_norms":
+            return Contraction("nodes", self.joins)
+        return Contraction("layers" if self.norms == "generate" else "local", self.joins)
 
     def _refine(self, network: nn.Module, head: frozenset[str], client: Client, seed: int) -> None:
         """One epoch on the last layer; BatchNorm's statistics move along, as in training."""
@@ -203,7 +252,7 @@ class FLHAGHN(Averaging, Decides):
         the buffers; and its graph, in which layers outside the catalogue stay private."""
         assert client.model is not None
         form = self._form(catalogue_of(down.tensors["ghn"]))
-        graph = graph_of(client, form.catalogue)
+        graph = self._graph_of(client, form.catalogue)
         network, net = assembled(client.model, graph, form, down.tensors["ghn"], client.train.device)
         with torch.no_grad():
             weights = {**own.get("private", {}), **network.weights()}
@@ -214,3 +263,7 @@ class FLHAGHN(Averaging, Decides):
         sizes = (self.depth, self.latent, self.hidden, head, self.rank, self.normalise)
         form = Form(catalogue, *sizes, self.gnn, self.passing)
         return light(form) if self.head == "auto" else form
+
+
+def _has_norms(catalogue: LayerCatalogue) -> bool:
+    return any(t.is_norm or t.norm != NONE for t in catalogue.types)

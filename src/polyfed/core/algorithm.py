@@ -58,6 +58,7 @@ REQUIREMENTS = {
     "one_architecture": "each client brings a network, all of one architecture",
     "architectures": "each client brings a network; the server knows its architecture",
     "layer_catalogue": "each client brings a network; the server knows which types of layers there are",
+    "norms_in_layers": "a norm layer is part of the layer before it, and of its type",
     "public_data": "there are public examples, of the form of the clients' inputs",
     "one_input_spec": "the clients' inputs have one shape and type",
     "one_data_spec": "inputs, as networks get them, and outputs have one form, which the server knows",

@@ -13,7 +13,7 @@ Kind = Literal[
     "conv1d", "conv2d", "conv3d", "linear", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Role = Literal["weight", "bias"]
+Role = Literal["weight", "bias", "scale", "shift"]
 Mark = Literal["add", "concat", "other"]
 NONE = "none"
 """The activation of a layer whose output reaches the next layers, or the end, without one."""
@@ -27,7 +27,7 @@ MARKS: tuple[Mark, ...] = ("add", "concat", "other")
 """Nodes without generated weights: the two joins, and "other", a layer outside the catalogue, which passes messages on."""
 
 _FORMER_KEY = re.compile(r"([a-z0-9_]+)-(\d+)-(\d+)-k([\dx]*)-s([\dx]*)-g(\d+)-b([01])")
-_KEY = re.compile(_FORMER_KEY.pattern + r"-d([\dx]*)-([a-z0-9_+]+)")
+_KEY = re.compile(_FORMER_KEY.pattern + r"-d([\dx]*)-([a-z0-9_+]+)(?:-([a-z]+_norm)-b([01]))?")
 
 
 @final
@@ -44,6 +44,8 @@ class LayerType:
         dilation: as `stride`; () is 1 in each dimension.
         activation: the first one that the output reaches before another layer, through norms, joins, pooling and reshapes
             alone; "none", or several with "+" between them, sorted (section 4.2: a type specifies the activation).
+        norm: the kind of the norm layer that is part of the layer (`contraction.fold_norms`), or "none".
+        norm_bias: whether that norm has a shift.
 
     Raises:
         UserError: an unknown kind or activation, or numbers that make no layer.
@@ -62,6 +64,8 @@ class LayerType:
     bias: bool = True
     dilation: tuple[int, ...] = ()
     activation: str = NONE
+    norm: str = NONE
+    norm_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -80,6 +84,11 @@ class LayerType:
             raise UserError(f"groups={self.groups} does not divide {self.c_in} and {self.c_out} channels, of {self}")
         if self.is_norm and self.c_in != self.c_out:
             raise UserError(f"a {self.kind} layer has as many channels after it as before, got {self}")
+        if self.norm != NONE and (self.is_norm or not (self.norm in KINDS and self.norm.endswith("_norm"))):
+            norms = [kind for kind in KINDS if kind.endswith("_norm")]
+            raise UserError(f"the norm of a layer is 'none' or one of {', '.join(norms)}, of a norm none; got {self}")
+        if self.norm_bias and self.norm == NONE:
+            raise UserError(f"norm_bias is for a layer with a norm, got {self}")
         names = self.activation.split("+") if isinstance(self.activation, str) else []
         if self.activation != NONE and not (names and sorted(set(names)) == names and set(names) <= set(ACTIVATIONS)):
             raise UserError(
@@ -101,7 +110,9 @@ class LayerType:
     def shapes(self) -> dict[Role, tuple[int, ...]]:
         """The shapes of its parameters."""
         weight = (self.c_out,) if self.is_norm else (self.c_out, self.c_in // self.groups, *self.kernel)
-        return {"weight": weight, "bias": (self.c_out,)} if self.bias else {"weight": weight}
+        shapes: dict[Role, tuple[int, ...]] = {"weight": weight}
+        vectors: dict[Role, bool] = {"bias": self.bias, "scale": self.norm != NONE, "shift": self.norm_bias}
+        return shapes | {role: (self.c_out,) for role, there in vectors.items() if there}
 
     @property
     def fan_in(self) -> int:
@@ -113,7 +124,8 @@ class LayerType:
         """The type as text without dots, as part of tensors' names."""
         k, s, d = ("x".join(map(str, numbers)) for numbers in (self.kernel, self.stride, self.dilation))
         start = f"{self.kind}-{self.c_in}-{self.c_out}-k{k}-s{s}-g{self.groups}-b{int(self.bias)}"
-        return f"{start}-d{d}-{self.activation}"
+        norm = "" if self.norm == NONE else f"-{self.norm}-b{int(self.norm_bias)}"
+        return f"{start}-d{d}-{self.activation}{norm}"
 
     @classmethod
     def from_key(cls, key: str) -> "LayerType":
@@ -133,10 +145,11 @@ class LayerType:
         found = _KEY.fullmatch(key)
         if found is None:
             raise UserError(f"{key!r} is no layer type; an example is 'conv2d-64-128-k3x3-s2x2-g1-b0-d1x1-relu'")
-        kind, c_in, c_out, kernel, stride, groups, bias, dilation, activation = found.groups()
+        kind, c_in, c_out, kernel, stride, groups, bias, dilation, activation, norm, shift = found.groups()
         texts = (kernel, stride, dilation)
         k, s, d = (tuple(int(n) for n in numbers.split("x")) if numbers else () for numbers in texts)
-        return cls(cast(Kind, kind), int(c_in), int(c_out), k, s, int(groups), bias == "1", d, activation)
+        numbers = (int(c_in), int(c_out), k, s, int(groups))
+        return cls(cast(Kind, kind), *numbers, bias == "1", d, activation, norm or NONE, shift == "1")
 
 
 @final
@@ -175,6 +188,7 @@ class ArchitectureGraph:
         sizes: number of entries of every parameter, by its name in `named_parameters()`.
         local: name -> reason, for each parameter that cannot be generated and stays with the client.
         tracer: "torch.fx" or "torch.export": which of them could follow the network.
+        last: `head`, where the edges no longer say what it is.
     """
 
     nodes: tuple[Node, ...]
@@ -182,6 +196,7 @@ class ArchitectureGraph:
     sizes: Mapping[str, int]
     local: Mapping[str, str]
     tracer: str = "torch.fx"
+    last: frozenset[str] | None = None
 
     @cached_property
     def generated(self) -> tuple[Generated, ...]:
@@ -199,6 +214,8 @@ class ArchitectureGraph:
     def head(self) -> frozenset[str]:
         """Names of the parameters of the last layers, after which no other comes. A norm there goes along with the layers
         before it, and where branches join last, the last layer of each is in the head."""
+        if self.last is not None:
+            return self.last
         before: dict[int, list[int]] = {position: [] for position in range(len(self.nodes))}
         for start, end in self.edges:
             before[end].append(start)

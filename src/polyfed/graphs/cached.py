@@ -13,13 +13,16 @@ from polyfed.core.scratch import scratch
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs.architecture import ArchitectureGraph
 from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.graphs.contraction import EXTRACTED, Contraction
 from polyfed.graphs.extract import extract
 
 _ROWS = 2  # since BatchNorm or torch.export may treat a batch of one as a special case
 
 
-def graph_of(client: Client, catalogue: LayerCatalogue | None = None) -> ArchitectureGraph:
-    """The graph of a client's network; with a catalogue, one in which layers of other types are private.
+def graph_of(
+    client: Client, catalogue: LayerCatalogue | None = None, contraction: Contraction = EXTRACTED
+) -> ArchitectureGraph:
+    """The graph of a client's network, contracted; with a catalogue, one in which layers of other types are private.
 
     Raises:
         UserError: the network cannot be followed, with the client's id.
@@ -28,14 +31,17 @@ def graph_of(client: Client, catalogue: LayerCatalogue | None = None) -> Archite
     x = client.train.batch(torch.zeros(_ROWS, dtype=torch.int64, device=client.train.device))[0]
     find = _cached if isinstance(client.model, Hashable) else _extracted
     try:
-        return find(client.model, form_of(x), catalogue)
+        return find(client.model, form_of(x), catalogue, contraction)
     except UserError as error:
         raise UserError(f"client {client.id!r}: {error}") from error
 
 
-def _extracted(factory: Architecture, form: Form, catalogue: LayerCatalogue | None) -> ArchitectureGraph:
-    if catalogue is not None and isinstance(factory, Hashable):
-        return _cached(factory, form, None).restricted(catalogue.types)
+def _extracted(
+    factory: Architecture, form: Form, catalogue: LayerCatalogue | None, contraction: Contraction
+) -> ArchitectureGraph:
+    if (catalogue is not None or contraction != EXTRACTED) and isinstance(factory, Hashable):
+        graph = contraction.of(_cached(factory, form, None, EXTRACTED))
+        return graph if catalogue is None else graph.restricted(catalogue.types)
     # Values that differ, so that a graph which computes something else than the network shows; a token is 0 or 1.
     generator = torch_generator(0)
 
@@ -44,7 +50,7 @@ def _extracted(factory: Architecture, form: Form, catalogue: LayerCatalogue | No
             return torch.randn((_ROWS, *shape), generator=generator).to(dtype)
         return torch.randint(0, 2, (_ROWS, *shape), generator=generator).to(dtype)
 
-    graph = extract(scratch(factory).module, form.make(some))
+    graph = contraction.of(extract(scratch(factory).module, form.make(some)))
     return graph if catalogue is None else graph.restricted(catalogue.types)
 
 

@@ -10,7 +10,7 @@ import yaml
 from polyfed.core.errors import UserError, nearest
 from polyfed.core.files import read_file, user_path
 from polyfed.core.typed import conforms, from_yaml
-from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType, Mark
+from polyfed.graphs.architecture import MARKS, NONE, ArchitectureGraph, LayerType, Mark
 
 _FORMAT = 2  # of the file; before it, types had no dilation and no activation
 
@@ -55,7 +55,11 @@ class LayerCatalogue:
     def write(self, path: str | Path) -> None:
         """Writes `catalogue.yaml`: what the sites of a deployment agree on."""
         rows = [
-            {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(t).items()}
+            {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in asdict(t).items()
+                if t.norm != NONE or name not in ("norm", "norm_bias")
+            }
             for t in self.types
         ]
         text = "# Layer types that the federation's hypernetwork generates; public. Layers of other types stay local.\n"
@@ -89,7 +93,7 @@ class LayerCatalogue:
 
 _FORM = {
     "kind": str, "c_in": int, "c_out": int, "kernel": list[int], "stride": list[int], "dilation": list[int], "groups": int,
-    "bias": bool, "activation": str,
+    "bias": bool, "activation": str, "norm": str, "norm_bias": bool,
 }  # fmt: skip
 
 
@@ -100,8 +104,9 @@ def _layer_type(row: Any, where: str) -> LayerType:
     if unknown := sorted(map(str, row.keys() - set(known))):
         raise UserError(f"{where}: there is no {unknown[0]!r}; {nearest(unknown[0], known)}")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    if not isinstance(values.get("bias", True), bool):
-        raise UserError(f"{where}: bias must be true or false, got {values['bias']!r}")
+    for name in ("bias", "norm_bias"):
+        if not isinstance(values.get(name, True), bool):
+            raise UserError(f"{where}: {name} must be true or false, got {values[name]!r}")
     for name in ("kernel", "stride", "dilation"):
         if not isinstance(values.get(name, ()), tuple):
             raise UserError(f"{where}: {name} must be a list, got {values[name]!r}")

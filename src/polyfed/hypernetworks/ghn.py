@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from polyfed.core.room import within_memory
 from polyfed.core.seeds import derive, local_rng, torch_generator
 from polyfed.core.tree import Tree
-from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType
+from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType, Role
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.hypernetworks.ghn_layers import GatedGraphConv, GraphConv, Level, gathered, sweeps
 from polyfed.hypernetworks.heads import Factored, TypeHead
@@ -169,7 +169,7 @@ class GHN(nn.Module):
 
 
 def _named_sets(
-    made: Mapping[str, Sequence[Tensor]], parameters: Sequence[Mapping[str, str]]
+    made: Mapping[Role, Sequence[Tensor]], parameters: Sequence[Mapping[str, str]]
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of n sets by the names of their parameters, from those by role."""
     for role, all_sets in made.items():
@@ -259,9 +259,10 @@ def _reset(head: TypeHead, kind: LayerType, variance: float) -> None:
     nn.init.zeros_(head.scale.weight)
     nn.init.ones_(head.scale.bias)
     nn.init.zeros_(head.out.bias)
-    if kind.bias:
-        nn.init.zeros_(head.shift.weight)
-        nn.init.zeros_(head.shift.bias)
+    for role, name in head.vectors.items():
+        layer = head.get_submodule(name)
+        nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
+        nn.init.constant_(layer.bias, 1.0 if role == "scale" else 0.0)  # type: ignore[arg-type]
     if isinstance(head.out, Factored):
         # The product of the three has the variance of a dense layer. Rows and columns are small and the core large, so that
         # a step through the core, which all entries of W share, moves W about as much as one of the base.

@@ -16,15 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from polyfed.graphs.architecture import LayerType
+from polyfed.graphs.architecture import NONE, LayerType, Role
 
+_VECTORS: dict[Role, str] = {"bias": "shift", "scale": "norm_scale", "shift": "norm_shift"}
 _TINY = 1e-12  # added to mean squares before a division
 
 
 @final
 class TypeHead(nn.Module):
-    """H_l: a hidden layer with LeakyReLU, then the weight W, its scale s (Littwin & Wolf 2019) and the bias, each linear in
-    the hidden activations z. The layer uses s·W.
+    """H_l: a hidden layer with LeakyReLU, then the weight W, its scale s (Littwin & Wolf 2019), the bias, and scales and
+    shifts of the norm that is part of the layer, each linear in the hidden activations z. The layer uses s·W.
 
     Args:
         kind: the layer type.
@@ -34,7 +35,7 @@ class TypeHead(nn.Module):
         normalise: divide z by its root mean square, so that the initial variance is Kaiming's for every node of every
             graph.
 
-    Shapes: (n, d) to {"weight": n of the weight's, "bias": n of (c_out,)}.
+    Shapes: (n, d) to {"weight": n of the weight's, "bias": n of (c_out,)}, and "scale" and "shift" as "bias".
 
     >>> head = TypeHead(LayerType("linear", 3, 2), inputs=5, hidden=4)
     >>> {role: [tuple(one.shape) for one in made] for role, made in head(torch.ones(2, 5)).items()}
@@ -56,14 +57,23 @@ class TypeHead(nn.Module):
                 self.out = factored
         if kind.bias:
             self.shift = nn.Linear(hidden, kind.c_out)
+        if kind.norm != NONE:
+            self.norm_scale = nn.Linear(hidden, kind.c_out)
+        if kind.norm_bias:
+            self.norm_shift = nn.Linear(hidden, kind.c_out)
 
-    def forward(self, h: Tensor) -> dict[str, Sequence[Tensor]]:
-        """One weight, and one bias if the type has one, for each row of h. (Taken apart here: the gradient of n single rows
+    def forward(self, h: Tensor) -> dict[Role, Sequence[Tensor]]:
+        """One tensor for each parameter of the type and each row of h. (Taken apart here: the gradient of n single rows
         would be n tensors of the size of all.)"""
         z = self.activations(h)
         s = self.scale(z)
         weights = self.out(z, s) if isinstance(self.out, Factored) else self._dense(self.out, z, s)
-        return {"weight": weights, "bias": self.shift(z).unbind(0)} if hasattr(self, "shift") else {"weight": weights}
+        return {"weight": weights, **{role: getattr(self, name)(z).unbind(0) for role, name in self.vectors.items()}}
+
+    @property
+    def vectors(self) -> dict[Role, str]:
+        """The parameters besides the weight, role -> name of the layer of the head that makes it."""
+        return {role: name for role, name in _VECTORS.items() if hasattr(self, name)}
 
     def _dense(self, out: nn.Linear, z: Tensor, s: Tensor) -> Sequence[Tensor]:
         made = F.linear(s * z, out.weight).addmm_(s, out.bias[None])

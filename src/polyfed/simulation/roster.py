@@ -8,6 +8,7 @@ from polyfed.core.algorithm import Architecture, Client, DataSpec
 from polyfed.core.algorithm import Task as Kind
 from polyfed.graphs.cached import graph_of
 from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.graphs.contraction import Contraction
 from polyfed.simulation import checks
 
 
@@ -43,16 +44,19 @@ class Roster:
     @classmethod
     def of(cls, clients: Sequence[Client], requires: Set[str]) -> "Roster":
         """That of clients whom a simulation plays."""
-        kinds, models = {}, {}
+        kinds, models, catalogue = {}, {}, None
         if requires & {"one_architecture", "architectures"}:
             kinds = checks.architectures(clients)
             models = {kinds[c.id]: c.model for c in sorted(clients, key=lambda c: c.id) if c.model is not None}
+        if "layer_catalogue" in requires:
+            contraction = Contraction("layers" if "norms_in_layers" in requires else "nodes")
+            catalogue = LayerCatalogue.of(graph_of(client, contraction=contraction) for client in clients)
         return cls(
             ids=tuple(sorted(client.id for client in clients)),
             task=clients[0].task,
             num_examples={client.id: len(client.train) for client in clients},
             architectures=kinds,
             models=models,
-            layer_catalogue=LayerCatalogue.of(map(graph_of, clients)) if "layer_catalogue" in requires else None,
+            layer_catalogue=catalogue,
             data_spec=checks.common_data_spec(clients) if "one_data_spec" in requires else None,
         )

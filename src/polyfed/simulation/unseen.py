@@ -234,7 +234,7 @@ def warmstart(server: Server, client: Client, *, held_out: int = 0) -> WarmStart
         try:
             with local_rng(seed, device):
                 _, down = broadcast(settings, server.round)(dense_message(algorithm.dispatch(server.state, who)))
-                graph = algorithm.graph(down, placed)
+                graph = algorithm.client_graph(down, placed)
                 own = algorithm.client_init(placed, settings.seed)
                 ((_, network),) = algorithm.other_models(down, own, placed, seed)
                 loss = trained_loss(placed, algorithm)

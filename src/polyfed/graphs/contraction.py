@@ -1,0 +1,140 @@
+"""Graphs with fewer nodes: norm layers as part of the layer before them, and no nodes for sums and concatenations.
+
+FLHA-GHN's section 4.2 has a node for each convolution and linear layer, and names no norm layers; appendix B says that the
+edges alone are enough where networks have residual sums.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
+
+Norms = Literal["nodes", "layers", "local"]
+_LOCAL = "norm layers stay with the client (norms=local)"
+
+
+@final
+@dataclass(frozen=True)
+class Contraction:
+    """Which operations of a network are nodes of its graph.
+
+    Args:
+        norms: "nodes": each norm layer is one, as `extract` has it; "layers": it is part of the layer before it, see
+            `fold_norms`; "local": none is, and all stay with the client, see `drop_norms`.
+        joins: whether sums and concatenations are.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from polyfed.graphs import extract
+    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+    >>> graph = Contraction("layers").of(extract(net, torch.zeros(2, 1, 8, 8)))
+    >>> [node.type.key for node in graph.nodes]
+    ['conv2d-1-4-k3x3-s1x1-g1-b0-d1x1-relu-batch_norm-b1']
+    """
+
+    norms: Norms = "nodes"
+    joins: bool = True
+
+    def of(self, graph: ArchitectureGraph) -> ArchitectureGraph:
+        """The contracted graph of an extracted one."""
+        if self.norms == "layers":
+            graph = fold_norms(graph)
+        elif self.norms == "local":
+            graph = drop_norms(graph)
+        return graph if self.joins else bypass_joins(graph)
+
+
+EXTRACTED = Contraction()
+"""Graphs as they are extracted."""
+
+
+def fold_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
+    """The graph in which a norm layer is part of the node of the convolution or linear layer before it.
+
+    It is, if the layer's output alone reaches it, through nothing with a node; if no other norm reads this output; if it has
+    one scale for each of the layer's outputs; and if layer and norm share weights with the same other uses, if with any.
+    Every other norm stays a node: one after a sum or a concatenation, at the beginning, the second of two in a row, or one
+    of two with which a shared layer is used.
+    """
+    before, after = _neighbours(graph)
+    norm_after: dict[int, int] = {}
+    for position, node in enumerate(graph.nodes):
+        readers = [reader for reader in after[position] if _is_norm(graph.nodes[reader])]
+        if _is_layer(node) and len(readers) == 1 and before[readers[0]] == {position}:
+            norm_after[position] = readers[0]
+    uses = {made.nodes: made for made in graph.generated}
+    nodes, moved = list(graph.nodes), dict[int, int]()
+    for layers, made in uses.items():
+        norms = tuple(sorted(norm_after[layer] for layer in layers if layer in norm_after))
+        if len(norms) < len(layers) or norms not in uses or uses[norms].type.c_out != made.type.c_out:
+            continue
+        norm = uses[norms]
+        kind = replace(made.type, norm=norm.type.kind, norm_bias=norm.type.bias)
+        roles = {"scale" if role == "weight" else "shift": name for role, name in norm.parameters.items()}
+        for layer in layers:
+            nodes[layer] = replace(nodes[layer], type=kind, parameters={**made.parameters, **roles})
+            moved[norm_after[layer]] = layer
+    edges = [(moved.get(start, start), moved.get(end, end)) for start, end in graph.edges]
+    kept = replace(graph, nodes=tuple(nodes), edges=tuple(edges), last=graph.head)
+    return _numbered(kept, moved)
+
+
+def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
+    """The graph without norm layers, whose scales and shifts stay with the client; what was before one is before what was
+    after it."""
+    norms = [position for position, node in enumerate(graph.nodes) if _is_norm(node)]
+    reasons = {name: _LOCAL for position in norms for name in graph.nodes[position].parameters.values()}
+    reasons = {**graph.local, **reasons}
+    local = {name: reasons[name] for name in graph.sizes if name in reasons}
+    return _without(replace(graph, local=local), norms)
+
+
+def bypass_joins(graph: ArchitectureGraph) -> ArchitectureGraph:
+    """The graph without sums and concatenations: an edge from each layer before one to each after it.
+
+    >>> a, b, c = (Node(name, "other", {name: name}) for name in "abc")
+    >>> graph = ArchitectureGraph((a, b, Node("a + b", "add", {}), c), ((0, 1), (0, 2), (1, 2), (2, 3)), {}, {})
+    >>> bypass_joins(graph).edges
+    ((0, 1), (0, 2), (1, 2))
+    """
+    return _without(graph, [position for position, node in enumerate(graph.nodes) if node.type in ("add", "concat")])
+
+
+def _is_norm(node: Node) -> bool:
+    return isinstance(node.type, LayerType) and node.type.is_norm
+
+
+def _is_layer(node: Node) -> bool:
+    return isinstance(node.type, LayerType) and not node.type.is_norm
+
+
+def _neighbours(graph: ArchitectureGraph) -> tuple[list[set[int]], list[set[int]]]:
+    """By node, those before it and those after it."""
+    before: list[set[int]] = [set() for _ in graph.nodes]
+    after: list[set[int]] = [set() for _ in graph.nodes]
+    for start, end in graph.edges:
+        before[end].add(start)
+        after[start].add(end)
+    return before, after
+
+
+def _without(graph: ArchitectureGraph, positions: Iterable[int]) -> ArchitectureGraph:
+    """The graph without these nodes, connected through them."""
+    dropped = set(positions)
+    before, after = _neighbours(graph)
+    for position in dropped:
+        for start in before[position]:
+            after[start] = after[start] - {position} | after[position]
+        for end in after[position]:
+            before[end] = before[end] - {position} | before[position]
+    edges = tuple((start, end) for start, ends in enumerate(after) if start not in dropped for end in ends)
+    return _numbered(replace(graph, edges=edges, last=graph.head), dropped)
+
+
+def _numbered(graph: ArchitectureGraph, dropped: Collection[int]) -> ArchitectureGraph:
+    """The graph without these nodes, which no edge needs any more; edges each once, sorted."""
+    kept = [position for position in range(len(graph.nodes)) if position not in dropped]
+    number: Mapping[int, int] = {position: k for k, position in enumerate(kept)}
+    edges = {(number[start], number[end]) for start, end in graph.edges if start != end}
+    return replace(graph, nodes=tuple(graph.nodes[position] for position in kept), edges=tuple(sorted(edges)))
