@@ -6,7 +6,7 @@
         `all` is every table; --only what is on this data set, and of that these variants; --add joins these seeds with those
         in results/papers, and wants a folder of runs of its own
     python benchmarks/papers.py examples pfedla ... [--seeds 0,1,2] [--sizes 20,40,80,160,320]
-    python benchmarks/papers.py page                        docs/results.md and its pictures, from the results
+    python benchmarks/papers.py page                        docs/results.md with its pictures and docs/papers.md
 
 A table is `polyfed reproduce` at scale cpu; a curve is `polyfed compare`, which tunes each method's rate on validation
 examples. Runs are in --runs (runs/papers). What is finished is not repeated, and what was stopped goes on. Results are in
@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+import papers_list
 import papers_page
 from papers_cells import completed, gains
 from papers_curves import EVERY
@@ -410,6 +411,7 @@ def main():
         print("\n".join([*TABLES, *(f"examples {paper}" for paper in CURVES)]))
     elif given.what == "page":
         papers_page.write(RESULTS, HERE.parent / "docs")
+        papers_list.write(RESULTS, HERE.parent / "docs")
     else:
         known = TABLES if given.what == "run" else CURVES
         for name in known if given.names == ["all"] else given.names:

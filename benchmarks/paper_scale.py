@@ -1,0 +1,248 @@
+"""One table or figure of each paper at its own numbers of clients and rounds, one seed, as far as hours allow.
+
+    python benchmarks/paper_scale.py list
+    python benchmarks/paper_scale.py run fedhenn --hours 10 --data cifar10=FOLDER [--only METHODS] [--runs runs/paper_scale]
+    python benchmarks/paper_scale.py collect [NAMES] [--runs runs/paper_scale]
+
+`run` plays the methods of the table one after another, each in a run directory RUNS/NAME/METHOD, and stops after the first
+round that ends past the hours. The same command goes on where it stopped. A checkpoint is written every few rounds, and when
+it stops.
+`collect`, and `run` at its end, writes results/paper_scale/NAME.json: what round each method has reached, its scores by
+round, the paper's figures for the end, hours, processor. Every run directory below RUNS/NAME counts that has the settings of
+the recipe at scale paper, those of `polyfed run` and `polyfed reproduce` too; one with other settings is named and left out.
+
+Run directories hold checkpoints of up to some hundred megabytes, so they are not in git; the JSON files are.
+"""
+
+import argparse
+import json
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from workloads import cpu_name
+
+from polyfed.algorithms import name_of
+from polyfed.cli.commands import recipes, running
+from polyfed.cli.commands.papers import find
+from polyfed.core.errors import Interrupted
+from polyfed.simulation.experiment import from_config
+from polyfed.simulation.runs.configuration import described
+from polyfed.simulation.runs.directory import plain, read_config, read_metrics
+from polyfed.simulation.runs.progress import Lines, Progress
+
+RESULTS = Path(__file__).parent / "results" / "paper_scale"
+SCALE, SEED = "paper", 0
+SCORES = {"score": "accuracy", "global_score": "global_accuracy"}  # a cell's metric: what a record calls it
+BESIDE = ("trained_accuracy", "server_accuracy")  # of the records, of methods that have them
+# What may differ between a run and the recipe, since it does not change what is computed, or only which rounds are scored.
+FREE = (
+    "baselines", "engine", "workers", "ray_address", "gpus_per_worker", "device", "evaluate_every", "checkpoint_every",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A table or figure, the variant of its recipe, and its methods in the order in which they are run."""
+
+    paper: str
+    table: str
+    variant: str
+    methods: tuple[str, ...]
+    evaluate_every: int
+    checkpoint_every: int
+
+
+PLANS = {
+    "pfedla": Plan(
+        "pfedla", "table1", "fashion_mnist-10",
+        ("pfedla", "heur_pfedla", "local", "fedavg", "fedavg_ft", "fedrep", "pfedhn", "per_fedavg", "fedfomo", "pfedme"),
+        25, 25,
+    ),
+    "fedhenn": Plan("fedhenn", "table2", "cifar10-100-2-hetero", ("fedhenn", "local"), 5, 1),
+    "fedpnas": Plan(
+        "fedpnas", "fig3", "cifar10", ("ca_fedpnas", "feddsnas", "ca_feddsnas", "fedpnas", "fedavg"), 25, 5
+    ),
+    # pFedHN's hypernetwork has 2.9 billion numbers at this scale, see the recipe
+    "flha": Plan("flha", "table1", "cifar10-25", ("flha_ghn", "local", "fedavg_kd"), 1, 1),
+}  # fmt: skip
+
+
+class UntilHours(Progress):
+    """A line a round; raises KeyboardInterrupt after a round that ends past `end`."""
+
+    def __init__(self, end):
+        self._lines, self._end = Lines(), end
+
+    def start(self, title, rounds, done):
+        self._lines.start(title, rounds, done)
+
+    def client(self, phase, done, total):
+        self._lines.client(phase, done, total)
+
+    def round(self, record):
+        self._lines.round(record)
+        if time.monotonic() > self._end:
+            raise KeyboardInterrupt
+
+    def say(self, sentence):
+        self._lines.say(sentence)
+
+    def stop(self):
+        self._lines.stop()
+
+
+def recipe_of(plan):
+    return recipes.read(next(iter(find(plan.paper, plan.table).variants())))
+
+
+def experiment_of(plan, folder=None, workers="auto"):
+    """The recipe's experiment at scale paper, scored and saved as the plan says."""
+    config = recipe_of(plan).configuration(SCALE, plan.variant)
+    where = {} if folder is None else {"path": folder}
+    return from_config(
+        config | {"data": config["data"] | where, "seed": SEED, "workers": workers}
+        | {"evaluate_every": plan.evaluate_every, "checkpoint_every": plan.checkpoint_every}
+    )  # fmt: skip
+
+
+def run(name, given):
+    plan, end = PLANS[name], time.monotonic() + 3600 * given.hours
+    folders = dict(part.split("=", 1) for part in given.data)
+    config = recipe_of(plan).configuration(SCALE, plan.variant)
+    experiment = experiment_of(plan, folders.get(config["data"]["name"]), given.workers)
+    people = running.checked(experiment)
+    chosen = given.only.split(",") if given.only else plan.methods
+    for method in chosen:
+        if method not in plan.methods:
+            raise SystemExit(f"{name} has no method {method!r}; there are {', '.join(plan.methods)}")
+    for method in chosen:
+        folder = Path(given.runs) / name / method
+        if not finished(folder):
+            try:
+                running.part(experiment, method, people, folder, UntilHours(end))
+            except Interrupted as stop:
+                print(f"{name}, {method}: {stop}", flush=True)
+                break
+    collect(name, given)
+
+
+def finished(folder):
+    """Whether a run directory is there and has all of its rounds."""
+    there = (folder / "config.yaml").exists()
+    return there and len(read_metrics(folder / "metrics.jsonl")) == read_config(folder)["rounds"]
+
+
+def collect(name, given):
+    plan, methods = PLANS[name], {}
+    experiment, recipe, table = experiment_of(plan), recipe_of(plan), find(plan.paper, plan.table)
+    known = {name_of(experiment.algorithm): experiment.algorithm, **experiment.baselines}
+    for file in sorted((Path(given.runs) / name).rglob("config.yaml")):
+        config = read_config(file.parent)
+        method = config["algorithm"]["name"]
+        if method not in known:
+            continue
+        expected = {**plain(experiment.config, "config"), **described(known[method], experiment.settings)}
+        if differs := difference(expected, config):
+            print(f"{file.parent}: left out, its {differs}")
+        elif records := read_metrics(file.parent / "metrics.jsonl"):
+            methods[method] = reached(
+                file.parent, records, cells_of(table, plan, method, name_of(experiment.algorithm))
+            )
+    content = {
+        "paper": plan.paper, "table": plan.table, "number": table.number, "recipe": recipe.name, "variant": plan.variant,
+        "scale": SCALE, "reduced": recipe.reduced(SCALE), "seed": SEED, "rounds": experiment.settings.rounds,
+        "methods": {method: methods[method] for method in plan.methods if method in methods},
+    }  # fmt: skip
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for method, of in content["methods"].items():
+        print(f"{name}, {method}: round {of['round']} of {content['rounds']}, {of['hours']:.2f} h", flush=True)
+
+
+def difference(expected, config):
+    """The first setting of a run that is not the recipe's, as a sentence; empty if there is none. A field that the run's
+    file does not have, because it is younger, is no difference."""
+    for key in sorted(set(expected) - set(FREE)):
+        was, now = config.get(key), expected[key]
+        if key == "data":
+            was, now = ({k: v for k, v in of.items() if k not in ("path", "cache")} for of in (was, now))
+        if isinstance(was, dict) and isinstance(now, dict):
+            now = {k: v for k, v in now.items() if k in was}
+            was = {k: v for k, v in was.items() if k in now}
+        if was != now:
+            return f"{key} is {was!r}, and the recipe's {now!r}"
+    return ""
+
+
+def cells_of(table, plan, method, main):
+    """The table's cells of a method that the records can fill."""
+    return [
+        cell for cell in table.cells
+        if cell.variant == plan.variant and (cell.method or main) == method and cell.metric in SCORES
+    ]  # fmt: skip
+
+
+def reached(folder, records, cells):
+    """How far a run has come, and its scores on the way."""
+    scored = [record for record in records if any(SCORES["score"] in row for row in record["clients"].values())]
+    host = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    here = host["host"]["system"] == platform.platform()
+    names = (*SCORES.values(), *BESIDE)
+    by_round = {
+        name: {
+            str(record["round"]): round(fmean(row[name] for row in record["clients"].values()), 5)
+            for record in scored
+            if all(name in row for row in record["clients"].values())
+        }
+        for name in names
+    }
+    last = sorted(scored[-1]["clients"].items()) if scored else []
+    return {
+        "round": records[-1]["round"],
+        "hours": round(sum(record["seconds"] for record in records) / 3600, 3),
+        "processor": cpu_name() if here else host["host"]["processor"],
+        "torch": host["versions"]["torch"],
+        "cells": [
+            {
+                "row": cell.row, "column": cell.column, "metric": cell.metric, "unit": cell.unit, "paper": cell.paper,
+                "printed": cell.printed, "at_round": scored[-1]["round"] if scored else None,
+                "polyfed": share(last, cell),
+            }
+            for cell in cells
+        ],
+        "by_round": {name: of for name, of in by_round.items() if of},
+    }  # fmt: skip
+
+
+def share(last, cell):
+    """A cell's value after the last round that was scored, in its unit."""
+    part = slice(*(int(number) if number else None for number in cell.part.get("clients", ":").split(":")))
+    values = [row[SCORES[cell.metric]] for _, row in last[part]]
+    return (100 if cell.unit == "%" else 1) * fmean(values) if values else None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["list", "run", "collect"])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--hours", type=float, default=10.0, help="of this call; the round under way is finished")
+    parser.add_argument("--runs", default="runs/paper_scale")
+    parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--only", metavar="METHODS", help="of the table, with commas between")
+    parser.add_argument("--workers", default="auto", type=lambda word: int(word) if word.isdecimal() else word)
+    given = parser.parse_args()
+    for name in given.names:
+        if name not in PLANS:
+            raise SystemExit(f"no {name!r}; there are {', '.join(PLANS)}")
+    if given.what == "list":
+        for name, plan in PLANS.items():
+            print(f"{name}: {find(plan.paper, plan.table).number}, {plan.variant}: {', '.join(plan.methods)}")
+    for name in given.names or (PLANS if given.what == "collect" else ()):
+        (run if given.what == "run" else collect)(name, given)
+
+
+if __name__ == "__main__":
+    main()

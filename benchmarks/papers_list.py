@@ -1,0 +1,285 @@
+"""docs/papers.md: every table and figure of the four papers, with its command and its state. `papers.py page` calls it.
+
+CONTENTS has the numbers of tables and figures, and what needs no run. Commands come from recipes/papers/*.yaml, states from
+results/papers/*.json and results/paper_scale/*.json. An entry of the recipes that belongs to nothing in CONTENTS is listed
+as polyfed's own.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from papers_claims import PAPERS
+
+from polyfed.cli.commands.papers import papers
+from polyfed.cli.commands.recipes import read
+
+SCALED = Path(__file__).parent / "results" / "paper_scale"
+DATA = {
+    "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "fashion_mnist": "Fashion-MNIST", "emnist": "EMNIST", "mnist": "MNIST",
+    "sentiment140": "Sentiment140", "chest_xray14": "NIH chest X-rays", "fashion_mosaics": "mosaics of Fashion-MNIST",
+    "digits": "scikit-learn's digits",
+}  # fmt: skip
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+DRAWING = "a drawing: nothing to reproduce"
+HEAD = """# Tables and figures of the papers
+
+Which results of the four papers can you reproduce, and has anybody? Here is every table and every figure of each paper, and
+the claims in the text that have no table. `python benchmarks/papers.py page` makes this page from the recipes and the
+measured runs.
+
+- **Command**: add `--scale cpu` (the default), `--scale paper` or `--scale smoke`. With a data set that does not come with
+  polyfed add `--data.path FOLDER`, and `--variant` to choose that data set ([how](reproduce.md)).
+- **State**: what has been measured with this command. *Scale cpu* is a small version: fewer clients, images and rounds, and
+  often other data. It says which method is ahead of which there, and by how much ([results](results.md)). It does not
+  confirm the paper's numbers. *Scale paper* has the paper's own numbers of clients and rounds. Nobody has run a whole table
+  at it; [how far runs went](#at-the-papers-own-length) is below.
+- A figure that is only drawn in the paper has no numbers to compare with. Its command measures what it draws.
+- How each method differs from its paper is on the method's page: [FLHA-GHN](methods/flha_ghn.md),
+  [FedHeNN](methods/fedhenn.md), [FedHeNN for one architecture](methods/fedhenn_homo.md), [pFedLA](methods/pfedla.md),
+  [HeurpFedLA](methods/heur_pfedla.md), [FedPNAS](methods/fedpnas.md).
+"""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table, figure or claim of a paper.
+
+    Attributes:
+        number: its name in the paper.
+        what: what it shows.
+        key: the beginning of the names of its entries in recipes/papers; empty where there is none.
+        state: what there is instead of a measurement, for those that have no entry or whose entry does not run.
+        command: what to type, for those without an entry.
+    """
+
+    number: str
+    what: str
+    key: str = ""
+    state: str = ""
+    command: str = ""
+
+
+CONTENTS = {
+    "flha": (
+        Item("Figure 1", "overview of the method", state=DRAWING),
+        Item("Figure 2", "the graph hypernetwork", state=DRAWING),
+        Item("Table 1", "accuracy on CIFAR-10 and CIFAR-100, four architectures", "table1"),
+        Item("Table 2", "with and without graph network", "table2"),
+        Item("Table 3", "AUC on chest X-rays", "table3"),
+        Item("Figure 3", "an architecture that took no part, by epochs", "fig3"),
+        Item("Figure 4", "accuracy by the epochs between communications", "fig4"),
+        Item("Figure 5", "the four architectures", state="a drawing: polyfed builds the four networks after it",
+             command="polyfed graph flha_arch1 --input 3,32,32"),
+        Item("Figure 6", "spread of generated weights at the start", "fig6"),
+        Item("Figure 7", "a small CNN that took no part, by epochs", "fig7"),
+        Item("Table 4", "how classes are dealt", "table4", "states no numbers; the command prints and draws the counts"),
+        Item("Table 5", "unbalanced classes", "table5"),
+        Item("Table 6", "an architecture that took no part, at the end", "table6"),
+        Item("Table 7", "one architecture replaced by a small CNN", "table7"),
+        Item("Section 4.2", "FedAvg is a special case", state="shown by a test: with a lookup table for the graph network"),
+        Item("Section 4.3", "asynchronous passing has no advantage", state="not measured",
+             command="polyfed run flha_table1 --variant cifar10-25 --algorithm.passing asynchronous"),
+        Item("Section 5.4", "replacing an architecture costs the others 2.2 ± 1.4 points", "drop"),
+        Item("Appendix B", "networks that concatenate", "appendix_b"),
+        Item("Appendix D", "the search of hyper-parameters", "appendix_d"),
+    ),
+    "fedhenn": (
+        Item("Figure 1", "some clients are too poor for the full network", "fig1"),
+        Item("Figure 2", "representation and prediction parts of a network", state=DRAWING),
+        Item("Table 1", "accuracy of the global model (Table 2 of the web text)", "table1"),
+        Item("Table 2", "accuracy of the personal models (Table 3 of the web text)", "table2"),
+        Item("Table 3", "linear against RBF kernel (Table 1 of the web text)", "table3"),
+        Item("Figure 3", "half of the data taken from some clients", "fig3"),
+        Item("Section 4.2", "effects of η_0, the size of the RAD and local epochs; Procrustes distance (section 3.4)",
+             "effects"),
+        Item("Section 4.1", "effect of σ of the RBF kernel", "sigma"),
+        Item("Lemma 3.2", "with a large η linear models become alike", state="shown by a test, with its limits"),
+    ),
+    "pfedla": (
+        Item("Figure 1", "toy example: weights by layer against one weight a client", "fig1"),
+        Item("Figure 2", "overview of the method", state=DRAWING),
+        Item("Figure 3", "a hypernetwork", state=DRAWING),
+        Item("Figure 4", "the layers that HeurpFedLA retains", state=DRAWING),
+        Item("Table 1", "accuracy, non-IID.1", "table1"),
+        Item("Table 2", "accuracy, non-IID.2", "table2"),
+        Item("Table 3", "accuracy and traffic by the number k of retained layers", "table3"),
+        Item("Figure 5", "weights of a target client in the course of training", "fig5"),
+        Item("Figure 6", "weights between clients with similar classes", "fig6"),
+        Item("Figure 7", "weights by layer", "fig7"),
+    ),
+    "fedpnas": (
+        Item("Figure 1", "overview of the method", state=DRAWING),
+        Item("Figure 2", "cells of the two stacks", state=DRAWING),
+        Item("Figure 3", "accuracy by rounds on MNIST (a) and CIFAR-10 (b), time (c)", "fig3"),
+        Item("Table 1", "slightly and strongly different images", "table1"),
+        Item("Table 2", "rotations that no client has seen", "table2"),
+        Item("Figure 4", "FedAvg's network", state="a drawing: polyfed has the network as `cnn_fedpnas`"),
+        Item("Table 3", "numbers of parameters of the operations", "table3"),
+        Item("Proposition 1", "α_i is near the cosine of a client's gradient and the mean one", "prop"),
+    ),
+}  # fmt: skip
+
+
+def belongs(name, key):
+    """Whether an entry is of a table or figure: `table2b` and `table2_x` are of `table2`, `table20` is not."""
+    return bool(key) and name.startswith(key) and not name[len(key) :][:1].isdigit()
+
+
+def kind(item):
+    """Tables come first, then figures, then claims."""
+    words = ("Table", "Figure")
+    return words.index(word) if (word := item.number.partition(" ")[0]) in words else len(words)
+
+
+def entries_of(paper, item):
+    """The entries of an item, in the order of the recipes' file."""
+    return [
+        table for table in papers()[paper].tables.values() if any(belongs(n, item.key) for n in (table.name, *table.also))
+    ]  # fmt: skip
+
+
+def page(results):
+    """The page's text."""
+    parts = [HEAD]
+    for paper, (name, what) in PAPERS.items():
+        parts.append(f"## {name}\n\n{what}. With intervals and remarks: [results](results.md#{name.lower()}).\n")
+        parts += ["| in the paper | what it shows | command | state |", "|---|---|---|---|"]
+        listed = set()
+        for item in sorted(CONTENTS[paper], key=kind):
+            entries = entries_of(paper, item)
+            listed |= {table.name for table in entries}
+            parts += [row(item.number, item.what, table, item, results) for table in entries or [None]]
+        parts += [
+            row("polyfed's own", table.title, table, Item("", ""), results)
+            for table in papers()[paper].tables.values() if table.name not in listed
+        ]  # fmt: skip
+        parts.append("")
+    return "\n".join([*parts, at_length()])
+
+
+def row(number, what, table, item, results):
+    if table is None:
+        command = f"`{item.command}`" if item.command else "–"
+        return f"| {number} | {what} | {command} | {item.state or 'not measured: polyfed has no recipe for it'} |"
+    if table.elsewhere:
+        return f"| {number} | {what} | `{table.elsewhere.split('`')[1]}` | {item.state} |"
+    shown = what if item.key in (table.name, *table.also) else table.title
+    return f"| {number} | {shown} | `polyfed reproduce {table.paper} {table.name}` | {state(table, results)} |"
+
+
+def state(table, results):
+    """What has been measured of an entry, and on which of the recipe's data sets it has not."""
+    file = results / f"{table.paper}-{table.name}.json"
+    if not table.variants():
+        return "computed; needs no data and no run" if file.exists() else "not measured"
+    wanted = sorted({data_of(cell.recipe, cell.variant, "paper") for cell in table.cells})
+    parts = []
+    if file.exists():
+        found = json.loads(file.read_text(encoding="utf-8"))
+        here = {
+            other_data(found["options"]) or data_of(c["recipe"], c["variant"], found["scale"]) for c in found["cells"]
+        }
+        seeds = sorted({len(cell["seeds"]) for cell in found["cells"]})
+        parts.append(f"scale {found['scale']}: {spoken(sorted(here))}; {counted(seeds)}")
+        wanted = [data for data in wanted if data not in here]
+        parts += [f"Not on {spoken(wanted)}"] if wanted else []
+    else:
+        parts.append("not measured")
+    return ". ".join([*parts, *lengths(table)])
+
+
+@cache
+def recipe_of(name):
+    return read(name)
+
+
+@cache
+def data_of(recipe, variant, scale):
+    return recipe_of(recipe).configuration(scale, variant)["data"]["name"]
+
+
+def other_data(options):
+    """The data set that the options of a measurement name instead of the recipe's."""
+    return options[options.index("--data.name") + 1] if "--data.name" in options else None
+
+
+def spoken(names):
+    words = [DATA.get(name, name) for name in names]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def counted(seeds):
+    words = [NUMBERS[n] if n < len(NUMBERS) else str(n) for n in seeds]
+    return f"{' or '.join(words)} seed{'' if seeds == [1] else 's'}"
+
+
+def scaled():
+    """What was reached at scale paper, by file."""
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(SCALED.glob("*.json"))]
+
+
+def lengths(table):
+    """How far an entry was run at the paper's own length, a sentence for each variant."""
+    return [
+        f"[Scale paper](#at-the-papers-own-length), {found['variant']}: "
+        + ", ".join(f"`{name}` {of['round']} of {found['rounds']} rounds" for name, of in found["methods"].items())
+        for found in scaled() if (found["paper"], found["table"]) == (table.paper, table.name) and found["methods"]
+    ]  # fmt: skip
+
+
+def at_length():
+    """What was reached at scale paper: a table for each paper."""
+    lines = [
+        """## At the papers' own length
+
+One table or figure of each paper at scale `paper`: one variant, one seed, one processor core. Most of these runs were
+stopped after some hours, long before the end. They say how far a method came in that time, and not what the end would be.
+The last but one column has the paper's numbers for the end. `python benchmarks/paper_scale.py run NAME` makes such runs,
+goes on with those that were stopped, and writes what they reached. Hours are of a machine that did other work, too.
+""",
+    ]
+    for found in scaled():
+        if not found["methods"]:
+            continue
+        unit = next(cell["unit"] for of in found["methods"].values() for cell in of["cells"])
+        lines += [
+            f"### {PAPERS[found['paper']][0]}, {found['number']}, {found['variant']}\n",
+            f"Reduced against the paper: {found['reduced']}.\n",
+            "| method | round | " + f"accuracy ({unit}) by round | paper, at the end | hours, processor |",
+            "|---|---|---|---|---|",
+        ]
+        for name, of in found["methods"].items():
+            lines.append(
+                f"| `{name}` | {of['round']} of {found['rounds']} | {course(of, unit)} | {at_the_end(of)} | "
+                f"{of['hours']:.1f}, {of['processor']} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def course(of, unit):
+    """At most six of the scores on the way, the last among them."""
+    metric = of["cells"][0]["metric"] if of["cells"] else "score"
+    scores = of["by_round"].get({"score": "accuracy"}.get(metric, "global_accuracy"), {})
+    if not scores:
+        return "not scored yet"
+    rounds = list(scores)
+    chosen = sorted({round(step * (len(rounds) - 1) / 5) for step in range(6)})
+    factor, digits = (100, 1) if unit == "%" else (1, 3)
+    return ", ".join(f"{factor * scores[rounds[i]]:.{digits}f} ({rounds[i]})" for i in chosen)
+
+
+def at_the_end(of):
+    """The paper's figures, one for each cell of the method."""
+    stated = [cell for cell in of["cells"] if cell["paper"] is not None]
+    if not stated:
+        return "not stated"
+    if len(stated) == 1:
+        return stated[0]["printed"]
+    return ", ".join(f"{cell['column'].rpartition(', ')[2]} {cell['printed']}" for cell in stated)
+
+
+def write(results, docs):
+    (docs / "papers.md").write_text(page(results), encoding="utf-8")
