@@ -2,6 +2,7 @@
 
     python benchmarks/leaderboard.py list
     python benchmarks/leaderboard.py run digits-0.1 drift ... [--seeds 0,1,2] [--data NAME=FOLDER]     `all` is every one
+    python benchmarks/leaderboard.py run architectures --only lg_fedavg,fedgh    their rows again, into the results there are
     python benchmarks/leaderboard.py page                        docs/leaderboard.md and its picture, from the results
 
 A federation is a variant of the recipe `leaderboard`, and its run is `polyfed compare`: for each method five learning rates
@@ -16,6 +17,8 @@ A method is compared after all rounds, so that all have taken as many local step
 the rounds of FedAvg send) and at equal seconds (what the runs of FedAvg take). Where networks differ FedAvg's are the
 teacher's of fedavg_kd. The mean at each method's best round by validation examples is there too, without an interval: with
 so few of them the choice of a round is a matter of chance, which no interval covers.
+With `--only`, `local` and the methods named are run, and the rows of these are put into the results that are there, if
+`local` comes out as it is there. Their `gain_interval` is then of fewer methods, which the results say under `renewed`.
 Intervals of differences cover new seeds and test examples (crossed), one difference at a time; `gain_interval` is that of
 `polyfed compare`, for all methods together, which with three seeds and 35 methods decides next to nothing. Seconds mean
 something only if nothing else ran: the load before is in the results.
@@ -93,6 +96,9 @@ def run(name, given):
              "--budget", "steps", "--tune", *([SEARCHED[name], "--trials", str(TRIALS)] if name in SEARCHED else ["grid"]),
              *(["--data.path", path] if path else []), "--out", str(out), "--parallel", str(given.parallel),
              *(["--quiet"] if given.quiet else [])]  # fmt: skip
+    if given.only:
+        renew(name, [*words, "--baselines", json.dumps(baselines(config, given.only.split(",")))], out)
+        return
     found = compared(words, out)
     like = found["methods"].get("fedavg") or found["methods"]["fedavg_kd"]
     limits = {"bytes": whole(like, out, "bytes") / 3, "seconds": whole(like, out, "seconds")}
@@ -109,6 +115,34 @@ def run(name, given):
     text = json.dumps(content, indent=1, ensure_ascii=False)
     (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     print(f"{name}: {time.time() - began:.0f} s", flush=True)
+
+
+def baselines(config, only):
+    """Those of the federation's methods that are named."""
+    named = [one if isinstance(one, str) else one["name"] for one in config["baselines"]]
+    if strange := set(only) - set(named):
+        raise SystemExit(f"no {', '.join(sorted(strange))} there; there are {', '.join(named)}")
+    return [one for one, name in zip(config["baselines"], named, strict=True) if name in only]
+
+
+def renew(name, words, out):
+    """Puts the rows of a few methods into the results of a federation."""
+    file = RESULTS / f"{name}.json"
+    content, found = json.loads(file.read_text(encoding="utf-8")), compared(words, out)
+    again = [label for label in found["methods"] if label != "local"]
+    before, now = content["methods"]["local"]["mean"], rounded(found["methods"]["local"]["statistics"]["mean"])
+    if before != now or found["seeds"] != content["seeds"]:
+        raise SystemExit(
+            f"{out}: local is at {now} with seeds {found['seeds']}, in {file} at {before}: not the same runs"
+        )
+    for label in again:
+        content["methods"][label] = of(found, label, out)
+        for kind, one in content["equal"].items():
+            one["means"][label] = rounded(at_equal(found["methods"][label], out, kind, one["limit"]))
+    edge = [one for one in content["edge"] if one.rpartition(" of ")[2] not in again]
+    content["edge"] = [*edge, *(one for one in found["tuning"]["edge"] if one.rpartition(" of ")[2] in again)]
+    content["renewed"] = {**content.get("renewed", {}), **{label: ["local", *again] for label in again}}
+    file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def compared(words, out):
@@ -181,6 +215,7 @@ def main():
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--runs", default="runs/leaderboard")
     parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--only", default="", metavar="NAMES")
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--quiet", action="store_true")
     given = parser.parse_args()

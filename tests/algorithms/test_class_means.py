@@ -30,7 +30,7 @@ def test_without_the_shared_term_it_is_local_bit_for_bit(method):
 
 def test_fedgh_whose_head_is_never_replaced_is_local_bit_for_bit(monkeypatch):
     monkeypatch.setattr(FedGH, "dispatch", lambda self, state, who: Message({}, {"lr": self.lr}))
-    assert_as_local(run(FedGH(**OPTIONS), mixed()))
+    assert_as_local(run(FedGH(**OPTIONS, first_head="architecture"), mixed()))
 
 
 def assert_as_local(found):
@@ -49,7 +49,8 @@ def assert_as_local(found):
 def test_the_shared_term_matters_from_the_second_round_on(method):
     """In round 1 the server has nothing to send."""
     alone = [run(Local(**OPTIONS), mixed(), rounds=n).last.client_states["client-0"]["model"] for n in (1, 2)]
-    found = [run(method(**OPTIONS), mixed(), rounds=n).last.client_states["client-0"]["model"] for n in (1, 2)]
+    made = method(**OPTIONS, **({"first_head": "architecture"} if method is FedGH else {}))
+    found = [run(made, mixed(), rounds=n).last.client_states["client-0"]["model"] for n in (1, 2)]
     assert all(torch.equal(t, alone[0][n]) for n, t in found[0].items())
     assert not torch.equal(found[1]["0.weight"], alone[1]["0.weight"])
 

@@ -9,6 +9,7 @@ from polyfed.algorithms import FedAvg, LGFedAvg, Local
 from polyfed.testing import SmallNet, small_clients
 
 OPTIONS = {"lr": 0.05, "batch_size": 8, "momentum": 0.5}
+AS_DRAWN = {"first_head": "architecture"}  # as in the method that it is compared with
 
 
 class Named(nn.Module):
@@ -39,7 +40,7 @@ def run(method, clients, rounds=2, **options):
 
 def test_with_the_whole_network_as_the_head_it_is_fedavg_bit_for_bit():
     fedavg = run(FedAvg(**OPTIONS, buffers="local"), small_clients())
-    found = run(LGFedAvg(**OPTIONS, head_layers=99), small_clients())
+    found = run(LGFedAvg(**OPTIONS, **AS_DRAWN, head_layers=99), small_clients())
     for one, other in zip(fedavg.history, found.history, strict=True):
         assert one["train_loss"] == other["train_loss"]
         for i, row in one["clients"].items():
@@ -77,10 +78,10 @@ def test_heads_of_different_architectures_are_averaged_by_their_place(layers, we
 def test_a_client_trains_from_its_body_and_the_heads_mean():
     """With one client the mean is its own: Local, bit for bit. With two, what is evaluated besides is what was trained."""
     (one,) = mixed(deep, deep, deep)[:1]
-    alone, found = run(Local(**OPTIONS), [one]), run(LGFedAvg(**OPTIONS), [one])
+    alone, found = run(Local(**OPTIONS), [one]), run(LGFedAvg(**OPTIONS, **AS_DRAWN), [one])
     assert all(torch.equal(t, found.model(one.id).state_dict()[n]) for n, t in alone.model(one.id).state_dict().items())
     clients = mixed(Named, deep, SmallNet)[:2]
-    first, local = (run(m(**OPTIONS), clients, rounds=1) for m in (LGFedAvg, Local))
+    first, local = (run(m, clients, rounds=1) for m in (LGFedAvg(**OPTIONS, **AS_DRAWN), Local(**OPTIONS)))
     for c in clients:  # in round 1 nobody has received anything
         record, alone_record = (r.history[0]["clients"][c.id] for r in (first, local))
         assert record["trained_loss"] == alone_record["loss"] != record["loss"]

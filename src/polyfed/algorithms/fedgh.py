@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from polyfed.algorithms.class_means import class_spec, class_sums, linear_head, points, trained_on_points
+from polyfed.algorithms.first_heads import FirstHead, common_head, with_values
 from polyfed.algorithms.own_network import KeepsNetwork
 from polyfed.alignment.representations import representation_name, representations
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
@@ -31,10 +32,13 @@ class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, Cli
     classes as labels. If φ never replaced a head, it would be Local, bit for bit. Evaluated model: W_i as the client trained
     it; next to it W_i with the server's φ, as `global_...`.
 
-    In round 1 nothing goes down, since the server learns the head's form from the first replies. A class mean counts once,
-    whatever the number of examples.
+    In round 1 nothing goes down, since the server learns the head's form from the first replies: the clients draw the φ from
+    which the server starts from the run's seed. A class mean counts once, whatever the number of examples.
 
     Args:
+        first_head: "form" starts every client with the server's first φ (public implementations: the server hands out one),
+            "architecture" with the head of its architecture's own draw, as in `local`. A head that a network does not draw,
+            such as a pretrained one, stays.
         evaluate: "trained", the network with the head that the client has trained on (authors' code), or "global", with
             the server's; the other is evaluated next to it.
         server_epochs: passes over the class means in a round (100, public implementations; the authors' code has one).
@@ -50,6 +54,7 @@ class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, Cli
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "classification", "one_representation"})
     discloses: ClassVar[frozenset[str]] = frozenset({"class_means"})
+    first_head: FirstHead = "form"
     evaluate: Literal["trained", "global"] = "trained"
     server_epochs: int = 100
     server_lr: float = 0.01
@@ -100,10 +105,17 @@ class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, Cli
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """W_i: the common draw of the client's architecture; and whether φ can take its head's place."""
+        """W_i: the common draw of the client's architecture, with the first φ as its head, whose place it must be able to
+        take."""
         own = super().client_init(client, seed)
-        linear_head(super().personal_model(Message(), own, client, seed), client, "FedGH")
-        return own
+        model = super().personal_model(Message(), own, client, seed)
+        linear_head(model, client, "FedGH")
+        if self.first_head == "architecture":
+            return own
+        assert client.model is not None
+        name = representation_name(model, client.train)
+        first = common_head(client.model, [name], [derive(seed, "head")])  # the seed of the server's φ
+        return {"model": with_values(own["model"], first)}
 
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """W_i after `local_epochs`, from its body and φ; and the class means of its representations after that."""

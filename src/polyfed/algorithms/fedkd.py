@@ -34,7 +34,7 @@ class FedKD(Mutual):
             {name: cnn_small, channels: [8, 16]} ("mlp", polyfed's choice: it takes inputs of any shape but tokens).
         distil: factor of the quotient (1.0, paper); 0 turns mutual learning off.
         hidden_loss: whether H is part of it (True, paper).
-        t_start, t_end: T in the first round and in the last, linear in between (0.95 and 0.98, public implementations).
+        t_start, t_end: T in the first round and in the last, linear in between (0.95 and 0.98, authors' code).
         weighted: the mean of updates by the number of training examples; False counts every client the same (False, paper).
         buffers: those of s ("average", polyfed's choice); those of θ_i always stay with it.
 

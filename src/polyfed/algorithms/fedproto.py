@@ -22,7 +22,7 @@ class FedProto(Prototypes, Averaging):
     The server half needs the sum over clients alone. A class that no client of a round has keeps its prototype.
 
     Args:
-        lam: λ ≥ 0, the weight of the distance to the prototypes (1.0, public implementations; the paper chooses it for each
+        lam: λ ≥ 0, the weight of the distance to the prototypes (1.0, authors' code; the paper chooses it for each
             data set).
         evaluate: "prototypes" predicts the class with the nearest global prototype (paper), "head" takes the network's own
             outputs.

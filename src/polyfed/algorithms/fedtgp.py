@@ -40,7 +40,7 @@ class FedTGP(Prototypes, Algorithm[ServerState, ClientState]):
         margin: τ, the largest margin δ (100.0, paper); δ is the largest distance between two classes' means, if that
             is less.
         hidden: width of the hidden layer; None is the representation's (None, authors' code).
-        server_epochs: passes over the class means in a round (100, paper).
+        server_epochs: passes over the class means in a round (100, paper; the authors' code has 1,000).
         server_lr: learning rate of F and p̊, by SGD (0.01, paper: η of all training).
         server_batch_size: class means in a step (10, authors' code: as at the clients).
         buffers: "local" only (polyfed's choice), since networks stay with their clients.

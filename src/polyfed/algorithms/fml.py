@@ -25,8 +25,8 @@ class FML(Mutual):
     Args:
         shared: the common network s: a name of the zoo or module:factory, or a mapping with the name and arguments, as
             {name: cnn_small, channels: [8, 16]} ("mlp", polyfed's choice: it takes inputs of any shape but tokens).
-        alpha: α, the share of the labels in the loss of θ_i (0.5, public implementations).
-        beta: β, the share of the labels in the loss of s (0.5, public implementations).
+        alpha: α, the share of the labels in the loss of θ_i (0.5, authors' code).
+        beta: β, the share of the labels in the loss of s (0.5, authors' code).
         weighted: the mean of s by the number of training examples (True, polyfed's choice: as FedAvg); False counts every
             client the same.
         buffers: those of s ("average", polyfed's choice); those of θ_i always stay with it.

@@ -8,10 +8,12 @@ from typing import ClassVar, final
 from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
+from polyfed.algorithms.first_heads import FirstHead, common_head, with_values
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import Policy
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import fill, initial_state, scratch, whole_state
+from polyfed.core.scratch import Scratch, fill, initial_state, scratch, whole_state
+from polyfed.core.seeds import derive
 from polyfed.core.training import fit, scalars_of
 from polyfed.core.tree import Spec, Tree, UnlikeTreesError, copied, spec
 from polyfed.models.split import head_modules, places_in
@@ -28,12 +30,15 @@ class LGFedAvg(Averaging):
     as it had trained it, as `trained_...`.
 
     A head's tensors travel under the place of their layer counted from the output (`0.weight` is the last layer's), since
-    names differ between architectures. In round 1 nothing goes down: clients of one architecture begin alike. A weight of
-    the head that the body uses too (a tied embedding) is the head's, and so averaged.
+    names differ between architectures. In round 1 nothing goes down: all clients draw the same first head from the run's
+    seed. A weight of the head that the body uses too (a tied embedding) is the head's, and so averaged.
 
     Args:
         head_layers: how many of the last parametric layers are the shared head (1, polyfed's choice; the paper and its code
             keep two or more, depending on the data).
+        first_head: "form" draws the first head by its layers' kinds and shapes, the same for all clients (paper: the server
+            hands out one, algorithm 1), "architecture" takes the head of the architecture's own draw, as in `local`. What
+            a network does not draw, such as pretrained weights, stays.
         weighted: the heads' mean by the number of training examples (True, paper); False counts every client the same.
         buffers: "local" only (polyfed's choice), since bodies stay with their clients.
 
@@ -47,6 +52,7 @@ class LGFedAvg(Averaging):
     groups: ClassVar[tuple[str, ...]] = ("head",)
     keeps_trained: ClassVar[bool] = True
     head_layers: int = 1
+    first_head: FirstHead = "form"
     weighted: bool = True
     buffers: Policy = "local"
 
@@ -88,9 +94,14 @@ class LGFedAvg(Averaging):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """φ_i and a first head: the common draw of the client's architecture."""
+        """φ_i, the common draw of the client's architecture; and the first head."""
         assert client.model is not None  # `requires` asks for one
-        return self._divided(initial_state(client.model, seed), self._places(client))
+        state = initial_state(client.model, seed)
+        if self.first_head == "form":
+            modules = self._modules(scratch(client.model, client.train.device), client)
+            seeds = [derive(seed, "head", place) for place in range(len(modules))]
+            state = with_values(state, common_head(client.model, modules, seeds))
+        return self._divided(state, self._places(client))
 
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """φ_i and h_i after `local_epochs` on the client's data, from φ_i and h (algorithm 1, ClientUpdate)."""
@@ -122,14 +133,17 @@ class LGFedAvg(Averaging):
         """The name under which a parameter of the head travels -> its first name in the client's network."""
         assert client.model is not None
         net = scratch(client.model, client.train.device)
-        modules = head_modules(net.module, client.train.one_input, num_layers=self.head_layers)
-        places = places_in(net.module, tuple(reversed(modules)), {*net.frozen, *net.buffers})
+        places = places_in(net.module, self._modules(net, client), {*net.frozen, *net.buffers})
         if not places:
             raise UserError(
                 f"LGFedAvg: in the last {self.head_layers} layers of the network of client {client.id!r} nothing is trained "
                 "(requires_grad), so that there is no head to share; raise head_layers"
             )
         return places
+
+    def _modules(self, net: Scratch, client: Client) -> tuple[str, ...]:
+        """Names of the head's layers, the last one first."""
+        return tuple(reversed(head_modules(net.module, client.train.one_input, num_layers=self.head_layers)))
 
     def _divided(self, state: Tree, places: Mapping[str, str]) -> ClientState:
         """Body and head of a network's state."""

@@ -30,7 +30,7 @@ class Prototypes(KeepsNetwork, LocalTraining, LooksInside, ABC):
     the mean of f over its training examples of each class, by the network that it ended with.
 
     Args:
-        lam: λ ≥ 0, the weight of the distance to the prototypes (1, public implementations; the paper chooses it for each
+        lam: λ ≥ 0, the weight of the distance to the prototypes (1, authors' code; the paper chooses it for each
             data set); 0 is Local with `evaluate="head"`.
         evaluate: "prototypes" predicts the class with the nearest global prototype (paper), "head" takes the network's own
             outputs. With "prototypes" the other is evaluated next to it, as `head_...`.
