@@ -163,16 +163,16 @@ def collect(name, given):
 
 
 def difference(expected, config):
-    """The first setting of a run that is not the recipe's, as a sentence; empty if there is none. A field that the run's
+    """The first settings of a run that are not the recipe's, as a sentence; empty if there are none. A field that the run's
     file does not have, because it is younger, is no difference."""
     for key in sorted(set(expected) - set(FREE)):
         was, now = config.get(key), expected[key]
-        if key == "data":
-            was, now = ({k: v for k, v in of.items() if k not in ("path", "cache")} for of in (was, now))
         if isinstance(was, dict) and isinstance(now, dict):
-            now = {k: v for k, v in now.items() if k in was}
-            was = {k: v for k, v in was.items() if k in now}
-        if was != now:
+            differ = [name for name in was if name in now and was[name] != now[name] and name not in ("path", "cache")]
+            if differ:
+                was, now = ({name: of[name] for name in differ} for of in (was, now))
+                return f"{key} has {was}, and the recipe's {now}"
+        elif was != now:
             return f"{key} is {was!r}, and the recipe's {now!r}"
     return ""
 

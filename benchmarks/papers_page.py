@@ -65,8 +65,9 @@ REMARKS = {  # what one should know to read a table or a curve
     "pFedHN +6.3 (3.8 to 8.9), distillation +2.2 (−1.4 to 5.9); at 6.25 % over training alone +15.5 (11.7 to 19.3), pFedHN "
     "+6.3 (3.7 to 8.9), distillation +10.1 (5.9 to 14.2). At 25 % the paper has distillation ahead on CIFAR-10, too (89.7 "
     "against 88.8), but not on CIFAR-100, where training alone is far behind.",
-    "flha-table1_forms": "Without normalise FLHA-GHN has the largest rate at which no seed ended at chance, 0.1. With 0.3, "
-    "which was better in two other seeds, one of these three did ([rates](../benchmarks/README.md)).",
+    "flha-table1_forms": "As published is with polyfed's earlier reading of section 4.2's start, of which Fig. 6 says "
+    "more. Without normalise FLHA-GHN has the largest rate at which no seed ended at chance, 0.1. With 0.3, which was "
+    "better in two other seeds, one of these three did ([rates](../benchmarks/README.md)).",
     "fedhenn-table2": "FedHeNN Hetero and training alone with its networks have nine seeds on CIFAR-10 with two classes: "
     "six more were run to see whether what the first three showed holds. In the row of 500 clients (40 here) it does not: "
     "+1.2 (0.7 to 1.6) by three, +0.1 (−0.8 to 0.9) by the six others. In that of 100 (20 here) it does: "
@@ -90,15 +91,19 @@ REMARKS = {  # what one should know to read a table or a curve
     "0.2. FedFomo weighs models by held-out examples, 8 of the 40: where a client's own training makes their loss worse, "
     "it keeps its former model; with all its images in one batch every epoch is the same step, so that it never leaves it. "
     "Hence 41 % here and 47 % in Table 1, and being ahead of it says little.",
-    "flha-examples": "Distillation trains its teacher in the first half of the rounds. With 160 and 320 examples the search "
-    "can choose no round after 15 of 20 and 10 of 15, five and two rounds after that half: so there the lead over it after "
-    "all rounds is what counts.",
+    "flha-examples": "`flha_ghn_published` is with polyfed's earlier reading of section 4.2's start. Distillation "
+    "trains its teacher in the first half of the rounds. With 160 and 320 examples the search can choose no round "
+    "after 15 of 20 and 10 of 15, five and two rounds after that half: so there the lead over it after all rounds is "
+    "what counts.",
     "flha-appendix_b": "One seed, so that no difference has an interval. Shown is that networks which concatenate train "
     "with generated weights, too: the hybrids are within 4 points of the ResNet-18 next to them.",
     "flha-fig4": "One seed. Up to five epochs between communications cost nothing, as in the paper; with ten and twenty, "
     "which leave four and two rounds, the hypernetwork has learned little.",
-    "flha-fig6": "The paper's formula leaves what a fresh hypernetwork generates at 0.07 of Kaiming's spread; scaling "
-    "each tensor (normalise), or Kaiming's variance in the formula's place, brings it there.",
+    "flha-fig6": "Section 4.2's sentence, on all layers of a head, gives Kaiming's spread with fan_out, as the figure "
+    "shows: to some per cent where nodes differ in size, exactly with normalise. It leaves open of what size the "
+    "heads' input is; polyfed measures it ([FLHA-GHN](methods/flha_ghn.md#details)). Before, polyfed had the formula on "
+    "the last layer alone, which gave 0.07 of Kaiming's spread with fan_in. That was its reading, not the paper's "
+    "formula.",
     "flha-table7": "One seed, so that no difference has an interval. The network that is replaced falls most, by 6 to 16 "
     "points here and 7 to 13 in the paper; the others lose at most 5 here and there.",
     "pfedla-fig7": "On CIFAR-10 a client's convolutions and fc1 have nearly all their weight on itself after 60 rounds: it "

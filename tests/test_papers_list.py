@@ -161,5 +161,5 @@ def test_a_run_at_the_papers_length_stops_after_its_hours_and_goes_on(scale, tmp
     config.write_text(re.sub(r"lr: [0-9.]+", "lr: 0.5", config.read_text(encoding="utf-8")), encoding="utf-8")
     capsys.readouterr()
     scale.collect("pfedla", given(1))
-    assert "left out, its algorithm is" in capsys.readouterr().out
+    assert "left out, its algorithm has {'lr': 0.5}, and the recipe's {'lr': 0.05}" in capsys.readouterr().out
     assert json.loads((tmp_path / "results" / "pfedla.json").read_text(encoding="utf-8"))["methods"] == {}

@@ -99,6 +99,15 @@ def test_histograms_hold_every_weight_and_show_its_distribution(graph):
         assert spread == pytest.approx(kaiming, rel=0.05)
 
 
+def test_the_papers_initialisation_is_held_against_fan_out(graph):
+    figure = draw_initialisation(graph, "2.weight", initialisations=("paper",), fan="out", form=Form(
+        LayerCatalogue(graph.types)), seed=1)  # fmt: skip
+    drawn, made = (patch.get_data() for patch in figure.axes[0].patches)
+    centres = (drawn.edges[1:] + drawn.edges[:-1]) / 2
+    spreads = [math.sqrt((centres**2 * one.values * np.diff(one.edges)).sum()) for one in (drawn, made)]
+    assert spreads == pytest.approx([math.sqrt(2 / (32 * 9))] * 2, rel=0.05)
+
+
 def test_our_initialisation_has_kaimings_variance_and_the_standard_has_not(graph):
     for name, fan_in in (("0.weight", 4 * 9), ("2.weight", 16 * 9), ("5.weight", 32 * 16)):
         wanted = math.sqrt(2 / fan_in)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import fmean
 from typing import Any, Literal, final
 
 import torch
@@ -212,13 +213,17 @@ def create(form: Form, init: Init, seed: int) -> dict[str, Tensor]:
     """The initial tensors (W_G, W_H), by name.
 
     With `normalise` the GNN and the hidden layers have Kaiming's variance, shared between A and B, and zero biases; else
-    they start as PyG and torch initialise them. At the start every scale s is 1, biases of the heads and generated biases
-    are 0, generated norm scales are 1, and the weights W have, by `init`,
+    they start as PyG and torch initialise them. At the start every scale s is 1, generated biases are 0, generated norm
+    scales are 1, and the weights W have, by `init`,
 
     - "kaiming": variance 2/fan_in (He et al. 2015), since the last layer's is 2/(fan_in·H·E[z²]). E[z²] is measured per type
       on random graphs of the catalogue's types, for the server knows no client's graph;
-    - "paper": what Xavier-normal · √(2·c_in/H) gives (section 4.2), which is 2/fan_in only where c_out = 2·c_in and
-      E[z²] = 1.
+    - "paper": variance 2/fan_out, He et al.'s other form, by section 4.2's sentence: all matrices of W_H are Xavier-normal
+      with zero bias, the last times √(2·c_in/H), so that H·E[z²]·2/(P+H)·2·c_in/H = 2/fan_out · P/(P+H) where E[z²] = ½:
+      that of a (leaky) ReLU of pre-activations of variance 1. For these Xavier's hidden layer needs ‖h_v^T‖² = (d+H)/2. So
+      the GNN's last layer, of which the sentence says nothing, is multiplied by what is lacking, measured as for "kaiming".
+      With `normalise` E[z²] is 1 instead, and the last layer's variance half of it. A scale s of zero bias would be random,
+      with a mean of 0: its bias of 1 is polyfed's choice.
 
     >>> from polyfed.graphs import LayerType
     >>> tensors = create(Form(LayerCatalogue((LayerType("linear", 20, 10),))), "kaiming", seed=0)
@@ -229,6 +234,8 @@ def create(form: Form, init: Init, seed: int) -> dict[str, Tensor]:
         ghn = _within_memory(form)
         if form.normalise:
             _reset_trunk(ghn)
+        if init == "paper":
+            _reset_hidden(ghn, form, seed)
         energies = _energies(ghn, form, seed) if init == "kaiming" else {}
         with torch.no_grad():
             for kind in form.catalogue.types:
@@ -277,15 +284,39 @@ def _reset(head: TypeHead, kind: LayerType, variance: float) -> None:
         nn.init.normal_(head.out.weight, std=math.sqrt(variance))
 
 
+@torch.no_grad()
+def _reset_hidden(ghn: GHN, form: Form, seed: int) -> None:
+    """Hidden layers of the heads as section 4.2 has them, Xavier-normal with zero bias; and the GNN's last layer of the
+    size at which z has the mean square ½ before it is normalised. What single draws lack, and all of it where the GNN's
+    last layer does not scale h_v^T (a GRU, passing in an order, no GNN), hidden layers get."""
+    heads = {kind: head for kind in form.catalogue.types if isinstance(head := ghn.heads[kind.key], TypeHead)}
+    for head in heads.values():
+        nn.init.xavier_normal_(head.hidden.weight)
+        nn.init.zeros_(head.hidden.bias)
+    lacking = {
+        kind: math.sqrt(form.hidden / 2 / energy)
+        for kind, energy in _energies(ghn, form, seed, normalised=False).items()
+    }
+    growth = 1.0
+    if form.depth and form.gnn != "gated" and form.passing == "synchronous":
+        growth = fmean(value**-2 for value in lacking.values()) ** -0.5
+        for parameter in ghn.gnn[-1].parameters():
+            parameter.mul_(growth)
+    for kind, head in heads.items():
+        head.hidden.weight.mul_(lacking[kind] / growth)
+
+
 def _paper_variance(kind: LayerType, form: Form) -> float:
-    """Of Xavier-normal on the (P, H) matrix, times 2·c_in/H."""
-    return 2 / (form.hidden + math.prod(kind.shapes["weight"])) * 2 * kind.c_in / form.hidden
+    """Of Xavier-normal on the (P, H) matrix, times 2·c_in/H, for z of mean square ½; half of it for z of mean square 1."""
+    variance = 2 / (form.hidden + math.prod(kind.shapes["weight"])) * 2 * kind.c_in / form.hidden
+    return variance / 2 if form.normalise else variance
 
 
 @torch.no_grad()
-def _energies(ghn: GHN, form: Form, seed: int) -> dict[LayerType, float]:
+def _energies(ghn: GHN, form: Form, seed: int, normalised: bool = True) -> dict[LayerType, float]:
     """H·E[z²] of each type: the mean of ‖z‖² over random circles, each of which has every node type once. With normalised z
-    it is H up to rounding. Asynchronous passing has a beginning and an end, and so chains instead of circles."""
+    it is H up to rounding; `normalised=False` takes z before that. Asynchronous passing has a beginning and an end, and so
+    chains instead of circles."""
     features = len(form.catalogue.features)
     totals = dict.fromkeys(form.catalogue.types, 0.0)
     generator = torch_generator(derive(seed, "graph hypernetwork", "chains"))
@@ -300,8 +331,11 @@ def _energies(ghn: GHN, form: Form, seed: int) -> dict[LayerType, float]:
         for column, kind in enumerate(form.catalogue.types, start=len(MARKS)):
             head = ghn.heads[kind.key]
             assert isinstance(head, TypeHead)
-            totals[kind] += float(head.activations(h[column : column + 1]).square().sum()) / _CHAINS
-    return totals
+            row = h[column : column + 1]
+            z = head.activations(row) if normalised else F.leaky_relu(head.hidden(row))
+            totals[kind] += float(z.square().sum()) / _CHAINS
+    # With few latent entries the GNN's ReLUs may leave a type's nodes h = 0 on all these graphs: then any size does.
+    return {kind: total or float(form.hidden) for kind, total in totals.items()}
 
 
 def catalogue_of(tensors: Tree) -> LayerCatalogue:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Start = Literal["standard", "paper", "kaiming"]
 _TITLES: Mapping[Start, str] = {
     "standard": "initialised as PyTorch does",
-    "paper": "initialised by the paper's formula",
+    "paper": "initialised by the paper's sentence",
     "kaiming": "initialised for Kaiming's variance (ours)",
 }
 _WARM, _SCRATCH, _REST = "#0072B2", "#D55E00", "#9a9a9a"
@@ -125,16 +125,18 @@ def draw_initialisation(
     parameter: str,
     *,
     initialisations: Sequence[Start] = ("standard", "kaiming"),
+    fan: Literal["in", "out"] = "in",
     form: Form | None = None,
     seed: int = 0,
 ) -> "Figure":
-    """Histograms of a layer's weight, drawn with Kaiming's variance 2/fan_in and as a fresh hypernetwork generates it, one
+    """Histograms of a layer's weight, drawn with Kaiming's variance and as a fresh hypernetwork generates it, one
     panel for each initialisation of the hypernetwork (Fig. 6, there for a convolution 3×3 of 64 to 128 channels).
 
     Args:
         graph: of a network with this layer.
         parameter: name of the layer's weight.
         initialisations: see `fresh_weights`.
+        fan: whether Kaiming's variance is 2/fan_in, which "kaiming" has, or 2/fan_out, which "paper" has.
         form, seed: see `fresh_weights`.
 
     Raises:
@@ -149,8 +151,9 @@ def draw_initialisation(
     if not owners:
         raise UserError(f"{parameter!r} is a bias, which starts at 0; choose a layer's weight")
     kind = owners[0]
-    deviation = math.sqrt(2 / kind.fan_in)
     shape = kind.shapes["weight"]
+    outputs = kind.c_out // kind.groups * math.prod(kind.kernel)
+    deviation = math.sqrt(2 / (kind.fan_in if fan == "in" else outputs))
     wanted = torch.randn(shape, generator=torch_generator(derive(seed, "kaiming"))).numpy().ravel() * deviation
     figure = _figure(4.6 * len(weights), 3.8)
     for axes, (start, weight) in zip(figure.subplots(1, len(weights), squeeze=False)[0], weights.items(), strict=True):

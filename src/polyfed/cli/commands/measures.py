@@ -184,8 +184,9 @@ def _parameters(cell: Cell, run: None) -> float:
 
 
 def _fresh_deviation(cell: Cell, run: None) -> float:
-    """Standard deviation of a fresh hypernetwork's weights for a convolution of the small CNN, over Kaiming's √(2/fan_in);
-    needs no run. Three hypernetworks of the paper's sizes, of that network's layer types."""
+    """Standard deviation of a fresh hypernetwork's weights for a convolution of the small CNN, over Kaiming's √(2/fan_in) or
+    √(2/fan_out), by the cell's `fan`; needs no run. Three hypernetworks of the paper's sizes, of that network's layer
+    types."""
     shape = (1, 28, 28)
     graph = extract(build("flha_small", shape, 10), torch.zeros(2, *shape))
     form = Form(LayerCatalogue.of([graph]), normalise=cell.part["normalise"])
@@ -195,7 +196,8 @@ def _fresh_deviation(cell: Cell, run: None) -> float:
         if isinstance(n.type, LayerType) and n.type.key.startswith(cell.part["layer"])
     )
     weights = [fresh_weights(graph, parameter, cell.part["start"], form=form, seed=seed) for seed in range(3)]
-    return fmean(float(weight.std()) * (weight[0].numel() / 2) ** 0.5 for weight in weights)
+    share = {"in": weights[0][0], "out": weights[0][:, 0]}[cell.part["fan"]]  # what one output, or one input, has
+    return fmean(float(weight.std()) * (share.numel() / 2) ** 0.5 for weight in weights)
 
 
 METRICS: Mapping[str, Callable[[Cell, Any], float | None]] = {
