@@ -156,6 +156,18 @@ def test_cka_sees_neither_rotation_nor_scale_nor_translation(kind: str, width: i
 
 
 @pytest.mark.thorough
+def test_equation_4_of_fedhenn_is_linear_cka_of_centred_features() -> None:
+    """It is printed without H, and then calls any two representations with a large mean alike."""
+    a, b = random(3, ROWS, 4), OTHERS["narrow"]
+
+    def as_printed(one: Tensor, other: Tensor) -> float:
+        norm = torch.linalg.matrix_norm
+        return float(norm(other.T @ one) ** 2 / (norm(one.T @ one) * norm(other.T @ other)))
+
+    assert as_printed(a - a.mean(0), b - b.mean(0)) == pytest.approx(linear_cka(a, b).item(), rel=1e-9)
+    assert as_printed(a + 20, b + 20) > 0.99 > linear_cka(a + 20, b + 20).item() + 0.5
+
+
 @pytest.mark.parametrize(("number", "a", "b"), [(11, 3, 4), (4, 9, 11)])
 @pytest.mark.parametrize("kind", CKA)
 def test_gradients_are_those_of_finite_differences(kind: str, number: int, a: int, b: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.public_pool import PublicPool, prepared
+from polyfed.alignment.held import OncePerEpoch
 from polyfed.alignment.rad import noise_like, rad_rows
 from polyfed.alignment.representations import check_representation, representation_name
 from polyfed.alignment.target import Distance, Target
@@ -24,6 +25,8 @@ from polyfed.core.inputs import first
 from polyfed.core.network_needs import LooksInside
 from polyfed.core.scratch import scratch
 from polyfed.core.seeds import derive
+from polyfed.core.stacked import needs_two
+from polyfed.core.streams import plan
 from polyfed.core.tree import Tree
 
 
@@ -41,8 +44,10 @@ class Aligning(PublicPool, LooksInside, ABC):
             data: 2·rad_size random inputs that each client makes from a common seed.
         rad_size: L, examples in the RAD of a round (5000, paper; the authors' code has 1,000); not more than there are
             public examples.
-        rad_batch: examples of the RAD, drawn afresh, at each minibatch (256, polyfed's choice: all 5,000 at every
-            step are out of reach); 0 takes the whole RAD (paper).
+        rad_batch: examples of the RAD, drawn afresh whenever the term is computed (256, polyfed's choice: all 5,000 at
+            every minibatch are out of reach); 0 takes the whole RAD (paper).
+        term: when it is computed: at every "minibatch" (polyfed's choice), or once an "epoch" (paper, algorithms 1 and 2),
+            at its start: each of its minibatches then adds the same gradient.
         distance: d: "cka", 1 − CKA (paper), or "procrustes", the orthogonal Procrustes distance of centred representations
             of norm 1, from 0 to 2, which the paper finds comparable for one architecture (93.7 against 94.7). It depends on
             linear kernels alone, so that here it is also for networks of different widths.
@@ -62,6 +67,7 @@ class Aligning(PublicPool, LooksInside, ABC):
     rad: Literal["public", "noise"] = "public"
     rad_size: int = 5000
     rad_batch: int = 256
+    term: Literal["minibatch", "epoch"] = "minibatch"
     distance: Distance = "cka"
     kernel: Literal["linear", "rbf"] = "linear"
     sigma: float = 0.5
@@ -164,11 +170,23 @@ class Aligning(PublicPool, LooksInside, ABC):
         return representation_name(model, examples) if given is None else given
 
     def _term(
-        self, module: str, target: Target | OfNetwork, pool: Examples, rows: Tensor, eta: float, seed: int
+        self,
+        network: nn.Module,
+        client: Client,
+        module: str,
+        target: Target | OfNetwork,
+        pool: Examples,
+        rows: Tensor,
+        eta: float,
+        seed: int,
     ) -> OfClient | None:
-        """η·d(K_i, K̄) at the present parameters (eq. 5, 6), on `rad_batch` rows of X that are drawn at each call; None if η
-        is 0."""
+        """η·d(K_i, K̄) at the present parameters (eq. 5, 6), or those at the epoch's start, on `rad_batch` rows of X that are
+        drawn whenever it is computed; None if η is 0."""
         if eta == 0:
             return None
         number = min(self.rad_batch or len(rows), len(rows))
-        return Alignment(pool, rows, module, target, self.distance, eta, number, type(self).__name__).of_client(seed)
+        term = Alignment(pool, rows, module, target, self.distance, eta, number, type(self).__name__)
+        if self.term == "minibatch":
+            return term.of_client(seed)
+        epoch = plan(len(client.train), self.batch_size, 1, None, self.accumulate, needs_two(network))
+        return OncePerEpoch.of_client(term, network, len(epoch), seed)

@@ -231,7 +231,7 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
         if "target" in down.tensors:
             (matrix,) = down.tensors["target"].values()
             target = Target(matrix, self.sigma if self.kernel == "rbf" else None)
-            term = self._term(module, target, pool, rows, down.scalars["eta"], seed)
+            term = self._term(model, client, module, target, pool, rows, down.scalars["eta"], seed)
         found = fit(model, client, self, lr=down.scalars["lr"], seed=seed, penalty=term)
         scalars = {"train_loss": found.loss, "num_examples": len(client.train)}
         if self.weighting == "capacity" and self.share == "representations":

@@ -81,7 +81,7 @@ class FedHeNNHomo(Aligning, OneModel):
         if eta:
             module = self._representation(net.module, client.id, client.train)
             k_global = OfNetwork(net.module, self.sigma if self.kernel == "rbf" else None)
-            term = self._term(module, k_global, pool, rows, eta, seed)
+            term = self._term(net.module, client, module, k_global, pool, rows, eta, seed)
         lr = down.scalars["lr"]
         found = fit(net.module, client, self, lr=lr, seed=seed, penalty=term)
         message, kept = reply(net, client, found.loss, self)

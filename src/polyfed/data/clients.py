@@ -161,6 +161,11 @@ def _of_table(
 def _global_test(pool: Pool, size: int, seed: int) -> Examples | None:
     if size == 0:
         return None
+    if pool.test_is_dealt:
+        raise UserError(
+            f"global_test={size} needs a common test set, and deal_test gives its examples to the clients, who would be "
+            "tested on what they train on; leave one of the two out"
+        )
     if pool.test is None:
         raise UserError(
             f"global_test={size} needs a common test set, which this data set does not have; set global_test to 0 or "

@@ -3,11 +3,12 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -35,6 +36,7 @@ class Pool:
         vocabulary: of text, the token of each number in the inputs; empty otherwise.
         prepared: of a table, what makes inputs of its rows, not fitted yet: that needs training rows.
         group: the column whose equal values never go to different sets (the rows of a patient); None for none.
+        test_is_dealt: the published test examples are in `train`, so that there is no common test set of them.
 
     Raises:
         UserError: labels outside the classes, or a column of another length.
@@ -53,6 +55,7 @@ class Pool:
     vocabulary: tuple[str, ...] = ()
     prepared: Prepared | None = None
     group: str | None = None
+    test_is_dealt: bool = False
 
     def __post_init__(self) -> None:
         if len(self.train) == 0:
@@ -126,6 +129,32 @@ def make_pool(
         columns=columns or {},
         vocabulary=vocabulary,
     )
+
+
+def with_test_dealt(pool: Pool, columns: Columns) -> Pool:
+    """The pool in which clients get the examples of its test set, too, after the others; with the columns that both have.
+
+    Args:
+        pool: with or without a test set.
+        columns: of the test set.
+
+    Raises:
+        UserError: there is no test set.
+
+    >>> import torch
+    >>> train, test = (torch.zeros(3, 2), torch.tensor([0, 1, 0])), (torch.ones(1, 2), torch.tensor([1]))
+    >>> pool = with_test_dealt(make_pool(train, test, "ab", columns={"user": np.arange(3)}), {"user": np.array([7])})
+    >>> len(pool.train), pool.test, pool.columns["user"].tolist()
+    (4, None, [0, 1, 2, 7])
+    """
+    if pool.test is None:
+        raise UserError("deal_test: these files hold no published test examples; leave it out, or add their test split")
+    both = pool.train, pool.test
+    whole = Examples(
+        torch.cat([part.tensor for part in both]), torch.cat([part.y for part in both]), transform=pool.train.transform
+    )
+    joined = {name: np.concatenate([one, columns[name]]) for name, one in pool.columns.items() if name in columns}
+    return replace(pool, train=whole, test=None, columns=joined, test_is_dealt=True)
 
 
 def numbered(labels: NDArray[Any], names: Sequence[str] | None = None) -> tuple[NDArray[np.int64], tuple[str, ...]]:

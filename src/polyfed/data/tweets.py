@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.files import check_file, user_path
 from polyfed.data.files import Table, array, column, existing, parquet_tables, scalar_columns
 from polyfed.data.hub import hub_tables
-from polyfed.data.pool import Pool, Source, make_pool
+from polyfed.data.pool import Pool, Source, make_pool, with_test_dealt
 from polyfed.data.text import Vocabulary, build_vocabulary, load_vocabulary
 
 _ADVICE = (
@@ -37,12 +37,15 @@ class Sentiment140(Source):
         vocabulary: JSON file of the vocabulary: read if it exists, else built from the training texts and written.
         vocabulary_size: most frequent tokens that are reported apart, with padding and unknown.
         length: tokens of a tweet; longer ones are cut, shorter ones padded. 25 as in LEAF and FedHeNN.
+        deal_test: the published test tweets are dealt to clients too; there is then no common test set. The vocabulary is
+            of the training texts with it, too.
     """
 
     path: str | None = None
     vocabulary: str | None = None
     vocabulary_size: int = 10_000
     length: int = 25
+    deal_test: bool = False
 
     def __post_init__(self) -> None:
         if self.vocabulary_size < 3:
@@ -55,12 +58,13 @@ class Sentiment140(Source):
         tables = self._tables()
         texts, labels, columns = _read(tables["train"])
         vocabulary = self._vocabulary(texts)
-        test = None
+        test, of_test = None, dict[str, NDArray[Any]]()
         if "test" in tables:
-            test_texts, test_labels, _ = _read(tables["test"])
+            test_texts, test_labels, of_test = _read(tables["test"])
             test = vocabulary.encode(test_texts, self.length), test_labels
         train = vocabulary.encode(texts, self.length), labels
-        return make_pool(train, test, ("negative", "positive"), columns=columns, vocabulary=vocabulary.tokens)
+        pool = make_pool(train, test, ("negative", "positive"), columns=columns, vocabulary=vocabulary.tokens)
+        return with_test_dealt(pool, of_test) if self.deal_test else pool
 
     def _tables(self) -> dict[str, Table]:
         if self.path is None:

@@ -27,7 +27,7 @@ from polyfed.data.files import (
 )
 from polyfed.data.hub import hub_tables
 from polyfed.data.images import Mode, decode_images
-from polyfed.data.pool import Columns, Pool, Source, make_pool
+from polyfed.data.pool import Columns, Pool, Source, make_pool, with_test_dealt
 
 _FASHION = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 _CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -89,15 +89,17 @@ class FashionMNIST(Source):
 
     Args:
         path: folder with the four IDX files or with Parquet files; None for the Hugging Face hub.
+        deal_test: the published test examples are dealt to clients too; there is then no common test set.
     """
 
     path: str | None = None
+    deal_test: bool = False
 
     def load(self) -> Pool:
         """The pictures."""
         advice = _idx_advice("train", "t10k", " (Debian: apt-get install dataset-fashion-mnist)")
         data = _load(self.path, "zalando-datasets/fashion_mnist", "L", advice, ("train", "t10k"))
-        return _pool(data, _FASHION, Normalise((0.2860,), (0.3530,)))
+        return _pool(data, _FASHION, Normalise((0.2860,), (0.3530,)), self.deal_test)
 
 
 @final
@@ -107,14 +109,16 @@ class MNIST(Source):
 
     Args:
         path: folder with the four IDX files or with Parquet files; None for the Hugging Face hub.
+        deal_test: the published test examples are dealt to clients too; there is then no common test set.
     """
 
     path: str | None = None
+    deal_test: bool = False
 
     def load(self) -> Pool:
         """The digits."""
         data = _load(self.path, "ylecun/mnist", "L", _idx_advice("train", "t10k"), ("train", "t10k"))
-        return _pool(data, _DIGITS, Normalise((0.1307,), (0.3081,)))
+        return _pool(data, _DIGITS, Normalise((0.1307,), (0.3081,)), self.deal_test)
 
 
 @final
@@ -126,10 +130,12 @@ class EMNIST(Source):
         path: folder with the files emnist-SUBSET-train-images-idx3-ubyte.gz and so on, or with Parquet files; None for
             the Hugging Face hub, which has the subsets letters and mnist.
         subset: byclass (62 classes), bymerge and balanced (47), letters (26), digits and mnist (10).
+        deal_test: the published test examples are dealt to clients too; there is then no common test set.
     """
 
     path: str | None = None
     subset: Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"] = "letters"
+    deal_test: bool = False
 
     def __post_init__(self) -> None:
         if self.subset not in _EMNIST:
@@ -144,7 +150,9 @@ class EMNIST(Source):
         data = _load(self.path, f"tanganke/emnist_{self.subset}", "L", advice, prefixes)
         train = _upright(data.train, self.subset)
         test = None if data.test is None else _upright(data.test, self.subset)
-        return _pool(replace(data, train=train, test=test), _EMNIST[self.subset], Normalise((0.1736,), (0.3317,)))
+        return _pool(
+            replace(data, train=train, test=test), _EMNIST[self.subset], Normalise((0.1736,), (0.3317,)), self.deal_test
+        )
 
 
 @final
@@ -154,14 +162,16 @@ class CIFAR10(Source):
 
     Args:
         path: folder with Parquet files; None for the Hugging Face hub.
+        deal_test: the published test examples are dealt to clients too; there is then no common test set.
     """
 
     path: str | None = None
+    deal_test: bool = False
 
     def load(self) -> Pool:
         """The pictures."""
         data = _load(self.path, "uoft-cs/cifar10", "RGB", _CIFAR_ADVICE)
-        return _pool(data, _CIFAR10, Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)))
+        return _pool(data, _CIFAR10, Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), self.deal_test)
 
 
 @final
@@ -171,15 +181,17 @@ class CIFAR100(Source):
 
     Args:
         path: folder with Parquet files; None for the Hugging Face hub.
+        deal_test: the published test examples are dealt to clients too; there is then no common test set.
     """
 
     path: str | None = None
+    deal_test: bool = False
 
     def load(self) -> Pool:
         """The pictures."""
         data = _load(self.path, "uoft-cs/cifar100", "RGB", _CIFAR_ADVICE)
         names = data.names or tuple(map(str, range(100)))
-        return _pool(data, names, Normalise((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)))
+        return _pool(data, names, Normalise((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)), self.deal_test)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +202,7 @@ class _Images:
     test: tuple[Tensor, Tensor] | None
     names: tuple[str, ...] | None = None
     columns: Columns = field(default_factory=dict)
+    test_columns: Columns = field(default_factory=dict)
 
 
 def _load(path: str | None, repo: str, mode: Mode, advice: str, idx: tuple[str, str] | None = None) -> _Images:
@@ -213,8 +226,10 @@ def _from_tables(tables: Mapping[str, Table], mode: Mode) -> _Images:
 
     train = tables["train"]
     image, label = _image_columns(train)
-    test = read(tables["test"]) if "test" in tables else None
-    return _Images(read(train), test, class_names(train, label), scalar_columns(train, (image, label)))
+    test, of_test = None, {}
+    if "test" in tables:
+        test, of_test = read(tables["test"]), scalar_columns(tables["test"], _image_columns(tables["test"]))
+    return _Images(read(train), test, class_names(train, label), scalar_columns(train, (image, label)), of_test)
 
 
 def _image_columns(table: Table) -> tuple[str, str]:
@@ -237,8 +252,9 @@ def _upright(images: tuple[Tensor, Tensor], subset: str) -> tuple[Tensor, Tensor
     return x.transpose(2, 3).contiguous(), y - 1 if subset == "letters" and int(y.max()) == 26 else y
 
 
-def _pool(data: _Images, names: tuple[str, ...], normalise: Normalise) -> Pool:
-    return make_pool(data.train, data.test, names, normalise, data.columns)
+def _pool(data: _Images, names: tuple[str, ...], normalise: Normalise, deal_test: bool) -> Pool:
+    pool = make_pool(data.train, data.test, names, normalise, data.columns)
+    return with_test_dealt(pool, data.test_columns) if deal_test else pool
 
 
 def _idx_advice(train: str, test: str, more: str = "") -> str:

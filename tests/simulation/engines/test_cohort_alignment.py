@@ -46,6 +46,19 @@ def test_clients_that_are_aligned_together_end_where_each_ends_alone(method, for
     assert_near(*runs, 1e-9)
 
 
+@pytest.mark.parametrize("method", [FedHeNNHomo, FedHeNN], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("model", [plain, pytest.param(normed, marks=pytest.mark.thorough)])
+def test_a_gradient_that_is_held_for_an_epoch_is_held_for_each_client(method, model, computed):
+    """Those with as many steps an epoch are computed together: four of five, or three; each on its own draw of the RAD."""
+    fields = {**ALIGNED, "local_epochs": 3, "momentum": 0.5, "term": "epoch"}
+    runs = [play(method(**fields), clients(model, more=1), e, rounds=2) for e in ("inprocess", "cohort")]
+    with_term = 4 if model is plain else 3  # BatchNorm's last batch of one joins the one before
+    assert computed["train"] == with_term + (5 if method is FedHeNN else with_term)  # whose first round has no term
+    assert_near(*runs, 1e-9)
+    other = play(method(**{**fields, "term": "minibatch"}), clients(model, more=1), "inprocess", rounds=2)
+    assert not torch.allclose(other.model("c4")[0].weight, runs[0].model("c4")[0].weight, atol=1e-6)
+
+
 def test_local_buffers_divide_no_cohort(computed):
     """The common target hangs on BatchNorm's weights, and on none of the statistics that clients keep."""
     method = FedHeNNHomo(**ALIGNED, buffers="local")
