@@ -52,6 +52,12 @@ def check(graph: ArchitectureGraph, model) -> None:
             assert any(b == position for _, b in graph.edges), node
 
 
+@pytest.fixture(name="check")
+def checked():
+    """What must hold for every graph, of contracted ones too."""
+    return check
+
+
 @pytest.fixture
 def extracted():
     """Extracts a graph, twice, checks what must hold for all, and that the model is as it was."""

@@ -7,8 +7,9 @@ from torch import nn
 from polyfed.core.errors import UserError
 from polyfed.graphs import LayerCatalogue, LayerType, extract
 from polyfed.graphs.contraction import Contraction
-from polyfed.models import build
+from polyfed.models import ModelSpec, build
 
+SHAPE, CLASSES = (1, 8, 8), 3
 EXTRACTED, LAYERS, EDGES = Contraction(), Contraction("layers"), Contraction("layers", joins=False)
 
 
@@ -78,3 +79,153 @@ def test_without_norms_their_parameters_stay_with_the_client():
     assert [node.name for node in graph.nodes] == ["0", "4"]
     assert graph.edges == ((0, 1),)
     assert list(graph.local) == ["1.weight", "1.bias"]
+
+
+class PreActivation(nn.Module):
+    """A norm at the beginning, one after a sum, and one after a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.a = nn.BatchNorm2d(1), nn.Conv2d(1, 4, 3, padding=1)
+        self.n1, self.b, self.n2 = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.fc = nn.Linear(256, CLASSES)
+
+    def forward(self, x):
+        x = self.a(self.first(x))
+        return self.fc(self.n2(x + self.b(self.n1(x).relu())).flatten(1))
+
+
+class Dense(nn.Module):
+    """A concatenation, then a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.n = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(4)
+        self.fc = nn.Linear(256, CLASSES)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.fc(self.n(torch.cat([x, self.b(x)], 1)).flatten(1))
+
+
+class SharedTwoNorms(nn.Module):
+    """One convolution, used twice, each time with a norm of its own, or with one for both."""
+
+    def __init__(self, norms=2):
+        super().__init__()
+        self.a, self.shared = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.n = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(norms))
+        self.fc = nn.Linear(256, CLASSES)
+
+    def forward(self, x):
+        x = self.n[0](self.shared(self.a(x))).relu()
+        return self.fc(self.n[-1](self.shared(x)).relu().flatten(1))
+
+
+class TwoNormsBeside(nn.Module):
+    """Two norms read one layer, and one norm follows two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.n, self.m = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.b, self.c, self.both = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.fc = nn.Linear(256, CLASSES)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.fc((self.both(self.b(self.n(x))) + self.both(self.c(self.m(x)))).flatten(1))
+
+
+def one_layer():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES))
+
+
+def normed(norm):
+    return lambda: nn.Sequential(nn.Conv2d(1, 4, 3), norm(), nn.ReLU(), nn.Flatten(), nn.Linear(144, CLASSES))
+
+
+def frozen_norm():
+    net = normed(lambda: nn.BatchNorm2d(4))()
+    net[1].requires_grad_(False)
+    return net
+
+
+def norm_last():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES), nn.BatchNorm1d(CLASSES))
+
+
+def two_in_a_row():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, CLASSES)
+    )
+
+
+def other_channels():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.Flatten(), nn.BatchNorm1d(144), nn.Linear(144, 8), nn.Unflatten(1, (2, 4)),
+        nn.LayerNorm(4), nn.Flatten(), nn.Linear(8, CLASSES),
+    )  # fmt: skip
+
+
+# By network, the layers with a norm, and how many norms stay nodes.
+ODD = {
+    "pre-activation": (PreActivation, ["a"], 2),
+    "dense": (Dense, [], 1),
+    "shared with two norms": (SharedTwoNorms, [], 2),
+    "shared with one norm": (lambda: SharedTwoNorms(1), ["shared", "shared"], 0),
+    "two norms beside, one norm twice": (TwoNormsBeside, [], 4),
+    "one layer": (one_layer, [], 0),
+    "group norm": (normed(lambda: nn.GroupNorm(2, 4)), ["0"], 0),
+    "instance norm": (normed(lambda: nn.InstanceNorm2d(4, affine=True)), ["0"], 0),
+    "layer norm of three dimensions": (normed(lambda: nn.LayerNorm((4, 6, 6))), [], 0),
+    "without affine parameters": (normed(lambda: nn.BatchNorm2d(4, affine=False)), [], 0),
+    "frozen norm": (frozen_norm, [], 0),
+    "norm last": (norm_last, ["1"], 0),
+    "two norms in a row": (two_in_a_row, ["0"], 1),
+    "other channels": (other_channels, [], 2),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_networks_lose_no_parameter(name, check):
+    make, with_norm, nodes = ODD[name]
+    net = make()
+    extracted = extract(net, torch.zeros(2, *SHAPE))
+    graph = Contraction("layers").of(extracted)
+    check(graph, net)
+    assert [n.name for n in graph.nodes if not isinstance(n.type, str) and n.type.norm != "none"] == with_norm
+    assert sum(not isinstance(n.type, str) and n.type.is_norm for n in graph.nodes) == nodes
+    assert (graph.local, graph.coverage, graph.head) == (extracted.local, extracted.coverage, extracted.head)
+    for contraction in (Contraction("layers", joins=False), Contraction("local"), Contraction("local", joins=False)):
+        other = contraction.of(extracted)
+        check(other, net)
+        assert other.head == extracted.head
+        assert contraction.joins or not {"add", "concat"} & {n.type for n in other.nodes}
+        if contraction.norms == "local":
+            assert not any(not isinstance(n.type, str) and n.type.is_norm for n in other.nodes)
+    private = graph.restricted(())
+    assert (private.local.keys(), private.coverage) == (dict(net.named_parameters()).keys(), 0)
+
+
+def test_a_transformer_keeps_the_norms_after_sums_as_nodes(check):
+    net = build("vit", SHAPE, CLASSES)
+    extracted = extract(net, torch.zeros(2, *SHAPE))
+    graph = Contraction("layers").of(extracted)
+    check(graph, net)
+    norms = [n.name for n in graph.nodes if not isinstance(n.type, str) and n.type.is_norm]
+    assert norms
+    assert graph.head == extracted.head
+
+
+@pytest.mark.parametrize("name", ["flha_arch2", "flha_arch3"])
+def test_both_tracers_give_the_same_contracted_graph(name, monkeypatch):
+    spec = ModelSpec(name, {"width": 4, "norm": "batch"}, SHAPE, CLASSES)
+    graphs, tracers = [], extract.__globals__["_TRACERS"]
+    for tracer in ("torch.fx", "torch.export"):
+        monkeypatch.setitem(extract.__globals__, "_TRACERS", {tracer: tracers[tracer]})
+        graphs.append(extract(spec(), torch.zeros(2, *SHAPE)))
+    assert [graph.tracer for graph in graphs] == ["torch.fx", "torch.export"]
+    for contraction in (Contraction("layers"), Contraction("layers", joins=False), Contraction("local")):
+        one, other = (contraction.of(graph) for graph in graphs)
+        assert (one.edges, one.local, one.head) == (other.edges, other.local, other.head)
+        assert [(n.type, n.parameters) for n in one.nodes] == [(n.type, n.parameters) for n in other.nodes]

@@ -119,6 +119,34 @@ def test_a_catalogue_grows(polyfed, here):
     assert LayerCatalogue.read("layers.yaml") == LayerCatalogue(tuple(types))
 
 
+def test_graphs_of_the_paper(polyfed, here):
+    """Its nodes, what its pictures say, and a catalogue that is not mixed with the other form."""
+    network = [
+        "flha_arch2",
+        "--input",
+        "1,8,8",
+        "--model.width",
+        "4",
+        "--model.norm",
+        "batch",
+        "--catalogue",
+        "layers.yaml",
+    ]
+    for options, nodes in (([], 29), (["--graph", "layers_and_norms"], 29), (["--graph", "layers"], 17)):
+        (here / "layers.yaml").unlink(missing_ok=True)
+        assert f"{nodes} nodes" in polyfed("graph", *network, *options)[1]
+    assert {kind.norm for kind in LayerCatalogue.read("layers.yaml").types} == {"batch_norm", "none"}
+    status, out, _ = polyfed("graph", *network, "--graph", "layers", "--no-joins")
+    assert status == 0
+    assert "13 nodes" in out
+    assert "8 layer types in layers.yaml, 0 of them new" in out
+    status, _, err = polyfed("graph", *network, "--graph", "layers_and_norms")
+    assert status == 2
+    assert "in the layer catalogue layers.yaml a norm is part of the layer before it" in err
+    kind = LayerType("linear", 8, 4, activation="relu", norm="layer_norm", norm_bias=True)
+    assert label(Node("a", kind, {})) == "a\nlinear 8→4, relu, layer_norm"
+
+
 def test_a_catalogue_of_an_earlier_version_is_not_added_to(polyfed, here):
     text = "layer_types:\n- {kind: linear, c_in: 64, c_out: 16, kernel: [], stride: [], groups: 1, bias: true}\n"
     (here / "layers.yaml").write_text(text)
@@ -141,6 +169,7 @@ def test_a_catalogue_of_an_earlier_version_is_not_added_to(polyfed, here):
         (["mlp", "--input", "4", "--classes", "2,3"], "--classes must be one whole number of at least 1, got '2,3'"),
         (["mlp", "--input", "4", "--integer=yes"], "--integer takes no value"),
         (["mlp", "--input", "4", "--catalog", "c.yaml"], "unknown option --catalog; did you mean --catalogue"),
+        (["mlp", "--input", "4", "--graph", "norms"], "--graph must be layers or layers_and_norms, got 'norms'"),
         (["mpl", "--input", "4"], "there is no model 'mpl'; did you mean mlp"),
         (["mlp", "--input", "4", "--model.hiden", "3"], "unknown argument 'hiden'; did you mean hidden"),
         (["mlp", "--input", "4", "--model.hidden", "[3"], r"--model.hidden must be a number, a word or a \[list\]"),
@@ -169,7 +198,7 @@ def test_help(polyfed):
     status, out, _ = polyfed("graph", "--help")
     assert status == 0
     assert out.startswith("usage: polyfed graph MODEL --input SHAPE")
-    for option in ("--integer", "--classes", "--model.NAME", "--plot", "--catalogue"):
+    for option in ("--integer", "--classes", "--model.NAME", "--plot", "--catalogue", "--graph", "--no-joins"):
         assert option in out
     assert "\n  graph " in polyfed("--help")[1]
 

@@ -23,6 +23,8 @@ from polyfed.graphs.contraction import Contraction
 from polyfed.hypernetworks.generated import GeneratedNetwork, assembled
 from polyfed.hypernetworks.ghn import Form, Gnn, Head, Init, Passing, catalogue_of, create, light, told_of_heads
 
+Graph = Literal["layers", "layers_and_norms"]
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ class FLHAGHN(Averaging, Decides):
     rank: int = 16
     normalise: bool = True
     initialisation: Init = "kaiming"
-    graph: Literal["layers", "layers_and_norms"] = "layers_and_norms"
+    graph: Graph = "layers_and_norms"
     joins: bool = True
     norms: Literal["generate", "local"] = "generate"
     catalogue: str | None = None

@@ -140,15 +140,17 @@ def _write(path: Path, text: str) -> None:
 
 
 def _catalogue(path: Path) -> None:
-    """The layer types of the networks in the template `site.py`."""
+    """The layer types of the networks in the template `site.py`, in the graph that is flha_ghn's default."""
     import torch
 
+    from polyfed.algorithms import FLHAGHN
     from polyfed.graphs.catalogue import LayerCatalogue
     from polyfed.graphs.extract import extract
     from polyfed.models import ModelSpec
 
     specs = [ModelSpec(name, {"width": 8}, (1, 8, 8), 10) for name in ("flha_arch1", "flha_arch2")]
-    LayerCatalogue.of(extract(spec(), torch.zeros(2, 1, 8, 8)) for spec in specs).write(path)
+    graphs = (extract(spec(), torch.zeros(2, 1, 8, 8)) for spec in specs)
+    LayerCatalogue.of(map(FLHAGHN().contraction.of, graphs)).write(path)
 
 
 def write_certificates(folder: Path) -> None:

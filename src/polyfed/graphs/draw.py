@@ -113,6 +113,8 @@ def label(node: Node) -> str:
         text += f", {t.groups} groups"
     if t.activation != NONE:
         text += f", {t.activation}"
+    if t.norm != NONE:
+        text += f", {t.norm}"
     return f"{name}\n{text}"
 
 

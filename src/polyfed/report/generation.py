@@ -143,7 +143,8 @@ def draw_initialisation(
         UserError: as of `fresh_weights`; or `parameter` is a bias or a norm layer's scale, for which there is no variance.
     """
     owners = [made.type for made in graph.generated if made.parameters.get("weight") == parameter]
-    if owners and owners[0].is_norm:
+    scales = {made.parameters.get("scale") for made in graph.generated}
+    if (owners and owners[0].is_norm) or parameter in scales:
         raise UserError(
             f"{parameter!r} is the scale of a norm layer, which starts at 1; choose the weight of another layer"
         )

@@ -18,6 +18,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.files import read_file
 from polyfed.core.inputs import mapped
 from polyfed.core.typed import conforms, from_json
+from polyfed.graphs.contraction import Contraction
 from polyfed.models import ModelSpec
 from polyfed.report import words
 from polyfed.report.charts import Bar, Curve, bar_chart, heat_map, line_chart, number
@@ -128,12 +129,13 @@ def operations(folder: Path, key: str, most: int = MOST) -> str:
     return choice(f"{key}-cells", "Client", panels) + more
 
 
-def coverage(clients: Sequence[Client], key: str) -> str:
+def coverage(clients: Sequence[Client], key: str, contraction: Contraction) -> str:
     """The share of each network's parameters that a graph hypernetwork can generate, and why the rest stays local.
 
     Args:
         clients: of the run, with their networks.
         key: for ids on the page.
+        contraction: which operations are nodes of the method's graphs.
 
     Raises:
         UserError: a network cannot be followed.
@@ -159,7 +161,8 @@ def coverage(clients: Sequence[Client], key: str) -> str:
         name = spec.name if isinstance(spec, ModelSpec) else type(spec).__name__
         name = f"{name} ({len(bars) + 1})" if any(bar.label == name for bar in bars) else name
         rows_of = torch.arange(min(2, len(owners[0].train)), device=owners[0].train.device)
-        graph = extract(new_module(spec, seed=0), mapped(torch.Tensor.cpu, owners[0].train.batch(rows_of)[0]))
+        x = mapped(torch.Tensor.cpu, owners[0].train.batch(rows_of)[0])
+        graph = contraction.of(extract(new_module(spec, seed=0), x))
         bars.append(Bar(name, graph.coverage, graph.coverage, graph.coverage))
         reasons: dict[str, int] = {}
         for parameter, reason in graph.local.items():

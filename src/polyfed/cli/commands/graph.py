@@ -13,17 +13,26 @@ from polyfed.core.errors import UserError
 from polyfed.core.scratch import new_module
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, extract
+from polyfed.graphs.architecture import NONE
+from polyfed.graphs.contraction import Contraction
 from polyfed.graphs.draw import draw_graph
 from polyfed.models import ModelSpec
 
 
 def show(
-    spec: ModelSpec, *, integer: bool, plot: Path, catalogue: Path | None = None, console: Console | None = None
+    spec: ModelSpec,
+    contraction: Contraction,
+    *,
+    integer: bool,
+    plot: Path,
+    catalogue: Path | None = None,
+    console: Console | None = None,
 ) -> None:
     """Prints and draws a network's graph, and adds its layer types to the catalogue in a file.
 
     Args:
         spec: the network.
+        contraction: which operations are nodes.
         integer: whether its inputs are whole numbers (tokens).
         plot: the picture to write, .png or .svg.
         catalogue: the file to write, or to add to if it is there; None writes none.
@@ -32,11 +41,11 @@ def show(
     Raises:
         UserError: the network cannot be built or followed, or a file cannot be read or written.
     """
-    graph = extract(new_module(spec, seed=0), _example(spec.input_shape, integer))
+    graph = contraction.of(extract(new_module(spec, seed=0), _example(spec.input_shape, integer)))
     draw_graph(graph, plot, title=f"{spec.name} {'×'.join(map(str, spec.input_shape))}: {_coverage(graph)}")
     lines = [f"drawn in {plot}"]
     if catalogue is not None:
-        lines.append(_added(graph, catalogue))
+        lines.append(_added(graph, catalogue, contraction))
     console = console or Console()
     for table in (_nodes(graph), _types(graph), _local(graph)):
         if table.row_count:
@@ -52,9 +61,14 @@ def _example(shape: Sequence[int], integer: bool) -> Tensor:
     return torch.randn(2, *shape, generator=generator)
 
 
-def _added(graph: ArchitectureGraph, path: Path) -> str:
+def _added(graph: ArchitectureGraph, path: Path, contraction: Contraction) -> str:
     """Writes the union of the file's catalogue and the graph's types; returns what to say about it."""
     known = LayerCatalogue.read(path).types if path.exists() else ()
+    if contraction.norms == "nodes" and (folded := next((t for t in known if t.norm != NONE), None)):
+        raise UserError(
+            f"in the layer catalogue {path} a norm is part of the layer before it ({folded.key}); add to it with --graph "
+            "layers, or write another file"
+        )
     union = LayerCatalogue((*known, *graph.types))
     if not union.types:
         raise UserError(f"the network has no layer that can be generated, so there is nothing to write to {path}")

@@ -248,11 +248,16 @@ def _agreement(folder: Path, found: Participants | None, key: str, most: int) ->
 
 
 def _coverage(folder: Path, found: Participants | None, key: str, most: int) -> str:
+    from polyfed.algorithms import FLHAGHN
+    from polyfed.graphs.contraction import EXTRACTED
     from polyfed.report import views
+    from polyfed.simulation.runs.configuration import method_of, section
+    from polyfed.simulation.runs.directory import read_config
 
     if found is None:
         raise UserError("the clients' networks are not at hand; `polyfed graph MODEL --input SHAPE` shows one of them")
-    return views.coverage(found.clients, key)
+    method = method_of(section(read_config(folder), "algorithm"))
+    return views.coverage(found.clients, key, method.contraction if isinstance(method, FLHAGHN) else EXTRACTED)
 
 
 def _warm_starts(folder: Path, found: Participants | None, key: str, most: int) -> str:
