@@ -37,6 +37,8 @@ Some methods are not ahead above where their papers have them ahead. Here each i
 made small (recipe `rivals`, where the papers' sections are named). Twelve runs a method search its rate together with its
 own weights, by validation examples; `benchmarks/leaderboard.py` has the values. All else is as above.
 """
+SEVERAL = ("architectures", "near_networks")  # federations of several networks
+ONE_HEAD = ("lg_fedavg", "fedgh")  # methods in which all clients begin with one head since those were first measured
 RULE = "of the last 3 evaluated rounds"  # as the page says
 HEAD = """# Leaderboard
 
@@ -285,6 +287,15 @@ def federation(one):
     )
     if one["failed"]:
         lines.append(f"Failed: {', '.join(f'`{label}` ({reason})' for label, reason in one['failed'].items())}.")
+    again = one.get("renewed", {})
+    if one["federation"] in SEVERAL and (before := [f"`{m}`" for m in ONE_HEAD if m in one["methods"] and m not in again]):
+        lines.append(
+            f"Rows of {' and '.join(before)} were measured before all clients began with one head: they are those of "
+            "`first_head: architecture`."
+        )
+    if again:
+        names = " and ".join(f"`{method}`" for method in again)
+        lines.append(f"Rows of {names} were measured again later, next to other work: their seconds cannot be compared.")
     if one["edge"]:
         lines.append(f"The best rate was the smallest or largest that was tried: {', '.join(one['edge'])}.")
     return "\n".join([*lines, ""])

@@ -126,6 +126,9 @@ TABLES = {
         by="column",
     ),
     "pfedla/fig1": Table({FASHION: None}, ("layer-wise, similarity", "layer-wise, learned")),
+    "pfedla/fig1b": Table(
+        {FASHION: None}, ("fc1", "fc2"), ("conv1", "conv2", "fc3, the classifier"), by="column", runs="pfedla/fig1",
+    ),
     "pfedla/sweep_layer": Table({FASHION: None}, ("each layer (paper)",)),
     "pfedla/sweep_hn_lr": Table({FASHION: None}, ("1 (the default, N/10)",)),
     "pfedla/table2b": Table({FASHION: "fashion_mnist-10*", "cifar10": "cifar10-10*"}, ("pFedLA", "HeurpFedLA")),

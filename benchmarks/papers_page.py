@@ -106,6 +106,12 @@ REMARKS = {  # what one should know to read a table or a curve
     "formula.",
     "flha-table7": "One seed, so that no difference has an interval. The network that is replaced falls most, by 6 to 16 "
     "points here and 7 to 13 in the paper; the others lose at most 5 here and there.",
+    "pfedla-fig1b": "By similarity client 1 takes half of conv1 from itself and half from the client with the same classes, "
+    "and 1/4 of fc1, since all clients' fc1 are about as far from one another: the paper has it the other way round, "
+    "larger weights in fc1 and fc2. Learned weights leave conv1, conv2 and fc1 wholly to client 1, and share fc2 and the "
+    "classifier with the client of the same classes in two of three seeds.",
+    "pfedla-fig5": "In each period the order is the paper's, the same classes before three of four before the others; no "
+    "difference is decided. The target's own weight goes from 1/8 to nearly 1.",
     "pfedla-fig7": "On CIFAR-10 a client's convolutions and fc1 have nearly all their weight on itself after 60 rounds: it "
     "shares fc2 and the classifier. The paper's statement on fc1 is neither shown nor refuted: no layer is decidedly first.",
     "fedpnas-examples": "To the round that is compared CA-FedPNAS computes about ten times as long as training alone and "

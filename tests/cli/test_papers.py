@@ -98,7 +98,7 @@ def test_not_stated_is_not_a_number():
                      ("flha", "fig7"),
                      ("fedpnas", "fig3c"), ("fedpnas", "effects"), ("fedpnas", "sweep_eta"),
                      ("pfedla", "sweep_hn_lr"), ("pfedla", "sweep_layer"),
-                     *(("pfedla", f"fig{n}") for n in (1, 5, 6, 7))}  # fmt: skip
+                     *(("pfedla", f"fig{n}") for n in (1, "1b", 5, 6, 7))}  # fmt: skip
     stated = [c.paper for t in TABLES for c in t.cells if c.paper is not None and c.unit == "%"]
     assert all(0 < value < 100 for value in stated)
     fractions = [c.paper for t in TABLES for c in t.cells if c.paper is not None and c.unit == "fraction"]

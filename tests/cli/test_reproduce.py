@@ -6,9 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
-import numpy as np
 import pytest
 
 from polyfed.algorithms import FedRep
@@ -343,27 +341,6 @@ def test_seconds_are_of_clients_and_server_over_all_rounds(run):
     assert measure(cell_of("fedpnas", "fig3c", "CIFAR-10, times FedDSNAS", "CA-FedPNAS"), done) == 1.5
     assert measure(cell_of("fedpnas", "fig3c", "CIFAR-10, times FedDSNAS", "FedDSNAS"), done) == 1.0
     assert measure(cell_of("fedpnas", "fig3c", "CIFAR-10, seconds", "CA-FedDSNAS"), done) is None
-
-
-def test_weights_after_the_last_round(run):
-    """α[i, l, j] = 100 i + 10 j + l, so that each mean can be told by hand."""
-    done = run("pfedla", {"round": 1, "clients": {}})
-    names = [f"client-{k:03d}" for k in range(8)]
-    alpha = np.array([[[100 * i + 10 * j + l for j in range(8)] for l in range(2)] for i in range(8)], np.float32)  # noqa: E741
-    (done.folder / "analysis").mkdir()
-    for number, values in ((0, np.zeros_like(alpha)), (1, alpha)):
-        file = done.folder / "analysis" / f"round-{number:06d}.npz"
-        np.savez(file, alpha=values, rows=np.array(names), layers=np.array(["conv1", "fc1"]), clients=np.array(names))
-    told = {c: measure(cell_of("pfedla", "fig5", "EMNIST", c), done) for c in
-            ("itself", "the same classes", "three of four classes", "each of the others")}  # fmt: skip
-    assert told == {"itself": 0.5, "the same classes": 10.5, "three of four classes": 20.5, "each of the others": 50.5}
-    assert measure(cell_of("pfedla", "fig7", "EMNIST", "fc1"), done) == 1
-    assert measure(cell_of("pfedla", "fig7", "EMNIST", "fc2"), done) is None
-    pairs = [(i, j) for i in range(8) for j in range(8) if abs(i - j) == 2]
-    expected = fmean(100 * i + 10 * j + 0.5 for i, j in pairs)
-    assert measure(cell_of("pfedla", "fig6", "EMNIST", "2 away, 2 of 4 classes"), done) == pytest.approx(
-        expected, rel=1e-6
-    )
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from polyfed.algorithms.class_means import class_spec, class_sums, linear_head, points, trained_on_points
-from polyfed.algorithms.first_heads import FirstHead, common_head, with_values
+from polyfed.algorithms.first_heads import FirstHead, first_state
 from polyfed.algorithms.own_network import KeepsNetwork
 from polyfed.alignment.representations import representation_name, representations
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
@@ -92,8 +92,7 @@ class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, Cli
             return {**state, "round": number}
         classes, width = next(iter(replies.values())).tensors["classes"]["sums"].shape
         head = new_module(partial(nn.Linear, width, classes), derive(state["seed"], "head"))
-        if state["head"]:
-            fill(head, state["head"])
+        fill(head, state["head"] or head.state_dict())
         seed = derive(state["seed"], number, "server")
         after = trained_on_points(head, means, self.server_epochs, self.server_batch_size, lr=self.server_lr, seed=seed)
         return {**state, "head": after, "round": number}
@@ -107,15 +106,9 @@ class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, Cli
     def client_init(self, client: Client, seed: int) -> ClientState:
         """W_i: the common draw of the client's architecture, with the first φ as its head, whose place it must be able to
         take."""
-        own = super().client_init(client, seed)
-        model = super().personal_model(Message(), own, client, seed)
-        linear_head(model, client, "FedGH")
-        if self.first_head == "architecture":
-            return own
-        assert client.model is not None
-        name = representation_name(model, client.train)
-        first = common_head(client.model, [name], [derive(seed, "head")])  # the seed of the server's φ
-        return {"model": with_values(own["model"], first)}
+        own = {"model": first_state(self.first_head, client, 1, lambda _: derive(seed, "head"), seed)}  # the seed of φ
+        linear_head(super().personal_model(Message(), own, client, seed), client, "FedGH")
+        return own
 
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
         """W_i after `local_epochs`, from its body and φ; and the class means of its representations after that."""

@@ -1,7 +1,7 @@
 """Heads with which clients of different architectures begin alike, drawn by their form, so that nothing has to travel."""
 
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from polyfed.core.algorithm import Architecture
-from polyfed.core.scratch import new_module
+from polyfed.core.algorithm import Architecture, Client
+from polyfed.core.scratch import initial_state, new_module, scratch
 from polyfed.core.seeds import local_rng
 from polyfed.core.tied import tensors_once
-from polyfed.models.split import places_in
+from polyfed.models.split import head_modules, places_in
 
 FirstHead = Literal["form", "architecture"]
 
@@ -48,8 +48,32 @@ def common_head(factory: Architecture, modules: Sequence[str], seeds: Sequence[i
     return values
 
 
-def with_values(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A network's state with these values in place of its own; names that it does not have (frozen tensors) are left out."""
+def last_layers(client: Client, number: int) -> tuple[str, ...]:
+    """Names of the last parametric layers of a client's network, with the norms between them, the last one first."""
+    assert client.model is not None  # `requires` asks for one
+    module = scratch(client.model, client.train.device).module
+    return tuple(reversed(head_modules(module, client.train.one_input, num_layers=number)))
+
+
+def first_state(
+    way: FirstHead, client: Client, number: int, seeds: Callable[[int], int], seed: int
+) -> dict[str, Tensor]:
+    """A client's network before training: the draw of its architecture, with the common head in place of its last `number`
+    layers if the way is "form".
+
+    Args:
+        way: which head.
+        client: whose network.
+        number: of layers that are the head.
+        seeds: the seed of each of these layers, by its place from the output, 0 being the last.
+        seed: the run's.
+    """
+    assert client.model is not None
+    state = initial_state(client.model, seed)
+    if way == "architecture":
+        return state
+    modules = last_layers(client, number)
+    values = common_head(client.model, modules, [seeds(place) for place in range(len(modules))])
     return {name: values.get(name, tensor) for name, tensor in state.items()}
 
 

@@ -3,20 +3,21 @@ algorithm 1)."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, final
 
 from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
-from polyfed.algorithms.first_heads import FirstHead, common_head, with_values
+from polyfed.algorithms.first_heads import FirstHead, first_state, last_layers
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import Policy
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import Scratch, fill, initial_state, scratch, whole_state
+from polyfed.core.scratch import fill, scratch, whole_state
 from polyfed.core.seeds import derive
 from polyfed.core.training import fit, scalars_of
 from polyfed.core.tree import Spec, Tree, UnlikeTreesError, copied, spec
-from polyfed.models.split import head_modules, places_in
+from polyfed.models.split import places_in
 
 # The server keeps "head", empty before the first replies; a client keeps "body" and "head", the head that it trained itself
 
@@ -95,12 +96,7 @@ class LGFedAvg(Averaging):
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """φ_i, the common draw of the client's architecture; and the first head."""
-        assert client.model is not None  # `requires` asks for one
-        state = initial_state(client.model, seed)
-        if self.first_head == "form":
-            modules = self._modules(scratch(client.model, client.train.device), client)
-            seeds = [derive(seed, "head", place) for place in range(len(modules))]
-            state = with_values(state, common_head(client.model, modules, seeds))
+        state = first_state(self.first_head, client, self.head_layers, partial(derive, seed, "head"), seed)
         return self._divided(state, self._places(client))
 
     def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
@@ -133,17 +129,13 @@ class LGFedAvg(Averaging):
         """The name under which a parameter of the head travels -> its first name in the client's network."""
         assert client.model is not None
         net = scratch(client.model, client.train.device)
-        places = places_in(net.module, self._modules(net, client), {*net.frozen, *net.buffers})
+        places = places_in(net.module, last_layers(client, self.head_layers), {*net.frozen, *net.buffers})
         if not places:
             raise UserError(
                 f"LGFedAvg: in the last {self.head_layers} layers of the network of client {client.id!r} nothing is trained "
                 "(requires_grad), so that there is no head to share; raise head_layers"
             )
         return places
-
-    def _modules(self, net: Scratch, client: Client) -> tuple[str, ...]:
-        """Names of the head's layers, the last one first."""
-        return tuple(reversed(head_modules(net.module, client.train.one_input, num_layers=self.head_layers)))
 
     def _divided(self, state: Tree, places: Mapping[str, str]) -> ClientState:
         """Body and head of a network's state."""

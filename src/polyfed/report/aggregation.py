@@ -154,10 +154,10 @@ def weight_evolution(aggregation: Aggregation, client: str, *, others: Sequence[
     rest = [j for j in range(len(aggregation.clients)) if j != target]
     if not rest:
         raise UserError(f"{client!r} is the only client of the run, so that there are no weights for others to draw")
-    periods = _periods(aggregation)
+    thirds = periods(aggregation)
     own = aggregation.alpha[:, target]  # (R, L, N)
     if others is None:
-        weight = own[periods[-1]].mean(axis=(0, 1))
+        weight = own[thirds[-1]].mean(axis=(0, 1))
         shown = sorted(sorted(rest, key=lambda j: (-weight[j], j))[:_SHOWN])
     else:
         shown = [aggregation.client(name) for name in others]
@@ -171,13 +171,13 @@ def weight_evolution(aggregation: Aggregation, client: str, *, others: Sequence[
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[height, 2.4 * lines])[:, 0]
     figure.suptitle(f"Weights that {client} gives to the layers of other clients")
 
-    maps = above.subplots(1, len(periods), sharey=True, squeeze=False)[0]
-    means = [own[p][:, :, rest].mean(axis=0) for p in periods]
+    maps = above.subplots(1, len(thirds), sharey=True, squeeze=False)[0]
+    means = [own[p][:, :, rest].mean(axis=0) for p in thirds]
     largest = max(float(np.max(means)), 1e-12)
-    for axes, rows, mean, name in zip(maps, periods, means, _names_of(periods), strict=True):
+    for axes, rows, mean, name in zip(maps, thirds, means, _names_of(thirds), strict=True):
         picture = axes.imshow(mean, aspect="auto", cmap="viridis", vmin=0, vmax=largest, interpolation="nearest")
         axes.set_title(f"{name} period: {_span(aggregation.rounds[rows])}", fontsize=10)
-        _label(axes, "x", [aggregation.clients[j] for j in rest], limit=_TICKS // len(periods))
+        _label(axes, "x", [aggregation.clients[j] for j in rest], limit=_TICKS // len(thirds))
         _write(axes, mean, largest)
     _label(maps[0], "y", layers)
     above.colorbar(picture, ax=list(maps), label="mean weight α", pad=0.01, fraction=0.03)
@@ -320,7 +320,7 @@ def _figure(width: float, height: float) -> "Figure":
     return figure
 
 
-def _periods(aggregation: Aggregation) -> list[NDArray[np.int64]]:
+def periods(aggregation: Aggregation) -> list[NDArray[np.int64]]:
     """Positions of the rounds of each third; fewer than three if there are fewer rounds. Round 0 has seen no training."""
     trained = np.flatnonzero(aggregation.rounds > 0)
     rounds = trained if len(trained) else np.arange(len(aggregation.rounds))

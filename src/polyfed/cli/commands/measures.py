@@ -92,10 +92,15 @@ def _megabytes(cell: Cell, run: Finished) -> float:
 
 
 def _weight(cell: Cell, run: Finished) -> float | None:
-    """Mean of pFedLA's weights after the last round: over the layers, or one `layer`; from client `target` to those of
-    `sources`, or between all clients whose positions differ by `distance`."""
-    found = aggregation.read(run.of(cell.method))
-    alpha, part = torch.from_numpy(found.alpha[-1]).transpose(1, 2), cell.part  # (client, source, layer)
+    """Mean of pFedLA's weights after the last round, or over the rounds of a `period` (1 the first third, 2, 3): over the
+    layers, or one `layer`; from client `target` to those of `sources`, or between all clients whose positions differ by
+    `distance`. None where the run has no such layer or period."""
+    found, part = aggregation.read(run.of(cell.method)), cell.part
+    thirds = aggregation.periods(found)
+    if part.get("period", 1) > len(thirds):
+        return None
+    mean = found.alpha[thirds[part["period"] - 1]].mean(axis=0) if "period" in part else found.alpha[-1]
+    alpha = torch.from_numpy(mean).transpose(1, 2)  # (client, source, layer)
     if "layer" in part:
         if part["layer"] not in found.layers:
             return None
