@@ -288,14 +288,18 @@ def federation(one):
     if one["failed"]:
         lines.append(f"Failed: {', '.join(f'`{label}` ({reason})' for label, reason in one['failed'].items())}.")
     again = one.get("renewed", {})
-    if one["federation"] in SEVERAL and (before := [f"`{m}`" for m in ONE_HEAD if m in one["methods"] and m not in again]):
+    if one["federation"] in SEVERAL and (
+        before := [f"`{m}`" for m in ONE_HEAD if m in one["methods"] and m not in again]
+    ):
         lines.append(
             f"Rows of {' and '.join(before)} were measured before all clients began with one head: they are those of "
             "`first_head: architecture`."
         )
     if again:
         names = " and ".join(f"`{method}`" for method in again)
-        lines.append(f"Rows of {names} were measured again later, next to other work: their seconds cannot be compared.")
+        lines.append(
+            f"Rows of {names} were measured again later, next to other work: their seconds cannot be compared."
+        )
     if one["edge"]:
         lines.append(f"The best rate was the smallest or largest that was tried: {', '.join(one['edge'])}.")
     return "\n".join([*lines, ""])
