@@ -51,7 +51,11 @@ class TestOnePerBatch(OnImages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"evaluation": "sampled", "samples": 2, "buffers": "local"}], ids=["", "sampled"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"evaluation": "sampled", "samples": 2, "buffers": "local"}, {"gradient": "full"}],
+    ids=["", "sampled", "full"],
+)
 @pytest.mark.parametrize("name", NAMES)
 class TestRegistered(OnImages):
     @pytest.fixture
@@ -259,6 +263,7 @@ def test_unsuitable_federations(tmp_path):
         ({"finetune_lr": float("inf")}, "finetune_lr must be positive"),
         ({"channels": 0}, "channels must be at least 1"),
         ({"join": "max"}, "unknown join 'max'"),
+        ({"gradient": "all"}, "unknown gradient 'all'"),
     ],
 )
 def test_hyper_parameters_are_checked(fields, message):

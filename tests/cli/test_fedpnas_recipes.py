@@ -2,6 +2,7 @@
 written here from the paper by hand, and runs at scale `smoke`."""
 
 import functools
+import json
 import re
 
 import numpy as np
@@ -10,14 +11,19 @@ import pytest
 from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedAvg, FedAvgFT, FedDSNAS, FedPNAS
 from polyfed.algorithms.searching import Searching
 from polyfed.cli.commands import recipes as shipped
+from polyfed.cli.commands.measures import Finished, measure
+from polyfed.cli.commands.papers import find
 from polyfed.cli.commands.recipes import SCALES, recipes
 from polyfed.core.training import LocalTraining
 from polyfed.data import IID
 from polyfed.data.split import split
 from polyfed.models import ModelSpec
 from polyfed.search import edge_parameters
-from polyfed.simulation.experiment import participants
+from polyfed.simulation import federation
+from polyfed.simulation.conflicts import conflicts
+from polyfed.simulation.experiment import from_config, participants
 from polyfed.simulation.runs.directory import read_config, read_metrics
+from polyfed.simulation.runs.progress import Silent
 
 read = functools.cache(shipped.read)
 FEDPNAS = [name for name in recipes() if name.startswith("fedpnas_")]
@@ -38,6 +44,10 @@ SETTINGS = {  # data, images of a client in the published training set, channels
     ("fedpnas_table2", "cifar10"): ("cifar10", 10_000, 32),
     ("fedpnas_effects", "fashion-mnist"): ("fashion_mnist", 12_000, 16),
     ("fedpnas_effects", "digits"): ("digits", 359, 16),  # all that there are
+    ("fedpnas_proposition1", "fashion-mnist"): ("fashion_mnist", 12_000, 16),
+    ("fedpnas_proposition1", "fashion-mnist-early"): ("fashion_mnist", 12_000, 16),
+    ("fedpnas_proposition1", "digits"): ("digits", 359, 16),
+    ("fedpnas_proposition1", "digits-early"): ("digits", 359, 16),
 }
 SHAPES = {"mnist": (1, 28, 28), "fashion_mnist": (1, 28, 28), "cifar10": (3, 32, 32), "digits": (1, 8, 8)}
 SETTINGS |= {
@@ -65,7 +75,7 @@ def shifts(experiment):
 
 
 def test_every_table_and_figure_has_a_recipe():
-    assert [f"fedpnas_{name}" for name in ("effects", "eta", "fig3", "table1", "table2")] == FEDPNAS
+    assert [f"fedpnas_{name}" for name in ("effects", "eta", "fig3", "proposition1", "table1", "table2")] == FEDPNAS
     assert set(FEDERATIONS) == set(SETTINGS)
 
 
@@ -98,7 +108,8 @@ def test_methods_that_are_compared(name, scale, experiment):
     for variant in read(name).variants or [None]:
         found = experiment(name, scale, variant)
         parts = {"fedavg": FedAvg, "fedavg_ft": FedAvgFT, "feddsnas": FedDSNAS, "ca_feddsnas": CAFedDSNAS}
-        wanted = {"fedpnas_fig3": four, "fedpnas_eta": {}, "fedpnas_effects": parts}.get(name, {"feddsnas": FedDSNAS})
+        methods = {"fedpnas_fig3": four, "fedpnas_effects": parts, "fedpnas_eta": {}, "fedpnas_proposition1": {}}
+        wanted = methods.get(name, {"feddsnas": FedDSNAS})
         assert {baseline: type(method) for baseline, method in found.baselines.items()} == wanted
         assert found.algorithm.finetune_epochs == 1
         tuned = {n: m.finetune_epochs for n, m in found.baselines.items() if isinstance(m, Searching)}
@@ -112,9 +123,9 @@ def test_the_papers_protocol(name, variant, experiment):
     method, settings = found.algorithm, found.settings
     _, images, channels = SETTINGS[name, variant]
     assert found.split.examples_per_client is None
-    assert round(found.split.test_fraction * images) == (2000 if variant != "digits" else 180)
+    assert round(found.split.test_fraction * images) == (2000 if images > 359 else 180)
     assert (found.split.global_test, found.split.public_fraction, found.augment) == (0, 0, False)
-    assert (settings.rounds, settings.clients_per_round) == (1000, 1.0)
+    assert (settings.rounds, settings.clients_per_round) == (100 if "early" in (variant or "") else 1000, 1.0)
     assert (method.batch_size, method.optimizer, method.lr, method.local_steps) == (48, "adam", 0.002, 10)
     whole = "table3" in (variant or "")
     cells = (4, 4) if whole else (3, 1)
@@ -172,13 +183,14 @@ def test_the_partition_gives_the_papers_sizes(experiment):
 def test_shifts(scale, experiment):
     slight = [(rotation, 0) for rotation in ROTATIONS]
     for name, variant in FEDERATIONS:
-        if "high" not in (variant or "") and name != "fedpnas_effects":
+        if "high" not in (variant or "") and name not in ("fedpnas_effects", "fedpnas_proposition1"):
             assert shifts(experiment(name, scale, variant)) == slight
     hues = [0, 0] if scale == "smoke" else [-0.5, 0.5]  # digits are grey
     strong = [*((0, hue) for hue in hues), (0, 0), (-90, 0), (90, 0)]
     assert shifts(experiment("fedpnas_table1", scale, "high")) == strong
     grey = [(0, 0), (0, 0), (0, 0), (-90, 0), (90, 0)]
-    for name, variant in (("table1", "high-fashion-mnist"), ("effects", "fashion-mnist"), ("effects", "digits")):
+    for name, variant in (("table1", "high-fashion-mnist"), ("effects", "fashion-mnist"), ("effects", "digits"),
+                          *(("proposition1", v) for v in read("fedpnas_proposition1").variants)):  # fmt: skip
         assert shifts(experiment(f"fedpnas_{name}", scale, variant)) == grey
 
 
@@ -202,7 +214,7 @@ def test_table_2_is_the_federation_of_figure_3(experiment):
 def test_the_cpu_scale(name, variant, experiment):
     found = experiment(name, "cpu", variant)
     method, settings = found.algorithm, found.settings
-    digits = variant == "digits"
+    digits = (variant or "").startswith("digits")
     images = (200, 0.4, 333) if name == "fedpnas_eta" else (None, 0.5, None) if digits else (400, 0.4, 667)
     assert (found.split.examples_per_client, found.split.test_fraction, found.split.num_examples) == images
     assert (method.channels, method.stem_stride) == (16, 1 if digits else 2)
@@ -211,6 +223,8 @@ def test_the_cpu_scale(name, variant, experiment):
     rounds = {"fedpnas_eta": 12, "fedpnas_table1": 30, "fedpnas_effects": 30}.get(
         name, 12 if "table3" in (variant or "") else 20
     )
+    if name == "fedpnas_proposition1":
+        rounds = 1 if variant.endswith("early") else 10
     assert (settings.rounds, settings.checkpoint_every) == (rounds, 10)
     assert rounds % settings.evaluate_every == 0
     minibatches = rounds * method.local_epochs * -(-(found.split.examples_per_client or 179) // method.batch_size)
@@ -275,6 +289,24 @@ def test_a_run_of_one_round(polyfed):
 @pytest.mark.slow
 def test_the_figures_smoke_run(polyfed):
     check_run(polyfed, "fedpnas_fig3", "mnist", "--workers", "0")
+
+
+@pytest.mark.thorough
+def test_cells_of_proposition_1_are_the_analysis_of_the_run(polyfed):
+    """Means over the cell's clients of what `conflicts` says of the run that is resumed; computed once."""
+    polyfed("run", "fedpnas_proposition1", "--variant", "digits-early", "--scale", "smoke", "--workers", "0", "--quiet",
+            "--out", "run")  # fmt: skip
+    folder = polyfed.here / "run"
+    cells = [c for c in find("fedpnas", "Proposition 1").cells if c.row == "digits, a tenth of the rounds"]
+    ours = [measure(cell, Finished(folder, "smoke")) for cell in cells]
+    clients = participants(from_config(read_config(folder))).clients
+    run = federation.resume(folder, clients=clients, progress=Silent())
+    ids, weights = conflicts(run, draws=8)
+    assert len(ids) == 5
+    assert ours == [pytest.approx(getattr(weights, name).mean().item()) for name in ("cosine", "federated", "gap")]
+    (one,) = (c for c in find("fedpnas", "proposition1").cells if c.row.endswith("rotate 90") and c.column == "gap")
+    assert measure(one, Finished(folder, "smoke")) == pytest.approx(weights.gap[4].item())
+    assert len(json.loads((folder / "measured.json").read_text())) == 1
 
 
 @pytest.mark.slow

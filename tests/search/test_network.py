@@ -1,6 +1,8 @@
 """The supernet: cells against the definition, grouping against the naive loop, what was found against the supernet."""
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -83,6 +85,15 @@ def test_table_3_counts_four_and_four_cells_with_all_operations_on_every_edge(ch
     assert edge_parameters(Plan(3, 10, channels, *stacks())) == 15 * edge + 3 * sum(
         p.numel() for p in operations(channels, SMALL).parameters()
     )  # section 3.1's form, the default
+
+
+def test_the_number_of_architectures_is_what_the_pages_say():
+    """The paper's 2^40 is of neither form; the wrong numbers would be seen."""
+    page = (Path(__file__).parents[2] / "docs" / "methods" / "feddsnas.md").read_text(encoding="utf-8")
+    for (base, personal), said in ((stacks(), "2^54.5"), (stacks(4, 4, 2, 2, NAMES, NAMES), "2^101.4")):
+        number = math.prod(len(names) for cell in base + personal for names in cell.candidates)
+        assert f"2^{math.log2(number):.1f}" == said
+        assert f"= {said}" in page
 
 
 def test_cell_is_the_sum_over_its_edges():

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import ClientState
-from polyfed.algorithms.searching import Searching, network, statistics_kept
+from polyfed.algorithms.searching import Searching, network
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.optimizers import Adam, Group
 from polyfed.core.training import fit
 from polyfed.search.network import Context, Per
+from polyfed.search.operations import statistics_kept
 
 SecondOrder = Literal["outer_product", "none"]
 Inner = Literal["sgd", "adam"]

@@ -6,13 +6,12 @@ Kingsford, "Personalized Neural Architecture Search for Federated Learning").
 import math
 from abc import ABC
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import (
@@ -32,8 +31,8 @@ from polyfed.core.tree import Tree
 from polyfed.search.cells import Join
 from polyfed.search.found import describe, most_probable_network, probabilities, rebuild
 from polyfed.search.network import Context, Network, Per, Plan, Sampled, stacks
-from polyfed.search.operations import NAMES, SMALL, check_names
-from polyfed.search.sampling import gumbel
+from polyfed.search.operations import NAMES, SMALL, check_names, statistics_kept
+from polyfed.search.sampling import Gradient, gumbel
 
 Evaluation = Literal["argmax", "sampled"]
 Annealing = Literal["exponential", "linear", "constant"]
@@ -60,6 +59,9 @@ class Searching(Averaging, BringsNetwork, ABC):
         temperature_end: in the last round (0.1, authors' code).
         annealing: how τ falls over the rounds in between ("exponential", polyfed's choice): also "linear", or "constant" for
             `temperature` throughout.
+        gradient: to the samplers. "chosen" (polyfed's choice, as in DSNAS) goes through the operations that were drawn, and
+            the others are not computed; "full" (paper, eq. 2) through all operations of an edge, which are all evaluated.
+            The forward pass is the same.
         finetune_epochs: epochs on the client's training data in which its personal stack and sampler are adapted before
             evaluation and export; 0 none (1, polyfed's choice, for FedPNAS, and 0 for FedDSNAS, which has no such
             phase, paper).
@@ -98,6 +100,7 @@ class Searching(Averaging, BringsNetwork, ABC):
     temperature: float = 1.0
     temperature_end: float = 0.1
     annealing: Annealing = "exponential"
+    gradient: Gradient = "chosen"
     finetune_epochs: int = 1
     finetune_lr: float | None = None
     evaluation: Evaluation = "argmax"
@@ -191,7 +194,7 @@ class Searching(Averaging, BringsNetwork, ABC):
         base, personal = (down.tensors[group] for group in GROUPS)
         plan = self.plan(base["base.stem.weight"].shape[1], len(personal["personal.classifier.bias"]))
         net = filled(scratch(plan, client.train.device), {**base, **personal}, own, self.buffers)
-        network(net).temperature = down.scalars["temperature"]
+        network(net).temperature, network(net).gradient = down.scalars["temperature"], self.gradient
         return net
 
     def reply(self, net: Scratch, client: Client, loss: float) -> tuple[Message, ClientState]:
@@ -259,19 +262,6 @@ def network(net: Scratch) -> Network:
 
 def _groups(tree: Tree) -> ServerState:
     return {group: {n: t for n, t in tree.items() if n.startswith(f"{group}.")} for group in GROUPS}
-
-
-@contextmanager
-def statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Inside the block BatchNorm goes by its batch, as in training, but does not count it."""
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    for norm in norms:
-        norm.track_running_stats = False
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.track_running_stats = True
 
 
 def adapt(

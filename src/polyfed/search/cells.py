@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
 from polyfed.core.memory import keep_kernels
-from polyfed.search.operations import GroupedNorm, operations
+from polyfed.search.operations import GroupedNorm, operations, statistics_kept
 from polyfed.search.sampling import Choice
 
 Join = Literal["sum", "mean"]
@@ -103,9 +103,14 @@ class Cell(nn.Module):
             return cast(Tensor, candidates[0](value))
         if isinstance(index, list):
             out = cast(Tensor, candidates[index[number]](value))
-            return out if choice.scale is None else _chosen(out, choice.scale[number])
-        out = grouped(candidates, value, index[:, number])
-        return out if choice.scale is None else _chosen(out, choice.scale[:, number].view(-1, 1, 1, 1))
+            scale = None if choice.scale is None else choice.scale[number]
+        else:
+            out = grouped(candidates, value, index[:, number])
+            scale = None if choice.scale is None else choice.scale[:, number].view(-1, 1, 1, 1)
+        if choice.one_hot is not None:
+            z = choice.one_hot[..., number, :].expand(len(value), -1)
+            return cast(Tensor, _Selected.apply(out, z, value, candidates))  # type: ignore[no-untyped-call]
+        return out if scale is None else _chosen(out, scale)
 
 
 def grouped(candidates: Sequence[nn.Module], value: Tensor, index: Tensor) -> Tensor:
@@ -207,3 +212,47 @@ class _Chosen(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """To `out`, and its product with `out`, summed over what has one Z."""
         return gradient, (gradient * ctx.saved_tensors[0]).sum_to_size(ctx.form)
+
+
+@final
+class _Selected(torch.autograd.Function):
+    """Zᵀ·[o_1(v) ... o_D(v)] of a one-hot Z for each example, with ∂L/∂Z[k] for every k (eq. 2).
+
+    The others of an edge are multiplied by 0: neither their weights nor v have a gradient from them. They are evaluated for
+    the gradient to Z alone, in the backward pass and one after the other, which takes no memory in between. One that
+    some examples did not choose sees the whole minibatch: its BatchNorm goes by that, and does not count it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, z: Tensor, value: Tensor, candidates: Sequence[nn.Module]) -> Tensor:
+        """`out`, what each example has from the operation that it chose; z is (batch, operations), value is v."""
+        ctx.save_for_backward(out, z, value)
+        ctx.candidates = candidates
+        kind = value.device.type
+        ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        """To `out`, and to z the products of the gradient with what each operation gives."""
+        out, z, value = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None, None
+        slope = (gradient * out).flatten(1).sum(1)
+        slopes = [_slope(operation, value, gradient, slope, z[:, k] > 0, ctx.autocast)
+                  for k, operation in enumerate(ctx.candidates)]  # fmt: skip
+        return gradient, torch.stack(slopes, 1).to(z.dtype), None, None
+
+
+@torch.no_grad()
+def _slope(
+    operation: nn.Module, value: Tensor, gradient: Tensor, of_chosen: Tensor, chosen: Tensor,
+    autocast: tuple[str, torch.dtype, bool],
+) -> Tensor:  # fmt: skip
+    """⟨gradient, o(v)⟩ of each example, (batch,); where it is the operation that it chose, `of_chosen`."""
+    if bool(chosen.all()):
+        return of_chosen
+    kind, dtype, enabled = autocast
+    with statistics_kept(operation), torch.autocast(kind, dtype, enabled=enabled):
+        out = operation(value)
+    return torch.where(chosen, of_chosen, (gradient * out).flatten(1).sum(1))

@@ -17,12 +17,12 @@ from polyfed.core.errors import UserError
 from polyfed.core.room import within_memory
 from polyfed.search.cells import Cell, CellPlan, Join
 from polyfed.search.operations import NAMES, SMALL, operations
-from polyfed.search.sampling import Choice, ContextAware, ContextFree, Sampler, draw, most_probable, shrunk
+from polyfed.search.sampling import Choice, ContextAware, ContextFree, Gradient, Sampler, draw, most_probable, shrunk
 
 Context = Literal["free", "aware"]
 Per = Literal["example", "batch"]
 
-_MOST_EDGES = 10_000  # the largest supernet of the papers has 18
+_MOST_EDGES = 10_000  # Table 3 of the paper counts 32, the authors' code has 48
 
 
 @final
@@ -139,15 +139,17 @@ class Network(nn.Module):
     example where the sampler is context-aware. Parameters named `base...` are θ_b, `personal...` θ_p, samplers among them
     (θ_b = {W_b, Π_b}, θ_p = {W_p, Π_p}, section 3.2).
 
-    Attributes: `plan`; `temperature`, τ of eq. 2; `noise`, by a cell's number gumbel noise (edges, operations) with which
-    an evaluation samples, None for the most probable; `supernet` and `known`, of a network that was found: the form of
-    the supernet, and per cell the probabilities of its operations from which this network's were chosen.
+    Attributes: `plan`; `temperature`, τ of eq. 2; `gradient`, through which operations it goes (`draw`); `noise`, by a
+    cell's number gumbel noise (edges, operations) with which an evaluation samples, None for the most probable; `supernet`
+    and `known`, of a network that was found: the form of the supernet, and per cell the probabilities of its operations from
+    which this network's were chosen.
     """
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
         self.temperature = 1.0
+        self.gradient: Gradient = "chosen"
         self.noise: Mapping[int, Tensor] | None = None
         self.supernet: Plan | None = None
         self.known: Sequence[Tensor | None] = ()
@@ -179,7 +181,7 @@ class Network(nn.Module):
             return most_probable(logits, None if self.noise is None else self.noise[number])
         if logits.dim() == 3 and self.plan.per == "batch":
             logits = torch.logsumexp(F.log_softmax(logits, -1), 0) - math.log(len(logits))
-        return draw(logits, self.temperature)
+        return draw(logits, self.temperature, self.gradient)
 
 
 def _stack(plan: Plan, cells: Sequence[CellPlan]) -> dict[str, nn.Module]:

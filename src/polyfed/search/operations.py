@@ -1,11 +1,13 @@
 """The operations of a search space: what an edge of a cell may do to a feature map (FedPNAS, Table 3; as in SNAS)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyfed.core.errors import UserError, nearest
 from polyfed.search.depthwise import Depthwise
@@ -21,6 +23,19 @@ class GroupedNorm(nn.BatchNorm2d):
         if self.training and x.numel() == x.shape[1]:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         return super().forward(x)
+
+
+@contextmanager
+def statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Inside the block BatchNorm goes by its batch, as in training, but does not count it."""
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
 
 
 def _separable(channels: int, size: int, stride: int, dilation: int = 1) -> list[nn.Module]:

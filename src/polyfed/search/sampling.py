@@ -3,12 +3,13 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import final
+from typing import Literal, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Gradient = Literal["chosen", "full"]
 _SIZE = 8  # height and width to which a context-aware sampler shrinks what it sees
 
 
@@ -20,10 +21,13 @@ class Choice:
     Attributes:
         index: int64, (edges,) or (batch, edges): the k with Z[k] = 1.
         scale: the same shape: Z[k] itself, which is 1 and has the gradient of eq. 2; None where no gradient is wanted.
+        one_hot: (edges, operations) or (batch, edges, operations): all of Z with the gradient of eq. 2, for which every
+            operation has to be evaluated; None where that of Z[k] is enough.
     """
 
     index: Tensor
     scale: Tensor | None = None
+    one_hot: Tensor | None = None
 
 
 def gumbel(like: Tensor) -> Tensor:
@@ -35,15 +39,16 @@ def gumbel(like: Tensor) -> Tensor:
     return torch.empty_like(like).exponential_().log_().neg_()
 
 
-def draw(logits: Tensor, temperature: float) -> Choice:
+def draw(logits: Tensor, temperature: float, gradient: Gradient = "chosen") -> Choice:
     """A sample Z of the categorical distribution softmax(logits), straight through (eq. 2).
 
-    Z[k] = 1 for k = argmax_t (g_t + log π_t), and ∇Z[k] is that of softmax((g + log π)/τ)[k]. It is taken for the chosen k:
-    an operation that is not chosen is not computed, so that ∂L/∂Z[k] of the others is not known (as in DSNAS).
+    Z[k] = 1 for k = argmax_t (g_t + log π_t), and ∇Z[k] is that of softmax((g + log π)/τ)[k].
 
     Args:
         logits: log π up to a constant, (..., operations).
         temperature: τ > 0.
+        gradient: "chosen" takes ∇Z[k] for the chosen k: an operation that is not chosen is not computed, so that ∂L/∂Z[k] of
+            the others is not known (as in DSNAS). "full" takes it for every k (eq. 2 as it is printed).
 
     >>> choice = draw(torch.tensor([[0.0, 50.0], [50.0, 0.0]]), temperature=1.0)
     >>> choice.index, choice.scale
@@ -51,7 +56,10 @@ def draw(logits: Tensor, temperature: float) -> Choice:
     """
     perturbed = logits + gumbel(logits)
     index = perturbed.detach().argmax(-1)
-    soft = F.softmax(perturbed / temperature, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    soft = F.softmax(perturbed / temperature, -1)
+    if gradient == "full":
+        return Choice(index, one_hot=F.one_hot(index, soft.shape[-1]) + (soft - soft.detach()))
+    soft = soft.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     return Choice(index, 1 + (soft - soft.detach()))
 
 

@@ -24,6 +24,7 @@ from polyfed.report import aggregation
 from polyfed.report.generation import fresh_weights
 from polyfed.search import NAMES, Plan, edge_parameters, operations, stacks
 from polyfed.simulation import federation
+from polyfed.simulation.conflicts import conflicts
 from polyfed.simulation.experiment import Experiment, from_config, participants
 from polyfed.simulation.runs.directory import BASELINES, read_config, read_metrics
 from polyfed.simulation.runs.progress import Silent
@@ -33,6 +34,7 @@ from polyfed.simulation.unseen import compare_curves, load_server, warmstart
 KEPT = "measured.json"  # in the folder of a run and its baselines: what took training to find out
 _FEW = 200  # images of a task that no client has seen (FedPNAS, section 4)
 _RATE = 0.002  # of the steps on them, as the authors' code has it
+_DRAWS = 8  # of operations, over which the two gradients of Proposition 1 are averaged
 _EPOCHS = {"smoke": 2}  # of an unseen client's training after its warm start, 20 at the other scales (ours)
 _PER_ROUND = 750  # what pFedLA's Table 3 multiplies a round's megabytes with, see models/cnn.py
 
@@ -140,6 +142,28 @@ def _adapted(cell: Cell, run: Finished) -> float | None:
     return _mean(values[_slice(cell.part.get("clients", ":"))])
 
 
+def _step_weights(cell: Cell, run: Finished) -> float | None:
+    """FedPNAS's α_i of normalised gradients ("cosine"), a client's own gradient along the "federated" one, or the "gap"
+    between both (Proposition 1), at the server's θ after the last round; mean over the cell's clients."""
+
+    def compute(folder: Path, experiment: Experiment, scale: str) -> dict[str, float | None]:
+        found = participants(experiment)
+        again = federation.resume(folder, clients=found.clients, public=found.public, progress=Silent())
+        ids, weights = conflicts(again, draws=_DRAWS)
+        return {
+            f"{client}, {name}": value
+            for name in ("cosine", "federated", "gap")
+            for client, value in zip(ids, getattr(weights, name).tolist(), strict=True)
+        }
+
+    values = [
+        value
+        for name, value in sorted(_once(run, cell, "step weights", compute).items())
+        if name.endswith(f", {cell.part['of']}")
+    ]
+    return _mean(values[_slice(cell.part.get("clients", ":"))])
+
+
 def _seconds(cell: Cell, run: Finished) -> float | None:
     """Seconds of clients and server over all rounds, without evaluation; with `against` how many times those of another
     method of the run."""
@@ -217,6 +241,7 @@ METRICS: Mapping[str, Callable[[Cell, Any], float | None]] = {
     "warm_start": _warm_started("warm"),
     "from_scratch": _warm_started("scratch"),
     "adapted": _adapted,
+    "step_weights": _step_weights,
     "seconds": _seconds,
     "unseen": _unseen("before"),
     "unseen_retrained": _unseen("after"),

@@ -1,0 +1,125 @@
+"""Whole rounds of FedPNAS and FedDSNAS against algorithms 1 and 2 in plain torch: eq. 2, eq. 3 and the two passes of section
+3.2, on the same Gumbel noise."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from polyfed.algorithms import FedDSNAS, FedPNAS
+from polyfed.core.algorithm import Client, ClientInfo, DataSpec, ServerContext
+from polyfed.core.seeds import torch_generator
+from polyfed.search import sampling
+
+SPACE = {
+    "channels": 3, "base_cells": 1, "base_nodes": 1, "personal_nodes": 2,
+    "operations": ("sep_conv_3", "max_pool_3", "skip"), "personal_operations": ("sep_conv_3", "skip"),
+}  # fmt: skip
+TRAINING = {
+    "optimizer": "sgd",
+    "lr": 0.3,
+    "batch_size": 0,
+    "local_epochs": 3,
+    "buffers": "average",
+    "finetune_epochs": 0,
+}
+ETA = 0.4
+
+
+def clients():
+    found = []
+    for k in range(2):
+        generator = torch_generator(k)
+        x, y = torch.randn(8 + 4 * k, 1, 6, 6, generator=generator), torch.arange(8 + 4 * k) % 3
+        found.append(Client(f"client-{k}", None, (x, y), (x[:3], y[:3])))
+    return found
+
+
+@pytest.fixture
+def noise(monkeypatch):
+    """All Gumbel noise that is drawn, in order."""
+    drawn, draw = [], sampling.gumbel
+
+    def recorded(like):
+        drawn.append(draw(like))
+        return drawn[-1]
+
+    monkeypatch.setattr(sampling, "gumbel", recorded)
+    return drawn
+
+
+def logits_of(network, x, noise, temperature, gradient):
+    """Algorithm 2, edge by edge: v_j = Σ_i Z_ijᵀ·O_ij(v_i), Z one-hot by this noise with the softmax's gradient (eq. 2).
+    "chosen" leaves out the terms of all operations whose Z[k] is 0."""
+    previous = skip = network.base["stem"](x)
+    for cell, sampler in network.cells():
+        perturbed = sampler.logits + noise.pop(0)
+        soft = F.softmax(perturbed / temperature, -1)
+        values = [previous] if cell.plan.inputs == 1 else [previous, cell.skip(skip)]
+        for j in range(cell.plan.inputs, cell.plan.inputs + cell.plan.nodes):
+            node = 0.0
+            for number, (i, to) in enumerate(cell.plan.edges):
+                chosen = int(perturbed[number].argmax())
+                for k, operation in enumerate(cell.operations[number].values() if to == j else ()):
+                    if k == chosen or gradient == "full":
+                        node = node + (float(k == chosen) + soft[number, k] - soft[number, k].detach()) * operation(
+                            values[i]
+                        )
+            values.append(node)
+        previous, skip = values[-1], previous
+    return network.personal["classifier"](previous.mean((2, 3)))
+
+
+def local_update(network, client, noise, temperature, gradient, meta):
+    """CLIENTUPDATE of algorithm 1, in place: three whole batches, each with one step of SGD."""
+    x, y = client.train.x, client.train.labels
+    personal = {n for n, _ in network.named_parameters() if n.startswith("personal.")}
+
+    def slopes(module):
+        module.zero_grad()
+        F.cross_entropy(logits_of(module, x, noise, temperature, gradient), y).backward()
+        used = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        return {n: g for n, g in used.items() if g.abs().max() > 0}
+
+    for _ in range(TRAINING["local_epochs"]):
+        ahead, first = copy.deepcopy(network), {}
+        if meta:
+            first = slopes(network)
+            with torch.no_grad():
+                for name, parameter in ahead.named_parameters():
+                    if name in personal and name in first:
+                        parameter -= ETA * first[name]
+        second = slopes(ahead)
+        both = personal & first.keys() & second.keys()
+        alpha = sum((first[n] * second[n]).sum() for n in both)
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                if name in second:
+                    parameter -= TRAINING["lr"] * (second[name] - (ETA * alpha * first[name] if name in both else 0.0))
+
+
+@pytest.mark.parametrize("gradient", ["chosen", "full"])
+@pytest.mark.parametrize("method", [FedDSNAS, FedPNAS])
+def test_two_rounds_are_algorithm_1_in_plain_torch(method, gradient, noise):
+    """Both clients' updates, and their mean with weights 1/M, whatever their sizes."""
+    meta = {"eta": ETA} if method is FedPNAS else {}
+    searching = method(**SPACE, **TRAINING, **meta, gradient=gradient, sampler_lr=None, temperature=0.8)
+    who = tuple(ClientInfo(c.id) for c in clients())
+    state = searching.server_init(ServerContext(0, 2, who, data_spec=DataSpec((1, 6, 6), 3)))
+    theta = searching.plan(1, 3)().train()
+    theta.load_state_dict({**theta.state_dict(), **state["base"], **state["personal"]})
+    for number in (1, 2):
+        temperature, replies, trained = searching.temperature_at(number, 2), {}, []
+        for client in clients():
+            noise.clear()
+            down = searching.dispatch(state, ClientInfo(client.id, number, 2))
+            replies[client.id], _ = searching.local_update(down, {}, client, 5)
+            trained.append(copy.deepcopy(theta))
+            local_update(trained[-1], client, list(noise), temperature, gradient, bool(meta))
+        state = searching.aggregate(state, replies, None)
+        with torch.no_grad():
+            for name, parameter in theta.named_parameters():
+                parameter.copy_(sum(one.get_parameter(name) for one in trained) / 2)
+                found = state[name.partition(".")[0]][name]
+                assert torch.allclose(found, parameter, rtol=1e-4, atol=2e-5), (number, name)
