@@ -178,7 +178,6 @@ TABLES = {
     "flha/fig4": Table({FASHION: None}, seeds=1, options=ON_FASHION),
     "flha/appendix_b": Table({FASHION: "cifar10-*"}, seeds=1, options=ON_FASHION),
     "flha/fig6": Table({}),
-    "fedpnas/proposition1": Table({"digits": "digits*", FASHION: "fashion-mnist*"}, by="column"),
     "fedpnas/table3": Table({}),
 }  # fmt: skip
 
