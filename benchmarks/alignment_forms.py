@@ -2,9 +2,9 @@
 
     python benchmarks/alignment_forms.py --path FOLDER_OF_CIFAR10 [--out benchmarks/results/alignment_forms.json]
 
-The five CNNs at the paper's width, untrained and after 20 epochs alone on 300 images of two classes each (another pair for
-each network), see 1,000 test images. Written are the mean CKA of two of them, centred and as eq. 4 is printed; and of each
-network CKA between its representation and the latter's first 128 principal components.
+The five CNNs at the paper's width, untrained and after 5 epochs alone on 300 images of two classes each (another pair for
+each network), see 1,000 test images. Written are the mean CKA of two of them, centred and as eq. 4 is printed; and CKA of
+each network's representation, and of the mean kernel of all five, with its first 128 principal components.
 """
 
 import argparse
@@ -17,13 +17,13 @@ import torch
 from torch.linalg import matrix_norm
 
 from polyfed.algorithms import Local
-from polyfed.alignment import linear_cka, reduced, representations
+from polyfed.alignment import linear_cka, mean_features, reduced, representations
 from polyfed.core.threads import one_thread
 from polyfed.core.training import fit
 from polyfed.data.vision import CIFAR10
 from polyfed.models import ModelSpec
 
-LEVELS, RANK, SEEN, OWN, EPOCHS = range(1, 6), 128, 1000, 300, 20
+LEVELS, RANK, SEEN, OWN, EPOCHS = range(1, 6), 128, 1000, 300, 5
 
 
 def as_printed(a, b):
@@ -32,11 +32,12 @@ def as_printed(a, b):
 
 
 def of(parts):
-    pairs = list(combinations(parts, 2))
+    pairs, mean = list(combinations(parts, 2)), mean_features(parts, [1 / len(parts)] * len(parts))
     return {
         "cka": fmean(float(linear_cka(a, b)) for a, b in pairs),
         "as_printed": fmean(as_printed(a, b) for a, b in pairs),
         "of_rank": [float(linear_cka(a, reduced(a, RANK))) for a in parts],
+        "mean_of_rank": float(linear_cka(mean, reduced(mean, RANK))),
         "widths": [a.shape[1] for a in parts],
     }
 
