@@ -211,3 +211,10 @@ def test_the_meta_step_with_full_gradients(method):
         mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         assert torch.allclose(mine, wanted, rtol=1e-6, atol=1e-9), name
     assert {int(b) for n, b in network.named_buffers() if "batches_tracked" in n} <= {0, 1}
+
+
+def test_the_form_of_the_gradient_is_no_part_of_the_seed_of_the_first_weights():
+    """Attributes of a new network are: another one would change the bits of all runs before."""
+    network = supernet()
+    assert network.gradient == "chosen"
+    assert "gradient" not in vars(network)

@@ -145,11 +145,13 @@ class Network(nn.Module):
     which this network's were chosen.
     """
 
+    gradient: Gradient = "chosen"
+    # Of the class: what a new network itself holds is part of the seed of its first weights.
+
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
         self.temperature = 1.0
-        self.gradient: Gradient = "chosen"
         self.noise: Mapping[int, Tensor] | None = None
         self.supernet: Plan | None = None
         self.known: Sequence[Tensor | None] = ()
