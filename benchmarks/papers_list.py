@@ -7,6 +7,7 @@ as polyfed's own.
 
 import json
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class Item:
         key: the beginning of the names of its entries in recipes/papers; empty where there is none.
         state: what there is instead of a measurement, for those that have no entry or whose entry does not run.
         command: what to type, for those without an entry.
+        rows: a pattern of the names of the entry's rows that are meant; all without one.
     """
 
     number: str
@@ -59,6 +61,7 @@ class Item:
     key: str = ""
     state: str = ""
     command: str = ""
+    rows: str = "*"
 
 
 CONTENTS = {
@@ -94,7 +97,7 @@ CONTENTS = {
         Item("Figure 3", "half of the data taken from some clients", "fig3"),
         Item("Section 4.2", "effects of η_0, the size of the RAD and local epochs; Procrustes distance (section 3.4)",
              "effects"),
-        Item("Section 4.1", "effect of σ of the RBF kernel", "sigma"),
+        Item("Section 4.1", "effect of σ of the RBF kernel", "effect of sigma", rows="RBF *"),
         Item("Lemma 3.2", "with a large η linear models become alike", state="shown by a test, with its limits"),
     ),
     "pfedla": (
@@ -166,27 +169,34 @@ def row(number, what, table, item, results):
     if table.elsewhere:
         return f"| {number} | {what} | `{table.elsewhere.split('`')[1]}` | {item.state} |"
     shown = what if item.key in (table.name, *table.also) else table.title
-    return f"| {number} | {shown} | `polyfed reproduce {table.paper} {table.name}` | {state(table, results)} |"
+    return (
+        f"| {number} | {shown} | `polyfed reproduce {table.paper} {table.name}` | {state(table, results, item.rows)} |"
+    )
 
 
-def state(table, results):
-    """What has been measured of an entry, and on which of the recipe's data sets it has not."""
+def state(table, results, rows="*"):
+    """What has been measured of an entry, or of some of its rows, and on which of the recipe's data sets it has not."""
     file = results / f"{table.paper}-{table.name}.json"
     if not table.variants():
         return "computed; needs no data and no run" if file.exists() else "not measured"
-    wanted = sorted({data_of(cell.recipe, cell.variant, "paper") for cell in table.cells})
-    parts = []
-    if file.exists():
-        found = json.loads(file.read_text(encoding="utf-8"))
-        here = {
-            other_data(found["options"]) or data_of(c["recipe"], c["variant"], found["scale"]) for c in found["cells"]
-        }
-        seeds = sorted({len(cell["seeds"]) for cell in found["cells"]})
-        parts.append(f"scale {found['scale']}: {spoken(sorted(here))}; {counted(seeds)}")
-        wanted = [data for data in wanted if data not in here]
-        parts += [f"Not on {spoken(wanted)}"] if wanted else []
-    else:
-        parts.append("not measured")
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"cells": [], "options": []}
+    measured = [cell for cell in found["cells"] if fnmatchcase(cell["row"], rows)]
+    parts = ["not measured"]
+    if measured:
+        other = other_data(found["options"])
+        here = {other or data_of(cell["recipe"], cell["variant"], found["scale"]) for cell in measured}
+        parts = [
+            f"scale {found['scale']}: {spoken(sorted(here))}; {counted({len(cell['seeds']) for cell in measured})}"
+        ]
+        cells = [
+            (cell, data_of(cell.recipe, cell.variant, "paper")) for cell in table.cells if fnmatchcase(cell.row, rows)
+        ]
+        places = {(cell["row"], cell["column"]) for cell in measured}
+        on_these = [(cell.row, cell.column) in places for cell, data in cells if other or data in here]
+        if not all(on_these):
+            parts.append(f"{sum(on_these)} of {len(on_these)} cells on these data")
+        if elsewhere := sorted({data for _, data in cells} - here):
+            parts.append(f"Not on {spoken(elsewhere)}")
     return ". ".join([*parts, *lengths(table)])
 
 
@@ -211,8 +221,8 @@ def spoken(names):
 
 
 def counted(seeds):
-    words = [NUMBERS[n] if n < len(NUMBERS) else str(n) for n in seeds]
-    return f"{' or '.join(words)} seed{'' if seeds == [1] else 's'}"
+    words = [NUMBERS[n] if n < len(NUMBERS) else str(n) for n in sorted(seeds)]
+    return f"{' or '.join(words)} seed{'' if seeds == {1} else 's'}"
 
 
 def scaled():

@@ -22,6 +22,10 @@ from polyfed.testing import AlgorithmContract
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 METHODS = sorted((DOCS / "methods").glob("*.md"))
+OF_THE_PAPERS = [
+    DOCS / "methods" / f"{name}.md"
+    for name in ("flha_ghn", "fedhenn", "fedhenn_homo", "pfedla", "heur_pfedla", "fedpnas")
+]
 MADE = {"benchmarks.md"}  # by the site itself, from benchmarks/README.md
 BUILD = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
 
@@ -88,7 +92,17 @@ def test_a_methods_page_has_every_mark_and_section(name):
     for kind in ("facts", "defaults", "results"):
         assert f"\n<!-- {kind} {name} -->\n" in text
     headings = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
-    assert headings == ["Equation", "When to use it", "Defaults", "Details", "What proves it", "Results"]
+    differs = ["Where this differs from the paper"] if page_of(name) in OF_THE_PAPERS else []
+    assert headings == ["Equation", "When to use it", "Defaults", "Details", *differs, "What proves it", "Results"]
+
+
+@pytest.mark.parametrize("path", OF_THE_PAPERS, ids=lambda path: path.stem)
+def test_every_deviation_from_a_paper_has_a_reason_and_an_effect(path):
+    text = path.read_text(encoding="utf-8").partition("## Where this differs from the paper\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
+    assert rows[0][1:3] == ["polyfed", "why"]
+    assert len(rows) > 5
+    assert all(len(row) == 4 and all(row) for row in rows[2:])
 
 
 @pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
