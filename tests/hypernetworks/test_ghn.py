@@ -359,6 +359,20 @@ def test_paper_initialisation_is_kaimings_with_fan_out(resnets, normalise):
     assert max(abs(ratio - 1) for ratio in ratios) < (0.03 if normalise else 0.6)
 
 
+def test_the_formula_on_the_last_layer_alone_makes_small_weights():
+    """Xavier-normal times √(2·c_in/16) there, the hidden layer with torch's bias: about 0.07 of Kaiming's deviation."""
+    graph = chain(LayerType("linear", 4, 4), CONV, LayerType("linear", 8, 4))
+    form = Form(LayerCatalogue.of([graph]), normalise=False)
+    ghn = GHN(form)
+    ghn.load_state_dict(create(form, "last_layer", seed=0))
+    ghn.requires_grad_(requires_grad=False)
+    head = ghn.heads[CONV.key]
+    assert head.hidden.bias.any()
+    numbers = 64 * 128 * 9
+    assert float(head.out.weight.std()) == pytest.approx(math.sqrt(2 / (numbers + 16) * 2 * 64 / 16), rel=0.02)
+    assert float(generate(ghn, form, graph)["1.weight"].std()) < 0.15 * math.sqrt(2 / (64 * 9))
+
+
 @pytest.mark.parametrize("init", ["kaiming", "paper"])
 def test_a_type_whose_nodes_are_zero_has_an_initialisation(init):
     """With one latent entry the ReLUs of most seeds leave h = 0 everywhere."""

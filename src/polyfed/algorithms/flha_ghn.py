@@ -48,10 +48,11 @@ class FLHAGHN(Averaging, Decides):
             (polyfed's choice), which is "mlp" up to 50 MB a message and "factored" where that would send more.
         rank: of the factored heads (16, polyfed's choice).
         normalise: whether GNN and heads keep activations of one size (true, polyfed's choice); false is the published form,
-            with initialisation="paper" more accurate in some federations of few images whose networks have norm layers,
-            and seldom of use where they have none.
+            with initialisation="last_layer" more accurate in some federations of few images whose networks have norm
+            layers, and seldom of use where they have none.
         initialisation: "kaiming" (polyfed's choice): generated weights have Kaiming's variance 2/fan_in; "paper": by section
-            4.2's sentence, which gives 2/fan_out (paper).
+            4.2's sentence, which gives 2/fan_out (paper); "last_layer": the sentence's factor on the last layer of a head
+            alone, which without `normalise` gives small weights.
         graph: "layers" (paper): nodes are convolutions and linear layers, and a norm is part of the layer before it; or
             "layers_and_norms" (polyfed's choice): norm layers are nodes, too.
         joins: whether sums and concatenations are nodes (true, paper, section 4.2); false has edges through them, which
@@ -129,10 +130,11 @@ class FLHAGHN(Averaging, Decides):
         )
         if not types:
             raise UserError("flha_ghn has nothing to generate: no layer of any client is of a type that it knows")
-        if not self.normalise and self.initialisation == "paper" and not _has_norms(catalogue):
+        if not self.normalise and self.initialisation != "kaiming" and not _has_norms(catalogue):
             warnings.warn(
-                "FLHAGHN: as published (normalise=False, initialisation='paper') networks without norm layers, as all are "
-                "here, learned little or nothing (docs/methods/flha_ghn.md); take normalise=True, initialisation='kaiming'",
+                f"FLHAGHN: with normalise=False and initialisation={self.initialisation!r} networks without norm layers, as "
+                "all are here, learned less than by the default, and next to nothing without clip_norm "
+                "(docs/methods/flha_ghn.md); take normalise=True, initialisation='kaiming'",
                 UserWarning, stacklevel=2,
             )  # fmt: skip
         form = self._form(LayerCatalogue(types))

@@ -27,7 +27,7 @@ from polyfed.hypernetworks.heads import Factored, TypeHead
 Gnn = Literal["graphconv", "gated", "sage"]
 Head = Literal["mlp", "factored"]
 Passing = Literal["synchronous", "asynchronous"]
-Init = Literal["kaiming", "paper"]
+Init = Literal["kaiming", "paper", "last_layer"]
 LARGEST = 50 * 2**20
 """Bytes of a hypernetwork above which its heads are factored, unless the method says which they are."""
 _CHAINS = 16  # random graphs on which the heads' activations are measured at initialisation
@@ -223,7 +223,9 @@ def create(form: Form, init: Init, seed: int) -> dict[str, Tensor]:
       that of a (leaky) ReLU of pre-activations of variance 1. For these Xavier's hidden layer needs ‖h_v^T‖² = (d+H)/2. So
       the GNN's last layer, of which the sentence says nothing, is multiplied by what is lacking, measured as for "kaiming".
       With `normalise` E[z²] is 1 instead, and the last layer's variance half of it. A scale s of zero bias would be random,
-      with a mean of 0: its bias of 1 is polyfed's choice.
+      with a mean of 0: its bias of 1 is polyfed's choice;
+    - "last_layer": that factor on the last layer alone, and hidden layers as the others, so that E[z²] is far below ½ and W
+      small without `normalise`.
 
     >>> from polyfed.graphs import LayerType
     >>> tensors = create(Form(LayerCatalogue((LayerType("linear", 20, 10),))), "kaiming", seed=0)
@@ -241,7 +243,11 @@ def create(form: Form, init: Init, seed: int) -> dict[str, Tensor]:
             for kind in form.catalogue.types:
                 head = ghn.heads[kind.key]
                 assert isinstance(head, TypeHead)
-                variance = _paper_variance(kind, form) if init == "paper" else 2 / (kind.fan_in * energies[kind])
+                if init == "kaiming":
+                    variance = 2 / (kind.fan_in * energies[kind])
+                else:  # of Xavier-normal · √(2·c_in/H) on the (P, H) matrix, which supposes E[z²] = ½
+                    variance = 2 / (form.hidden + math.prod(kind.shapes["weight"])) * 2 * kind.c_in / form.hidden
+                    variance = variance / 2 if init == "paper" and form.normalise else variance
                 _reset(head, kind, variance)
     return {name: tensor.detach().clone() for name, tensor in ghn.state_dict().items()}
 
@@ -304,12 +310,6 @@ def _reset_hidden(ghn: GHN, form: Form, seed: int) -> None:
             parameter.mul_(growth)
     for kind, head in heads.items():
         head.hidden.weight.mul_(lacking[kind] / growth)
-
-
-def _paper_variance(kind: LayerType, form: Form) -> float:
-    """Of Xavier-normal on the (P, H) matrix, times 2·c_in/H, for z of mean square ½; half of it for z of mean square 1."""
-    variance = 2 / (form.hidden + math.prod(kind.shapes["weight"])) * 2 * kind.c_in / form.hidden
-    return variance / 2 if form.normalise else variance
 
 
 @torch.no_grad()

@@ -25,10 +25,11 @@ from polyfed.simulation.unseen import Curves
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Start = Literal["standard", "paper", "kaiming"]
+Start = Literal["standard", "paper", "last_layer", "kaiming"]
 _TITLES: Mapping[Start, str] = {
     "standard": "initialised as PyTorch does",
     "paper": "initialised by the paper's sentence",
+    "last_layer": "by the paper's sentence, the last layer alone",
     "kaiming": "initialised for Kaiming's variance (ours)",
 }
 _WARM, _SCRATCH, _REST = "#0072B2", "#D55E00", "#9a9a9a"
@@ -87,8 +88,8 @@ def fresh_weights(
     Args:
         graph: of the network, e.g. `graphs.extract`.
         parameter: its name in `named_parameters()`.
-        initialisation: of the hypernetwork: "kaiming" or "paper" as in `hypernetworks.ghn.create`; "standard" as PyTorch
-            and PyG initialise the published design, with no regard to what is generated.
+        initialisation: of the hypernetwork: "kaiming", "paper" or "last_layer" as in `hypernetworks.ghn.create`; "standard"
+            as PyTorch and PyG initialise the published design, with no regard to what is generated.
         form: the hypernetwork's form; None takes the paper's sizes, with the layer types of the graph.
         seed: of its initial weights.
 
