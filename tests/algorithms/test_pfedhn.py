@@ -51,7 +51,22 @@ class TestContractOfTwoArchitectures(AlgorithmContract):
         return PFedHN(**OPTIONS, local_steps=8, buffers="recompute")
 
 
+@pytest.mark.slow
+class TestContractOfHeadsByClient(AlgorithmContract):
+    def clients(self, number=3):
+        return mixed_clients(number)
+
+    @pytest.fixture
+    def algorithm(self):
+        return PFedHN(**OPTIONS, local_steps=8, heads="client")
+
+
 # -- the hypernetwork as functions --------------------------------------------------------------------------------
+
+
+def _plain(name):
+    """A parameter's name as one of a module."""
+    return name.replace(".", "|")
 
 
 class Explicit(nn.Module):
@@ -73,12 +88,12 @@ class Explicit(nn.Module):
             layers += [nn.ReLU(), linear(f"trunk.{k}")]
         self.trunk = nn.Sequential(*layers)
         self.heads = nn.ModuleDict(
-            {f"{key}/{n}": linear(f"heads.{key}.{n}") for key, tensors in shapes.items() for n in tensors}
+            {f"{key}/{_plain(n)}": linear(f"heads.{key}.{n}") for key, tensors in shapes.items() for n in tensors}
         )
 
     def forward(self, key, row):
         features = self.trunk(self.embeddings.weight[row])
-        return {n: self.heads[f"{key}/{n}"](features).view(shape) for n, shape in self.shapes[key].items()}
+        return {n: self.heads[f"{key}/{_plain(n)}"](features).view(shape) for n, shape in self.shapes[key].items()}
 
     def named(self, like):
         """Its parameters in the form of the functions."""
@@ -86,7 +101,7 @@ class Explicit(nn.Module):
         for k, layer in enumerate(m for m in self.trunk if isinstance(m, nn.Linear)):
             found |= {f"trunk.{k}.weight": layer.weight, f"trunk.{k}.bias": layer.bias}
         for name, layer in self.heads.items():
-            key = name.replace("/", ".")
+            key = name.replace("/", ".").replace("|", ".")
             found |= {f"heads.{key}.weight": layer.weight, f"heads.{key}.bias": layer.bias}
         return {name: tensor.view(like[name].shape) for name, tensor in found.items()}
 
@@ -272,6 +287,51 @@ def test_the_trunk_learns_from_both_architectures_and_heads_from_their_own():
     assert not any(change_.any() for name, change_ in small.items() if name.startswith(f"heads.{keys['client-1']}."))
 
 
+def test_heads_of_a_client_are_its_own_and_the_trunk_is_shared():
+    method = PFedHN(**OPTIONS, local_steps=5, heads="client", hn_lr=0.1, hn_weight_decay=0.01)
+    clients = mixed_clients(4)  # 0 and 2 have one architecture, 1 and 3 another
+    federation, state = halves(method, clients)
+    network, replies = state["network"], replies_of(method, federation, state)
+    keys, rows = state["architectures"], state["rows"]
+    assert len(set(keys.values())) == 4
+    shapes = {keys[c.id]: {n: p.shape for n, p in c.model().named_parameters()} for c in clients}
+    explicit = Explicit(network, method.hn_depth, shapes)
+    heads = {i: {n for n in network if n.startswith(f"heads.{keys[i]}.")} for i in keys}
+    assert all(heads[i].isdisjoint(heads[j]) for i in keys for j in keys if i != j)
+    optimiser = torch.optim.SGD(explicit.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    total = [torch.zeros_like(p) for p in explicit.parameters()]
+    for i in keys:
+        made = explicit(keys[i], rows[i])
+        for name, tensor in method.dispatch(state, federation.info(i, 1)).tensors["model"].items():
+            torch.testing.assert_close(tensor, made[name].detach())
+        optimiser.zero_grad()
+        torch.autograd.backward([(made[n] * delta).sum() for n, delta in replies[i].tensors["delta"].items()])
+        nn.utils.clip_grad_norm_(explicit.parameters(), 50.0)
+        total = [t if p.grad is None else t + p.grad for t, p in zip(total, explicit.parameters(), strict=True)]
+    for p, gradient in zip(explicit.parameters(), total, strict=True):
+        p.grad = gradient
+    optimiser.step()
+    after = method.aggregate(state, replies, None)["network"]
+    for name, tensor in explicit.named(network).items():
+        torch.testing.assert_close(after[name], tensor.detach(), rtol=1e-4, atol=1e-6)
+
+    one = method.aggregate(state, {"client-0": replies["client-0"]}, None)["network"]  # the others only decay
+    assert not all(torch.equal(one[n], network[n] * (1 - 0.1 * 0.01)) for n in heads["client-0"])
+    for name in heads["client-2"]:
+        torch.testing.assert_close(one[name], network[name] * (1 - 0.1 * 0.01))
+
+
+def test_heads_of_clients_are_those_of_architectures_where_no_two_have_the_same():
+    def after(heads):
+        clients = mixed_clients(2)
+        run = pf.federate(clients, PFedHN(**OPTIONS, local_steps=5, heads=heads), rounds=2, workers=0)
+        return run.last.state["network"]
+
+    one, other = after("architecture"), after("client")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_momentum_carries_clients_that_are_not_drawn():
     method = PFedHN(**OPTIONS, local_steps=5)
     federation, state = halves(method, small_clients())
@@ -357,6 +417,7 @@ def test_evaluated_is_what_is_generated_with_statistics_of_the_clients_own(polic
     [
         ({"buffers": "average"}, r"buffers must be 'local' or 'recompute' \(parameters are generated.*got 'average'"),
         ({"embedding_dim": 0}, "embedding_dim must be at least 1, or none, got 0"),
+        ({"heads": "clients"}, "unknown heads 'clients'; did you mean client"),
         ({"hidden": 0}, "hidden must be at least 1, got 0"),
         ({"hn_depth": -1}, "hn_depth must be at least 0, got -1"),
         ({"hn_lr": 0.0}, "hn_lr must be positive, got 0.0"),

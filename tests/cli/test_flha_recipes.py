@@ -198,7 +198,7 @@ def test_fedavg_kd_is_that_of_appendix_e_and_the_others_have_their_defaults(name
     assert distillation.teacher_rounds == 200
     assert local == Local(lr=0.009, schedule="cosine", momentum=0.9, batch_size=64, clip_norm=FLHAGHN().clip_norm)
     # What the paper says that it tuned, and does not tell, are the defaults of the method, in the epochs of the others.
-    assert pfedhn == PFedHN(local_steps=None, schedule="cosine")
+    assert pfedhn == PFedHN(heads="client", local_steps=None, schedule="cosine")
     stem = {"stem": "xray"} if name == "flha_table3" else {}
     for scale, width in (("paper", {}), ("cpu", {"width": 8}), ("smoke", {"width": 4})):
         teacher = experiment(name, scale).baselines["fedavg_kd"].teacher

@@ -218,17 +218,19 @@ def test_a_run_made_in_python_serves_own_data(here, polyfed, refused):
 
 
 def test_training_goes_on_from_both_starts(polyfed):
-    out = polyfed("run", "--unseen", "client-002", "--epochs", "3", "--lr", "0.2", "--plot", "curves.png")
+    rates = ("--lr", "0.2", "--scratch-lr", "0.1")
+    out = polyfed("run", "--unseen", "client-002", "--epochs", "3", *rates, "--plot", "curves.png")
     client = participants(experiment()).unseen[0]
     server, expected = load_server("run"), started(client, spec(12, 12, 12))
-    curves = compare_curves(server, expected, 3, lr=0.2)
+    curves = compare_curves(server, expected, 3, lr=0.2, scratch_lr=0.1)
     table = rows(out)
     assert [table[str(epoch)] for epoch in range(4)] == [
         [f"{warm:.3f}", f"{scratch:.3f}"] for warm, scratch in zip(curves.warm, curves.scratch, strict=True)
     ]
     assert table["client-002"][3] == table["0"][0]
     assert f"what training from scratch has after 3 ({curves.scratch[3]:.3f})" in out or "does not reach" in out
-    assert "both in the same batches at rate 0.2, momentum started afresh each epoch; drawn in curves.png" in out
+    told = "both in the same batches at rate 0.2, from scratch 0.1, momentum started afresh each epoch; drawn in curves.png"
+    assert told in out
     assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
     kept = json.loads(Path("run/unseen/curves.json").read_text())  # for the page of `polyfed report`
     assert kept == {"client-002": {"score": "accuracy", "warm": list(curves.warm), "scratch": list(curves.scratch)}}
@@ -276,6 +278,8 @@ REFUSED = {
     "run --epochs 2 --lr x": "--lr must be a number, got 'x'",
     "run --epochs 2 --lr -1": "--lr must be positive, got -1.0",
     "run --epochs 2 --lr nan": "--lr must be positive, got nan",
+    "run --epochs 2 --scratch-lr 0": "--scratch-lr must be positive, got 0.0",
+    "run --scratch-lr 1": "--scratch-lr is for training after the warm start; give --epochs too",
     "run --lr 1": "--lr is for training after the warm start; give --epochs too",
     "run --plot x.png": "--plot is for training after the warm start; give --epochs too",
     "run --epochs 2 --plot x.pdf": "a picture must end in .png or .svg, got 'x.pdf'",

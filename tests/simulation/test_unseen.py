@@ -371,6 +371,10 @@ def test_curves_start_where_they_should(run):
     assert (curves.epochs, curves.score, curves.warm[0]) == (2, "accuracy", start.before["accuracy"])
     scratch = training_curve(start.client, from_scratch(server, start.client), server.algorithm, 2, lr=0.1, seed=4)
     assert curves.scratch == tuple(scores["accuracy"] for scores in scratch)
+    other = compare_curves(server, start, 2, lr=0.1, scratch_lr=0.02)
+    slow = training_curve(start.client, from_scratch(server, start.client), server.algorithm, 2, lr=0.02, seed=4)
+    assert other.warm == curves.warm
+    assert other.scratch == tuple(scores["accuracy"] for scores in slow)
 
 
 @pytest.mark.parametrize(

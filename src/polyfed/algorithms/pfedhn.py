@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,8 @@ from polyfed.core.tree import Spec, Tree, spec
 from polyfed.hypernetworks.weights import create, descend, generate, head_names, pull_back
 from polyfed.models.split import norm_tensor_names
 
-ServerState = dict[
-    str, Any
-]  # "network": φ and all v_i; "velocity": their momentum; "rows", "architectures": by client id
+# "network": φ and all v_i; "velocity": their momentum; by client id "rows", of embeddings, and "architectures", of heads
+ServerState = dict[str, Any]
 ClientState = dict[str, Tree]  # "buffers"
 _BLOCK = 2**24  # numbers of clients' networks that are made, or pulled back, at one time: 64 MB
 
@@ -28,14 +27,17 @@ _BLOCK = 2**24  # numbers of clients' networks that are made, or pulled back, at
 class PFedHN(LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
     """The server maps an embedding v_i of each client by a hypernetwork φ to all trained parameters θ̄_i = h(v_i; φ) of its
     network; the client trains them and sends back θ̄_i − θ_i, which the chain rule takes to φ and v_i. Clients may differ in
-    architecture: each has heads of its own on the shared trunk. Evaluated model: θ̄_i with the client's own buffers, for a
-    client that never took part with statistics estimated on its training data.
+    architecture: each architecture, or each client, has heads of its own on the shared trunk. Evaluated model: θ̄_i with the
+    client's own buffers, for a client that never took part with statistics estimated on its training data.
 
     The paper updates φ after each client; here all clients of a round get weights of one φ, and their gradients, each
     clipped by itself, are summed into one step: the same to first order in `hn_lr`. The hypernetwork has about `hidden`
-    numbers for each parameter of every architecture, and as many for momentum.
+    numbers for each parameter of every architecture (or of every client), and as many for momentum.
 
     Args:
+        heads: "architecture" (polyfed's choice): clients of one architecture share heads; "client": each client has heads
+            of its own, as in FLHA-GHN's comparison (section 5.1), so that one that never took part has heads as they were
+            drawn, up to weight decay. The same bits where no two clients have one architecture.
         embedding_dim: entries of v_i; None takes int(1 + N/4) for N clients (authors' code).
         hidden: width of the trunk (100, authors' code).
         hn_depth: layers hidden→hidden after the first layer of the trunk (3, authors' code).
@@ -59,6 +61,7 @@ class PFedHN(LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
 
     requires: ClassVar[frozenset[str]] = frozenset({"architectures"})
     discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "weights"})
+    heads: Literal["architecture", "client"] = "architecture"
     embedding_dim: int | None = None
     hidden: int = 100
     hn_depth: int = 3
@@ -98,13 +101,17 @@ class PFedHN(LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
             wanted[key] = {name: start[name] for name, p in module.named_parameters() if p.requires_grad}
             norms = frozenset(norm_tensor_names(module))
             offsets[key] = {name: tensor for name, tensor in wanted[key].items() if name in norms}
-        kinds = {who.id: who.architecture for who in server.clients}
+        kinds = {who.id: who.architecture or "" for who in server.clients}
+        heads = _heads_by_client(kinds) if self.heads == "client" else kinds
+        place = {kind: k for k, kind in enumerate(server.architectures)}
+        of_heads = {heads[who]: kinds[who] for who in sorted(kinds, key=lambda who: (place[kinds[who]], who))}
+        made, starts = ({key: part[kind] for key, kind in of_heads.items()} for part in (wanted, offsets))
         dim = int(1 + len(kinds) / 4) if self.embedding_dim is None else self.embedding_dim
         return {
-            "network": create(server.seed, len(kinds), dim, self.hidden, self.hn_depth, wanted, offsets),
+            "network": create(server.seed, len(kinds), dim, self.hidden, self.hn_depth, made, starts),
             "velocity": {},
             "rows": {client: row for row, client in enumerate(sorted(kinds))},
-            "architectures": kinds,
+            "architectures": heads,
         }
 
     def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
@@ -170,8 +177,24 @@ class PFedHN(LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
         return receive(client, down.tensors["model"], own, self.buffers)
 
 
+def _heads_by_client(kinds: Mapping[str, str]) -> dict[str, str]:
+    """Makes the keys of heads that are each client's alone. The first client of an architecture has the architecture's key,
+    so that nothing changes where no two clients have the same.
+
+    >>> _heads_by_client({"a": "mlp", "c": "mlp", "b": "cnn"})
+    {'a': 'mlp', 'b': 'cnn', 'c': 'mlp-1'}
+    """
+    number: dict[str, int] = {}
+    heads = {}
+    for client in sorted(kinds):
+        k = number.get(kinds[client], 0)
+        heads[client] = f"{kinds[client]}-{k}" if k else kinds[client]
+        number[kinds[client]] = k + 1
+    return heads
+
+
 def _by_architecture(state: ServerState, clients: Sequence[str]) -> dict[str, tuple[list[str], Tensor]]:
-    """Architecture -> its clients among these, and their rows among the embeddings."""
+    """Key of heads, an architecture's or a client's -> its clients among these, and their rows among the embeddings."""
     groups: dict[str, list[str]] = {}
     for client in clients:
         groups.setdefault(state["architectures"][client], []).append(client)

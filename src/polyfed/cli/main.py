@@ -232,6 +232,7 @@ def _warmstart(words: list[str]) -> None:
                      set, or without one (or with --data.test_fraction) on a share of the data, which is held out
       --epochs E     afterwards, train the whole network for E epochs from the generated weights and from scratch
       --lr RATE      of these epochs (default: the run's)
+      --scratch-lr RATE  of those from scratch (default: --lr)
       --plot FILE    picture of both curves, .png or .svg
       --out FILE     weights to write, .safetensors (default: RUN/unseen/ID.safetensors)
     """
@@ -239,7 +240,9 @@ def _warmstart(words: list[str]) -> None:
     from polyfed.cli.commands.asked import offered
 
     wants_help = asked_for_help(words)
-    taken = {name: take(words, f"--{name}") for name in ("unseen", "client", "epochs", "lr", "plot", "out")}
+    taken = {
+        name: take(words, f"--{name}") for name in ("unseen", "client", "epochs", "lr", "scratch-lr", "plot", "out")
+    }
     if wants_help:
         print(help_of(_warmstart))
         chosen = words[1:] if words and not words[0].startswith("-") else words
@@ -259,6 +262,7 @@ def _warmstart(words: list[str]) -> None:
         client=taken["client"],
         epochs=number("--epochs", taken["epochs"] or "0", int, "a whole number"),
         lr=None if taken["lr"] is None else number("--lr", taken["lr"], float, "a number"),
+        scratch_lr=None if (rate := taken["scratch-lr"]) is None else number("--scratch-lr", rate, float, "a number"),
         plot=None if taken["plot"] is None else user_path(taken["plot"], "--plot"),
         out=None if taken["out"] is None else user_path(taken["out"], "--out"),
     )

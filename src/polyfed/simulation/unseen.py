@@ -325,10 +325,18 @@ def training_curve(
     return scores
 
 
-def compare_curves(server: Server, start: WarmStart, epochs: int, lr: float | None = None) -> Curves:
+def compare_curves(
+    server: Server, start: WarmStart, epochs: int, lr: float | None = None, scratch_lr: float | None = None
+) -> Curves:
     """The training curves of an unseen client, from its generated weights and from scratch, in the same batches with
-    the options
-    of the run (FLHA-GHN, Figs. 3 and 7).
+    the options of the run (FLHA-GHN, Figs. 3 and 7).
+
+    Args:
+        server: of the run.
+        start: the unseen client with its generated weights.
+        epochs: of both.
+        lr: their learning rate; None takes the run's.
+        scratch_lr: that of training from scratch, where it is another; None takes `lr`.
 
     Raises:
         UserError: as of `training_curve`.
@@ -336,7 +344,10 @@ def compare_curves(server: Server, start: WarmStart, epochs: int, lr: float | No
     settings, client = server.settings, start.client
     score = SCORE[client.task]
     warm, cold = (
-        training_curve(client, weights, server.algorithm, epochs, lr=lr, seed=settings.seed, device=settings.device)
-        for weights in (start.generated, from_scratch(server, client))
+        training_curve(client, weights, server.algorithm, epochs, lr=rate, seed=settings.seed, device=settings.device)
+        for weights, rate in (
+            (start.generated, lr),
+            (from_scratch(server, client), lr if scratch_lr is None else scratch_lr),
+        )
     )
     return Curves(score, *(tuple(metrics[score] for metrics in curve) for curve in (warm, cold)))

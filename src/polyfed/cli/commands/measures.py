@@ -117,16 +117,21 @@ def _weight(cell: Cell, run: Finished) -> float | None:
 
 def _warm_started(which: str) -> Callable[[Cell, Any], float | None]:
     """The last point of an unseen client's training from generated weights ("warm") or from scratch, mean over unseen
-    clients."""
+    clients. The cell's `scratch_lr` has the rate from scratch by scale; where it has none, that is the run's."""
 
-    def compute(folder: Path, experiment: Experiment, scale: str) -> dict[str, float | None]:
+    def compute(folder: Path, experiment: Experiment, scale: str, scratch_lr: float | None) -> dict[str, float | None]:
         server, unseen = load_server(folder), participants(experiment).unseen
         epochs = _EPOCHS.get(scale, 20)
-        curves = [compare_curves(server, warmstart(server, client), epochs) for client in unseen]
+        curves = [compare_curves(server, warmstart(server, c), epochs, scratch_lr=scratch_lr) for c in unseen]
         ends = {"warm": [c.warm[-1] for c in curves], "scratch": [c.scratch[-1] for c in curves]}
         return {name: _mean(values) for name, values in ends.items()}
 
-    return lambda cell, run: _once(run, cell, "unseen", compute)[which]
+    def found(cell: Cell, run: Finished) -> float | None:
+        rate = cell.part.get("scratch_lr", {}).get(run.scale)
+        key = "unseen" if rate is None else f"unseen, from scratch at {rate:g}"
+        return _once(run, cell, key, lambda f, e, s: compute(f, e, s, rate))[which]
+
+    return found
 
 
 def _adapted(cell: Cell, run: Finished) -> float | None:

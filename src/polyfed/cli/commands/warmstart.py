@@ -45,6 +45,7 @@ class Wanted:
         client: id of a client of the run that changes its network.
         epochs: of training the whole network, from the warm start and from scratch; 0 for none.
         lr: of these epochs; None for that of the run.
+        scratch_lr: of those from scratch; None for `lr`.
         plot: picture of them.
         out: file of the weights; None for `unseen/ID.safetensors` in the run directory.
 
@@ -56,6 +57,7 @@ class Wanted:
     client: str | None = None
     epochs: int = 0
     lr: float | None = None
+    scratch_lr: float | None = None
     plot: Path | None = None
     out: Path | None = None
 
@@ -64,11 +66,13 @@ class Wanted:
             raise UserError("give --unseen, one who took no part, or --client, one who did, not both")
         if self.epochs < 0:
             raise UserError(f"--epochs must be at least 0, got {self.epochs}")
-        if self.lr is not None and not (self.lr > 0 and math.isfinite(self.lr)):
-            raise UserError(f"--lr must be positive, got {self.lr}")
-        if self.epochs == 0 and (self.plot is not None or self.lr is not None):
-            option = "--plot" if self.lr is None else "--lr"
-            raise UserError(f"{option} is for training after the warm start; give --epochs too, e.g. --epochs 20")
+        rates = {"--lr": self.lr, "--scratch-lr": self.scratch_lr}
+        for option, rate in rates.items():
+            if rate is not None and not (rate > 0 and math.isfinite(rate)):
+                raise UserError(f"{option} must be positive, got {rate}")
+        for option, value in (rates | {"--plot": self.plot}).items():
+            if self.epochs == 0 and value is not None:
+                raise UserError(f"{option} is for training after the warm start; give --epochs too, e.g. --epochs 20")
 
 
 def run(folder: Path, words: Sequence[str], wanted: Wanted, console: Console | None = None) -> None:
@@ -91,7 +95,7 @@ def run(folder: Path, words: Sequence[str], wanted: Wanted, console: Console | N
     starts = [warmstart(server, client, held_out=held_out) for client in clients]
     curves = {}
     if wanted.epochs:
-        curves = {s.client.id: compare_curves(server, s, wanted.epochs, wanted.lr) for s in starts}
+        curves = {s.client.id: compare_curves(server, s, wanted.epochs, wanted.lr, wanted.scratch_lr) for s in starts}
     # Written before anything is printed: if that fails, there is an error and nothing else.
     for file, start in zip(files, starts, strict=True):
         _save(file, start)
@@ -313,7 +317,8 @@ def _show_curves(curves: Mapping[str, Curves], server: Server, wanted: Wanted, c
     if curves:
         rate = server.algorithm.lr if wanted.lr is None else wanted.lr
         drawn = "" if wanted.plot is None else f"; drawn in {wanted.plot}"
-        told = f"both in the same batches at rate {rate:g}, momentum started afresh each epoch{drawn}"
+        other = "" if wanted.scratch_lr is None else f", from scratch {wanted.scratch_lr:g}"
+        told = f"both in the same batches at rate {rate:g}{other}, momentum started afresh each epoch{drawn}"
         say(console, told)
 
 
