@@ -31,7 +31,9 @@ def as_printed(models, served, replies, layers):
     """⟨θ_j^l, Δθ_i^l⟩ with the θ_j that have been trained, where all clients take part; (clients, layers, clients)."""
     total = torch.zeros(served.shape, dtype=torch.float64)
     for row, names in enumerate(layers.values()):
-        before, after = (torch.stack([torch.cat([m[n].flatten() for n in names]) for m in one]) for one in (models, replies))
+        before, after = (
+            torch.stack([torch.cat([m[n].flatten() for n in names]) for m in one]) for one in (models, replies)
+        )
         delta = after - served[:, row].to(before.dtype) @ before
         total[:, row] = (delta @ after.T).double()
     return total
@@ -67,7 +69,9 @@ def main():
     for seed in range(len(by_seed), given.seeds):
         by_seed.append({"chain rule": measured(seed, CHAIN_RULE), "as printed": measured(seed, as_printed)})
         gaps = {name: difference(*pair) for name, pair in pairs(by_seed).items()} if seed else {}
-        file.write_text(json.dumps({**OPTIONS, "rounds": ROUNDS, "differences": gaps, "seeds": by_seed}, indent=1) + "\n")
+        file.write_text(
+            json.dumps({**OPTIONS, "rounds": ROUNDS, "differences": gaps, "seeds": by_seed}, indent=1) + "\n"
+        )
         print(f"seed {seed}: {by_seed[-1]}", flush=True)
     for name, pair in pairs(by_seed).items():
         chain, printed = (100 * statistics.fmean(values) for values in pair)
