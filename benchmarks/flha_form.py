@@ -1,21 +1,29 @@
-"""FLHA-GHN's two forms, polyfed's choices and as published, each at several rates: on networks with norm layers, where the
-published form is better with few images, and on networks without.
+"""FLHA-GHN's forms: which graph, which start, and what polyfed adds, each at rates chosen for it, against other methods.
 
-    python benchmarks/flha_form.py --data.path /usr/share/datasets/fashion-mnist --out benchmarks/results/flha_form.json
+    python benchmarks/flha_form.py run rates --data.path /usr/share/datasets/fashion-mnist [--only PATTERN]
+    python benchmarks/flha_form.py run table ...            at the chosen rates (`CHOSEN`)
+    python benchmarks/flha_form.py run without ...
+    python benchmarks/flha_form.py collect                  benchmarks/results/flha_form.json, and what is printed
 
-"32 images" and "64 images" are the clients of recipe flha_table1 at scale cpu (`fashion_mnist-6.25` and `-12.5`), whose
-four networks have BatchNorm, with seeds that the table does not have. Accuracy is on clients' own test images: they come
-from the data set's training images, so that the table's common test set is not used for a choice. "no norm layers" are the
-clients and small networks of heads.py, its validation images, seeds 0 and 1. Printed: mean accuracy over clients in percent,
-one figure a seed; - is a run that diverged. What `--out` has is not repeated.
+"rates" and "table" are the clients of recipe flha_table1 at scale cpu (`fashion_mnist-25`, `-12.5` and `-6.25`), whose four
+networks have BatchNorm. Rates are chosen with seeds that the table does not have, by accuracy on clients' own test images:
+they come from the data set's training images, so that the table's common test set is not used for a choice. "table" has the
+table's six seeds and its common test set, so that each seed is a pair with the other methods' runs in
+results/papers/flha-table1.json: same data, same test images. "without" are the clients and small networks of heads.py,
+which have no norm layers, its validation images, seeds 0 and 1.
+
+Several processes can run at once, each with its own --only; what is finished is not repeated.
 """
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import heads
+from papers_cells import interval
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
@@ -23,82 +31,168 @@ from polyfed.cli.main import main as polyfed
 from polyfed.simulation.runs.directory import read_metrics
 from polyfed.simulation.runs.progress import Silent
 
-SHARES = {"32 images": "fashion_mnist-6.25", "64 images": "fashion_mnist-12.5"}
+RESULTS = Path(__file__).parent / "results"
+SHARES = ("25", "12.5", "6.25")
+PAPER = {"normalise": False, "initialisation": "paper", "momentum": 0.0, "clip_norm": None}
+POLYFED = {"graph": "layers_and_norms"}
+PAPERS_GRAPH = {"graph": "layers"}
 FORMS = {
-    "polyfed's": {},
-    "published": {"normalise": False, "initialisation": "paper", "momentum": 0.0, "clip_norm": None},
-    "published, momentum 0.9 and clipping": {"normalise": False, "initialisation": "paper"},
-    "polyfed's, momentum 0": {"momentum": 0.0},
-    "polyfed's, without normalise": {"normalise": False},
-    "published, Kaiming's variance": {"normalise": False, "momentum": 0.0, "clip_norm": None},
+    "norms as nodes, polyfed's": POLYFED,
+    "norms as nodes, the paper's": {**POLYFED, **PAPER},
+    "norms as nodes, the paper's with small weights": {**POLYFED, **PAPER, "initialisation": "last_layer"},
+    "paper's graph, polyfed's": PAPERS_GRAPH,
+    "paper's graph, the paper's": {**PAPERS_GRAPH, **PAPER},
+    "paper's graph, the paper's start, momentum, clipping": {**PAPERS_GRAPH, "normalise": False, "initialisation": "paper"},
+    "paper's graph, the paper's start": {**PAPERS_GRAPH, "initialisation": "paper"},
+    "paper's graph, the paper's with small weights": {**PAPERS_GRAPH, **PAPER, "initialisation": "last_layer"},
 }
 RATES = {
-    "32 images": {
-        "polyfed's": (0.003, 0.01, 0.03, 0.1),
-        "published": (0.009, 0.03, 0.1),
-        "polyfed's, momentum 0": (0.1, 0.3),
-        "published, momentum 0.9 and clipping": (0.003, 0.009),
-    },
-    "64 images": {
-        "polyfed's": (0.01, 0.03, 0.1),
-        "published": (0.009, 0.03, 0.1),
-        "polyfed's, without normalise": (0.03, 0.1, 0.3, 1.0),
-    },
+    ("norms as nodes, the paper's", "12.5"): (0.009,),
+    ("paper's graph, the paper's", "25"): (0.003, 0.009, 0.02),
+    ("paper's graph, polyfed's", "25"): (0.01, 0.03),
+    ("paper's graph, the paper's start, momentum, clipping", "25"): (0.009, 0.03),
+    ("paper's graph, the paper's start", "25"): (0.009, 0.03),
+    ("norms as nodes, the paper's", "25"): (0.003, 0.009, 0.02),
 }
-WITHOUT = ("polyfed's", "polyfed's, momentum 0", "published", "published, Kaiming's variance")
-RATES_WITHOUT = (0.003, 0.009, 0.03, 0.1, 0.3)
-SEEDS, SEEDS_WITHOUT = (100, 101), (0, 1)
+# (rate, number of seeds); the rate of "polyfed's" was chosen on the other graph. Not all that is listed has been run.
+CHOSEN = {
+    (form, share): (lr, 6)
+    for share in SHARES
+    for form, lr in {
+        "paper's graph, the paper's": 0.009,
+        "paper's graph, polyfed's": 0.03,
+        "norms as nodes, the paper's": 0.009,
+        "paper's graph, the paper's start, momentum, clipping": 0.009,
+        "paper's graph, the paper's start": 0.009,
+        "paper's graph, the paper's with small weights": 0.009,
+    }.items()
+}
+WITHOUT = {
+    "polyfed's": {},
+    "polyfed's, momentum 0": {"momentum": 0.0},
+    "the paper's": PAPER,
+    "the paper's, clipping": {**PAPER, "clip_norm": 5.0},
+    "the paper's, momentum and clipping": {**PAPER, "momentum": 0.9, "clip_norm": 5.0},
+    "the paper's, normalise": {**PAPER, "normalise": True},
+    "the paper's with small weights": {**PAPER, "initialisation": "last_layer"},
+    "the paper's, variance of fan_in": {**PAPER, "initialisation": "kaiming"},
+}
+RATES_WITHOUT = (0.001, 0.003, 0.009, 0.03, 0.1)
+SEEDS, TABLE_SEEDS, SEEDS_WITHOUT = (100, 101), (0, 1, 2, 3, 4, 5), (0, 1)
 
 
-def trained(variant, form, lr, seed, given):
-    """Mean accuracy over clients on their own test images; None where training diverged."""
-    values = ["null" if value is None else str(value).lower() for value in FORMS[form].values()]
-    out = Path(given.runs) / f"{variant}-{'-'.join(values) or 'default'}-{lr}-{seed}"
-    if not (out / "done").exists():
-        shutil.rmtree(out, ignore_errors=True)  # of a run that was stopped
-        told = [
-            word for field, value in zip(FORMS[form], values, strict=True) for word in (f"--algorithm.{field}", value)
-        ]
-        words = ["run", "flha_table1", "--scale", "cpu", "--variant", variant, "--baselines", "[]", "--quiet", *told,
-                 "--data.path", given.path, "--algorithm.lr", str(lr), "--seed", str(seed), "--out", str(out)]  # fmt: skip
-        if polyfed(words) != 0:
-            return None
-        (out / "done").touch()
-    last = list(read_metrics(out / "metrics.jsonl"))[-1]["clients"].values()
-    return sum(one["accuracy"] for one in last) / len(last)
+def jobs(part):
+    """(name of the result, where, form, rate, seed) of a part."""
+    if part == "rates":
+        rows = [(share, form, lr, seed) for (form, share), rates in RATES.items() for lr in rates for seed in SEEDS]
+    elif part == "table":
+        rows = [(share, form, lr, seed) for (form, share), (lr, n) in CHOSEN.items() for seed in TABLE_SEEDS[:n]]
+    else:
+        rows = [("no norm layers", form, lr, seed) for form in WITHOUT for lr in RATES_WITHOUT for seed in SEEDS_WITHOUT]
+    return [(f"{part} {'; '.join(map(str, row))}", *row) for row in rows]
 
 
-def without_norm_layers(members, form, lr, seed):
+def words_of(value):
+    return "null" if value is None else str(value).lower()
+
+
+def trained(share, form, lr, seed, folder, path):
+    """Mean accuracy over clients on their own and on the common test images; None where training diverged."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
+    words = ["run", "flha_table1", "--scale", "cpu", "--variant", f"fashion_mnist-{share}", "--baselines", "[]",
+             "--workers", "0", "--quiet", "--data.path", path, "--algorithm.lr", str(lr), "--seed", str(seed),
+             "--out", str(folder)]  # fmt: skip
+    for field, value in FORMS[form].items():
+        words += [f"--algorithm.{field}", words_of(value)]
+    if polyfed(words) != 0:
+        return None
+    last = list(read_metrics(folder / "metrics.jsonl"))[-1]["clients"].values()
+    shutil.rmtree(folder)
+    return {key: fmean(one[key] for one in last) for key in ("accuracy", "global_accuracy")}
+
+
+def trained_without(form, lr, seed, path):
     """The same on clients' validation images, of networks of convolutions and linear layers alone."""
-    method = FLHAGHN(lr=lr, batch_size=50, **FORMS[form])
+    method = FLHAGHN(lr=lr, batch_size=50, **WITHOUT[form])
     try:
-        run = pf.federate(members, method, rounds=heads.ROUNDS, seed=seed, evaluate_every=heads.ROUNDS, workers=0,
-                          progress=Silent())  # fmt: skip
+        run = pf.federate(heads.clients(path, "small"), method, rounds=heads.ROUNDS, seed=seed, workers=0,
+                          evaluate_every=heads.ROUNDS, progress=Silent())  # fmt: skip
     except pf.ClientError:
         return None
-    return run.table()[-1]["val_accuracy"]
+    return {"val_accuracy": run.table()[-1]["val_accuracy"]}
+
+
+def run(part, only, runs, path):
+    """One result file for each job of the part whose name fits."""
+    for name, where, form, lr, seed in jobs(part):
+        file = runs / f"{name}.json"
+        if file.exists() or not re.search(only, name):
+            continue
+        if part == "without":
+            score = trained_without(form, lr, seed, path)
+        else:
+            score = trained(where, form, lr, seed, runs / name, path)
+        file.write_text(json.dumps(score), encoding="utf-8")
+        print(name, score, flush=True)
+
+
+def collect(runs, file):
+    """What the runs gave joins what the file has, and differences from other methods in the same seeds are made anew."""
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for part in ("rates", "table", "without"):
+        for name, where, form, lr, seed in jobs(part):
+            score = runs / f"{name}.json"
+            if score.exists():
+                one = json.loads(score.read_text(encoding="utf-8"))
+                key = {"rates": "accuracy", "table": "global_accuracy", "without": "val_accuracy"}[part]
+                at = found.setdefault(part, {}).setdefault(where, {}).setdefault(form, {}).setdefault(str(lr), {})
+                at[str(seed)] = None if one is None else 100 * one[key]
+    others = measured()
+    found["differences"] = {
+        f"{share} %": {
+            f"{form} at {lr}": {
+                other: {"seeds": len(both), **interval([seeds[s] - others[share][other][s] for s in both])}
+                for other in others[share]
+                if (both := [s for s in seeds if seeds[s] is not None and s in others[share][other]])
+            }
+            for form, rates in forms.items()
+            for lr, seeds in rates.items()
+        }
+        for share, forms in found.get("table", {}).items()
+    }
+    file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for share, forms in found["differences"].items():
+        for form, rows in forms.items():
+            for other, row in rows.items():
+                low, high = (f"{row[end]:+.1f}" if row[end] is not None else "" for end in ("low", "high"))
+                print(share, form, other, row["seeds"], f"{row['gain']:+.1f}", low, high, sep=" | ")
+
+
+def measured():
+    """share -> method -> seed -> mean accuracy over the four architectures, of the runs behind docs/results.md."""
+    by_share = {share: {} for share in SHARES}
+    for table in ("flha-table1", "flha-table1_forms"):
+        cells = json.loads((RESULTS / "papers" / f"{table}.json").read_text(encoding="utf-8"))["cells"]
+        for share, methods in by_share.items():
+            for row in dict.fromkeys(cell["row"] for cell in cells if cell["row"].startswith(f"{share} %")):
+                ours = [cell["seeds"] for cell in cells if cell["row"] == row]
+                methods[row.split(", ")[1]] = {seed: fmean(one[seed] for one in ours) for seed in ours[0]}
+    return by_share
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data.path", dest="path", required=True)
-    parser.add_argument("--runs", default="runs/flha_form")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("step", choices=("run", "collect"))
+    parser.add_argument("part", nargs="?", choices=("rates", "table", "without"))
+    parser.add_argument("--data.path", dest="path")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--runs", type=Path, default=Path("runs/flha_form"))
     given = parser.parse_args()
-    members = heads.clients(given.path, "small")
-    jobs = [("no norm layers", form, lr) for form in WITHOUT for lr in RATES_WITHOUT]
-    jobs += [(share, form, lr) for share in SHARES for form in RATES[share] for lr in RATES[share][form]]
-    found = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
-    for where, form, lr in jobs:
-        if str(lr) in found.get(where, {}).get(form, {}):
-            continue
-        if where in SHARES:
-            runs = [trained(SHARES[where], form, lr, seed, given) for seed in SEEDS]
-        else:
-            runs = [without_norm_layers(members, form, lr, seed) for seed in SEEDS_WITHOUT]
-        found.setdefault(where, {}).setdefault(form, {})[str(lr)] = runs
-        print(where, form, lr, *("-" if run is None else f"{100 * run:.1f}" for run in runs), sep=" | ", flush=True)
-        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    given.runs.mkdir(parents=True, exist_ok=True)
+    if given.step == "run":
+        run(given.part, given.only, given.runs, given.path)
+    else:
+        collect(given.runs, RESULTS / "flha_form.json")
 
 
 if __name__ == "__main__":
