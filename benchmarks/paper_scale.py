@@ -25,7 +25,7 @@ from statistics import fmean
 from workloads import cpu_name
 
 from polyfed.algorithms import name_of
-from polyfed.cli.commands import recipes, running
+from polyfed.cli.commands import options, recipes, running
 from polyfed.cli.commands.papers import find
 from polyfed.core.errors import Interrupted
 from polyfed.simulation.experiment import from_config
@@ -45,10 +45,12 @@ FREE = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A table or figure, the variant of its recipe, and its methods in the order in which they are run."""
+    """A table or figure, a recipe that makes some of its cells, a variant of that, and the methods in the order in which
+    they are run."""
 
     paper: str
     table: str
+    recipe: str
     variant: str
     methods: tuple[str, ...]
     evaluate_every: int
@@ -57,16 +59,16 @@ class Plan:
 
 PLANS = {
     "pfedla": Plan(
-        "pfedla", "table1", "fashion_mnist-10",
+        "pfedla", "table1", "pfedla_table1", "fashion_mnist-10",
         ("pfedla", "heur_pfedla", "local", "fedavg", "fedavg_ft", "fedrep", "pfedhn", "per_fedavg", "fedfomo", "pfedme"),
         25, 25,
     ),
-    "fedhenn": Plan("fedhenn", "table2", "cifar10-100-2-hetero", ("fedhenn", "local"), 5, 1),
+    "fedhenn": Plan("fedhenn", "table2", "fedhenn_table2", "cifar10-100-2-hetero", ("fedhenn", "local"), 5, 1),
     "fedpnas": Plan(
-        "fedpnas", "fig3", "cifar10", ("ca_fedpnas", "feddsnas", "ca_feddsnas", "fedpnas", "fedavg"), 25, 5
+        "fedpnas", "fig3", "fedpnas_fig3", "cifar10", ("ca_fedpnas", "feddsnas", "ca_feddsnas", "fedpnas", "fedavg"), 25, 5
     ),
     # pFedHN's hypernetwork has 2.9 billion numbers at this scale, see the recipe
-    "flha": Plan("flha", "table1", "cifar10-25", ("flha_ghn", "local", "fedavg_kd"), 1, 1),
+    "flha": Plan("flha", "table1", "flha_table1", "cifar10-25", ("flha_ghn", "local", "fedavg_kd"), 1, 1),
 }  # fmt: skip
 
 
@@ -95,17 +97,16 @@ class UntilHours(Progress):
 
 
 def recipe_of(plan):
-    return recipes.read(next(iter(find(plan.paper, plan.table).variants())))
+    return recipes.read(plan.recipe)
 
 
 def experiment_of(plan, folder=None, workers="auto"):
     """The recipe's experiment at scale paper, scored and saved as the plan says."""
-    config = recipe_of(plan).configuration(SCALE, plan.variant)
-    where = {} if folder is None else {"path": folder}
-    return from_config(
-        config | {"data": config["data"] | where, "seed": SEED, "workers": workers}
-        | {"evaluate_every": plan.evaluate_every, "checkpoint_every": plan.checkpoint_every}
-    )  # fmt: skip
+    words = [
+        "--seed", str(SEED), "--workers", str(workers), "--evaluate-every", str(plan.evaluate_every),
+        "--checkpoint-every", str(plan.checkpoint_every), *([] if folder is None else ["--data.path", folder]),
+    ]  # fmt: skip
+    return from_config(options.parse(words, recipe_of(plan).configuration(SCALE, plan.variant), "paper_scale.py"))
 
 
 def run(name, given):
@@ -179,10 +180,8 @@ def difference(expected, config):
 
 def cells_of(table, plan, method, main):
     """The table's cells of a method that the records can fill."""
-    return [
-        cell for cell in table.cells
-        if cell.variant == plan.variant and (cell.method or main) == method and cell.metric in SCORES
-    ]  # fmt: skip
+    cells = [cell for cell in table.cells if (cell.recipe, cell.variant) == (plan.recipe, plan.variant)]
+    return [cell for cell in cells if (cell.method or main) == method and cell.metric in SCORES]
 
 
 def reached(folder, records, cells):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from polyfed.algorithms import name_of
 from polyfed.cli.commands import options
 from polyfed.cli.commands.papers import find, papers
 from polyfed.cli.commands.recipes import read
@@ -127,6 +128,21 @@ def test_an_entry_without_a_measurement_says_so(made, tmp_path):
     assert made.state(find("flha", "fig6"), tmp_path) == "not measured"
 
 
+def test_every_run_at_the_papers_length_has_its_recipe_and_its_methods():
+    import paper_scale
+
+    for plan in paper_scale.PLANS.values():
+        experiment = paper_scale.experiment_of(plan)
+        methods = {name_of(experiment.algorithm), *experiment.baselines}
+        assert set(plan.methods) <= methods
+        assert experiment.settings.rounds >= 200
+        assert plan.methods[0] == name_of(experiment.algorithm)
+        assert any(
+            cell.paper
+            for cell in paper_scale.cells_of(find(plan.paper, plan.table), plan, plan.methods[0], plan.methods[0])
+        )
+
+
 @pytest.fixture
 def scale(monkeypatch, tmp_path):
     import paper_scale
@@ -134,7 +150,9 @@ def scale(monkeypatch, tmp_path):
     monkeypatch.setattr(paper_scale, "SCALE", "smoke")
     monkeypatch.setattr(paper_scale, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(
-        paper_scale, "PLANS", {"pfedla": paper_scale.Plan("pfedla", "table1", "fashion_mnist-10", ("local",), 1, 2)}
+        paper_scale,
+        "PLANS",
+        {"pfedla": paper_scale.Plan("pfedla", "table1", "pfedla_table1", "fashion_mnist-10", ("local",), 1, 2)},
     )
     return paper_scale
 
