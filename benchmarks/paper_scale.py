@@ -157,8 +157,10 @@ def collect(name, given):
         "scale": SCALE, "reduced": recipe.reduced(SCALE), "seed": SEED, "rounds": experiment.settings.rounds,
         "methods": {method: methods[method] for method in plan.methods if method in methods},
     }  # fmt: skip
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file = RESULTS / f"{name}.json"
+    if methods or file.exists():
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for method, of in content["methods"].items():
         print(f"{name}, {method}: round {of['round']} of {content['rounds']}, {of['hours']:.2f} h", flush=True)
 

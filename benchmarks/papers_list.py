@@ -11,9 +11,10 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
+from paper_scale import PLANS
 from papers_claims import PAPERS
 
-from polyfed.cli.commands.papers import papers
+from polyfed.cli.commands.papers import find, papers
 from polyfed.cli.commands.recipes import read
 
 SCALED = Path(__file__).parent / "results" / "paper_scale"
@@ -244,27 +245,30 @@ def at_length():
     lines = [
         """## At the papers' own length
 
-One table or figure of each paper at scale `paper`: one variant, one seed, one processor core. Most of these runs were
-stopped after some hours, long before the end. They say how far a method came in that time, and not what the end would be.
-The last but one column has the paper's numbers for the end. `python benchmarks/paper_scale.py run NAME` makes such runs,
-goes on with those that were stopped, and writes what they reached. Hours are of a machine that did other work, too.
+One table or figure of each paper at scale `paper`: one variant, one seed, one processor core. Runs that do not have all
+their rounds were stopped: they say how far a method came, and not what the end would be. The last but one column has the
+paper's numbers for the end. `python benchmarks/paper_scale.py run NAME` makes such runs, goes on with those that were
+stopped, and writes what they reached. Hours are of a machine that did other work, too.
 """,
     ]
-    for found in scaled():
-        if not found["methods"]:
-            continue
-        unit = next(cell["unit"] for of in found["methods"].values() for cell in of["cells"])
-        lines += [
-            f"### {PAPERS[found['paper']][0]}, {found['number']}, {found['variant']}\n",
-            f"Reduced against the paper: {found['reduced']}.\n",
-            "| method | round | " + f"accuracy ({unit}) by round | paper, at the end | hours, processor |",
-            "|---|---|---|---|---|",
-        ]
+    reached = {(found["paper"], found["table"]): found for found in scaled()}
+    for plan in PLANS.values():
+        found = reached.get((plan.paper, plan.table), {"methods": {}})
+        lines.append(f"### {PAPERS[plan.paper][0]}, {find(plan.paper, plan.table).number}, {plan.variant}\n")
+        if found["methods"]:
+            unit = next(cell["unit"] for of in found["methods"].values() for cell in of["cells"])
+            lines += [
+                f"Reduced against the paper: {found['reduced']}.\n",
+                f"| method | round | accuracy ({unit}) by round | paper, at the end | hours, processor |",
+                "|---|---|---|---|---|",
+            ]
         for name, of in found["methods"].items():
             lines.append(
                 f"| `{name}` | {of['round']} of {found['rounds']} | {course(of, unit)} | {at_the_end(of)} | "
                 f"{of['hours']:.1f}, {of['processor']} |"
             )
+        if lacking := [f"`{name}`" for name in plan.methods if name not in found["methods"]]:
+            lines += [*([""] if found["methods"] else []), f"Not begun: {', '.join(lacking)}."]
         lines.append("")
     return "\n".join(lines)
 
