@@ -130,7 +130,7 @@ def test_messages_go_back_in_asynchronous_passing_only():
         assert torch.allclose(*first) != differs
 
 
-@pytest.mark.parametrize("init", ["kaiming", "paper"])
+@pytest.mark.parametrize("init", ["kaiming", "paper", "last_layer"])
 @pytest.mark.parametrize(("gnn", "passing"), FORMS)
 def test_generated_weights_start_with_kaimings_variance_in_each_form(gnn, passing, init):
     kinds = [LayerType("linear", 64, 64, activation="relu"), LayerType("linear", 64, 64)]
@@ -140,7 +140,7 @@ def test_generated_weights_start_with_kaimings_variance_in_each_form(gnn, passin
     nodes = tuple(Node(f"n{k}", kinds[k == 3], {"weight": f"{k}.w", "bias": f"{k}.b"}) for k in range(4))
     with torch.no_grad():
         made = ghn(tensors_of_graph(ArchitectureGraph(nodes, EDGES, {}, {}), form.catalogue, CPU, form.passing))
-    wanted = math.sqrt(2 / 64) if init == "kaiming" else math.sqrt(2 / (16 + 64**2) * 2 * 64)
+    wanted = math.sqrt(2 / (16 + 64**2) * 2 * 64 if init == "last_layer" else 2 / 64)  # fan_in and fan_out are both 64
     for k in range(4):
         assert float(made[f"{k}.w"].std()) == pytest.approx(wanted, rel=0.1)
         assert not made[f"{k}.b"].any()

@@ -75,7 +75,7 @@ def test_what_is_in_row_major_order_stays_the_same_object():
 
 
 def test_a_warm_start_reads_a_message_as_it_arrives(monkeypatch, tmp_path):
-    found, dispatch, graph = [], FLHAGHN.dispatch, FLHAGHN.graph
+    found, dispatch, graph = [], FLHAGHN.dispatch, FLHAGHN.client_graph
 
     def left_turned(self, state, who):
         down = dispatch(self, state, who)
@@ -92,6 +92,6 @@ def test_a_warm_start_reads_a_message_as_it_arrives(monkeypatch, tmp_path):
     first, *others = small_clients()
     pf.federate(others, FLHAGHN(latent=12, head="mlp"), rounds=1, workers=0, out=tmp_path / "run")
     monkeypatch.setattr(FLHAGHN, "dispatch", left_turned)
-    monkeypatch.setattr(FLHAGHN, "graph", seen)
+    monkeypatch.setattr(FLHAGHN, "client_graph", seen)
     warmstart(load_server(tmp_path / "run"), first)
     assert found == [0]
