@@ -89,8 +89,8 @@ def federate(
         out: a new run directory (metrics, checkpoints, models, predictions); None writes nothing.
         config: what `config.yaml` holds beside the settings and the method, for runs that are described by a file.
         facts: what `manifest.json` holds beside versions, seed and the fingerprint of the data.
-        progress: who is told how it goes; None or True shows a bar on a terminal and nothing elsewhere. `progress=False` and
-            `quiet=True` show nothing.
+        progress, quiet: who is told how it goes; None or True shows a bar on a terminal and nothing elsewhere.
+            `progress=False` and `quiet=True` show nothing.
 
     Raises:
         UserError: something given does not fit; nothing has been computed.
