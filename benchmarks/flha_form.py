@@ -42,7 +42,11 @@ FORMS = {
     "norms as nodes, the paper's with small weights": {**POLYFED, **PAPER, "initialisation": "last_layer"},
     "paper's graph, polyfed's": PAPERS_GRAPH,
     "paper's graph, the paper's": {**PAPERS_GRAPH, **PAPER},
-    "paper's graph, the paper's start, momentum, clipping": {**PAPERS_GRAPH, "normalise": False, "initialisation": "paper"},
+    "paper's graph, the paper's start, momentum, clipping": {
+        **PAPERS_GRAPH,
+        "normalise": False,
+        "initialisation": "paper",
+    },
     "paper's graph, the paper's start": {**PAPERS_GRAPH, "initialisation": "paper"},
     "paper's graph, the paper's with small weights": {**PAPERS_GRAPH, **PAPER, "initialisation": "last_layer"},
 }
@@ -88,7 +92,9 @@ def jobs(part):
     elif part == "table":
         rows = [(share, form, lr, seed) for (form, share), (lr, n) in CHOSEN.items() for seed in TABLE_SEEDS[:n]]
     else:
-        rows = [("no norm layers", form, lr, seed) for form in WITHOUT for lr in RATES_WITHOUT for seed in SEEDS_WITHOUT]
+        rows = [
+            ("no norm layers", form, lr, seed) for form in WITHOUT for lr in RATES_WITHOUT for seed in SEEDS_WITHOUT
+        ]
     return [(f"{part} {'; '.join(map(str, row))}", *row) for row in rows]
 
 
