@@ -357,13 +357,15 @@ def test_every_table_at_smoke_scale(polyfed, paper, name):
     assert len(found) == len(find(paper, name).cells)
     lacking = {key for key, cell in found.items() if cell["ours"] is None}
     # the small network of this scale has four layers
+    by_layer = {row for row, _ in found if row.startswith("layer-wise")}
+    rows = by_layer if name == "fig1b" else {"EMNIST", "CIFAR10", "FashionMNIST"}
     assert lacking == (
-        {(row, "fc3, the classifier") for row in ("EMNIST", "CIFAR10", "FashionMNIST")}
-        if name == "fig7" and paper == "pfedla"
-        else set()
+        {(row, "fc3, the classifier") for row in rows} if name in ("fig1b", "fig7") and paper == "pfedla" else set()
     )
     for cell in found.values():
-        most = {"%": 100, "fraction": 1}.get(cell["unit"], math.inf)
+        most = {"%": 100, "fraction": math.inf if name == "fig6" else 1}.get(
+            cell["unit"], math.inf
+        )  # one spread over another
         assert cell["ours"] is None or 0 <= cell["ours"] <= most
         if cell["paper"] is not None:
             assert cell["difference"] == pytest.approx(cell["ours"] - cell["paper"])

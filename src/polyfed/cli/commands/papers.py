@@ -77,8 +77,13 @@ class PaperTable:
         (['Table 1', 'Fig. 7', 'Appendix B'], 'Effects')
         >>> find("fedpnas", "fig. 3c").number, find("pfedla", "sweep_hn_lr").number, find("flha", "table 1 forms").number
         ('Fig. 3c', 'sweep of hn_lr', 'Table 1 forms')
+        >>> find("fedpnas", "proposition1").number
+        'Proposition 1'
         """
-        words = {"table": "Table", "fig": "Fig.", "appendix_": "Appendix", "effects": "Effects", "sweep_": "sweep of"}
+        words = {
+            "table": "Table", "fig": "Fig.", "appendix_": "Appendix", "effects": "Effects", "sweep_": "sweep of",
+            "proposition": "Proposition",
+        }  # fmt: skip
         kind = next(kind for kind in words if self.name.startswith(kind))
         rest = self.name.removeprefix(kind)
         if kind == "appendix_":
