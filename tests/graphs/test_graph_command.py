@@ -143,6 +143,22 @@ def test_graphs_of_the_paper(polyfed, here):
     status, _, err = polyfed("graph", *network, "--graph", "layers_and_norms")
     assert status == 2
     assert "in the layer catalogue layers.yaml a norm is part of the layer before it" in err
+
+
+def test_a_file_without_a_moved_norm_still_says_of_which_graphs_it_is(polyfed, here):
+    network = ["graph", "mlp", "--input", "1,8,8", "--catalogue", "layers.yaml"]
+    for first, second in (("layers", "layers_and_norms"), ("layers_and_norms", "layers")):
+        (here / "layers.yaml").unlink(missing_ok=True)
+        assert polyfed(*network, "--graph", first)[0] == 0
+        status, _, err = polyfed(*network, "--graph", second)
+        assert (status, f"--graph {first}" in err) == (2, True)
+    (here / "layers.yaml").write_text(
+        (here / "layers.yaml").read_text().replace("format: 2", "format: 2\ngraph: trees")
+    )
+    assert "must be layers or layers_and_norms, got 'trees'" in polyfed(*network)[2]
+
+
+def test_a_moved_norm_is_in_the_label():
     kind = LayerType("linear", 8, 4, activation="relu", norm="layer_norm", norm_bias=True)
     assert label(Node("a", kind, {})) == "a\nlinear 8→4, relu, layer_norm"
 

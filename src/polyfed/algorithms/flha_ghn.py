@@ -19,6 +19,7 @@ from polyfed.core.training import Schedule, fit, scalars_of
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.graphs.architecture import NONE
 from polyfed.graphs.cached import graph_of
+from polyfed.graphs.catalogue import graph_of_file
 from polyfed.graphs.contraction import Contraction
 from polyfed.hypernetworks.generated import GeneratedNetwork, assembled
 from polyfed.hypernetworks.ghn import Form, Gnn, Head, Init, Passing, catalogue_of, create, light, told_of_heads
@@ -153,9 +154,9 @@ class FLHAGHN(Averaging, Decides):
         if self.norms == "local":
             return catalogue
         folded = next((t for t in catalogue.types if t.norm != NONE), None)
-        if self.graph == "layers_and_norms" and folded is not None:
+        if self.graph == "layers_and_norms" and (folded is not None or graph_of_file(path) == "layers"):
             raise UserError(
-                f"the layer catalogue {path} is for graph='layers' (a norm is part of {folded.key}), and this method has "
+                f"the layer catalogue {path} is for graph='layers' (norms are part of layers), and this method has "
                 "graph='layers_and_norms'; give graph='layers', or write the catalogue with polyfed graph --graph "
                 "layers_and_norms"
             )
@@ -235,7 +236,7 @@ class FLHAGHN(Averaging, Decides):
 
     @property
     def contraction(self) -> Contraction:
-        """What the nodes of a graph are."""
+        """Says which operations are nodes of the clients' graphs."""
         if self.graph == "layers_and_norms":
             return Contraction("nodes", self.joins)
         return Contraction("layers" if self.norms == "generate" else "local", self.joins)

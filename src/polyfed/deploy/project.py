@@ -150,7 +150,7 @@ def _catalogue(path: Path) -> None:
 
     specs = [ModelSpec(name, {"width": 8}, (1, 8, 8), 10) for name in ("flha_arch1", "flha_arch2")]
     graphs = (extract(spec(), torch.zeros(2, 1, 8, 8)) for spec in specs)
-    LayerCatalogue.of(map(FLHAGHN().contraction.of, graphs)).write(path)
+    LayerCatalogue.of(map(FLHAGHN().contraction.of, graphs)).write(path, FLHAGHN().graph)
 
 
 def write_certificates(folder: Path) -> None:

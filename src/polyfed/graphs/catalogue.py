@@ -52,8 +52,8 @@ class LayerCatalogue:
         except ValueError:
             raise UserError(f"{kind} is not in the layer catalogue of {len(self.types)} types") from None
 
-    def write(self, path: str | Path) -> None:
-        """Writes `catalogue.yaml`: what the sites of a deployment agree on."""
+    def write(self, path: str | Path, graph: str = "layers_and_norms") -> None:
+        """Writes `catalogue.yaml`: what the sites of a deployment agree on; `graph` is as in FLHAGHN."""
         rows = [
             {
                 name: list(value) if isinstance(value, tuple) else value
@@ -63,7 +63,9 @@ class LayerCatalogue:
             for t in self.types
         ]
         text = "# Layer types that the federation's hypernetwork generates; public. Layers of other types stay local.\n"
-        text += yaml.safe_dump({"format": _FORMAT, "layer_types": rows}, sort_keys=False, default_flow_style=None)
+        stated = {} if graph == "layers_and_norms" else {"graph": graph}
+        content = {"format": _FORMAT, **stated, "layer_types": rows}
+        text += yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
         user_path(path, "the layer catalogue").write_text(text, encoding="utf-8")
 
     @classmethod
@@ -73,10 +75,7 @@ class LayerCatalogue:
         Raises:
             UserError: the file cannot be read, is of another format, or says something that is no layer type.
         """
-        try:
-            content = from_yaml(read_file(user_path(path, "the layer catalogue")))
-        except (OSError, ValueError) as error:
-            raise UserError(f"the layer catalogue {path} cannot be read: {error}") from error
+        content = _content(path)
         rows = content.get("layer_types") if isinstance(content, Mapping) else None
         if not isinstance(rows, list) or not rows:
             raise UserError(
@@ -89,6 +88,26 @@ class LayerCatalogue:
                 "MODEL --catalogue FILE` for each network"
             )
         return cls(tuple(_layer_type(row, f"{path}, layer type {k}") for k, row in enumerate(rows, start=1)))
+
+
+def graph_of_file(path: str | Path) -> str:
+    """Reads of which graphs a file's layer types are: "layers" or "layers_and_norms".
+
+    Raises:
+        UserError: the file cannot be read, or names other graphs.
+    """
+    content = _content(path)
+    graph = content.get("graph", "layers_and_norms") if isinstance(content, Mapping) else "layers_and_norms"
+    if graph not in ("layers", "layers_and_norms"):
+        raise UserError(f"graph in the layer catalogue {path} must be layers or layers_and_norms, got {graph!r}")
+    return str(graph)
+
+
+def _content(path: str | Path) -> Any:
+    try:
+        return from_yaml(read_file(user_path(path, "the layer catalogue")))
+    except (OSError, ValueError) as error:
+        raise UserError(f"the layer catalogue {path} cannot be read: {error}") from error
 
 
 _FORM = {

@@ -17,7 +17,7 @@ _LOCAL = "norm layers stay with the client (norms=local)"
 @final
 @dataclass(frozen=True)
 class Contraction:
-    """Which operations of a network are nodes of its graph.
+    """Says which operations of a network are nodes of its graph.
 
     Args:
         norms: "nodes": each norm layer is one, as `extract` has it; "layers": it is part of the layer before it, see
@@ -37,7 +37,7 @@ class Contraction:
     joins: bool = True
 
     def of(self, graph: ArchitectureGraph) -> ArchitectureGraph:
-        """The contracted graph of an extracted one."""
+        """Contracts an extracted graph."""
         if self.norms == "layers":
             graph = fold_norms(graph)
         elif self.norms == "local":
@@ -50,10 +50,10 @@ EXTRACTED = Contraction()
 
 
 def fold_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """The graph in which a norm layer is part of the node of the convolution or linear layer before it.
+    """Moves each norm layer into the node of the convolution or linear layer before it.
 
-    It is, if the layer's output alone reaches it, through nothing with a node; if no other norm reads this output; if it has
-    one scale for each of the layer's outputs; and if layer and norm share weights with the same other uses, if with any.
+    It moves if the layer's output alone reaches it, through nothing with a node; if no other norm reads this output; if it
+    has one scale for each of the layer's outputs; and if layer and norm share weights with the same other uses, if with any.
     Every other norm stays a node: one after a sum or a concatenation, at the beginning, the second of two in a row, or one
     of two with which a shared layer is used.
     """
@@ -81,8 +81,8 @@ def fold_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
 
 
 def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """The graph without norm layers, whose scales and shifts stay with the client; what was before one is before what was
-    after it."""
+    """Takes norm layers out of the graph, whose scales and shifts stay with the client; what was before one is before what
+    was after it."""
     norms = [position for position, node in enumerate(graph.nodes) if _is_norm(node)]
     reasons = {name: _LOCAL for position in norms for name in graph.nodes[position].parameters.values()}
     reasons = {**graph.local, **reasons}
@@ -91,7 +91,7 @@ def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
 
 
 def bypass_joins(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """The graph without sums and concatenations: an edge from each layer before one to each after it.
+    """Takes sums and concatenations out of the graph: an edge from each layer before one to each after it.
 
     >>> a, b, c = (Node(name, "other", {name: name}) for name in "abc")
     >>> graph = ArchitectureGraph((a, b, Node("a + b", "add", {}), c), ((0, 1), (0, 2), (1, 2), (2, 3)), {}, {})
@@ -110,7 +110,7 @@ def _is_layer(node: Node) -> bool:
 
 
 def _neighbours(graph: ArchitectureGraph) -> tuple[list[set[int]], list[set[int]]]:
-    """By node, those before it and those after it."""
+    """Lists, for each node, those before it and those after it."""
     before: list[set[int]] = [set() for _ in graph.nodes]
     after: list[set[int]] = [set() for _ in graph.nodes]
     for start, end in graph.edges:
@@ -120,7 +120,7 @@ def _neighbours(graph: ArchitectureGraph) -> tuple[list[set[int]], list[set[int]
 
 
 def _without(graph: ArchitectureGraph, positions: Iterable[int]) -> ArchitectureGraph:
-    """The graph without these nodes, connected through them."""
+    """Takes nodes out and connects what they connected."""
     dropped = set(positions)
     before, after = _neighbours(graph)
     for position in dropped:
@@ -133,7 +133,7 @@ def _without(graph: ArchitectureGraph, positions: Iterable[int]) -> Architecture
 
 
 def _numbered(graph: ArchitectureGraph, dropped: Collection[int]) -> ArchitectureGraph:
-    """The graph without these nodes, which no edge needs any more; edges each once, sorted."""
+    """Numbers the nodes anew without these, which no edge needs any more; edges each once, sorted."""
     kept = [position for position in range(len(graph.nodes)) if position not in dropped]
     number: Mapping[int, int] = {position: k for k, position in enumerate(kept)}
     edges = {(number[start], number[end]) for start, end in graph.edges if start != end}

@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.scratch import new_module
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, extract
-from polyfed.graphs.architecture import NONE
+from polyfed.graphs.catalogue import graph_of_file
 from polyfed.graphs.contraction import Contraction
 from polyfed.graphs.draw import draw_graph
 from polyfed.models import ModelSpec
@@ -64,16 +64,17 @@ def _example(shape: Sequence[int], integer: bool) -> Tensor:
 def _added(graph: ArchitectureGraph, path: Path, contraction: Contraction) -> str:
     """Writes the union of the file's catalogue and the graph's types; returns what to say about it."""
     known = LayerCatalogue.read(path).types if path.exists() else ()
-    if contraction.norms == "nodes" and (folded := next((t for t in known if t.norm != NONE), None)):
+    nodes = "layers_and_norms" if contraction.norms == "nodes" else "layers"
+    if known and (stated := graph_of_file(path)) != nodes:
+        part = "part of the layer before it" if stated == "layers" else "a layer type of its own"
         raise UserError(
-            f"in the layer catalogue {path} a norm is part of the layer before it ({folded.key}); add to it with --graph "
-            "layers, or write another file"
+            f"in the layer catalogue {path} a norm is {part}; add to it with --graph {stated}, or write another file"
         )
     union = LayerCatalogue((*known, *graph.types))
     if not union.types:
         raise UserError(f"the network has no layer that can be generated, so there is nothing to write to {path}")
     try:
-        union.write(path)
+        union.write(path, nodes)
     except OSError as error:
         raise UserError(f"cannot write the layer catalogue {str(path)!r} ({error.strerror})") from error
     return f"{len(union.types)} layer types in {path}, {len(union.types) - len(known)} of them new"
