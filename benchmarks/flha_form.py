@@ -1,7 +1,8 @@
 """FLHA-GHN's forms: which graph, which start, and what polyfed adds, each at rates chosen for it, against other methods.
 
     python benchmarks/flha_form.py run rates --data.path /usr/share/datasets/fashion-mnist [--only PATTERN]
-    python benchmarks/flha_form.py run table ...            at the chosen rates (`CHOSEN`)
+    python benchmarks/flha_form.py run table ...            at the rate that "rates" found best
+    python benchmarks/flha_form.py run toggles ...          what polyfed adds, one choice at a time
     python benchmarks/flha_form.py run without ...
     python benchmarks/flha_form.py collect                  benchmarks/results/flha_form.json, and what is printed
 
@@ -42,35 +43,19 @@ FORMS = {
     "norms as nodes, the paper's with small weights": {**POLYFED, **PAPER, "initialisation": "last_layer"},
     "paper's graph, polyfed's": PAPERS_GRAPH,
     "paper's graph, the paper's": {**PAPERS_GRAPH, **PAPER},
-    "paper's graph, the paper's start, momentum, clipping": {
-        **PAPERS_GRAPH,
-        "normalise": False,
-        "initialisation": "paper",
-    },
-    "paper's graph, the paper's start": {**PAPERS_GRAPH, "initialisation": "paper"},
+    "paper's graph, the paper's, with normalise": {**PAPERS_GRAPH, **PAPER, "normalise": True},
+    "paper's graph, the paper's, with momentum": {**PAPERS_GRAPH, **PAPER, "momentum": 0.9},
+    "paper's graph, the paper's, with clipping": {**PAPERS_GRAPH, **PAPER, "clip_norm": 5.0},
     "paper's graph, the paper's with small weights": {**PAPERS_GRAPH, **PAPER, "initialisation": "last_layer"},
 }
+# Rates of a form, best first guess first; at 25 % the paper's own diverges at 0.03.
 RATES = {
-    ("norms as nodes, the paper's", "12.5"): (0.009,),
-    ("paper's graph, the paper's", "25"): (0.003, 0.009, 0.02),
-    ("paper's graph, polyfed's", "25"): (0.01, 0.03),
-    ("paper's graph, the paper's start, momentum, clipping", "25"): (0.009, 0.03),
-    ("paper's graph, the paper's start", "25"): (0.009, 0.03),
-    ("norms as nodes, the paper's", "25"): (0.003, 0.009, 0.02),
+    "paper's graph, the paper's": (0.009, 0.003, 0.02),
+    "paper's graph, polyfed's": (0.03, 0.01, 0.1),
+    "norms as nodes, the paper's": (0.009, 0.003, 0.02),
 }
-# (rate, number of seeds); the rate of "polyfed's" was chosen on the other graph. Not all that is listed has been run.
-CHOSEN = {
-    (form, share): (lr, 6)
-    for share in SHARES
-    for form, lr in {
-        "paper's graph, the paper's": 0.009,
-        "paper's graph, polyfed's": 0.03,
-        "norms as nodes, the paper's": 0.009,
-        "paper's graph, the paper's start, momentum, clipping": 0.009,
-        "paper's graph, the paper's start": 0.009,
-        "paper's graph, the paper's with small weights": 0.009,
-    }.items()
-}
+# Of the paper's own form, one choice at a time is polyfed's, at the rate of the paper's own form.
+TOGGLES = ("with normalise", "with momentum", "with clipping")
 WITHOUT = {
     "polyfed's": {},
     "polyfed's, momentum 0": {"momentum": 0.0},
@@ -85,17 +70,45 @@ RATES_WITHOUT = (0.001, 0.003, 0.009, 0.03, 0.1)
 SEEDS, TABLE_SEEDS, SEEDS_WITHOUT = (100, 101), (0, 1, 2, 3, 4, 5), (0, 1)
 
 
-def jobs(part):
-    """(name of the result, where, form, rate, seed) of a part."""
+def jobs(part, runs):
+    """(name of the result, where, form, rate, seed) of a part; of "table" and "toggles", those whose rate is chosen."""
     if part == "rates":
-        rows = [(share, form, lr, seed) for (form, share), rates in RATES.items() for lr in rates for seed in SEEDS]
+        rows = [(s, form, lr, seed) for s in SHARES for seed in SEEDS for form in RATES for lr in RATES[form]]
     elif part == "table":
-        rows = [(share, form, lr, seed) for (form, share), (lr, n) in CHOSEN.items() for seed in TABLE_SEEDS[:n]]
+        rows = [
+            (share, form, chosen_rate(form, share, runs), seed)
+            for share in SHARES
+            for seed in TABLE_SEEDS
+            for form in RATES
+        ]
+    elif part == "toggles":
+        form = "paper's graph, the paper's"
+        rows = [
+            (share, f"{form}, {toggle}", chosen_rate(form, share, runs), seed)
+            for share in ("25", "6.25")
+            for seed in TABLE_SEEDS
+            for toggle in TOGGLES
+        ]
     else:
         rows = [
             ("no norm layers", form, lr, seed) for form in WITHOUT for lr in RATES_WITHOUT for seed in SEEDS_WITHOUT
         ]
-    return [(f"{part} {'; '.join(map(str, row))}", *row) for row in rows]
+    return [(f"{'table' if part == 'toggles' else part} {'; '.join(map(str, row))}", *row) for row in rows if row[2]]
+
+
+def chosen_rate(form, share, runs):
+    """The rate with the best mean accuracy over the seeds of "rates"; None until all of its rates have run.
+
+    A run that diverged counts as 0.
+    """
+    means = {}
+    for lr in RATES[form]:
+        files = [runs / f"rates {share}; {form}; {lr}; {seed}.json" for seed in SEEDS]
+        if not all(file.exists() for file in files):
+            return None
+        scores = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        means[lr] = fmean(0.0 if score is None else score["accuracy"] for score in scores)
+    return max(means, key=means.__getitem__)
 
 
 def words_of(value):
@@ -130,7 +143,7 @@ def trained_without(form, lr, seed, path):
 
 def run(part, only, runs, path):
     """One result file for each job of the part whose name fits."""
-    for name, where, form, lr, seed in jobs(part):
+    for name, where, form, lr, seed in jobs(part, runs):
         file = runs / f"{name}.json"
         if file.exists() or not re.search(only, name):
             continue
@@ -145,13 +158,18 @@ def run(part, only, runs, path):
 def collect(runs, file):
     """What the runs gave joins what the file has, and differences from other methods in the same seeds are made anew."""
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    for part in ("rates", "table", "without"):
-        for name, where, form, lr, seed in jobs(part):
+    for part in ("rates", "table", "toggles", "without"):
+        for name, where, form, lr, seed in jobs(part, runs):
             score = runs / f"{name}.json"
             if score.exists():
                 one = json.loads(score.read_text(encoding="utf-8"))
-                key = {"rates": "accuracy", "table": "global_accuracy", "without": "val_accuracy"}[part]
-                at = found.setdefault(part, {}).setdefault(where, {}).setdefault(form, {}).setdefault(str(lr), {})
+                key = {"rates": "accuracy", "without": "val_accuracy"}.get(part, "global_accuracy")
+                at = (
+                    found.setdefault("table" if part == "toggles" else part, {})
+                    .setdefault(where, {})
+                    .setdefault(form, {})
+                    .setdefault(str(lr), {})
+                )
                 at[str(seed)] = None if one is None else 100 * one[key]
     others = measured()
     found["differences"] = {
@@ -189,7 +207,7 @@ def measured():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("run", "collect"))
-    parser.add_argument("part", nargs="?", choices=("rates", "table", "without"))
+    parser.add_argument("part", nargs="?", choices=("rates", "table", "toggles", "without"))
     parser.add_argument("--data.path", dest="path")
     parser.add_argument("--only", default="")
     parser.add_argument("--runs", type=Path, default=Path("runs/flha_form"))
