@@ -155,9 +155,9 @@ def with_noise(method, protection, among):
     base = type(method)
 
     class Noisy(base):
-        def local_update(self, down, own, client, seed):
-            reply, own = super().local_update(down, own, client, seed)
-            return protect(reply, down, protection, among), own
+        def local_update(self, message, client_state, client, seed):
+            reply, client_state = super().local_update(message, client_state, client, seed)
+            return protect(reply, message, protection, among), client_state
 
     return Noisy(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
 

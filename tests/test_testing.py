@@ -19,29 +19,29 @@ class Contract(AlgorithmContract):
 
 @dataclass(frozen=True, kw_only=True)
 class DependsOnTheProcess(FedAvg):
-    def local_update(self, down, own, client, seed):
-        return super().local_update(down, own, client, seed + os.getpid())
+    def local_update(self, message, client_state, client, seed):
+        return super().local_update(message, client_state, client, seed + os.getpid())
 
 
 @dataclass(frozen=True, kw_only=True)
 class UsesGlobalRandomness(FedAvg):
-    def local_update(self, down, own, client, seed):
+    def local_update(self, message, client_state, client, seed):
         torch.rand(1)
-        return super().local_update(down, own, client, seed)
+        return super().local_update(message, client_state, client, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangesTheMessage(FedAvg):
-    def local_update(self, down, own, client, seed):
-        down.tensors["model"]["head.weight"].add_(1.0)
-        return super().local_update(down, own, client, seed)
+    def local_update(self, message, client_state, client, seed):
+        message.tensors["model"]["head.weight"].add_(1.0)
+        return super().local_update(message, client_state, client, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangesPrivateState(Local):
-    def local_update(self, down, own, client, seed):
-        own["model"]["head.weight"].add_(1.0)
-        return super().local_update(down, own, client, seed)
+    def local_update(self, message, client_state, client, seed):
+        client_state["model"]["head.weight"].add_(1.0)
+        return super().local_update(message, client_state, client, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ class ChangesPrivateCounter(FedAvg):
     def client_init(self, client, seed):
         return {"n": 0}
 
-    def local_update(self, down, own, client, seed):
-        own["n"] += 1
-        return super().local_update(down, {}, client, seed)[0], {"n": own["n"]}
+    def local_update(self, message, client_state, client, seed):
+        client_state["n"] += 1
+        return super().local_update(message, {}, client, seed)[0], {"n": client_state["n"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,29 +59,29 @@ class ChangesPrivateList(FedAvg):
     def client_init(self, client, seed):
         return {"losses": []}
 
-    def local_update(self, down, own, client, seed):
-        reply, _ = super().local_update(down, {}, client, seed)
-        own["losses"].append(reply.scalars["train_loss"])
-        return reply, {"losses": list(own["losses"])}
+    def local_update(self, message, client_state, client, seed):
+        reply, _ = super().local_update(message, {}, client, seed)
+        client_state["losses"].append(reply.scalars["train_loss"])
+        return reply, {"losses": list(client_state["losses"])}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangesTheScalars(FedAvg):
-    def local_update(self, down, own, client, seed):
-        down.scalars["lr"] *= 0.5
-        return super().local_update(down, own, client, seed)
+    def local_update(self, message, client_state, client, seed):
+        message.scalars["lr"] *= 0.5
+        return super().local_update(message, client_state, client, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangesTheState(FedAvg):
-    def aggregate(self, state, replies, server):
-        state["model"]["head.weight"].zero_()
-        return super().aggregate(state, replies, server)
+    def aggregate(self, server_state, replies, server):
+        server_state["model"]["head.weight"].zero_()
+        return super().aggregate(server_state, replies, server)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstReplyWins(FedAvg):
-    def aggregate(self, state, replies, server):
+    def aggregate(self, server_state, replies, server):
         return {"model": next(iter(replies.values())).tensors["model"]}
 
 
@@ -99,65 +99,67 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True)
 class DependsOnThePreviousClient(FedAvg):
-    def local_update(self, down, own, client, seed):
+    def local_update(self, message, client_state, client, seed):
         before, Neighbour.name = Neighbour.name, client.id
-        return super().local_update(down, own, client, seed + (before > client.id))
+        return super().local_update(message, client_state, client, seed + (before > client.id))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeepsAHiddenCounter(FedAvg):
-    def local_update(self, down, own, client, seed):
+    def local_update(self, message, client_state, client, seed):
         Memory.calls += 1
-        return super().local_update(down, own, client, seed + Memory.calls)
+        return super().local_update(message, client_state, client, seed + Memory.calls)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendsPrivateState(Local):
-    def local_update(self, down, own, client, seed):
-        reply, own = super().local_update(down, own, client, seed)
-        return Message({"secret": {"w": own["model"]["head.weight"].clone()}}, reply.scalars), own
+    def local_update(self, message, client_state, client, seed):
+        reply, client_state = super().local_update(message, client_state, client, seed)
+        return Message({"secret": {"w": client_state["model"]["head.weight"].clone()}}, reply.scalars), client_state
 
-    def reply_spec(self, state, down):
+    def reply_spec(self, server_state, message):
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendsAPieceOfPrivateState(SendsPrivateState):
-    def local_update(self, down, own, client, seed):
-        reply, own = super().local_update(down, own, client, seed)
-        return Message({"secret": {"w": own["model"]["head.weight"][:2]}}, reply.scalars), own
+    def local_update(self, message, client_state, client, seed):
+        reply, client_state = super().local_update(message, client_state, client, seed)
+        return Message({"secret": {"w": client_state["model"]["head.weight"][:2]}}, reply.scalars), client_state
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendsInputs(FedAvg):
-    def local_update(self, down, own, client, seed):
-        reply, own = super().local_update(down, own, client, seed)
-        return Message({**reply.tensors, "some": {"x": client.train.x[3:5].clone()}}, reply.scalars), own
+    def local_update(self, message, client_state, client, seed):
+        reply, client_state = super().local_update(message, client_state, client, seed)
+        return Message({**reply.tensors, "some": {"x": client.train.x[3:5].clone()}}, reply.scalars), client_state
 
-    def reply_spec(self, state, down):
+    def reply_spec(self, server_state, message):
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendsLabels(SendsInputs):
-    def local_update(self, down, own, client, seed):
-        reply, own = super().local_update(down, own, client, seed)
-        return Message({"model": reply.tensors["model"], "some": {"y": client.train.y.float()}}, reply.scalars), own
+    def local_update(self, message, client_state, client, seed):
+        reply, client_state = super().local_update(message, client_state, client, seed)
+        return Message(
+            {"model": reply.tensors["model"], "some": {"y": client.train.y.float()}}, reply.scalars
+        ), client_state
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendsWhatItMustNot(SendsInputs):
-    def local_update(self, down, own, client, seed):
-        reply, own = super().local_update(down, own, client, seed)
-        return Message({"model": {"luck": torch.ones(1)}}, reply.scalars), own
+    def local_update(self, message, client_state, client, seed):
+        reply, client_state = super().local_update(message, client_state, client, seed)
+        return Message({"model": {"luck": torch.ones(1)}}, reply.scalars), client_state
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeedsEveryone(FedAvg):
-    def aggregate(self, state, replies, server):
+    def aggregate(self, server_state, replies, server):
         if len(replies) < 3:
             raise RuntimeError("where is everyone?")
-        return super().aggregate(state, replies, server)
+        return super().aggregate(server_state, replies, server)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,16 +177,16 @@ class KeepsATuple(FedAvg):
 
 @dataclass(frozen=True, kw_only=True)
 class SendsOneAnotherMessage(FedAvg):
-    def dispatch_all(self, state, everyone):
-        for who in everyone:
-            down = self.dispatch(state, who)
-            yield Message(down.tensors, {"lr": down.scalars["lr"] * len(everyone)})
+    def dispatch_all(self, server_state, client_infos):
+        for who in client_infos:
+            down = self.dispatch(server_state, who)
+            yield Message(down.tensors, {"lr": down.scalars["lr"] * len(client_infos)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class IsUsedOtherwise(FedAvg):
-    def personal_model(self, down, own, client, seed):
-        model = copy.deepcopy(super().personal_model(down, own, client, seed))
+    def personal_model(self, message, client_state, client, seed):
+        model = copy.deepcopy(super().personal_model(message, client_state, client, seed))
         model.register_forward_hook(lambda module, inputs, outputs: outputs.flip(1))  # nothing that is saved says so
         return model
 
@@ -196,8 +198,8 @@ class IgnoresTheSeed(FedAvg):
 
         return super().server_init(replace(server, seed=0))
 
-    def local_update(self, down, own, client, seed):
-        return super().local_update(down, own, client, 0)
+    def local_update(self, message, client_state, client, seed):
+        return super().local_update(message, client_state, client, 0)
 
 
 CASES = [

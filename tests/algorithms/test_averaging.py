@@ -64,17 +64,17 @@ def test_one_reply_is_held_whatever_the_number_of_clients():
 
     @dataclass(frozen=True, kw_only=True)
     class Counted(Averaging):
-        def local_update(self, down, own, client, seed):
+        def local_update(self, message, client_state, client, seed):
             gc.collect()
             most.append(len(alive))
-            message, after = super().local_update(down, own, client, seed)
-            alive.update(message.tensors["model"].values())
-            return message, after
+            reply, after = super().local_update(message, client_state, client, seed)
+            alive.update(reply.tensors["model"].values())
+            return reply, after
 
     @dataclass(frozen=True, kw_only=True)
     class Held(Counted):
-        def aggregate(self, state, replies, server):
-            return super().aggregate(state, replies, server)
+        def aggregate(self, server_state, replies, server):
+            return super().aggregate(server_state, replies, server)
 
     tensors = len(small_clients()[0].model().state_dict())
     run = pf.federate(small_clients(6), Counted(lr=0.05), rounds=1, workers=0)
@@ -87,9 +87,11 @@ def test_one_reply_is_held_whatever_the_number_of_clients():
 @final
 @dataclass(frozen=True, kw_only=True)
 class Halfway(Averaging):
-    def server_step(self, state, mean, who):
+    def server_step(self, server_state, mean, client_ids):
         return {
-            "model": {n: (t + mean["model"][n]) / 2 if t.is_floating_point() else t for n, t in state["model"].items()}
+            "model": {
+                n: (t + mean["model"][n]) / 2 if t.is_floating_point() else t for n, t in server_state["model"].items()
+            }
         }
 
 

@@ -190,8 +190,8 @@ STATES = []
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(FedAvg):
-    def aggregate(self, state, replies, server):
-        STATES.append(super().aggregate(state, replies, server))
+    def aggregate(self, server_state, replies, server):
+        STATES.append(super().aggregate(server_state, replies, server))
         return STATES[-1]
 
 

@@ -139,12 +139,12 @@ def test_an_unseen_client_gets_the_result(tmp_path: Any) -> None:
 
 def test_who_needs_single_replies_says_so() -> None:
     assert FedHeNNHomo().final == "all"
-    assert not FedHeNNHomo().sums_suffice
-    assert FedHeNNHomo(final="cohort").sums_suffice
+    assert not FedHeNNHomo().aggregates_by_sum
+    assert FedHeNNHomo(final="cohort").aggregates_by_sum
     for kind in (FedAvg, FedAvgFT, FedProx):
         assert kind().final == "cohort"
-        assert kind().sums_suffice
-        assert not kind(final="all").sums_suffice
+        assert kind().aggregates_by_sum
+        assert not kind(final="all").aggregates_by_sum
     with pytest.raises(pf.UserError, match="final"):
         FedAvg(final="last")  # type: ignore[arg-type]
 

@@ -45,13 +45,13 @@ class ShiftsByValidation(FedAvg):
         more = 0.01 * client.val.labels[0]
         return {name: tensor + more if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
-    def local_update(self, down, own, client, seed):
-        reply, own = super().local_update(down, own, client, seed)
+    def local_update(self, message, client_state, client, seed):
+        reply, client_state = super().local_update(message, client_state, client, seed)
         model = self.shifted(reply.tensors["model"], client) if self.replies else reply.tensors["model"]
-        return pf.Message({"model": model}, reply.scalars), own
+        return pf.Message({"model": model}, reply.scalars), client_state
 
-    def personal_model(self, down, own, client, seed):
-        model = super().personal_model(down, own, client, seed)
+    def personal_model(self, message, client_state, client, seed):
+        model = super().personal_model(message, client_state, client, seed)
         if not self.replies:
             model.load_state_dict(self.shifted(model.state_dict(), client))
         return model

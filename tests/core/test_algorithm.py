@@ -57,8 +57,8 @@ class _Keeps(Averaging):
     def server_init(self, server):
         return {**super().server_init(server), **({} if self.after else {"seen": (1, 2)})}
 
-    def server_step(self, state, mean, who):
-        return {**state, **mean, **({"seen": {1: "a"}} if self.after else {})}
+    def server_step(self, server_state, mean, client_ids):
+        return {**server_state, **mean, **({"seen": {1: "a"}} if self.after else {})}
 
 
 @pytest.mark.parametrize(("after", "what"), [(False, "at 'seen' is a tuple"), (True, "at 'seen' is a dict")])
@@ -72,8 +72,8 @@ def test_server_state_that_would_not_come_back_is_refused(after, what):
 class _Sends(Averaging):
     """Sends a scalar that is none."""
 
-    def dispatch(self, state, who):
-        down = super().dispatch(state, who)
+    def dispatch(self, server_state, client_info):
+        down = super().dispatch(server_state, client_info)
         return Message(down.tensors, {**down.scalars, "rate": torch.tensor(0.1)})
 
 

@@ -184,7 +184,7 @@ def test_a_reply_over_which_a_method_stumbles_is_refused():
     """Whatever its check raises of a reply that is nothing like its own."""
 
     class Stumbles(FedAvg):
-        def reply_spec(self, state, down, reply):
+        def reply_spec(self, server_state, message, reply):
             return {"model": reply.tensors["model"]["w"].names_of_a_module}
 
     server = SimpleNamespace(algorithm=Stumbles(), run="a", settings=Settings(rounds=1))

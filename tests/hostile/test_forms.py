@@ -240,8 +240,8 @@ class Grows(FedAvg.__base__):  # Averaging
     def server_init(self, server):
         return {**super().server_init(server), "seen": torch.zeros(1), "first": 1}
 
-    def server_step(self, state, mean, who):
-        return {**mean, "seen": torch.zeros(len(state["seen"]) + 1), "most": float("inf")}
+    def server_step(self, server_state, mean, client_ids):
+        return {**mean, "seen": torch.zeros(len(server_state["seen"]) + 1), "most": float("inf")}
 
 
 def test_a_method_of_ones_own_may_change_its_form(tmp_path):

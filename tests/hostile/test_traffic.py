@@ -13,7 +13,7 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Message
-from polyfed.core.buffers import receive
+from polyfed.core.buffers import load_client_model
 from polyfed.core.code import scope
 from polyfed.core.scratch import whole_state
 from polyfed.core.training import fit
@@ -50,19 +50,19 @@ def leaking(change):
     class Leaks(Averaging):
         weighted: bool = False
 
-        def reply_spec(self, state, down, reply):
+        def reply_spec(self, server_state, message, reply):
             return {
                 group: {n: (tuple(t.shape), t.dtype) for n, t in tree.items()} for group, tree in reply.tensors.items()
             }
 
-        def local_update(self, down, own, client, seed):
-            reply, after = super().local_update(down, own, client, seed)
+        def local_update(self, message, client_state, client, seed):
+            reply, after = super().local_update(message, client_state, client, seed)
             return Message(
                 {**reply.tensors, "model": {**reply.tensors["model"], **change(client)}}, reply.scalars
             ), after
 
-        def aggregate(self, state, replies, server):
-            return state
+        def aggregate(self, server_state, replies, server):
+            return server_state
 
     return Leaks(lr=0.05)
 
@@ -86,9 +86,9 @@ def test_counters_that_go_up_as_training_left_them_are_found():
     class Counts(Averaging):
         weighted: bool = False
 
-        def local_update(self, down, own, client, seed):
-            net = receive(client, down.tensors["model"], own, self.buffers)
-            fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
+        def local_update(self, message, client_state, client, seed):
+            net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
+            fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
             return Message({"model": whole_state(net.module)}), {}
 
     assert revealed(Counts(lr=0.05, batch_size=8)) == {"number of examples"}

@@ -28,10 +28,10 @@ class Faulty(FedAvg):
     fault: str = "nan"
     victim: str = "client-1"
 
-    def local_update(self, down, own, client, seed):
-        reply, own = super().local_update(down, own, client, seed)
+    def local_update(self, message, client_state, client, seed):
+        reply, client_state = super().local_update(message, client_state, client, seed)
         if client.id != self.victim:
-            return reply, own
+            return reply, client_state
         model, scalars = dict(reply.tensors["model"]), dict(reply.scalars)
         if self.fault == "nan":
             model["head.weight"][0, 0] = float("nan")
@@ -48,12 +48,12 @@ class Faulty(FedAvg):
         elif self.fault == "scalar":
             scalars["train_loss"] = float("nan")
         elif self.fault == "group":
-            return Message({"model": model, "extra": {"w": torch.ones(1)}}, scalars), own
+            return Message({"model": model, "extra": {"w": torch.ones(1)}}, scalars), client_state
         elif self.fault == "raise":
             raise ZeroDivisionError("nothing to divide by")
         elif self.fault == "none":
-            return None, own
-        return Message({"model": model}, scalars), own
+            return None, client_state
+        return Message({"model": model}, scalars), client_state
 
 
 FAULTS = {
@@ -114,14 +114,14 @@ def test_a_failure_late_in_a_run_keeps_the_rounds_before(tmp_path):
 
     @dataclass(frozen=True, kw_only=True)
     class Late(Averaging):
-        def dispatch(self, state, who):
-            message = super().dispatch(state, who)
-            return Message(message.tensors, {**message.scalars, "round": who.round})
+        def dispatch(self, server_state, client_info):
+            message = super().dispatch(server_state, client_info)
+            return Message(message.tensors, {**message.scalars, "round": client_info.round})
 
-        def local_update(self, down, own, client, seed):
-            if down.scalars["round"] > last_good:
+        def local_update(self, message, client_state, client, seed):
+            if message.scalars["round"] > last_good:
                 raise ArithmeticError("late")
-            return super().local_update(down, own, client, seed)
+            return super().local_update(message, client_state, client, seed)
 
     with pytest.raises(pf.ClientError, match="round 4"):
         pf.federate(small_clients(), Late(), rounds=6, workers=0, out=tmp_path / "run", checkpoint_every=5)
@@ -155,9 +155,9 @@ def test_all_clients_of_a_round_see_the_state_of_its_start():
 
     @dataclass(frozen=True, kw_only=True)
     class Watching(FedAvg):
-        def local_update(self, down, own, client, seed):
-            seen.append(down.tensors["model"]["head.weight"].abs().sum().item())
-            return super().local_update(down, own, client, seed)
+        def local_update(self, message, client_state, client, seed):
+            seen.append(message.tensors["model"]["head.weight"].abs().sum().item())
+            return super().local_update(message, client_state, client, seed)
 
     pf.federate(small_clients(), Watching(lr=0.5), rounds=3, workers=0)
     assert [len(set(seen[i : i + 3])) for i in (0, 3, 6)] == [1, 1, 1]
@@ -311,14 +311,14 @@ def test_messages_of_one_model_are_one_block():
 def test_time_of_server_and_clients_is_told_apart():
     @dataclass(frozen=True, kw_only=True)
     class SlowServer(Averaging):
-        def dispatch_all(self, state, everyone):
-            for who in everyone:
+        def dispatch_all(self, server_state, client_infos):
+            for who in client_infos:
                 time.sleep(0.02)
-                yield self.dispatch(state, who)
+                yield self.dispatch(server_state, who)
 
-        def aggregate(self, state, replies, server):
+        def aggregate(self, server_state, replies, server):
             time.sleep(0.1)
-            return super().aggregate(state, replies, server)
+            return super().aggregate(server_state, replies, server)
 
     (record,) = pf.federate(small_clients(), SlowServer(local_epochs=1), rounds=1, workers=0).history
     assert 0.16 <= record["seconds_server"] < 0.16 + record["seconds_clients"] + 0.2

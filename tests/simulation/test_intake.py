@@ -47,8 +47,8 @@ def hostile(name, change, who):
     kind = REGISTRY[name]
 
     class Hostile(kind):
-        def local_update(self, down, own, client, seed):
-            reply, after = super().local_update(down, own, client, seed)
+        def local_update(self, message, client_state, client, seed):
+            reply, after = super().local_update(message, client_state, client, seed)
             return (change(reply) if client.id in who and reply.tensors else reply), after
 
     return Hostile(lr=0.05, batch_size=8, **SMALL[name])
@@ -81,8 +81,8 @@ class Inverse(FedAvg):
 
     fails: bool = False
 
-    def aggregate(self, state, replies, server):
-        after = super().aggregate(state, replies, server)
+    def aggregate(self, server_state, replies, server):
+        after = super().aggregate(server_state, replies, server)
         if self.fails and any(float(r.tensors["model"]["head.bias"].abs().sum()) == 0 for r in replies.values()):
             raise ZeroDivisionError("a bias is 0")
         factor = sum(1 / (1 / r.tensors["model"]["head.bias"].abs().sum()) for r in replies.values())
@@ -94,8 +94,8 @@ class Inverse(FedAvg):
 @pytest.mark.parametrize("who", WHO, ids=lambda who: "+".join(sorted(who)))
 def test_a_state_that_is_not_finite_is_traced_to_its_replies(fails, who):
     class Hostile(Inverse):
-        def local_update(self, down, own, client, seed):
-            reply, after = super().local_update(down, own, client, seed)
+        def local_update(self, message, client_state, client, seed):
+            reply, after = super().local_update(message, client_state, client, seed)
             return (filled_with(0.0)(reply) if client.id in who else reply), after
 
     method = Hostile(lr=0.05, fails=fails)
@@ -110,8 +110,8 @@ def test_a_state_that_is_not_finite_is_traced_to_its_replies(fails, who):
 
 def test_a_client_cannot_claim_more_examples_than_it_has():
     class Boasts(FedAvg):
-        def local_update(self, down, own, client, seed):
-            reply, after = super().local_update(down, own, client, seed)
+        def local_update(self, message, client_state, client, seed):
+            reply, after = super().local_update(message, client_state, client, seed)
             return Message(reply.tensors, {**reply.scalars, "num_examples": 10**9}), after
 
     with pytest.raises(pf.ClientError, match="num_examples is 1000000000, more than the 20 that the client has"):

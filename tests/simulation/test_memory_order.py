@@ -27,24 +27,24 @@ class Turns(Averaging):
     def server_init(self, server):
         return {**super().server_init(server), "kept": turned(torch.ones(3, 2)), "turned": 0}
 
-    def dispatch(self, state, who):
-        down = super().dispatch(state, who)
-        scalars = {**down.scalars, "turned": state["turned"] + strides(state)}
+    def dispatch(self, server_state, client_info):
+        down = super().dispatch(server_state, client_info)
+        scalars = {**down.scalars, "turned": server_state["turned"] + strides(server_state)}
         return Message({**down.tensors, "more": {"w": turned(torch.ones(3, 2))}}, scalars)
 
     def client_init(self, client, seed):
         return {"first": True}
 
-    def local_update(self, down, own, client, seed):
-        reply, _ = super().local_update(down, {}, client, seed)
-        scalars = {**reply.scalars, "train_loss": down.scalars["turned"] + strides([down.tensors, own])}
+    def local_update(self, message, client_state, client, seed):
+        reply, _ = super().local_update(message, {}, client, seed)
+        scalars = {**reply.scalars, "train_loss": message.scalars["turned"] + strides([message.tensors, client_state])}
         model = {name: turned(t) if t.dim() == 2 else t for name, t in reply.tensors["model"].items()}
         return Message({"model": model}, scalars), {"w": turned(torch.ones(3, 2)), "list": [turned(torch.ones(2, 4))]}
 
-    def aggregate(self, state, replies, server):
+    def aggregate(self, server_state, replies, server):
         found = sum(strides(reply.tensors) for reply in replies.values())
-        after = super().aggregate(state, replies, server)
-        return {**after, "kept": turned(torch.ones(3, 2)), "turned": state["turned"] + found}
+        after = super().aggregate(server_state, replies, server)
+        return {**after, "kept": turned(torch.ones(3, 2)), "turned": server_state["turned"] + found}
 
 
 def strides(nested):

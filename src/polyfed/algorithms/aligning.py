@@ -115,42 +115,42 @@ class Aligning(PublicPool, LooksInside, ABC):
             )
         return {"public": public, "seed": server.seed, "holders": []}
 
-    def _rows(self, state: Mapping[str, Any], who: ClientInfo) -> Tensor:
+    def _rows(self, state: Mapping[str, Any], client_info: ClientInfo) -> Tensor:
         """The rows of the pool that are X, the RAD of this round: the same for everyone."""
         pool = len(first(state["public"])) if state["public"] else 2 * self.rad_size
-        return rad_rows(state["seed"], who.round, pool, self.rad_size)
+        return rad_rows(state["seed"], client_info.round, pool, self.rad_size)
 
-    def _rad(self, state: Mapping[str, Any], who: ClientInfo, whole: bool) -> dict[str, Tensor]:
+    def _rad(self, state: Mapping[str, Any], client_info: ClientInfo, whole: bool) -> dict[str, Tensor]:
         """What says X to the clients: X itself, or its rows in the pool, where a client has all of that: because it needs
         it (`whole`), was sent it once, or makes it from noise."""
-        rows = self._rows(state, who)
+        rows = self._rows(state, client_info)
         if whole or self.pool_once or self.rad == "noise":
             return {"rows": rows}
         return {name: part[rows.long()] for name, part in state["public"].items()}
 
-    def _public(self, state: Mapping[str, Any], who: ClientInfo, rad: Tree) -> dict[str, Tree]:
+    def _public(self, state: Mapping[str, Any], client_info: ClientInfo, rad: Tree) -> dict[str, Tree]:
         """X in the form of `_rad`, and the pool, where a client needs it and does not have it."""
         needed = "rows" in rad and self.rad == "public"
-        return {"rad": rad, **(self._sent_pool(state, who.id) if needed else {})}
+        return {"rad": rad, **(self._sent_pool(state, client_info.id) if needed else {})}
 
-    def _scalars(self, state: Mapping[str, Any], who: ClientInfo) -> dict[str, float]:
-        scalars = {"lr": self.lr_at(who.round, who.rounds), "eta": self.eta_at(who.round)}
+    def _scalars(self, state: Mapping[str, Any], client_info: ClientInfo) -> dict[str, float]:
+        scalars = {"lr": self.lr_at(client_info.round, client_info.rounds), "eta": self.eta_at(client_info.round)}
         if self.rad == "noise":  # whole numbers up to 2^53 survive as floats on every wire
             scalars["noise"] = derive(state["seed"], "noise") >> 10
         return scalars
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def _received(self, down: Message, own: Mapping[str, Any], client: Client) -> tuple[Examples, Tensor]:
+    def _received(self, message: Message, client_state: Mapping[str, Any], client: Client) -> tuple[Examples, Tensor]:
         """The public examples that the client has, prepared as its own are; and which of them are X."""
-        rad = down.tensors["rad"]
+        rad = message.tensors["rad"]
         if "rows" not in rad:
             pool = prepared(rad, client)
             return pool, torch.arange(len(pool), device=pool.device)
         rows = rad["rows"].to(client.train.device, torch.int64)
         if self.rad == "noise":
-            return noise_like(client.train, 2 * self.rad_size, int(down.scalars["noise"])), rows
-        return self._pool(down, own, client), rows
+            return noise_like(client.train, 2 * self.rad_size, int(message.scalars["noise"])), rows
+        return self._pool(message, client_state, client), rows
 
     def look_inside(self, client: Client) -> None:
         """For the module whose input is Φ."""

@@ -8,10 +8,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.averaging import Averaging, ClientState, reply
+from polyfed.algorithms.averaging import Averaging, ClientState, build_reply
 from polyfed.algorithms.points import buffers_of, put, restore_buffers, trained_state
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import Policy, ready, receive
+from polyfed.core.buffers import Policy, load_client_model, prepare_for_eval
 from polyfed.core.gathered import OfClient
 from polyfed.core.scratch import initial_state, scratch
 from polyfed.core.stacked import chances_of, per_client, set_chances, widened
@@ -59,31 +59,45 @@ class APFL(Averaging):
         v = {name: tensor for name, tensor in draw.items() if name not in buffers}
         return {"model": v, "alpha": self.alpha, "trained": False}
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """w_i for the server; v_i and α_i, which stay private (algorithm 1)."""
-        net, lr = receive(client, down.tensors["model"], own, self.buffers), down.scalars["lr"]
+        net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         moved = {name: p for name, p in net.module.named_parameters() if p.requires_grad}
-        v = [own["model"][name].to(p.device, copy=True) for name, p in moved.items()]
-        alpha, due = v[0].new_tensor(own["alpha"]), v[0].new_tensor(float(self.adaptive))
+        v = [client_state["model"][name].to(p.device, copy=True) for name, p in moved.items()]
+        alpha, due = v[0].new_tensor(client_state["alpha"]), v[0].new_tensor(float(self.adaptive))
         both = OfClient(_Both(lr), [alpha, due, *v])
         found = fit(net.module, client, self, lr=lr, seed=seed, gradient=both)
-        message, kept = reply(net, client, found.loss, self)
+        reply, kept = build_reply(net, client, found.loss, self)
         put(list(moved.values()), v)
-        return message, {**kept, "model": trained_state(net.module), "alpha": float(alpha), "trained": True}
+        return reply, {**kept, "model": trained_state(net.module), "alpha": float(alpha), "trained": True}
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """v̄_i = α_i·v_i + (1 − α_i)·w, with the w of now."""
-        w = down.tensors["model"]
+        w = message.tensors["model"]
         mixture = (
-            {name: torch.lerp(w[name], v, own["alpha"]) for name, v in own["model"].items()} if own["trained"] else {}
+            {name: torch.lerp(w[name], v, client_state["alpha"]) for name, v in client_state["model"].items()}
+            if client_state["trained"]
+            else {}
         )
-        return ready(receive(client, {**w, **mixture}, own, self.buffers), client, own, self.buffers)
+        return prepare_for_eval(
+            load_client_model(client, {**w, **mixture}, client_state, self.buffers), client, client_state, self.buffers
+        )
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """w, on the client's data."""
-        yield "server", ready(receive(client, down.tensors["model"], own, self.buffers), client, own, self.buffers)
+        yield (
+            "server",
+            prepare_for_eval(
+                load_client_model(client, message.tensors["model"], client_state, self.buffers),
+                client,
+                client_state,
+                self.buffers,
+            ),
+        )
 
 
 @final

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polyfed.core.adapters import Adapters, divided
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import SendsBuffers, give_back, ready, receive, travelling
+from polyfed.core.buffers import SendsBuffers, extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import Scratch, initial_state, scratch
 from polyfed.core.training import LocalTraining, fit, scalars_of
@@ -28,7 +28,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     `groups`), how a client trains (`local_update`), what is made of the mean (`server_step`), which model is evaluated
     (`personal_model`).
 
-    The server half never sees a single reply (`sums_suffice`): replies are summed as they come, in the order of the
+    The server half never sees a single reply (`aggregates_by_sum`): replies are summed as they come, in the order of the
     clients' ids, and the server holds one model, whatever their number.
 
     Args:
@@ -58,7 +58,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         super().__post_init__()
         if self.adapters is not None:
             self._require(self.adapters in get_args(Adapters), "adapters", "'zero_pad', 'svd', 'stack', or none")
-            one = "one_architecture" in self.requires and self.sums_suffice
+            one = "one_architecture" in self.requires and self.aggregates_by_sum
             self._require(one, "adapters", "none, except where one global model is averaged (with final='cohort')")
             fits = not (self.adapters == "stack" and self.keeps_trained)
             self._require(
@@ -66,7 +66,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
             )
 
     @property
-    def sums_suffice(self) -> bool:
+    def aggregates_by_sum(self) -> bool:
         """Whether the server half needs the sum of a round's replies and no single one of them. What hides single replies
         from the server, such as a secure sum, is for methods of which this is true."""
         return True
@@ -77,36 +77,43 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         """The initial global model θ: the common draw of the federation's architecture."""
         assert server.model is not None  # `requires` names "one_architecture"
         buffers = scratch(server.model).buffers
-        return {"model": travelling(initial_state(server.model, server.seed), buffers, self.buffers)}
+        return {"model": shared_tensors(initial_state(server.model, server.seed), buffers, self.buffers)}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """θ and the learning rate of the round, the same for everyone."""
-        return Message({group: state[group] for group in self.groups}, {"lr": self.lr_at(who.round, who.rounds)})
+        return Message(
+            {group: server_state[group] for group in self.groups},
+            {"lr": self.lr_at(client_info.round, client_info.rounds)},
+        )
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """The groups that are averaged, in the form in which they went down."""
-        return {group: spec(down.tensors[group]) for group in self.groups}
+        return {group: spec(message.tensors[group]) for group in self.groups}
 
-    def form_is_known(self, state: ServerState) -> bool:
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Whether the server knows which tensors a reply holds, so that replies can be summed as they come. Where only the
         clients find that out, the first replies are held, and those of another form than most are left out."""
         return True
 
-    def summing(self, expected: Mapping[str, float] | None) -> "Summing":
+    def running_aggregate(self, expected: Mapping[str, float] | None) -> "RunningAggregate":
         """Takes in the replies of a round, one by one, in the order of ids.
 
         Args:
             expected: id -> number of examples, of those who are expected; None if it is not known.
         """
-        return Summing(self, expected)
+        return RunningAggregate(self, expected)
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """θ ← Σ_i (n_i/n) θ_i, or (1/m) Σ_i θ_i unweighted."""
         known = self.weighted and all("num_examples" in reply.scalars for reply in replies.values())
-        found = self.summing({i: replies[i].scalars["num_examples"] if known else 1.0 for i in sorted(replies)})
+        found = self.running_aggregate(
+            {i: replies[i].scalars["num_examples"] if known else 1.0 for i in sorted(replies)}
+        )
         for i in sorted(replies):
             found.add(i, replies[i])
-        return found.state_after(state)
+        return found.finalize(server_state)
 
     def _mean(self, trees: Mapping[str, Tree], replies: Mapping[str, Message]) -> dict[str, Tensor]:
         """Σ_i (n_i/n) θ_i of trees by client, or (1/m) Σ_i θ_i unweighted; n_i as the replies have it."""
@@ -114,17 +121,19 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         try:
             return weighted_mean(trees, n)
         except UnlikeTreesError as error:
-            raise self.unlike(error) from error
+            raise self.incompatible_replies_error(error) from error
 
-    def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+    ) -> ServerState:
         """The next state, from the mean of the replies, group -> tree, and from who replied, in the order of ids."""
-        return {**state, **mean}
+        return {**server_state, **mean}
 
-    def keep_replies(self, state: ServerState, replies: Mapping[str, Message]) -> ServerState:
-        """The state after `server_step` with what it keeps of single replies; asked for only without `sums_suffice`."""
-        return state
+    def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
+        """The state after `server_step` with what it keeps of single replies; asked for only without `aggregates_by_sum`."""
+        return server_state
 
-    def unlike(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
         """What to say where replies have no mean, because their tensors differ."""
         return UserError(f"{type(self).__name__}: {error}; the clients' networks must have one form")
 
@@ -134,15 +143,22 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         """Nothing private before the first round."""
         return {}
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i: θ after `local_epochs` on the client's data."""
-        net = receive(client, down.tensors["model"], own, self.buffers)
-        found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        return reply(net, client, found.loss, self)
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
+        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        return build_reply(net, client, found.loss, self)
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ."""
-        return ready(receive(client, down.tensors["model"], own, self.buffers), client, own, self.buffers)
+        return prepare_for_eval(
+            load_client_model(client, message.tensors["model"], client_state, self.buffers),
+            client,
+            client_state,
+            self.buffers,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,13 +178,13 @@ class OneModel(Averaging, ABC):
     replied in the last round, θ_all is θ(t), bit for bit.
 
     "all" costs the server memory and checkpoints of N models instead of one, since to exchange a client's part of the sum
-    it needs the part before: so it holds each client's latest weights by themselves, and `sums_suffice` is false.
+    it needs the part before: so it holds each client's latest weights by themselves, and `aggregates_by_sum` is false.
     """
 
     final: Final = "cohort"
 
     @property
-    def sums_suffice(self) -> bool:
+    def aggregates_by_sum(self) -> bool:
         """Only where the last cohort's mean is returned."""
         return self.final == "cohort"
 
@@ -176,45 +192,49 @@ class OneModel(Averaging, ABC):
 
     def server_init(self, server: ServerContext) -> ServerState:
         """The initial global model θ(0), and nobody's latest model yet."""
-        return {**super().server_init(server), **({} if self.sums_suffice else {"latest": {}, "examples": {}})}
+        return {**super().server_init(server), **({} if self.aggregates_by_sum else {"latest": {}, "examples": {}})}
 
-    def keep_replies(self, state: ServerState, replies: Mapping[str, Message]) -> ServerState:
+    def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
         """θ_i and n_i of those who replied take the place of their last ones."""
-        latest = {**state["latest"], **{i: dict(reply.tensors["model"]) for i, reply in replies.items()}}
+        latest = {**server_state["latest"], **{i: dict(reply.tensors["model"]) for i, reply in replies.items()}}
         counted = {i: float(reply.scalars["num_examples"]) for i, reply in replies.items()} if self.weighted else {}
-        examples = {**state["examples"], **counted}
-        return {**state, "latest": _by_id(latest), "examples": _by_id(examples)}
+        examples = {**server_state["examples"], **counted}
+        return {**server_state, "latest": _by_id(latest), "examples": _by_id(examples)}
 
     dispatch = Algorithm.dispatch  # that of `dispatch_all`, for one client
 
-    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """To train with, θ(t); as the result, what `result` has, computed once for all."""
         result: Mapping[str, Tree] = {}
-        for who in everyone:
-            result = result or (self.result(state) if who.purpose == "personal" else {})
-            down = result if who.purpose == "personal" else {"model": state["model"]}
+        for who in client_infos:
+            result = result or (self.result(server_state) if who.purpose == "personal" else {})
+            down = result if who.purpose == "personal" else {"model": server_state["model"]}
             yield Message(down, {"lr": self.lr_at(who.round, who.rounds)})
 
-    def result(self, state: ServerState) -> dict[str, Tree]:
+    def result(self, server_state: ServerState) -> dict[str, Tree]:
         """The result after this round, the group "model"; with "all" the last cohort's mean too, as "cohort"."""
-        if self.sums_suffice:
-            return {"model": state["model"]}
-        mean = weighted_mean(state["latest"], state["examples"] or None) if state["latest"] else state["model"]
-        return {"model": mean, "cohort": state["model"]}
+        if self.aggregates_by_sum:
+            return {"model": server_state["model"]}
+        mean = (
+            weighted_mean(server_state["latest"], server_state["examples"] or None)
+            if server_state["latest"]
+            else server_state["model"]
+        )
+        return {"model": mean, "cohort": server_state["model"]}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """The last cohort's mean, where it is not the result."""
-        if "cohort" in down.tensors:
-            yield "cohort", self.personal_model(_only_cohort(down), own, client, seed)
+        if "cohort" in message.tensors:
+            yield "cohort", self.personal_model(_only_cohort(message), client_state, client, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStep(Averaging, ABC):
-    """An averaging method whose server does more with the mean of the parameters than take it: `after_mean`. Buffers that
+    """An averaging method whose server does more with the mean of the parameters than take it: `server_update`. Buffers that
     travel are averaged and no more: a step along their changes could make a running variance negative. So the server keeps
     them apart, as "buffers"."""
 
@@ -227,19 +247,24 @@ class ServerStep(Averaging, ABC):
             "buffers": {name: tensor for name, tensor in model.items() if name in names},
         }
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """The parameters with the buffers that travel, and the learning rate of the round."""
-        return Message({"model": {**state["model"], **state["buffers"]}}, {"lr": self.lr_at(who.round, who.rounds)})
+        return Message(
+            {"model": {**server_state["model"], **server_state["buffers"]}},
+            {"lr": self.lr_at(client_info.round, client_info.rounds)},
+        )
 
-    def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
-        """Parameters by `after_mean`, buffers averaged."""
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+    ) -> ServerState:
+        """Parameters by `server_update`, buffers averaged."""
         model = mean["model"]
-        parameters = {name: model[name] for name in state["model"]}
-        buffers = {name: model[name] for name in state["buffers"]}
-        return {**self.after_mean(state, {**mean, "model": parameters}, who), "buffers": buffers}
+        parameters = {name: model[name] for name in server_state["model"]}
+        buffers = {name: model[name] for name in server_state["buffers"]}
+        return {**self.server_update(server_state, {**mean, "model": parameters}, client_ids), "buffers": buffers}
 
     @abstractmethod
-    def after_mean(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_update(self, server_state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
         """The next state, from the mean of the replies without buffers, group -> tree, and from who replied."""
 
 
@@ -251,9 +276,9 @@ def mixed(w: Tensor, mean: Tensor, beta: float) -> Tensor:
     return (before + beta * (mean.to(torch.float64) - before)).to(w.dtype)
 
 
-def _only_cohort(down: Message) -> Message:
+def _only_cohort(message: Message) -> Message:
     """The message as it would be if the last cohort's mean were the result."""
-    return Message({"model": down.tensors["cohort"]}, down.scalars)
+    return Message({"model": message.tensors["cohort"]}, message.scalars)
 
 
 def _by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +286,7 @@ def _by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @final
-class Summing:
+class RunningAggregate:
     """The replies of a round to a method, summed as they come; see `Averaging.summing`."""
 
     def __init__(self, method: Averaging, expected: Mapping[str, float] | None) -> None:
@@ -281,21 +306,21 @@ class Summing:
         try:
             self._mean.add(client, tree, reply.scalars["num_examples"] if self._method.weighted else 1.0)
         except UnlikeTreesError as error:
-            raise self._method.unlike(error) from error
-        if not self._method.sums_suffice:
+            raise self._method.incompatible_replies_error(error) from error
+        if not self._method.aggregates_by_sum:
             self._replies[client] = reply
 
-    def state_after(self, state: ServerState) -> ServerState:
+    def finalize(self, server_state: ServerState) -> ServerState:
         """The server's next state."""
         mean: dict[str, dict[str, Tensor]] = {group: {} for group in self._method.groups}
         for key, tensor in self._mean.value().items():
             group, _, name = key.partition("/")
             mean[group][name] = tensor
-        after = self._method.server_step(state, divided(self._method, mean), self._mean.ids)
-        return after if self._method.sums_suffice else self._method.keep_replies(after, self._replies)
+        after = self._method.server_step(server_state, divided(self._method, mean), self._mean.ids)
+        return after if self._method.aggregates_by_sum else self._method.keep_replies(after, self._replies)
 
 
-def reply(net: Scratch, client: Client, loss: float, method: SendsBuffers) -> tuple[Message, ClientState]:
+def build_reply(net: Scratch, client: Client, loss: float, method: SendsBuffers) -> tuple[Message, ClientState]:
     """The trained model θ_i with n_i, and the private state of the buffer policy."""
-    model, own = give_back(net, method)
+    model, own = extract_update(net, method)
     return Message({"model": model}, scalars_of(client, loss)), own

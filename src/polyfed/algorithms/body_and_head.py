@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import give_back, ready, receive, recompute, travelling
+from polyfed.core.buffers import extract_update, load_client_model, prepare_for_eval, recompute, shared_tensors
 from polyfed.core.errors import UserError
 from polyfed.core.network_needs import LooksInside
 from polyfed.core.scratch import Scratch, fill, initial_state, scratch, whole_state
@@ -41,30 +41,32 @@ class BodyAndHead(Averaging, LooksInside, ABC):
         """The whole initial draw: only clients can find the head."""
         assert server.model is not None  # `requires` names "one_architecture"
         draw = initial_state(server.model, server.seed)
-        return {"draw": travelling(draw, scratch(server.model).buffers, self.buffers)}
+        return {"draw": shared_tensors(draw, scratch(server.model).buffers, self.buffers)}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """φ and the learning rate of the round, the same for everyone."""
-        part = "draw" if "draw" in state else "model"
-        return Message({part: state[part]}, {"lr": self.lr_at(who.round, who.rounds)})
+        part = "draw" if "draw" in server_state else "model"
+        return Message({part: server_state[part]}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """φ in the form in which it went down; in round 1, when the server does not know it, a part of the network."""
-        if "draw" not in state:
-            return {"model": spec(state["model"])}
-        return {"model": part_of(spec(state["draw"]), reply, "model")}
+        if "draw" not in server_state:
+            return {"model": spec(server_state["model"])}
+        return {"model": part_of(spec(server_state["draw"]), reply, "model")}
 
-    def form_is_known(self, state: ServerState) -> bool:
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Not in round 1, unless the head is named."""
-        return "draw" not in state
+        return "draw" not in server_state
 
-    def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+    ) -> ServerState:
         """φ ← Σ_i (n_i/n) φ_i; the first replies settle which tensors φ has."""
-        if "draw" in state and not mean["model"]:
+        if "draw" in server_state and not mean["model"]:
             warn(nothing_travels(self))
         return {"model": mean["model"]}
 
-    def unlike(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
         """Heads differ only if the network takes another path on another client's data."""
         advice = "; name the head's modules, head=(...)" if hasattr(self, "head") else "; use another network"
         return UserError(
@@ -85,30 +87,38 @@ class BodyAndHead(Averaging, LooksInside, ABC):
         fill(net.module, start)
         _, head = split_names(net.module, self._head_modules(net.module, client.train.one_input))
         return {
-            "head": travelling({n: start[n] for n in head if n in start}, net.buffers, self.buffers),
+            "head": shared_tensors({n: start[n] for n in head if n in start}, net.buffers, self.buffers),
             "trained": False,
         }
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """φ with h_i."""
-        net = self._assembled(down, own, client)
-        if self.buffers == "average" and not own["trained"] and net.buffers.keys() & own["head"].keys():
+        net = self._assembled(message, client_state, client)
+        if (
+            self.buffers == "average"
+            and not client_state["trained"]
+            and net.buffers.keys() & client_state["head"].keys()
+        ):
             # Norms in this head have never seen data, and no average of others' makes up for it.
             recompute(net.module, client.train)
-            body = {name: tensor for name, tensor in _received(down).items() if name not in own["head"]}
+            body = {name: tensor for name, tensor in _received(message).items() if name not in client_state["head"]}
             fill(net.module, whole_state(net.module), body)
             return net.module
-        return ready(net, client, own, self.buffers)
+        return prepare_for_eval(net, client, client_state, self.buffers)
 
-    def _assembled(self, down: Message, own: ClientState, client: Client) -> Scratch:
-        return receive(client, {**_received(down), **_head(down, own)}, own, self.buffers)
+    def _assembled(self, message: Message, client_state: ClientState, client: Client) -> Scratch:
+        return load_client_model(
+            client, {**_received(message), **_head(message, client_state)}, client_state, self.buffers
+        )
 
-    def _divided(self, net: Scratch, own: ClientState) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tree]]:
+    def _divided(
+        self, net: Scratch, client_state: ClientState
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tree]]:
         """After training: what of the body travels, the head, and the private state of the buffer policy."""
-        state, kept = give_back(net, self)
-        body = {name: tensor for name, tensor in state.items() if name not in own["head"]}
+        state, kept = extract_update(net, self)
+        body = {name: tensor for name, tensor in state.items() if name not in client_state["head"]}
         trained = whole_state(net.module)  # the head's counters, which stay, count on
-        return body, {name: trained[name] for name in own["head"]}, kept
+        return body, {name: trained[name] for name in client_state["head"]}, kept
 
 
 def trained_in_turn(
@@ -133,12 +143,12 @@ def trained_in_turn(
     return loss
 
 
-def _received(down: Message) -> Tree:
-    return down.tensors["model"] if "model" in down.tensors else down.tensors["draw"]
+def _received(message: Message) -> Tree:
+    return message.tensors["model"] if "model" in message.tensors else message.tensors["draw"]
 
 
-def _head(down: Message, own: ClientState) -> Tree:
-    return down.tensors.get("head", own["head"])
+def _head(message: Message, client_state: ClientState) -> Tree:
+    return message.tensors.get("head", client_state["head"])
 
 
 def part_of(whole: Spec, reply: Message, group: str) -> Spec:

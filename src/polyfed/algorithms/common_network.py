@@ -50,9 +50,11 @@ def check_found(given: Mapping[str, Any]) -> None:
         named(given["name"])
 
 
-def learner(given: Mapping[str, Any], own: Mapping[str, Any], client: Client) -> tuple[Client, Common]:
-    """The client as if the common network were its own, and that network; `own` has the form of its data."""
-    factory = Common(spec_of(given, own["input_shape"], own["outputs"]), own.get("side_by_side", False))
+def learner(given: Mapping[str, Any], client_state: Mapping[str, Any], client: Client) -> tuple[Client, Common]:
+    """The client as if the common network were its own, and that network; `client_state` has the form of its data."""
+    factory = Common(
+        spec_of(given, client_state["input_shape"], client_state["outputs"]), client_state.get("side_by_side", False)
+    )
     return replace(client, model=factory), factory
 
 

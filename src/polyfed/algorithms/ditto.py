@@ -4,11 +4,11 @@ algorithm 1)."""
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from polyfed.algorithms.averaging import ClientState, reply
+from polyfed.algorithms.averaging import ClientState, build_reply
 from polyfed.algorithms.own_network import BesideGlobal
 from polyfed.algorithms.penalties import Pull, trained_copies
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import Policy, receive
+from polyfed.core.buffers import Policy, load_client_model
 from polyfed.core.gathered import OfClient
 from polyfed.core.scratch import whole_state
 from polyfed.core.training import fit
@@ -50,14 +50,16 @@ class Ditto(BesideGlobal):
             self.personal_epochs is None or self.personal_epochs >= 1, "personal_epochs", "at least 1, or none"
         )
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """w_i, from w, for the server; and v_i ← v_i − η(∇L_i(v_i) + λ(v_i − w)), which stays private."""
-        net, lr = receive(client, down.tensors["model"], own, self.buffers), down.scalars["lr"]
+        net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         pull = OfClient(Pull(self.lam), trained_copies(net.module))  # w as it came, not w_i
         found = fit(net.module, client, self, lr=lr, seed=seed)
-        message, kept = reply(net, client, found.loss, self)
+        reply, kept = build_reply(net, client, found.loss, self)
         epochs = self.personal_epochs
         options = self if epochs is None else replace(self, local_epochs=epochs, local_steps=None)
-        personal = self.own_network(own, client)
+        personal = self.own_network(client_state, client)
         fit(personal, client, options, lr=lr, seed=seed, penalty=pull)
-        return message, {**kept, "model": whole_state(personal), "trained": True}
+        return reply, {**kept, "model": whole_state(personal), "trained": True}

@@ -66,37 +66,47 @@ class FD(KeepsNetwork, Averaging):
         """No means yet."""
         return {"classes": {}, "who": []}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """The mean over the last round's clients, how many they were, and whether this one was among them."""
-        scalars = {"lr": self.lr_at(who.round, who.rounds)}
-        if not state["classes"] or who.purpose == "personal":
+        scalars = {"lr": self.lr_at(client_info.round, client_info.rounds)}
+        if not server_state["classes"] or client_info.purpose == "personal":
             return Message({}, scalars)
-        counted = {"members": float(len(state["who"])), "included": float(who.id in state["who"])}
-        return Message({"others": state["classes"]}, scalars | counted)
+        counted = {"members": float(len(server_state["who"])), "included": float(client_info.id in server_state["who"])}
+        return Message({"others": server_state["classes"]}, scalars | counted)
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """Sums and weights of the classes, each as wide as there are classes."""
-        return class_spec(reply, {"classes": spec(state["classes"])} if state["classes"] else None)
+        return class_spec(reply, {"classes": spec(server_state["classes"])} if server_state["classes"] else None)
 
-    def form_is_known(self, state: ServerState) -> bool:
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Not in round 1."""
-        return bool(state["classes"])
+        return bool(server_state["classes"])
 
-    def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+    ) -> ServerState:
         """F̄ = (1/m)·Σ_i F_i, and who they were."""
-        return {"classes": mean["classes"], "who": list(who)}
+        return {"classes": mean["classes"], "who": list(client_ids)}
 
-    def unlike(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
         """Outputs of one form are needed."""
         return unlike_classes(self, error)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """W_i after `local_epochs` (algorithm 1), and its mean output for each class."""
-        model = self.personal_model(down, own, client, seed)
+        model = self.personal_model(message, client_state, client, seed)
         found = fit(
-            model, client, self, lr=down.scalars["lr"], seed=seed, loss=self._loss(down, own, client), reported="task"
+            model,
+            client,
+            self,
+            lr=message.scalars["lr"],
+            seed=seed,
+            loss=self._loss(message, client_state, client),
+            reported="task",
         )
         outputs = predict(settled(model), client.train)
         values = outputs.softmax(1) if self.outputs == "probabilities" else outputs
@@ -105,11 +115,11 @@ class FD(KeepsNetwork, Averaging):
         kept = copied(sent)
         return Message({"classes": sent}, scalars), {"model": whole_state(model), "classes": kept}
 
-    def _loss(self, down: Message, own: ClientState, client: Client) -> Callable[[Forward], Tensor] | None:
+    def _loss(self, message: Message, client_state: ClientState, client: Client) -> Callable[[Forward], Tensor] | None:
         """The task's loss and the distance to F̂; None where that has no weight, or there is none."""
-        if self.gamma == 0 or "others" not in down.tensors:
+        if self.gamma == 0 or "others" not in message.tensors:
             return None
-        targets, present = (tensor.to(client.train.device) for tensor in others(down, own))
+        targets, present = (tensor.to(client.train.device) for tensor in others(message, client_state))
         hard = self.criterion(client)
 
         def loss(batch: Forward) -> Tensor:
@@ -123,7 +133,7 @@ class FD(KeepsNetwork, Averaging):
         return loss
 
 
-def others(down: Message, own: ClientState) -> tuple[Tensor, Tensor]:
+def others(message: Message, client_state: ClientState) -> tuple[Tensor, Tensor]:
     """F̂_c = (Σ_j F_jc − F_ic)/(m_c − 1), the mean over the other clients that have class c, m_c of them with this one; and
     which classes have one.
 
@@ -134,7 +144,7 @@ def others(down: Message, own: ClientState) -> tuple[Tensor, Tensor]:
     (tensor([[3.],
             [0.]]), tensor([ True, False]))
     """
-    total = {name: tensor * down.scalars["members"] for name, tensor in down.tensors["others"].items()}
-    if down.scalars["included"]:
-        total = {name: tensor - own["classes"][name] for name, tensor in total.items()}
+    total = {name: tensor * message.scalars["members"] for name, tensor in message.tensors["others"].items()}
+    if message.scalars["included"]:
+        total = {name: tensor - client_state["classes"][name] for name, tensor in total.items()}
     return class_means({"sums": total["sums"], "weights": total["weights"].round()})

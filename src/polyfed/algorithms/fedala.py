@@ -9,10 +9,10 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.averaging import ClientState, reply
+from polyfed.algorithms.averaging import ClientState, build_reply
 from polyfed.algorithms.own_network import BesideGlobal
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import Policy, receive
+from polyfed.core.buffers import Policy, load_client_model
 from polyfed.core.layout import arrange
 from polyfed.core.network_needs import LooksInside
 from polyfed.core.replaced import call_with
@@ -77,35 +77,43 @@ class FedALA(BesideGlobal, LooksInside):
         weights = {name: torch.ones_like(own["model"][name]) for name in names}
         return {**own, "weights": weights, "learnt": False}
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """Θ_i: Θ̂_i after `local_epochs`; and W_i, which stays private."""
-        learns = bool(own["trained"] and self.weight_lr)  # before, Θ_i is Θ
-        weights = self._learnt(down, own, client, seed) if learns else own["weights"]
-        mixture = {n: torch.lerp(own["model"][n], down.tensors["model"][n], w) for n, w in weights.items()}
-        net = receive(client, {**down.tensors["model"], **mixture}, own, self.buffers)
-        found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        message, kept = reply(net, client, found.loss, self)
+        learns = bool(client_state["trained"] and self.weight_lr)  # before, Θ_i is Θ
+        weights = self._learnt(message, client_state, client, seed) if learns else client_state["weights"]
+        mixture = {n: torch.lerp(client_state["model"][n], message.tensors["model"][n], w) for n, w in weights.items()}
+        net = load_client_model(client, {**message.tensors["model"], **mixture}, client_state, self.buffers)
+        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        reply, kept = build_reply(net, client, found.loss, self)
         after = {"model": whole_state(net.module), "weights": weights, "trained": True, "learnt": learns}
-        return message, {**kept, **after}
+        return reply, {**kept, **after}
 
-    def _learnt(self, down: Message, own: ClientState, client: Client, seed: int) -> Tree:
+    def _learnt(self, message: Message, client_state: ClientState, client: Client, seed: int) -> Tree:
         """W_i ← clip(W_i − η·∇_W L_i(Θ̂_i), 0, 1) on a sample of the training examples, by names."""
-        module, data = receive(client, down.tensors["model"], own, self.buffers).module, client.train
-        device, mine, shared = data.device, own["model"], down.tensors["model"]
+        module, data = (
+            load_client_model(client, message.tensors["model"], client_state, self.buffers).module,
+            client.train,
+        )
+        device, mine, shared = data.device, client_state["model"], message.tensors["model"]
         mixing = _Mixing(
-            module, {n: (mine[n].to(device), shared[n].to(device)) for n in own["weights"]}, own["weights"]
+            module,
+            {n: (mine[n].to(device), shared[n].to(device)) for n in client_state["weights"]},
+            client_state["weights"],
         )
         drawn = torch.randperm(len(data), generator=torch_generator(derive(seed, "sample")))
         sample = replace(client, train=data.select(drawn[: max(1, round(self.sample * len(data)))].to(device)))
         options = replace(
-            self, local_epochs=1 if own["learnt"] else self.start_epochs, local_steps=None, optimizer="sgd",
+            self, local_epochs=1 if client_state["learnt"] else self.start_epochs, local_steps=None, optimizer="sgd",
             optimizer_options=None, momentum=0.0, nesterov=False, weight_decay=0.0, lr_by_name=None, warmup_steps=0,
             clip_norm=None, patience=None,
         )  # fmt: skip
         step = partial(mixing.projected, self.weight_lr)
         fit(mixing, sample, options, lr=self.weight_lr, seed=derive(seed, "weights"), gradient=step)
         return {
-            name: w.detach().clamp(0, 1).to("cpu", copy=True) for name, w in zip(own["weights"], mixing.w, strict=True)
+            name: w.detach().clamp(0, 1).to("cpu", copy=True)
+            for name, w in zip(client_state["weights"], mixing.w, strict=True)
         }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from polyfed.algorithms.own_network import KeepsNetwork
 from polyfed.algorithms.penalties import Pull
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy, travelling
+from polyfed.core.buffers import Policy, shared_tensors
 from polyfed.core.gathered import OfClient
 from polyfed.core.scratch import initial_state, scratch, whole_state
 from polyfed.core.training import LocalTraining, fit, scalars_of
@@ -65,16 +65,16 @@ class FedAMP(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
     def server_init(self, server: ServerContext) -> ServerState:
         """The common draw, and a place for everyone's model."""
         assert server.model is not None  # `requires` names "one_architecture"
-        draw = travelling(initial_state(server.model, server.seed), scratch(server.model).buffers, self.buffers)
+        draw = shared_tensors(initial_state(server.model, server.seed), scratch(server.model).buffers, self.buffers)
         return {"model": draw, "models": {who.id: {} for who in sorted(server.clients, key=lambda who: who.id)}}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """u_i, and λ/α, by which it pulls; nothing to evaluate, since a client has its own model."""
-        if who.purpose == "personal":
+        if client_info.purpose == "personal":
             return Message()
-        lr = {"lr": self.lr_at(who.round, who.rounds)}
-        mine = state["models"].get(who.id) or state["model"]
-        distances = {j: _distance(mine, w) for j, w in state["models"].items() if j != who.id and w}
+        lr = {"lr": self.lr_at(client_info.round, client_info.rounds)}
+        mine = server_state["models"].get(client_info.id) or server_state["model"]
+        distances = {j: _distance(mine, w) for j, w in server_state["models"].items() if j != client_info.id and w}
         if not any(distances.values()):  # nobody else has trained, or all are where this client is
             return Message({}, lr)
         sigma = self.sigma or sum(distances.values()) / len(distances) / 4
@@ -82,34 +82,38 @@ class FedAMP(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
         total = sum(slopes.values())
         if total < 1e-300:
             return Message({}, lr)  # all are too far away to attract at all
-        alpha = self.alpha or (1 - 1 / len(state["models"])) / total
+        alpha = self.alpha or (1 - 1 / len(server_state["models"])) / total
         pull = self.lam if self.alpha is None else self.lam / self.alpha
         xi = {j: alpha * slope for j, slope in slopes.items()}
-        return Message({"cloud": _mixture(mine, state["models"], xi)}, {**lr, "pull": pull})
+        return Message({"cloud": _mixture(mine, server_state["models"], xi)}, {**lr, "pull": pull})
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """The client's parameters."""
-        return {"model": spec(state["model"])}
+        return {"model": spec(server_state["model"])}
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """The last model of each client; nothing is averaged."""
         new = {i: dict(reply.tensors["model"]) for i, reply in replies.items()}
-        return {**state, "models": {i: new.get(i, model) for i, model in state["models"].items()}}
+        return {**server_state, "models": {i: new.get(i, model) for i, model in server_state["models"].items()}}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """w_i ← argmin L_i(w) + λ/(2α)·‖w − u_i‖², by local training from w_i."""
-        module = self.personal_model(down, own, client, seed)
-        cloud, pull = down.tensors.get("cloud", {}), None
-        if cloud and down.scalars["pull"]:
+        module = self.personal_model(message, client_state, client, seed)
+        cloud, pull = message.tensors.get("cloud", {}), None
+        if cloud and message.scalars["pull"]:
             trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
             u = [cloud[name].to(p.device) for name, p in trained]
-            pull = OfClient(_pull, [u[0].new_tensor(down.scalars["pull"]), *u])
-        found = fit(module, client, self, lr=down.scalars["lr"], seed=seed, penalty=pull)
+            pull = OfClient(_pull, [u[0].new_tensor(message.scalars["pull"]), *u])
+        found = fit(module, client, self, lr=message.scalars["lr"], seed=seed, penalty=pull)
         model = whole_state(module)
         assert client.model is not None
-        sent = travelling(whole_state(module), scratch(client.model, client.train.device).buffers, self.buffers)
+        sent = shared_tensors(whole_state(module), scratch(client.model, client.train.device).buffers, self.buffers)
         return Message({"model": sent}, scalars_of(client, found.loss)), {"model": model}
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from polyfed.algorithms.averaging import ClientState, Final, OneModel
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import ready, receive, recompute
+from polyfed.core.buffers import load_client_model, prepare_for_eval, recompute
 from polyfed.core.training import fit
 
 
@@ -39,13 +39,13 @@ class FedAvgFT(OneModel):
         self._require(self.finetune_epochs >= 1, "finetune_epochs", "at least 1 (0 would be FedAvg)")
         self._require(self.finetune_lr is None or self.finetune_lr > 0, "finetune_lr", "positive, or none")
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ after `finetune_epochs` on the client's data. Where no BatchNorm statistics came down, tuning starts from those
         of the client's data; under "recompute" they are estimated again for the tuned weights."""
-        net = receive(client, down.tensors["model"], own, self.buffers)
-        ready(net, client, own, self.buffers)
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
+        prepare_for_eval(net, client, client_state, self.buffers)
         tuning = replace(self, local_epochs=self.finetune_epochs, local_steps=None)
-        lr = down.scalars["lr"] if self.finetune_lr is None else self.finetune_lr
+        lr = message.scalars["lr"] if self.finetune_lr is None else self.finetune_lr
         fit(net.module, client, tuning, lr=lr, seed=seed)
         if self.buffers == "recompute":
             recompute(net.module, client.train)

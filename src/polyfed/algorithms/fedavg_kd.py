@@ -8,11 +8,11 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.averaging import Averaging, reply
+from polyfed.algorithms.averaging import Averaging, build_reply
 from polyfed.algorithms.common_network import check_found, common_form, learner, spec_of
 from polyfed.algorithms.distillation import divergence
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import ready, receive, travelling
+from polyfed.core.buffers import load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.errors import UserError
 from polyfed.core.frozen import FrozenArguments
 from polyfed.core.inputs import call, logits_of, mapped
@@ -110,38 +110,40 @@ class FedAvgKD(Averaging, LooksInside, TrainsBeside):
             )
         return {"model": {}, "rounds_left": rounds, "taught": []}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """Phase 1: t, the same for everyone. Phase 2: t for a client that does not have it yet."""
-        first = self._rounds_of_teacher(who.rounds)
-        if state["rounds_left"]:
-            lr = replace(self, lr=self.teacher_lr, schedule="cosine").lr_at(who.round, first)
+        first = self._rounds_of_teacher(client_info.rounds)
+        if server_state["rounds_left"]:
+            lr = replace(self, lr=self.teacher_lr, schedule="cosine").lr_at(client_info.round, first)
         else:
-            lr = self.lr_at(who.round - first, max(1, who.rounds - first))
-        needed = state["model"] and who.id not in state["taught"]
-        scalars = {"lr": lr, "distil": float(state["rounds_left"] == 0)}
-        return Message({"model": state["model"]} if needed else {}, scalars)
+            lr = self.lr_at(client_info.round - first, max(1, client_info.rounds - first))
+        needed = server_state["model"] and client_info.id not in server_state["taught"]
+        scalars = {"lr": lr, "distil": float(server_state["rounds_left"] == 0)}
+        return Message({"model": server_state["model"]} if needed else {}, scalars)
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """Phase 1: a teacher, in the form of the first. Phase 2: no tensor may go up."""
-        if state["rounds_left"] == 0:
+        if server_state["rounds_left"] == 0:
             return {}
-        if not state["model"] and not reply.tensors.get("model"):
+        if not server_state["model"] and not reply.tensors.get("model"):
             raise ValueError(
                 f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', with the trained teacher"
             )
-        return {"model": spec(state["model"] or reply.tensors["model"])}
+        return {"model": spec(server_state["model"] or reply.tensors["model"])}
 
-    def form_is_known(self, state: ServerState) -> bool:
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Not in round 1: the teacher's outputs are those that the clients' networks have."""
-        return bool(state["model"])
+        return bool(server_state["model"])
 
-    def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+    ) -> ServerState:
         """Phase 1: t ← Σ_i (n_i/n) t_i. Phase 2: who has t from now on."""
-        if state["rounds_left"] == 0:
-            return {**state, "taught": sorted({*state["taught"], *who})}
-        return {**state, **mean, "rounds_left": state["rounds_left"] - 1}
+        if server_state["rounds_left"] == 0:
+            return {**server_state, "taught": sorted({*server_state["taught"], *client_ids})}
+        return {**server_state, **mean, "rounds_left": server_state["rounds_left"] - 1}
 
-    def unlike(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
         """The first teachers must have one form to have a mean."""
         return UserError(
             f"FedAvgKD: the teachers of clients {error.first!r} and {error.other!r} differ ({error.other!r}: "
@@ -164,19 +166,26 @@ class FedAvgKD(Averaging, LooksInside, TrainsBeside):
         student = initial_state(client.model, seed)
         return {"seed": seed, **common_form(self._given, student, client, "FedAvgKD", "teacher"), "student": student}
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """Phase 1: t_i, t after `local_epochs` on the client's data, as in FedAvg. Phase 2: θ_i after `local_epochs`."""
-        if down.scalars["distil"]:
-            return self._distil(down, own, client, seed)
-        as_if, factory = learner(self._given, own, client)
-        drawn = travelling(initial_state(factory, own["seed"]), scratch(factory).buffers, self.buffers)
-        net = receive(as_if, down.tensors.get("model", drawn), own, self.buffers)
-        found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        message, kept = reply(net, client, found.loss, self)
-        return message, {**own, **kept}
+        if message.scalars["distil"]:
+            return self._distil(message, client_state, client, seed)
+        as_if, factory = learner(self._given, client_state, client)
+        drawn = shared_tensors(initial_state(factory, client_state["seed"]), scratch(factory).buffers, self.buffers)
+        net = load_client_model(as_if, message.tensors.get("model", drawn), client_state, self.buffers)
+        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        reply, kept = build_reply(net, client, found.loss, self)
+        return reply, {**client_state, **kept}
 
-    def _distil(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
-        teacher, student = self._teacher(down, own, client), self.personal_model(down, own, client, seed)
+    def _distil(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        teacher, student = (
+            self._teacher(message, client_state, client),
+            self.personal_model(message, client_state, client, seed),
+        )
         hard = self.criterion(client)
 
         def loss(batch: Forward) -> Tensor:
@@ -187,30 +196,32 @@ class FedAvgKD(Averaging, LooksInside, TrainsBeside):
             soft = divergence(target, batch.outputs, self.temperature, client.task) * 2 * self.temperature**2
             return (1 - self.alpha) * hard(batch.outputs, batch.targets) + self.alpha * soft
 
-        found = fit(student, client, self, lr=down.scalars["lr"], seed=seed, loss=loss)
-        after = {**own, "student": whole_state(student)}
-        if "model" in down.tensors:
-            after["teacher"] = dict(down.tensors["model"])
+        found = fit(student, client, self, lr=message.scalars["lr"], seed=seed, loss=loss)
+        after = {**client_state, "student": whole_state(student)}
+        if "model" in message.tensors:
+            after["teacher"] = dict(message.tensors["model"])
         return Message({}, {"train_loss": found.loss, "num_examples": len(client.train)}), after
 
-    def _teacher(self, down: Message, own: ClientState, client: Client) -> nn.Module:
+    def _teacher(self, message: Message, client_state: ClientState, client: Client) -> nn.Module:
         """t, from the message or as the client kept it, ready to be evaluated."""
-        model = down.tensors.get("model", own.get("teacher"))
+        model = message.tensors.get("model", client_state.get("teacher"))
         if model is None:
             raise UserError(
                 f"client {client.id!r} was sent the teacher in an earlier round, and lost it with its private state; "
                 "start the run again"
             )
-        as_if, _ = learner(self._given, own, client)
-        return ready(receive(as_if, model, own, self.buffers), as_if, own, self.buffers).eval()
+        as_if, _ = learner(self._given, client_state, client)
+        return prepare_for_eval(
+            load_client_model(as_if, model, client_state, self.buffers), as_if, client_state, self.buffers
+        ).eval()
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_i."""
         assert client.model is not None
-        return fill(scratch(client.model, client.train.device).module, own["student"])
+        return fill(scratch(client.model, client.train.device).module, client_state["student"])
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """t, on the client's data."""
-        yield "teacher", self._teacher(down, own, client)
+        yield "teacher", self._teacher(message, client_state, client)

@@ -8,7 +8,7 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
-from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
+from polyfed.core.buffers import Policy, extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.errors import UserError
 from polyfed.core.network_needs import LooksInside
 from polyfed.core.scratch import Scratch, initial_state, scratch
@@ -63,7 +63,7 @@ class FedBN(Averaging, LooksInside):
         if not norms:
             warnings.warn("FedBN: the network has no norm layer, so only buffers stay local: this is FedAvg with "
                           "buffers='local'", RuntimeWarning, stacklevel=2)  # fmt: skip
-        theta = travelling(initial_state(server.model, server.seed), net.buffers, self.buffers)
+        theta = shared_tensors(initial_state(server.model, server.seed), net.buffers, self.buffers)
         return {"model": {name: tensor for name, tensor in theta.items() if name not in norms}}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -77,23 +77,27 @@ class FedBN(Averaging, LooksInside):
         assert client.model is not None
         start, net = initial_state(client.model, seed), scratch(client.model)
         norms = {name: start[name] for name in self._norm_names(net.module) if name in start}
-        return {"norms": travelling(norms, net.buffers, self.buffers)}
+        return {"norms": shared_tensors(norms, net.buffers, self.buffers)}
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i: θ with the client's own norm layers after `local_epochs`; all of it is trained."""
-        net = self._assembled(down, own, client)
-        found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        theta, kept = give_back(net, self)
-        model = {name: tensor for name, tensor in theta.items() if name not in own["norms"]}
-        norms = {name: theta[name] for name in own["norms"]}
+        net = self._assembled(message, client_state, client)
+        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        theta, kept = extract_update(net, self)
+        model = {name: tensor for name, tensor in theta.items() if name not in client_state["norms"]}
+        norms = {name: theta[name] for name in client_state["norms"]}
         return Message({"model": model}, scalars_of(client, found.loss)), {"norms": norms, **kept}
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ with the client's own norm layers."""
-        return ready(self._assembled(down, own, client), client, own, self.buffers)
+        return prepare_for_eval(self._assembled(message, client_state, client), client, client_state, self.buffers)
 
     def _norm_names(self, module: nn.Module) -> tuple[str, ...]:
         return norm_tensor_names(module) if self.norms is None else split_names(module, self.norms)[1]
 
-    def _assembled(self, down: Message, own: ClientState, client: Client) -> Scratch:
-        return receive(client, {**down.tensors["model"], **own["norms"]}, own, self.buffers)
+    def _assembled(self, message: Message, client_state: ClientState, client: Client) -> Scratch:
+        return load_client_model(
+            client, {**message.tensors["model"], **client_state["norms"]}, client_state, self.buffers
+        )

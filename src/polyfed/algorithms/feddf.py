@@ -67,7 +67,7 @@ class FedDF(Averaging):
         self._require(self.buffers == "average", "buffers", "'average', since the server runs the clients' models")
 
     @property
-    def sums_suffice(self) -> bool:
+    def aggregates_by_sum(self) -> bool:
         """The server needs each client's model."""
         return False
 
@@ -91,31 +91,36 @@ class FedDF(Averaging):
             )
         return {"model": drawn, "seed": server.seed, "round": 0}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """θ^p of the client's architecture, and the learning rate of the round."""
-        return Message({"model": state["model"][who.architecture]}, {"lr": self.lr_at(who.round, who.rounds)})
+        return Message(
+            {"model": server_state["model"][client_info.architecture]},
+            {"lr": self.lr_at(client_info.round, client_info.rounds)},
+        )
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """θ^p ← Σ_i (n_i/n) θ_i over the clients of architecture p; then `server_steps` of distillation."""
         assert server.architectures is not None
         assert server.public is not None
         kinds = {who.id: who.architecture or "" for who in server.clients}
-        models, number = dict(state["model"]), state["round"] + 1
+        models, number = dict(server_state["model"]), server_state["round"] + 1
         for key in sorted({kinds[i] for i in replies}):
             models[key] = self._mean(
                 {i: replies[i].tensors["model"] for i in sorted(replies) if kinds[i] == key}, replies
             )
         if not self.server_steps:
-            return {**state, "model": models, "round": number}
+            return {**server_state, "model": models, "round": number}
         trees = [(server.architectures[kinds[i]], replies[i].tensors["model"]) for i in sorted(replies)]
         mean = torch.stack([_outputs(factory, tree, server.public) for factory, tree in trees]).mean(0)
         options = LocalTraining(local_steps=self.server_steps, batch_size=self.server_batch_size, optimizer="adam")
-        seed = derive(state["seed"], number, "server")
+        seed = derive(server_state["seed"], number, "server")
         for key, tree in models.items():
             student = fill(scratch(server.architectures[key]).module, tree)
             distil(student, server.public, mean, options, lr=self.server_lr, seed=seed, apart=_softened)
             models[key] = whole_state(student)
-        return {**state, "model": models, "round": number}
+        return {**server_state, "model": models, "round": number}
 
 
 def _outputs(factory: Architecture, tree: Tree, examples: Examples) -> Tensor:

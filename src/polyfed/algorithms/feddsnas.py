@@ -31,10 +31,12 @@ class FedDSNAS(Searching):
     sampler_lr: float | None = 0.2
     finetune_epochs: int = 0
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ^k: the supernet after the client's steps on L_k(W, Π), each on an architecture drawn by eq. 2."""
-        net = self.receive(down, own, client)
-        found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed, rate=self.rate)
+        net = self.receive(message, client_state, client)
+        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, rate=self.rate)
         return self.reply(net, client, found.loss)
 
 
@@ -61,8 +63,10 @@ class CAFedDSNAS(Searching):
     def _per(self) -> Per:
         return self.per
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ^k: the supernet after the client's steps, each example on an architecture drawn by eq. 2."""
-        net = self.receive(down, own, client)
-        found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed, rate=self.rate)
+        net = self.receive(message, client_state, client)
+        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, rate=self.rate)
         return self.reply(net, client, found.loss)

@@ -8,10 +8,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.averaging import ClientState, ServerState, ServerStep, reply
+from polyfed.algorithms.averaging import ClientState, ServerState, ServerStep, build_reply
 from polyfed.algorithms.penalties import Pull, slope, trained_copies
 from polyfed.core.algorithm import Client, Message, ServerContext
-from polyfed.core.buffers import receive
+from polyfed.core.buffers import load_client_model
 from polyfed.core.gathered import OfClient
 from polyfed.core.training import fit
 from polyfed.core.tree import Tree
@@ -53,14 +53,14 @@ class FedDyn(ServerStep):
         zeros = {name: torch.zeros_like(theta) for name, theta in state["model"].items()}
         return {**state, "h": zeros, "clients": len(server.clients)}
 
-    def after_mean(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_update(self, server_state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
         """h ← h − α/m·Σ_{i∈P} (θ_i − θ) over m clients in all, and θ ← mean of θ_i − h/α (algorithm 1)."""
-        share, theta, h = len(who) / state["clients"], {}, {}
-        for name, before in state["model"].items():
+        share, theta, h = len(who) / server_state["clients"], {}, {}
+        for name, before in server_state["model"].items():
             found = mean["model"][name].to(torch.float64)
-            moved = state["h"][name].to(torch.float64) - share * (found - before)
+            moved = server_state["h"][name].to(torch.float64) - share * (found - before)
             h[name], theta[name] = moved.to(before.dtype), (found - moved).to(before.dtype)
-        return {**state, "model": theta, "h": h}
+        return {**server_state, "model": theta, "h": h}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -68,19 +68,21 @@ class FedDyn(ServerStep):
         """g_i = 0, as no tensors."""
         return {"gradient": {}}
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i by eq. (1), and g_i ← g_i − α(θ_i − θ̄), which is the gradient of L_i at a minimum of it."""
-        net = receive(client, down.tensors["model"], own, self.buffers)
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         trained = {name: theta for name, theta in net.module.named_parameters() if theta.requires_grad}
-        g = own["gradient"] or {name: torch.zeros_like(theta, device="cpu") for name, theta in trained.items()}
+        g = client_state["gradient"] or {name: torch.zeros_like(theta, device="cpu") for name, theta in trained.items()}
         anchors = trained_copies(net.module)
         term = OfClient(
             _Dynamic(self.alpha), [*anchors, *(g[name].to(theta.device) for name, theta in trained.items())]
         )
-        found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed, penalty=term)
-        message, kept = reply(net, client, found.loss, self)
-        moved = {name: message.tensors["model"][name] - down.tensors["model"][name] for name in trained}
-        return message, {**kept, "gradient": {name: g[name] - self.alpha * moved[name] for name in trained}}
+        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, penalty=term)
+        reply, kept = build_reply(net, client, found.loss, self)
+        moved = {name: reply.tensors["model"][name] - message.tensors["model"][name] for name in trained}
+        return reply, {**kept, "gradient": {name: g[name] - self.alpha * moved[name] for name in trained}}
 
 
 @final

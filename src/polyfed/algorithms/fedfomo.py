@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message, ServerContext
-from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
+from polyfed.core.buffers import Policy, extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.criteria import trained_loss
 from polyfed.core.evaluation import evaluate
 from polyfed.core.examples import Examples
@@ -80,47 +80,53 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         order of ids. The common draw is kept for its form."""
         everyone = sorted(info.id for info in server.clients)
         assert server.model is not None  # `requires` names "one_architecture"
-        common = travelling(initial_state(server.model, server.seed), scratch(server.model).buffers, self.buffers)
+        common = shared_tensors(initial_state(server.model, server.seed), scratch(server.model).buffers, self.buffers)
         return {"model": common, "models": {client: {} for client in everyone}, "requests": {}}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """The models that the client asked for; nothing for evaluation, since a client has its own model."""
-        if who.purpose == "personal":
+        if client_info.purpose == "personal":
             return Message()
-        everyone = sorted(state["models"])
-        wanted = state["requests"].get(who.id, torch.zeros(0, dtype=torch.int64)).tolist()
-        models = {k: state["models"][everyone[k]] for k in wanted}
+        everyone = sorted(server_state["models"])
+        wanted = server_state["requests"].get(client_info.id, torch.zeros(0, dtype=torch.int64)).tolist()
+        models = {k: server_state["models"][everyone[k]] for k in wanted}
         return Message(
             {f"{_MODEL}{k}": model for k, model in models.items() if model},
             {
-                "lr": self.lr_at(who.round, who.rounds),
-                "epsilon": self.epsilon_at(who.round),
+                "lr": self.lr_at(client_info.round, client_info.rounds),
+                "epsilon": self.epsilon_at(client_info.round),
                 "clients": len(everyone),
-                "position": everyone.index(who.id),
+                "position": everyone.index(client_info.id),
             },
         )
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """The last model and request of each client that replied; nothing is averaged."""
-        models, requests = dict(state["models"]), dict(state["requests"])
+        models, requests = dict(server_state["models"]), dict(server_state["requests"])
         for client, reply in sorted(replies.items()):
             models[client] = reply.tensors["model"]
             if "request" in reply.tensors:
                 requests[client] = reply.tensors["request"]["clients"]
-        return {"model": state["model"], "models": models, "requests": {i: requests[i] for i in sorted(requests)}}
+        return {
+            "model": server_state["model"],
+            "models": models,
+            "requests": {i: requests[i] for i in sorted(requests)},
+        }
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """The client's parameters, and min(M, N−1) different positions of other clients."""
-        number = min(self.num_models, len(state["models"]) - 1)
+        number = min(self.num_models, len(server_state["models"]) - 1)
         asked = reply.tensors.get("request", {}).get("clients", torch.zeros(0))
         wanted = asked.tolist() if asked.shape == (number,) else []  # of another shape, it is refused for that
-        if len(set(wanted)) < len(wanted) or not all(0 <= k < len(state["models"]) for k in wanted):
+        if len(set(wanted)) < len(wanted) or not all(0 <= k < len(server_state["models"]) for k in wanted):
             raise ValueError(
                 f"it asks for the models of clients {wanted}; a request names different positions from 0 to "
-                f"{len(state['models']) - 1}: mend the client's software"
+                f"{len(server_state['models']) - 1}: mend the client's software"
             )
         request: dict[str, Spec] = {"request": {"clients": ((number,), torch.int64)}} if number else {}
-        return {"model": spec(state["model"]), **request}
+        return {"model": spec(server_state["model"]), **request}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -137,32 +143,38 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
             own["holdout"] = order[:held].sort().values
         return own
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i: the mixture of eq. (3) after `local_epochs` on the client's data; and the next request."""
-        number, position = int(down.scalars["clients"]), int(down.scalars["position"])
-        training, judging = _split(client, own)
-        offered = {int(g.removeprefix(_MODEL)): tree for g, tree in down.tensors.items() if g.startswith(_MODEL)}
-        theta: Tree = own["model"]
+        number, position = int(message.scalars["clients"]), int(message.scalars["position"])
+        training, judging = _split(client, client_state)
+        offered = {int(g.removeprefix(_MODEL)): tree for g, tree in message.tensors.items() if g.startswith(_MODEL)}
+        theta: Tree = client_state["model"]
         weights: dict[int, float] = {}
-        if "before" in own:  # it has trained, so that there is a θ_i' to compare with
-            offered[position], theta = own["model"], own["before"]
-            weights = _weights(offered, theta, own, client, judging, trained_loss(client, self))
+        if "before" in client_state:  # it has trained, so that there is a θ_i' to compare with
+            offered[position], theta = client_state["model"], client_state["before"]
+            weights = _weights(offered, theta, client_state, client, judging, trained_loss(client, self))
         positive = {str(j): weight for j, weight in weights.items() if weight > 0}
         if positive:
             # eq. (5): max(w, 0), scaled to sum 1; then θ_i' + Σ_j w_ij(θ_j − θ_i') of eq. (3) is the mean Σ_j w_ij θ_j.
             theta = weighted_mean({j: offered[int(j)] for j in positive}, positive)
-        net = receive(client, theta, own, self.buffers)
-        found = fit(net.module, replace(client, train=training), self, lr=down.scalars["lr"], seed=seed)
-        model, kept = give_back(net, self)
+        net = load_client_model(client, theta, client_state, self.buffers)
+        found = fit(net.module, replace(client, train=training), self, lr=message.scalars["lr"], seed=seed)
+        model, kept = extract_update(net, self)
 
-        preferences = own["preferences"].clone() if "preferences" in own else torch.zeros(number, dtype=torch.float64)
+        preferences = (
+            client_state["preferences"].clone()
+            if "preferences" in client_state
+            else torch.zeros(number, dtype=torch.float64)
+        )
         for j, weight in weights.items():
             preferences[j] += weight  # p_i ← p_i + w_i (section 3.3), the weights as they are
         arrays: dict[str, Tree] = {"model": model}
         if number > 1:
             generator = torch_generator(derive(seed, "request"))
-            arrays["request"] = {"clients": self._choose(preferences, position, down.scalars["epsilon"], generator)}
-        held = {"holdout": own["holdout"]} if "holdout" in own else {}
+            arrays["request"] = {"clients": self._choose(preferences, position, message.scalars["epsilon"], generator)}
+        held = {"holdout": client_state["holdout"]} if "holdout" in client_state else {}
         scalars = {"num_examples": len(training), "train_loss": found.loss}
         models = {"model": copied(model), "before": dict(theta)}
         return Message(arrays, scalars), {**models, "preferences": preferences, **kept, **held}
@@ -178,29 +190,39 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
             chosen.append(left.pop(explored))
         return torch.tensor(chosen, dtype=torch.int64)
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_i."""
-        return ready(receive(client, own["model"], own, self.buffers), client, own, self.buffers)
+        return prepare_for_eval(
+            load_client_model(client, client_state["model"], client_state, self.buffers),
+            client,
+            client_state,
+            self.buffers,
+        )
 
 
-def _split(client: Client, own: ClientState) -> tuple[Examples, Examples]:
+def _split(client: Client, client_state: ClientState) -> tuple[Examples, Examples]:
     """The examples that train, and those that weigh models."""
-    if "holdout" not in own:
+    if "holdout" not in client_state:
         return client.train, client.train
     kept = torch.ones(len(client.train), dtype=torch.bool)
-    kept[own["holdout"]] = False
+    kept[client_state["holdout"]] = False
     device = client.train.device
-    return client.train.select(kept.nonzero()[:, 0].to(device)), client.train.select(own["holdout"].to(device))
+    return client.train.select(kept.nonzero()[:, 0].to(device)), client.train.select(client_state["holdout"].to(device))
 
 
 def _weights(
-    offered: Mapping[int, Tree], before: Tree, own: ClientState, client: Client, judging: Examples, criterion: Loss
+    offered: Mapping[int, Tree],
+    before: Tree,
+    client_state: ClientState,
+    client: Client,
+    judging: Examples,
+    criterion: Loss,
 ) -> dict[int, float]:
     """w_ij = (L_i(θ_i') − L_i(θ_j))/‖θ_j − θ_i'‖ (eq. 4) by position j, `before` being θ_i' and `criterion` what training
     minimises; 0 for a model that is θ_i' itself, and where a loss is not finite and says nothing."""
 
     def loss(model: Tree) -> float:
-        module = receive(client, model, own, "local").module
+        module = load_client_model(client, model, client_state, "local").module
         value = evaluate(module, judging, client.task, loss=criterion)["loss"]
         return math.nan if value is None else value
 

@@ -74,28 +74,33 @@ class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, Cli
         """No head yet: its form is that of the first replies."""
         return {"head": {}, "seed": server.seed, "round": 0}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """φ, the same for everyone, once there is one; and the learning rate."""
-        return Message({"head": state["head"]} if state["head"] else {}, {"lr": self.lr_at(who.round, who.rounds)})
+        return Message(
+            {"head": server_state["head"]} if server_state["head"] else {},
+            {"lr": self.lr_at(client_info.round, client_info.rounds)},
+        )
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """Sums and weights of the classes, as many and as wide as φ takes."""
-        if not state["head"]:
+        if not server_state["head"]:
             return class_spec(reply, None)
-        form = spec(state["head"])
+        form = spec(server_state["head"])
         return class_spec(reply, {"classes": {"sums": form["weight"], "weights": form["bias"]}})
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """φ ← φ after training on all clients' class means by cross-entropy."""
-        means, number = points(replies), state["round"] + 1
+        means, number = points(replies), server_state["round"] + 1
         if not len(means):
-            return {**state, "round": number}
+            return {**server_state, "round": number}
         classes, width = next(iter(replies.values())).tensors["classes"]["sums"].shape
-        head = new_module(partial(nn.Linear, width, classes), derive(state["seed"], "head"))
-        fill(head, state["head"] or head.state_dict())
-        seed = derive(state["seed"], number, "server")
+        head = new_module(partial(nn.Linear, width, classes), derive(server_state["seed"], "head"))
+        fill(head, server_state["head"] or head.state_dict())
+        seed = derive(server_state["seed"], number, "server")
         after = trained_on_points(head, means, self.server_epochs, self.server_batch_size, lr=self.server_lr, seed=seed)
-        return {**state, "head": after, "round": number}
+        return {**server_state, "head": after, "round": number}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -110,36 +115,38 @@ class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, Cli
         linear_head(super().personal_model(Message(), own, client, seed), client, "FedGH")
         return own
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """W_i after `local_epochs`, from its body and φ; and the class means of its representations after that."""
-        model = self._with_head(down, own, client, seed)
-        found = fit(model, client, self, lr=down.scalars["lr"], seed=seed)
+        model = self._with_head(message, client_state, client, seed)
+        found = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
         name = representation_name(model, client.train)
         features, outputs = representations(settled(model), client.train, module=name), model.get_submodule(name)
         assert isinstance(outputs, nn.Linear)
         sent = class_sums(features, client.train.labels, outputs.out_features)
         return Message({"classes": sent}, scalars_of(client, found.loss)), {"model": whole_state(model)}
 
-    def _with_head(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def _with_head(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """W_i with φ in place of its head, once there is a φ."""
-        model = super().personal_model(down, own, client, seed)
-        if "head" in down.tensors:
+        model = super().personal_model(message, client_state, client, seed)
+        if "head" in message.tensors:
             head = linear_head(model, client, "FedGH")
             with torch.no_grad():
-                head.weight.copy_(down.tensors["head"]["weight"])
-                head.bias.copy_(down.tensors["head"]["bias"])
+                head.weight.copy_(message.tensors["head"]["weight"])
+                head.bias.copy_(message.tensors["head"]["bias"])
         return model
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """W_i, with the head that `evaluate` names."""
         whose = self._with_head if self.evaluate == "global" else super().personal_model
-        return whose(down, own, client, seed)
+        return whose(message, client_state, client, seed)
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """The other of the two."""
         if self.evaluate == "global":
-            yield "trained", super().personal_model(down, own, client, seed)
+            yield "trained", super().personal_model(message, client_state, client, seed)
         else:
-            yield "global", self._with_head(down, own, client, seed)
+            yield "global", self._with_head(message, client_state, client, seed)

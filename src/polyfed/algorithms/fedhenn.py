@@ -99,29 +99,29 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
         forms = {k: {n: [list(t.shape), str(t.dtype)] for n, t in tree.items()} for k, tree in sorted(drawn.items())}
         return {**state, "forms": forms}
 
-    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """X, η and K̄, computed once for all; nothing for evaluation, since a client has its own network."""
         rad: dict[str, Tensor] = {}
         target: dict[str, Tensor] = {}
-        for who in everyone:
+        for who in client_infos:
             if who.purpose == "personal":
                 yield Message()
                 continue
             if not rad:
-                rad = self._rad(state, who, whole=self.share == "representations")
-                target = self._target(state, self._rows(state, who))
-            arrays, scalars = self._public(state, who, rad), self._scalars(state, who)
+                rad = self._rad(server_state, who, whole=self.share == "representations")
+                target = self._target(server_state, self._rows(server_state, who))
+            arrays, scalars = self._public(server_state, who, rad), self._scalars(server_state, who)
             if self.share == "weights":
-                scalars["form"] = sorted(state["forms"]).index(who.architecture or "")
+                scalars["form"] = sorted(server_state["forms"]).index(who.architecture or "")
             yield Message({**arrays, "target": target} if target else arrays, scalars)
 
-    def _target(self, state: ServerState, rows: Tensor) -> dict[str, Tensor]:
+    def _target(self, server_state: ServerState, rows: Tensor) -> dict[str, Tensor]:
         """K̄(t−1) = Σ_j w_j K_j on X, over all clients with a representation."""
-        who = sorted(state["representations"])
+        who = sorted(server_state["representations"])
         if not who:
             return {}
-        parts = [state["representations"][j][rows.long()] for j in who]
-        raw = [state["capacities"][j] if self.weighting == "capacity" else 1.0 for j in who]
+        parts = [server_state["representations"][j][rows.long()] for j in who]
+        raw = [server_state["capacities"][j] if self.weighting == "capacity" else 1.0 for j in who]
         w = [one / sum(raw) for one in raw]
         if self.kernel == "rbf":
             return {"kernel": mean_rbf_kernel(parts, w, self.sigma)}
@@ -131,12 +131,14 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
     def _shared(self, a: Tensor) -> Tensor:
         return a if self.rank is None else reduced(a, self.rank)
 
-    def analysis(self, state: ServerState, who: Sequence[str]) -> Mapping[str, float]:
+    def analysis(self, server_state: ServerState, client_ids: Sequence[str]) -> Mapping[str, float]:
         """The mean CKA between two clients' representations of the public examples (256 of them)."""
-        similarity = mean_similarity(list(state["representations"].values()))
+        similarity = mean_similarity(list(server_state["representations"].values()))
         return {} if similarity is None else {"mean_cka": similarity}
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """A_j of those who replied, or W_j, of which the server makes A_j; the others' are the last ones."""
         ids = sorted(replies)
         if self.share == "weights":
@@ -145,10 +147,10 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
             found = {j: replies[j].tensors["representations"]["a"] for j in ids}
             capacities = {j: int(replies[j].scalars["capacity"]) for j in ids} if self.weighting == "capacity" else {}
         return {
-            **state,
-            "representations": _sorted({**state["representations"], **found}),
-            "capacities": _sorted({**state["capacities"], **capacities}),
-            "holders": self._holders(state, replies),
+            **server_state,
+            "representations": _sorted({**server_state["representations"], **found}),
+            "capacities": _sorted({**server_state["capacities"], **capacities}),
+            "holders": self._holders(server_state, replies),
         }
 
     def _of_weights(
@@ -184,10 +186,10 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
                 counted[j] = _capacity(model)
         return found, counted
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """A_j of the whole pool, of no more columns than agreed; or W_j in the form of the client's architecture."""
         if self.share == "weights":
-            form = state["forms"][sorted(state["forms"])[int(down.scalars["form"])]]
+            form = server_state["forms"][sorted(server_state["forms"])[int(message.scalars["form"])]]
             return {
                 "model": {
                     n: (tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
@@ -199,7 +201,7 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
             raise ValueError(
                 f"capacity, its number of parameters, is {capacity!r}; it must be a whole number from 1 to {_MOST:,}"
             )
-        number = len(first(state["public"])) if state["public"] else 2 * self.rad_size
+        number = len(first(server_state["public"])) if server_state["public"] else 2 * self.rad_size
         a = reply.tensors.get("representations", {}).get("a")
         if a is not None and a.dim() == 2 and not 1 <= a.shape[1] <= (self.rank or a.shape[1]):
             raise ValueError(
@@ -223,21 +225,23 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
         buffers = {} if "num_examples" in self.scalars_needed else scratch(client.model).buffers
         return {name: buffer.clone() for name, buffer in buffers.items() if not buffer.is_floating_point()}
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """W_i(t) after `local_epochs` on the loss of eq. 6; and its representation of the public examples, or itself."""
-        model = self.personal_model(down, own, client, seed)
-        pool, rows = self._received(down, own, client)
+        model = self.personal_model(message, client_state, client, seed)
+        pool, rows = self._received(message, client_state, client)
         module, term = self._representation(model, client.id, client.train), None
-        if "target" in down.tensors:
-            (matrix,) = down.tensors["target"].values()
+        if "target" in message.tensors:
+            (matrix,) = message.tensors["target"].values()
             target = Target(matrix, self.sigma if self.kernel == "rbf" else None)
-            term = self._term(model, client, module, target, pool, rows, down.scalars["eta"], seed)
-        found = fit(model, client, self, lr=down.scalars["lr"], seed=seed, penalty=term)
+            term = self._term(model, client, module, target, pool, rows, message.scalars["eta"], seed)
+        found = fit(model, client, self, lr=message.scalars["lr"], seed=seed, penalty=term)
         scalars = {"train_loss": found.loss, "num_examples": len(client.train)}
         if self.weighting == "capacity" and self.share == "representations":
             scalars["capacity"] = _capacity(model)
         state = whole_state(model)
-        after: ClientState = {"model": state, **self._keep_pool(down, own)}
+        after: ClientState = {"model": state, **self._keep_pool(message, client_state)}
         if self.share == "weights":
             return Message({"model": {**copied(state), **self._counters_as_built(client)}}, scalars), after
         a = self._shared(representations(settled(model), pool, module=module, batch_statistics=True))

@@ -8,10 +8,10 @@ from typing import ClassVar, final
 from torch import Tensor, nn
 
 from polyfed.algorithms.aligning import Aligning
-from polyfed.algorithms.averaging import ClientState, Final, OneModel, ServerState, reply
+from polyfed.algorithms.averaging import ClientState, Final, OneModel, ServerState, build_reply
 from polyfed.alignment.term import OfNetwork
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import ready, receive
+from polyfed.core.buffers import load_client_model, prepare_for_eval
 from polyfed.core.scratch import fill, scratch, whole_state
 from polyfed.core.training import fit
 from polyfed.core.tree import Tree
@@ -55,52 +55,64 @@ class FedHeNNHomo(Aligning, OneModel):
 
     dispatch = Algorithm.dispatch  # that of `dispatch_all`, for one client
 
-    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """To train with, Ŵ(t), η and X, drawn once for all; as the result, Ŵ(T)."""
         rad: dict[str, Tensor] = {}
         result: dict[str, Tree] = {}
-        for who in everyone:
+        for who in client_infos:
             if who.purpose == "personal":
-                result = result or self.result(state)
+                result = result or self.result(server_state)
                 yield Message(result)
                 continue
-            rad = rad or self._rad(state, who, whole=False)
-            yield Message({"model": state["model"], **self._public(state, who, rad)}, self._scalars(state, who))
+            rad = rad or self._rad(server_state, who, whole=False)
+            yield Message(
+                {"model": server_state["model"], **self._public(server_state, who, rad)},
+                self._scalars(server_state, who),
+            )
 
-    def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+    ) -> ServerState:
         """Ŵ(t) = Σ_i (n_i/n) W_i(t)."""
-        return {**state, **mean, "holders": self._holders(state, who)}
+        return {**server_state, **mean, "holders": self._holders(server_state, client_ids)}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """W_i(t) after `local_epochs` on the loss of eq. 5, started at Ŵ(t−1)."""
-        net = receive(client, down.tensors["model"], own, self.buffers)
-        pool, rows = self._received(down, own, client)
-        eta, term = down.scalars["eta"], None
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
+        pool, rows = self._received(message, client_state, client)
+        eta, term = message.scalars["eta"], None
         if eta:
             module = self._representation(net.module, client.id, client.train)
             k_global = OfNetwork(net.module, self.sigma if self.kernel == "rbf" else None)
             term = self._term(net.module, client, module, k_global, pool, rows, eta, seed)
-        lr = down.scalars["lr"]
+        lr = message.scalars["lr"]
         found = fit(net.module, client, self, lr=lr, seed=seed, penalty=term)
-        message, kept = reply(net, client, found.loss, self)
-        return message, {**kept, "trained": whole_state(net.module), **self._keep_pool(down, own)}
+        reply, kept = build_reply(net, client, found.loss, self)
+        return reply, {**kept, "trained": whole_state(net.module), **self._keep_pool(message, client_state)}
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """W_i."""
-        if "trained" not in own:
-            return self._global(down, own, client)
+        if "trained" not in client_state:
+            return self._global(message, client_state, client)
         assert client.model is not None
-        return fill(scratch(client.model, client.train.device).module, own["trained"])
+        return fill(scratch(client.model, client.train.device).module, client_state["trained"])
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """Ŵ(T), and the last cohort's mean where it is another."""
-        yield "server", self._global(down, own, client)
-        if "cohort" in down.tensors:
-            yield "cohort", self._global(down, own, client, "cohort")
+        yield "server", self._global(message, client_state, client)
+        if "cohort" in message.tensors:
+            yield "cohort", self._global(message, client_state, client, "cohort")
 
-    def _global(self, down: Message, own: ClientState, client: Client, group: str = "model") -> nn.Module:
-        return ready(receive(client, down.tensors[group], own, self.buffers), client, own, self.buffers)
+    def _global(self, message: Message, client_state: ClientState, client: Client, group: str = "model") -> nn.Module:
+        return prepare_for_eval(
+            load_client_model(client, message.tensors[group], client_state, self.buffers),
+            client,
+            client_state,
+            self.buffers,
+        )

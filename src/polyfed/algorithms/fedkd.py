@@ -68,28 +68,38 @@ class FedKD(Mutual):
         """No s yet, no update of it, and nobody who has what it changed."""
         return {**super().server_init(server), "update": {}, "holders": [], "round": 0}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """The last update, to those who have what it changed; s to the others; and T(t)."""
-        scalars = {"lr": self.lr_at(who.round, who.rounds), "energy": self.energy_at(who.round, who.rounds)}
-        if state["update"] and who.id in state["holders"]:
-            return Message({"update": state["update"]}, scalars)
-        return Message({"model": state["model"]} if state["model"] else {}, scalars)
+        scalars = {
+            "lr": self.lr_at(client_info.round, client_info.rounds),
+            "energy": self.energy_at(client_info.round, client_info.rounds),
+        }
+        if server_state["update"] and client_info.id in server_state["holders"]:
+            return Message({"update": server_state["update"]}, scalars)
+        return Message({"model": server_state["model"]} if server_state["model"] else {}, scalars)
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """The first s; then its updates."""
-        if not state["model"]:
-            return super().reply_spec(state, down, reply)
-        return {"update": spec_of_compressed(reply.tensors.get("update", {}), state["model"])}
+        if not server_state["model"]:
+            return super().reply_spec(server_state, message, reply)
+        return {"update": spec_of_compressed(reply.tensors.get("update", {}), server_state["model"])}
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """s ← s + Δ, Δ being the mean update (algorithm 1, lines 13 to 22) by as many singular values."""
-        number = state["round"] + 1
-        if not state["model"]:
+        number = server_state["round"] + 1
+        if not server_state["model"]:
             mean = self._mean({i: r.tensors["model"] for i, r in replies.items()}, replies)
             return {"model": mean, "update": {}, "holders": [], "round": number}
-        whole = {i: expanded(r.tensors["update"], state["model"]) for i, r in replies.items()}
+        whole = {i: expanded(r.tensors["update"], server_state["model"]) for i, r in replies.items()}
         update = compressed(self._mean(whole, replies), self.energy_at(number, server.rounds))
-        return {"model": moved(state["model"], update), "update": update, "holders": sorted(replies), "round": number}
+        return {
+            "model": moved(server_state["model"], update),
+            "update": update,
+            "holders": sorted(replies),
+            "round": number,
+        }
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -98,29 +108,31 @@ class FedKD(Mutual):
         own = super().client_init(client, seed)
         return self._with_bridge(own, client, seed) if self.hidden_loss and self.distil else own
 
-    def _received(self, down: Message, own: ClientState, client: Client) -> Tree:
+    def _received(self, message: Message, client_state: ClientState, client: Client) -> Tree:
         """s as the message has it, or as it is after the update; or as it is at first."""
-        if "update" not in down.tensors:
-            return super()._received(down, own, client)
-        if "common" not in own:
+        if "update" not in message.tensors:
+            return super()._received(message, client_state, client)
+        if "common" not in client_state:
             raise UserError(
                 f"client {client.id!r} had the common network, and lost it with its private state; start the run again"
             )
-        return moved(own["common"], down.tensors["update"])
+        return moved(client_state["common"], message.tensors["update"])
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i and s_i after `local_epochs`, and what of s has changed."""
-        reply, after = super().local_update(down, own, client, seed)
-        if not down.tensors:
+        reply, after = super().local_update(message, client_state, client, seed)
+        if not message.tensors:
             return reply, after
-        before = {name: tensor.cpu() for name, tensor in self._received(down, own, client).items()}
+        before = {name: tensor.cpu() for name, tensor in self._received(message, client_state, client).items()}
         change = difference(reply.tensors["model"], before)
-        sent = {"update": compressed(change, down.scalars["energy"])}
+        sent = {"update": compressed(change, message.scalars["energy"])}
         return Message(sent, reply.scalars), {**after, "common": before}
 
-    def pair(self, mine: nn.Module, shared: nn.Module, own: ClientState, client: Client) -> Pair:
+    def pair(self, mine: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> Pair:
         """Both networks, with W_i between their representations."""
-        return bridged(mine, shared, own["bridge"], client) if "bridge" in own else Pair(mine, shared)
+        return bridged(mine, shared, client_state["bridge"], client) if "bridge" in client_state else Pair(mine, shared)
 
     def losses(self, pair: Pair, client: Client) -> Callable[[Forward], Tensor]:
         """CE of both, and (KL(s ‖ z) + KL(z ‖ s) + H)/(CE_z + CE_s) (eqs. 1 to 7); the divisor is a constant."""

@@ -80,33 +80,44 @@ class FedMD(KeepsNetwork, PublicPool, Averaging):
         """No mean yet."""
         return {"public": self._stored(server), "seed": server.seed, "holders": [], "outputs": {}, "done": 0}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """f̃ and the public examples that it is of, by their numbers; and those to be looked at after training."""
-        if who.purpose == "personal":
+        if client_info.purpose == "personal":
             return Message()
-        now, after = (self._rows(state, number) for number in (state["done"], state["done"] + 1))
-        digest = {"digest": {"rows": now, **state["outputs"]}} if state["outputs"] and self.digest_epochs else {}
-        sent = {**digest, "next": {"rows": after}, **self._sent_pool(state, who.id)}
-        return Message(sent, {"lr": self.lr_at(who.round, who.rounds)})
+        now, after = (self._rows(server_state, number) for number in (server_state["done"], server_state["done"] + 1))
+        digest = (
+            {"digest": {"rows": now, **server_state["outputs"]}}
+            if server_state["outputs"] and self.digest_epochs
+            else {}
+        )
+        sent = {**digest, "next": {"rows": after}, **self._sent_pool(server_state, client_info.id)}
+        return Message(sent, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
-    def _rows(self, state: ServerState, number: int) -> torch.Tensor:
-        pool = len(first(state["public"]))
-        return rad_rows(state["seed"], number, pool, min(self.public_size, pool))
+    def _rows(self, server_state: ServerState, number: int) -> torch.Tensor:
+        pool = len(first(server_state["public"]))
+        return rad_rows(server_state["seed"], number, pool, min(self.public_size, pool))
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """As many outputs as there were at first, for each of the public examples asked for."""
-        width = state["outputs"]["logits"].shape[1] if state["outputs"] else None
-        return {"outputs": {"logits": ((len(down.tensors["next"]["rows"]), width), torch.float32)}}
+        width = server_state["outputs"]["logits"].shape[1] if server_state["outputs"] else None
+        return {"outputs": {"logits": ((len(message.tensors["next"]["rows"]), width), torch.float32)}}
 
-    def form_is_known(self, state: ServerState) -> bool:
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Not in round 1."""
-        return bool(state["outputs"])
+        return bool(server_state["outputs"])
 
-    def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+    ) -> ServerState:
         """f̃(x) = (1/m)·Σ_i f_i(x) ("aggregate")."""
-        return {**state, **mean, "holders": self._holders(state, who), "done": state["done"] + 1}
+        return {
+            **server_state,
+            **mean,
+            "holders": self._holders(server_state, client_ids),
+            "done": server_state["done"] + 1,
+        }
 
-    def unlike(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
         """Outputs of one form are needed."""
         return UserError(
             f"FedMD: the outputs of {error.first!r} and {error.other!r} differ ({error.differs}); give all networks the "
@@ -115,12 +126,17 @@ class FedMD(KeepsNetwork, PublicPool, Averaging):
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """W_i after "digest" and "revisit"; and its outputs on the public examples of the next round ("communicate")."""
-        kept = self._keep_pool(down, own)
-        model, pool = self.personal_model(down, own, client, seed), self._pool(down, own, client)
-        lr = down.scalars["lr"]
-        if digest := down.tensors.get("digest"):
+        kept = self._keep_pool(message, client_state)
+        model, pool = (
+            self.personal_model(message, client_state, client, seed),
+            self._pool(message, client_state, client),
+        )
+        lr = message.scalars["lr"]
+        if digest := message.tensors.get("digest"):
             options = replace(
                 self, local_epochs=self.digest_epochs, local_steps=None, batch_size=self.digest_batch_size,
                 sampler="shuffle", class_weights=None, patience=None,
@@ -129,7 +145,7 @@ class FedMD(KeepsNetwork, PublicPool, Averaging):
             few = pool.select(digest["rows"].long().to(pool.device))
             distil(model, few, digest["logits"], options, lr=lr, seed=derive(seed, "digest"), apart=apart)
         found = fit(model, client, self, lr=lr, seed=seed)
-        outputs = predict(settled(model), pool.select(down.tensors["next"]["rows"].long().to(pool.device)))
+        outputs = predict(settled(model), pool.select(message.tensors["next"]["rows"].long().to(pool.device)))
         return Message({"outputs": {"logits": outputs}}, scalars_of(client, found.loss)), {
             "model": whole_state(model),
             **kept,

@@ -78,22 +78,22 @@ class FedOpt(ServerStep):
         second = {} if self.server == "avgm" else {n: torch.full_like(m, self.tau**2) for n, m in kept.items()}
         return {**state, "m": kept, "v": second}
 
-    def after_mean(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_update(self, server_state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
         """θ ← θ + η·m/(√v + τ), with Δ = Σ_i (n_i/n) θ_i − θ."""
         after: dict[str, dict[str, Tensor]] = {"model": {}, "m": {}, "v": {}}
-        for name, theta in state["model"].items():
-            before, m = theta.to(torch.float64), state["m"][name]
+        for name, theta in server_state["model"].items():
+            before, m = theta.to(torch.float64), server_state["m"][name]
             delta = mean["model"][name].to(torch.float64) - before
             share = 1.0 if self.server == "avgm" else 1 - self.momentum1
             first = self.momentum1 * m + share * delta  # m ← β₁m + (1 − β₁)Δ; FedAvgM: m ← βm + Δ
             along = first
-            if name in state["v"]:
-                v = self._second(state["v"][name].to(torch.float64), delta.square())
+            if name in server_state["v"]:
+                v = self._second(server_state["v"][name].to(torch.float64), delta.square())
                 along = first / (v.sqrt() + self.tau)
                 after["v"][name] = v.to(m.dtype)
             after["model"][name] = (before + self.eta * along).to(theta.dtype)
             after["m"][name] = first.to(m.dtype)
-        return {**state, **after}
+        return {**server_state, **after}
 
     def _second(self, v: Tensor, square: Tensor) -> Tensor:
         """v, by Δ²; without correction of its beginning, which is what v = τ² is for."""

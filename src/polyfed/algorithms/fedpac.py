@@ -57,7 +57,7 @@ class FedPAC(BodyAndHead):
 
     The other fields are those of `LocalTraining`.
 
-    >>> FedPAC(collaborate=False).sums_suffice
+    >>> FedPAC(collaborate=False).aggregates_by_sum
     True
     """
 
@@ -83,7 +83,7 @@ class FedPAC(BodyAndHead):
         self._positive("head_lr")
 
     @property
-    def sums_suffice(self) -> bool:
+    def aggregates_by_sum(self) -> bool:
         """Only where heads stay with their clients."""
         return not self.collaborate
 
@@ -93,33 +93,39 @@ class FedPAC(BodyAndHead):
         """The initial draw; no prototypes and no mixed heads yet."""
         return {**super().server_init(server), "prototypes": {}, "heads": {}}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """φ, the client's mixed head, and p̄ where it is to train with it."""
-        common, sent = super().dispatch(state, who), {"head": state["heads"].get(who.id)}
-        if who.purpose != "personal":
-            sent["prototypes"] = state["prototypes"]
+        common, sent = super().dispatch(server_state, client_info), {"head": server_state["heads"].get(client_info.id)}
+        if client_info.purpose != "personal":
+            sent["prototypes"] = server_state["prototypes"]
         return Message({**common.tensors, **{group: tree for group, tree in sent.items() if tree}}, common.scalars)
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """φ and class means; and, where heads are mixed, the head, h and V."""
-        classes = prototype_spec(state["prototypes"], reply)
-        found = {**super().reply_spec(state, down, reply), **classes}
+        classes = prototype_spec(server_state["prototypes"], reply)
+        found = {**super().reply_spec(server_state, message, reply), **classes}
         if not self.collaborate:
             return found
-        known = spec(next(iter(state["heads"].values()), state.get("draw", {})))
-        head = part_of(known, reply, "head") if "draw" in state else known
+        known = spec(next(iter(server_state["heads"].values()), server_state.get("draw", {})))
+        head = part_of(known, reply, "head") if "draw" in server_state else known
         return {**found, "head": head, "statistics": moments_spec(reply, classes["classes"])}
 
-    def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+    ) -> ServerState:
         """φ ← Σ_i (n_i/n) φ_i and p̄_c ← Σ_i n_ic μ_ic / Σ_i n_ic."""
-        prototypes = renewed(state["prototypes"], mean["classes"])
-        return {**super().server_step(state, mean, who), "prototypes": prototypes, "heads": state["heads"]}
+        prototypes = renewed(server_state["prototypes"], mean["classes"])
+        return {
+            **super().server_step(server_state, mean, client_ids),
+            "prototypes": prototypes,
+            "heads": server_state["heads"],
+        }
 
-    def keep_replies(self, state: ServerState, replies: Mapping[str, Message]) -> ServerState:
+    def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
         """The head of client i ← Σ_j α_ij g_j."""
         statistics, own = ({i: replies[i].tensors[part] for i in sorted(replies)} for part in ("statistics", "head"))
-        heads = {**state["heads"], **{i: weighted_mean(own, alpha) for i, alpha in shares(statistics).items()}}
-        return {**state, "heads": {i: heads[i] for i in sorted(heads)}}
+        heads = {**server_state["heads"], **{i: weighted_mean(own, alpha) for i, alpha in shares(statistics).items()}}
+        return {**server_state, "heads": {i: heads[i] for i in sorted(heads)}}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -132,19 +138,21 @@ class FedPAC(BodyAndHead):
     def _head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
         return (representation_module(module, example),)
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """V and h by φ; then g_i by `head_epochs` on φ, and φ_i by `local_epochs` on g_i; then class means by φ_i."""
-        features = representations(settled(self.personal_model(down, own, client, seed)), client.train)
-        net, lr, y = self._assembled(down, own, client), down.scalars["lr"], client.train.labels
+        features = representations(settled(self.personal_model(message, client_state, client, seed)), client.train)
+        net, lr, y = self._assembled(message, client_state, client), message.scalars["lr"], client.train.labels
         name, classes = representation_name(net.module, client.train), num_outputs(net.module, client)
         head, rate = replace(self, local_epochs=self.head_epochs, local_steps=None), self.head_lr
         seed_of_head, of_head_lr = derive(seed, "head"), lr if rate is None else lr * rate / self.lr
         of_body = partial(fit, net.module, client, self, lr=lr, seed=seed)
-        if pull := pulled(self.criterion(client), down.tensors.get("prototypes"), self.lam, client.train.device):
+        if pull := pulled(self.criterion(client), message.tensors.get("prototypes"), self.lam, client.train.device):
             of_body = partial(of_body, loss=pull, representation=name, reported="task")
         of_head = partial(fit, net.module, client, head, lr=of_head_lr, seed=seed_of_head)
-        loss = trained_in_turn(net.module, own["head"], of_head, of_body)
-        body, trained, kept = self._divided(net, own)
+        loss = trained_in_turn(net.module, client_state["head"], of_head, of_body)
+        body, trained, kept = self._divided(net, client_state)
         means = representations(settled(net.module), client.train, module=name)
         sent = {"model": body, "classes": class_sums(means, y, classes, self.weighted)}
         if self.collaborate:

@@ -44,12 +44,14 @@ class Anticipating(Searching, ABC):
         super().__post_init__()
         self._at_least(0, "eta")
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ^k after the client's steps (algorithm 1, CLIENTUPDATE). The personal stack is the server's at the start of the
         round; from then on it moves with each minibatch."""
-        net = self.receive(down, own, client)
+        net = self.receive(message, client_state, client)
         found = fit(
-            net.module, client, self, lr=down.scalars["lr"], seed=seed,
+            net.module, client, self, lr=message.scalars["lr"], seed=seed,
             gradient=self.meta_gradient(network(net)), rate=self.rate,
         )  # fmt: skip
         return self.reply(net, client, found.loss)

@@ -46,14 +46,16 @@ class FedProto(Prototypes, Averaging):
         """No prototypes yet."""
         return {"prototypes": {}}
 
-    def form_is_known(self, state: ServerState) -> bool:
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Not in round 1."""
-        return bool(state["prototypes"])
+        return bool(server_state["prototypes"])
 
-    def server_step(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+    ) -> ServerState:
         """p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c (eq. 6)."""
-        return {"prototypes": renewed(state["prototypes"], mean["classes"])}
+        return {"prototypes": renewed(server_state["prototypes"], mean["classes"])}
 
-    def unlike(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
         """Prototypes of one form are needed."""
         return unlike_classes(self, error)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import final
 
-from polyfed.algorithms.averaging import ClientState, Final, OneModel, reply
+from polyfed.algorithms.averaging import ClientState, Final, OneModel, build_reply
 from polyfed.algorithms.penalties import Pull, trained_copies
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import receive
+from polyfed.core.buffers import load_client_model
 from polyfed.core.gathered import OfClient
 from polyfed.core.training import fit
 
@@ -35,9 +35,11 @@ class FedProx(OneModel):
         super().__post_init__()
         self._at_least(0, "mu")
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i: an approximate minimiser of L_i(θ) + μ/2·‖θ − θ̄‖², started at θ̄ (eq. 2)."""
-        net = receive(client, down.tensors["model"], own, self.buffers)
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         pull = OfClient(Pull(self.mu), trained_copies(net.module))
-        found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed, penalty=pull)
-        return reply(net, client, found.loss, self)
+        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, penalty=pull)
+        return build_reply(net, client, found.loss, self)

@@ -88,13 +88,15 @@ class FedRep(BodyAndHead):
     def _head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
         return head_modules(module, example, num_layers=self.head_layers, names=self.head)
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """h_i by `local_epochs` on φ, then φ_i by `body_epochs` on h_i (algorithm 1)."""
-        net = self._assembled(down, own, client)
-        train = partial(fit, net.module, client, lr=down.scalars["lr"])
+        net = self._assembled(message, client_state, client)
+        train = partial(fit, net.module, client, lr=message.scalars["lr"])
         # The body's seed is the round's own, which makes FedRep without a head FedAvg.
         body = replace(self, local_epochs=self.body_epochs, local_steps=None)
         of_head = partial(train, options=self, seed=derive(seed, "head"))
-        loss = trained_in_turn(net.module, own["head"], of_head, partial(train, options=body, seed=seed))
-        model, head, kept = self._divided(net, own)
+        loss = trained_in_turn(net.module, client_state["head"], of_head, partial(train, options=body, seed=seed))
+        model, head, kept = self._divided(net, client_state)
         return Message({"model": model}, scalars_of(client, loss)), {"head": head, "trained": True, **kept}

@@ -70,32 +70,34 @@ class FedTGP(Prototypes, Algorithm[ServerState, ClientState]):
         """No prototypes yet: their form is that of the first replies."""
         return {"generator": {}, "prototypes": {}, "seed": server.seed, "round": 0}
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """p̂ after training on all p_ic with the loss of eq. 10."""
-        means, number = points(replies), state["round"] + 1
+        means, number = points(replies), server_state["round"] + 1
         if not len(means):
-            return {**state, "round": number}
+            return {**server_state, "round": number}
         classes, width = next(iter(replies.values())).tensors["classes"]["sums"].shape
         factory = partial(TrainablePrototypes, classes, width, self.hidden or width)
-        model = new_module(factory, derive(state["seed"], "prototypes"))
+        model = new_module(factory, derive(server_state["seed"], "prototypes"))
         assert isinstance(model, TrainablePrototypes)
-        if state["generator"]:
-            fill(model, state["generator"])
+        if server_state["generator"]:
+            fill(model, server_state["generator"])
         delta = min(largest_gap(means, classes), self.margin)
 
         def loss(batch: Forward) -> Tensor:
             """−log of e^−(d(p, p̂_c) + δ) over its sum with e^−d(p, p̂_c') of the other classes (eq. 10)."""
             return F.cross_entropy(batch.outputs - delta * F.one_hot(batch.targets, classes), batch.targets)
 
-        seed = derive(state["seed"], number, "server")
+        seed = derive(server_state["seed"], number, "server")
         after = trained_on_points(
             model, means, self.server_epochs, self.server_batch_size, lr=self.server_lr, seed=seed, loss=loss
         )
         present = torch.zeros(classes, dtype=torch.bool).index_fill_(0, means.y, True)
-        if state["prototypes"]:
-            present = present | state["prototypes"]["present"]
+        if server_state["prototypes"]:
+            present = present | server_state["prototypes"]["present"]
         prototypes = {"means": model.prototypes().detach(), "present": present}
-        return {**state, "generator": after, "prototypes": prototypes, "round": number}
+        return {**server_state, "generator": after, "prototypes": prototypes, "round": number}
 
 
 @final

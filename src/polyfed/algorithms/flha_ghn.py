@@ -11,7 +11,7 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
-from polyfed.core.buffers import Policy, filled, ready, recompute
+from polyfed.core.buffers import Policy, fill_client_model, prepare_for_eval, recompute
 from polyfed.core.decided import Decides
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import Scratch, initial_state, scratch
@@ -169,9 +169,9 @@ class FLHAGHN(Averaging, Decides):
             )  # fmt: skip
         return catalogue
 
-    def decided(self, state: ServerState) -> dict[str, str]:
+    def decided(self, server_state: ServerState) -> dict[str, str]:
         """Which heads "auto" stands for, if not for the paper's."""
-        form = self._form(catalogue_of(state["ghn"]))
+        form = self._form(catalogue_of(server_state["ghn"]))
         return {"head": told_of_heads(form)} if self.head == "auto" and form.head == "factored" else {}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -183,10 +183,12 @@ class FLHAGHN(Averaging, Decides):
         names = [name for name, _ in scratch(client.model).module.named_parameters()]
         return {"private": {name: start[name] for name in names if name in start}}
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """W_c by eq. 5: SGD on the task's loss, through the generated weights, into the GHN, and into the parameters that
         are private."""
-        network, net, graph = self._assembled(down, own, client)
+        network, net, graph = self._assembled(message, client_state, client)
         if not graph.generated:
             warnings.warn(
                 f"FLHAGHN: nothing of the network of client {client.id!r} is generated, so that it trains alone: none of "
@@ -197,7 +199,7 @@ class FLHAGHN(Averaging, Decides):
             )
         for name, parameter in net.module.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name in graph.local)
-        found = fit(network, client, self, lr=down.scalars["lr"], seed=seed)
+        found = fit(network, client, self, lr=message.scalars["lr"], seed=seed)
         trained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in network.ghn.state_dict().items()}
         return Message({"ghn": trained}, scalars_of(client, found.loss)), self._kept(net, graph)
 
@@ -210,10 +212,10 @@ class FLHAGHN(Averaging, Decides):
         kept = {part: {name: state[name].to("cpu", copy=True) for name in names} for part, names in parts.items()}
         return {part: tensors for part, tensors in kept.items() if tensors}
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_c with the linear head refined on the client's data ("Inference and local refinement")."""
-        _, net, graph = self._assembled(down, own, client)
-        ready(net, client, own, self.buffers)
+        _, net, graph = self._assembled(message, client_state, client)
+        prepare_for_eval(net, client, client_state, self.buffers)
         if self.refine_epochs:
             self._refine(net.module, graph.head, client, seed)
             if self.buffers == "recompute":
@@ -221,15 +223,15 @@ class FLHAGHN(Averaging, Decides):
         return net.module
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """θ_c as it is generated."""
-        _, net, _ = self._assembled(down, own, client)
-        yield "generated", ready(net, client, own, self.buffers)
+        _, net, _ = self._assembled(message, client_state, client)
+        yield "generated", prepare_for_eval(net, client, client_state, self.buffers)
 
-    def client_graph(self, down: Message, client: Client) -> ArchitectureGraph:
+    def client_graph(self, message: Message, client: Client) -> ArchitectureGraph:
         """The client's graph under the GHN that came down: layers outside its catalogue are private, each with a reason."""
-        return self._graph_of(client, catalogue_of(down.tensors["ghn"]))
+        return self._graph_of(client, catalogue_of(message.tensors["ghn"]))
 
     def _graph_of(self, client: Client, catalogue: LayerCatalogue) -> ArchitectureGraph:
         return graph_of(client, catalogue, self.contraction)
@@ -250,17 +252,17 @@ class FLHAGHN(Averaging, Decides):
             fit(network, client, options, lr=self.refine_lr, seed=seed)
 
     def _assembled(
-        self, down: Message, own: ClientState, client: Client
+        self, message: Message, client_state: ClientState, client: Client
     ) -> tuple[GeneratedNetwork, Scratch, ArchitectureGraph]:
         """The client's network under the GHN that came down; filled with what that generates, the private parameters and
         the buffers; and its graph, in which layers outside the catalogue stay private."""
         assert client.model is not None
-        form = self._form(catalogue_of(down.tensors["ghn"]))
+        form = self._form(catalogue_of(message.tensors["ghn"]))
         graph = self._graph_of(client, form.catalogue)
-        network, net = assembled(client.model, graph, form, down.tensors["ghn"], client.train.device)
+        network, net = assembled(client.model, graph, form, message.tensors["ghn"], client.train.device)
         with torch.no_grad():
-            weights = {**own.get("private", {}), **network.weights()}
-        return network, filled(net, weights, own, self.buffers), graph
+            weights = {**client_state.get("private", {}), **network.weights()}
+        return network, fill_client_model(net, weights, client_state, self.buffers), graph
 
     def _form(self, catalogue: LayerCatalogue) -> Form:
         head: Head = "mlp" if self.head == "auto" else self.head

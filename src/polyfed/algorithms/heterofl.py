@@ -8,10 +8,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.averaging import Averaging, ClientState, ServerState, reply
+from polyfed.algorithms.averaging import Averaging, ClientState, ServerState, build_reply
 from polyfed.algorithms.widths import corner, folded, rates, refuse_narrow_head, scaled, widest
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy, ready, receive, travelling
+from polyfed.core.buffers import Policy, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.scratch import initial_state, scratch
 from polyfed.core.training import Forward, fit
 
@@ -66,7 +66,7 @@ class HeteroFL(Averaging):
         assert server.architectures is not None  # `requires` names "architectures"
         shapes, networks = widest(server.architectures), server.architectures
         drawn = {
-            key: travelling(initial_state(factory, server.seed), scratch(factory).buffers, self.buffers)
+            key: shared_tensors(initial_state(factory, server.seed), scratch(factory).buffers, self.buffers)
             for key, factory in networks.items()
         }
         theta = {name: tensor.new_zeros(shapes[name]) for name, tensor in next(iter(drawn.values())).items()}
@@ -76,18 +76,20 @@ class HeteroFL(Averaging):
         forms = {key: {name: list(tensor.shape) for name, tensor in tree.items()} for key, tree in drawn.items()}
         return {"model": theta, "forms": forms, "rates": {k: rates(f, shapes) for k, f in networks.items()}}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """The client's corner of θ, and r of its layers."""
-        form, shares = (state[part][who.architecture] for part in ("forms", "rates"))
-        model = {name: corner(state["model"][name], tuple(shape)).contiguous() for name, shape in form.items()}
+        form, shares = (server_state[part][client_info.architecture] for part in ("forms", "rates"))
+        model = {name: corner(server_state["model"][name], tuple(shape)).contiguous() for name, shape in form.items()}
         told = {f"{_RATE}{layer}": r for layer, r in shares.items()} if self.scaler else {}
-        return Message({"model": model}, {"lr": self.lr_at(who.round, who.rounds), **told})
+        return Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds), **told})
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """θ[e] ← Σ_i w_i θ_i[e] / Σ_i w_i over the clients that hold entry e (the paper's eq. for its complexity levels)."""
         w = {i: replies[i].scalars["num_examples"] if self.weighted else 1.0 for i in sorted(replies)}
         after = {}
-        for name, before in state["model"].items():
+        for name, before in server_state["model"].items():
             total, held = (torch.zeros(before.shape, dtype=torch.float64) for _ in range(2))
             for i, weight in w.items():
                 sent = replies[i].tensors["model"][name]
@@ -95,18 +97,20 @@ class HeteroFL(Averaging):
                 corner(held, tuple(sent.shape)).add_(weight)
             share = held / sum(w.values())  # exactly 1 where all hold it
             after[name] = torch.where(held > 0, total / share, before).to(before.dtype)
-        return {**state, "model": after}
+        return {**server_state, "model": after}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """The corner after `local_epochs` on the client's data."""
-        net, shares = receive(client, down.tensors["model"], own, self.buffers), _shares(down)
+        net, shares = load_client_model(client, message.tensors["model"], client_state, self.buffers), _shares(message)
         refuse_narrow_head(net.module, shares, client)
         with scaled(net.module, shares):
             loss = self._loss(client, bool(shares))
-            found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed, loss=loss, reported="task")
-        return reply(net, client, found.loss, self)
+            found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, loss=loss, reported="task")
+        return build_reply(net, client, found.loss, self)
 
     def _loss(self, client: Client, scaled: bool) -> Callable[[Forward], Tensor] | None:
         """The task's loss, in which outputs of absent classes are 0; None where it is as in every method."""
@@ -122,11 +126,13 @@ class HeteroFL(Averaging):
 
         return loss
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """The corner, with its scaler in the weights."""
-        tree = folded(down.tensors["model"], _shares(down))
-        return ready(receive(client, tree, own, self.buffers), client, own, self.buffers)
+        tree = folded(message.tensors["model"], _shares(message))
+        return prepare_for_eval(
+            load_client_model(client, tree, client_state, self.buffers), client, client_state, self.buffers
+        )
 
 
-def _shares(down: Message) -> dict[str, float]:
-    return {name.removeprefix(_RATE): r for name, r in down.scalars.items() if name.startswith(_RATE)}
+def _shares(message: Message) -> dict[str, float]:
+    return {name.removeprefix(_RATE): r for name, r in message.scalars.items() if name.startswith(_RATE)}

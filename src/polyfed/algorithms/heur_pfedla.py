@@ -16,7 +16,7 @@ from polyfed.algorithms.pfedla import (
     weights_for_plots,
 )
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import give_back, ready, receive, travelling
+from polyfed.core.buffers import extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.scratch import Scratch, initial_state, scratch
 from polyfed.core.training import fit, scalars_of
 from polyfed.core.tree import Spec, copied, spec
@@ -52,22 +52,26 @@ class HeurPFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
         """Models, hypernetworks and embeddings of all clients (line 1)."""
         return begin(server, self, self.k)
 
-    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """The same for many clients by one product of matrices a layer."""
-        for who, model in personalised(state, everyone, self, self.k):
+        for who, model in personalised(server_state, client_infos, self, self.k):
             yield Message({"model": model}, {"lr": self.lr_at(who.round, who.rounds)})
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """θ_i of the round's clients are replaced (line 9), v_i and ψ_i updated (line 10)."""
-        return learned(state, {i: reply.tensors["model"] for i, reply in replies.items()}, self, self.k)
+        return learned(server_state, {i: reply.tensors["model"] for i, reply in replies.items()}, self, self.k)
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """A reply holds all layers."""
-        return {"model": spec(state["models"][state["clients"][0]])}
+        return {"model": spec(server_state["models"][server_state["clients"][0]])}
 
-    def analysis(self, state: ServerState, who: Sequence[str]) -> Mapping[str, Tensor | Sequence[str] | float]:
+    def analysis(
+        self, server_state: ServerState, client_ids: Sequence[str]
+    ) -> Mapping[str, Tensor | Sequence[str] | float]:
         """α_i of the round's clients after the round."""
-        return weights_for_plots(state, who, self)
+        return weights_for_plots(server_state, client_ids, self)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -75,28 +79,32 @@ class HeurPFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
         """θ_i: the common draw, as the server has it."""
         assert client.model is not None
         buffers = scratch(client.model).buffers
-        return {"model": travelling(initial_state(client.model, seed), buffers, "local")}
+        return {"model": shared_tensors(initial_state(client.model, seed), buffers, "local")}
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i ← {Heurθ̄_i, θ_i^retain} (line 13) after `local_epochs`."""
-        net = self._begin(down, own, client)
-        found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        model, after = give_back(net, self)
+        net = self._begin(message, client_state, client)
+        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        model, after = extract_update(net, self)
         after["model"] = copied(model)
         return Message({"model": model}, scalars_of(client, found.loss)), after
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """{Heurθ̄_i, θ_i^retain}."""
-        return ready(self._begin(down, own, client), client, own, self.buffers)
+        return prepare_for_eval(self._begin(message, client_state, client), client, client_state, self.buffers)
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """θ_i."""
         if self.evaluate_trained:
-            net = receive(client, own["model"], own, self.buffers)
-            yield "trained", ready(net, client, own, self.buffers)
+            net = load_client_model(client, client_state["model"], client_state, self.buffers)
+            yield "trained", prepare_for_eval(net, client, client_state, self.buffers)
 
-    def _begin(self, down: Message, own: ClientState, client: Client) -> Scratch:
+    def _begin(self, message: Message, client_state: ClientState, client: Client) -> Scratch:
         """The client's own layers, over which those that came down are laid."""
-        return receive(client, {**own["model"], **down.tensors["model"]}, own, self.buffers)
+        return load_client_model(
+            client, {**client_state["model"], **message.tensors["model"]}, client_state, self.buffers
+        )

@@ -10,7 +10,7 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import give_back, receive
+from polyfed.core.buffers import extract_update, load_client_model
 from polyfed.core.evaluation import predict
 from polyfed.core.scratch import initial_state
 from polyfed.core.seeds import derive
@@ -59,20 +59,22 @@ class IFCA(Averaging):
         seeds = [server.seed, *(derive(server.seed, "cluster", j) for j in range(1, self.k))]
         return {f"{_MODEL}{j}": initial_state(server.model, seed) for j, seed in enumerate(seeds)}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """All k models, and the learning rate of the round."""
-        return Message(dict(state), {"lr": self.lr_at(who.round, who.rounds)})
+        return Message(dict(server_state), {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """One of the models, in the form in which it went down."""
-        if len(found := [group for group in reply.tensors if group in state]) != 1:
+        if len(found := [group for group in reply.tensors if group in server_state]) != 1:
             raise ValueError(f"it holds {len(found)} of the {self.k} models; a client sends the one that it trained")
-        return {found[0]: spec(state[found[0]])}
+        return {found[0]: spec(server_state[found[0]])}
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """θ_j ← mean of θ_i over the clients that chose j; a model that nobody chose stays."""
-        after = dict(state)
-        for group in state:
+        after = dict(server_state)
+        for group in server_state:
             members = {i: reply for i, reply in replies.items() if group in reply.tensors}
             if members:
                 weights = {i: reply.scalars["num_examples"] for i, reply in members.items()} if self.weighted else None
@@ -81,26 +83,30 @@ class IFCA(Averaging):
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i: the model of the least loss after `local_epochs`."""
-        group = self._nearest(down, client)
-        net = receive(client, down.tensors[group], own, self.buffers)
-        found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        model, _ = give_back(net, self)
+        group = self._nearest(message, client)
+        net = load_client_model(client, message.tensors[group], client_state, self.buffers)
+        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        model, _ = extract_update(net, self)
         return Message({group: model}, scalars_of(client, found.loss)), {}
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """The model of the least loss."""
-        return receive(client, down.tensors[self._nearest(down, client)], own, self.buffers).module
+        return load_client_model(
+            client, message.tensors[self._nearest(message, client)], client_state, self.buffers
+        ).module
 
-    def _nearest(self, down: Message, client: Client) -> str:
+    def _nearest(self, message: Message, client: Client) -> str:
         """argmin_j L_i(θ_j) over the training examples; of equals the first."""
         groups = [f"{_MODEL}{j}" for j in range(self.k)]
         if self.k == 1:
             return groups[0]
         criterion, labels, losses = self.criterion(client), client.train.labels, {}
         for group in groups:
-            outputs = predict(receive(client, down.tensors[group], {}, self.buffers).module, client.train)
+            outputs = predict(load_client_model(client, message.tensors[group], {}, self.buffers).module, client.train)
             with torch.no_grad():
                 losses[group] = float(criterion(outputs.to(labels.device), labels))
         return min(groups, key=losses.__getitem__)

@@ -64,9 +64,9 @@ class KNNPer(OneModel, WrapsNetwork, LooksInside):
         """For the module whose input is φ(x)."""
         check_representation(client, self.module)
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """h, with λ of the client."""
-        network, data = settled(super().personal_model(down, own, client, seed)), client.train
+        network, data = settled(super().personal_model(message, client_state, client, seed)), client.train
         name = representation_name(network, data) if self.module is None else self.module
         features = representations(network, data, module=name).to(data.device)
         found = Neighbours(network, features, data.labels, self.k, name)
@@ -75,17 +75,17 @@ class KNNPer(OneModel, WrapsNetwork, LooksInside):
             found.lam.fill_(min((i / _GRID for i in range(_GRID + 1)), key=lambda lam: _loss(found, lam, val)))
         return found.eval()
 
-    def around(self, network: nn.Module, weights: Tree) -> nn.Module:
+    def wrap_network(self, network: nn.Module, weights: Tree) -> nn.Module:
         """The same around a client's network, to be filled."""
         name = self.module if self.module is not None else _read(weights["name"])
         return Neighbours(network, weights["features"], weights["labels"], self.k, name)
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """The global model alone, and the last cohort's mean where that is another."""
-        yield "server", super().personal_model(down, own, client, seed)
-        yield from super().other_models(down, own, client, seed)
+        yield "server", super().personal_model(message, client_state, client, seed)
+        yield from super().other_models(message, client_state, client, seed)
 
 
 @final

@@ -68,24 +68,27 @@ class LGFedAvg(Averaging):
         """No head yet: only clients can say what theirs is."""
         return {"head": {}}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """h, the same for everyone, once there is one; and the learning rate."""
-        return Message({"head": state["head"]} if state["head"] else {}, {"lr": self.lr_at(who.round, who.rounds)})
+        return Message(
+            {"head": server_state["head"]} if server_state["head"] else {},
+            {"lr": self.lr_at(client_info.round, client_info.rounds)},
+        )
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """A head in the form of the first."""
-        known = state["head"] or reply.tensors.get("head")
+        known = server_state["head"] or reply.tensors.get("head")
         if not known:
             raise ValueError(
                 f"the reply holds the groups {sorted(reply.tensors)}; expected 'head', with the trained head"
             )
         return {"head": spec(known)}
 
-    def form_is_known(self, state: ServerState) -> bool:
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Not in round 1."""
-        return bool(state["head"])
+        return bool(server_state["head"])
 
-    def unlike(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
         """Only heads of one form have a mean."""
         return UserError(
             f"LGFedAvg: the heads of {error.first!r} and {error.other!r} differ ({error.differs}); the last "
@@ -99,31 +102,33 @@ class LGFedAvg(Averaging):
         state = first_state(self.first_head, client, self.head_layers, partial(derive, seed, "head"), seed)
         return self._divided(state, self._places(client))
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """φ_i and h_i after `local_epochs` on the client's data, from φ_i and h (algorithm 1, ClientUpdate)."""
-        model = self.personal_model(down, own, client, seed)
-        found = fit(model, client, self, lr=down.scalars["lr"], seed=seed)
+        model = self.personal_model(message, client_state, client, seed)
+        found = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
         after = self._divided(whole_state(model), self._places(client))
         return Message({"head": copied(after["head"])}, scalars_of(client, found.loss)), after
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """h ∘ φ_i, with the h that came down; before there is one, the client's own."""
         assert client.model is not None
-        head = down.tensors.get("head", own["head"])
+        head = message.tensors.get("head", client_state["head"])
         places = self._places(client)
-        if spec(head) != spec(own["head"]):
+        if spec(head) != spec(client_state["head"]):
             raise UserError(
                 f"LGFedAvg: the shared head does not fit the network of client {client.id!r}; the last {self.head_layers} "
                 "layers of all networks must have one form: change the networks, or head_layers"
             )
         named = {places[place]: tensor for place, tensor in head.items()}
-        return fill(scratch(client.model, client.train.device).module, own["body"], named)
+        return fill(scratch(client.model, client.train.device).module, client_state["body"], named)
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """h_i ∘ φ_i, as the client trained them."""
-        yield "trained", self.personal_model(Message(), own, client, seed)
+        yield "trained", self.personal_model(Message(), client_state, client, seed)
 
     def _places(self, client: Client) -> dict[str, str]:
         """The name under which a parameter of the head travels -> its first name in the client's network."""

@@ -90,18 +90,22 @@ class Local(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
             raise UserError(f"Local: by_client names {strange[0]!r}, who is no client; {nearest(strange[0], known)}")
         return {}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """Nothing but the learning rate of the round."""
-        return Message({}, {"lr": self.at(who.id).lr_at(who.round, who.rounds)})
+        return Message({}, {"lr": self.at(client_info.id).lr_at(client_info.round, client_info.rounds)})
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """Nothing to aggregate."""
-        return state
+        return server_state
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i ← θ_i after `local_epochs` on the client's own data."""
-        model = self.personal_model(down, own, client, seed)
-        found = fit(model, client, self.at(client.id), lr=down.scalars["lr"], seed=seed)
+        model = self.personal_model(message, client_state, client, seed)
+        found = fit(model, client, self.at(client.id), lr=message.scalars["lr"], seed=seed)
         return Message({}, {"train_loss": found.loss, "num_examples": len(client.train)}), {"model": whole_state(model)}

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.algorithms.averaging import ClientState, Final, OneModel, reply
+from polyfed.algorithms.averaging import ClientState, Final, OneModel, build_reply
 from polyfed.alignment.representations import check_representation, representation_name
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import receive
+from polyfed.core.buffers import load_client_model
 from polyfed.core.copies import deep_copy
 from polyfed.core.errors import UserError
 from polyfed.core.network_needs import LooksInside
@@ -62,19 +62,21 @@ class Moon(OneModel, LooksInside):
         if self.mu:
             check_representation(client, self.module)
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i: θ after `local_epochs` on L_i + μ·ℓ_con; it is the model before of the next round."""
-        net, lr = receive(client, down.tensors["model"], own, self.buffers), down.scalars["lr"]
+        net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         loss, name = None, None
-        if self.mu and "previous" in own:
+        if self.mu and "previous" in client_state:
             name = representation_name(net.module, client.train) if self.module is None else self.module
             if name not in dict(net.module.named_modules()):
                 raise UserError(f"Moon: module={name!r}: the network of {client.id!r} has none; name another module")
-            others = [deep_copy(net.module), fill(deep_copy(net.module), own["previous"])]
+            others = [deep_copy(net.module), fill(deep_copy(net.module), client_state["previous"])]
             loss = self._loss(client, others, name)
         found = fit(net.module, client, self, lr=lr, seed=seed, loss=loss, representation=name, reported="task")
-        message, kept = reply(net, client, found.loss, self)
-        return message, {**kept, "previous": whole_state(net.module)}
+        reply, kept = build_reply(net, client, found.loss, self)
+        return reply, {**kept, "previous": whole_state(net.module)}
 
     def _loss(self, client: Client, others: list[nn.Module], name: str) -> Callable[[Forward], Tensor]:
         """L_i + μ·ℓ_con of a minibatch; `others` are the global model and the client's own before."""

@@ -13,7 +13,7 @@ from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.algorithms.common_network import check_found, common_form, learner, spec_of
 from polyfed.alignment.representations import representation_name, representations
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import give_back, ready, receive, travelling
+from polyfed.core.buffers import extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.errors import UserError
 from polyfed.core.frozen import FrozenArguments
 from polyfed.core.inputs import logits_of
@@ -67,23 +67,26 @@ class Mutual(Averaging, LooksInside, TrainsBeside, ABC):
         check_found(self._given)
         return {"model": {}}
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """s, the same for everyone, once there is one; and the learning rate."""
-        return Message({"model": state["model"]} if state["model"] else {}, {"lr": self.lr_at(who.round, who.rounds)})
+        return Message(
+            {"model": server_state["model"]} if server_state["model"] else {},
+            {"lr": self.lr_at(client_info.round, client_info.rounds)},
+        )
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """s, in the form of the first."""
-        if not state["model"] and not reply.tensors.get("model"):
+        if not server_state["model"] and not reply.tensors.get("model"):
             raise ValueError(
                 f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', the trained network"
             )
-        return {"model": spec(state["model"] or reply.tensors["model"])}
+        return {"model": spec(server_state["model"] or reply.tensors["model"])}
 
-    def form_is_known(self, state: ServerState) -> bool:
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Not in round 1: the outputs of s are those that the clients' networks have."""
-        return bool(state["model"])
+        return bool(server_state["model"])
 
-    def unlike(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
         """The first replies must have one form to have a mean."""
         return UserError(
             f"{type(self).__name__}: the shared networks of clients {error.first!r} and {error.other!r} differ "
@@ -107,53 +110,58 @@ class Mutual(Averaging, LooksInside, TrainsBeside, ABC):
         form = common_form(self._given, state, client, type(self).__name__, "shared")
         return {"seed": seed, **form, "own": state}
 
-    def _received(self, down: Message, own: ClientState, client: Client) -> Tree:
+    def _received(self, message: Message, client_state: ClientState, client: Client) -> Tree:
         """s as the message has it, or as it is at first."""
-        _, factory = learner(self._given, own, client)
-        drawn = travelling(initial_state(factory, own["seed"]), scratch(factory).buffers, self.buffers)
-        return down.tensors.get("model", drawn)
+        _, factory = learner(self._given, client_state, client)
+        drawn = shared_tensors(initial_state(factory, client_state["seed"]), scratch(factory).buffers, self.buffers)
+        return message.tensors.get("model", drawn)
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i and s_i after `local_epochs` on the client's data."""
-        as_if, _ = learner(self._given, own, client)
-        net = receive(as_if, self._received(down, own, client), own, self.buffers)
-        pair = self.pair(self.personal_model(down, own, client, seed), net.module, own, client)
+        as_if, _ = learner(self._given, client_state, client)
+        net = load_client_model(as_if, self._received(message, client_state, client), client_state, self.buffers)
+        pair = self.pair(self.personal_model(message, client_state, client, seed), net.module, client_state, client)
         found = fit(
-            pair, client, self, lr=down.scalars["lr"], seed=seed, loss=self.losses(pair, client), reported="task",
+            pair, client, self, lr=message.scalars["lr"], seed=seed, loss=self.losses(pair, client), reported="task",
             representation=pair.watched,
         )  # fmt: skip
-        model, kept = give_back(net, self)
+        model, kept = extract_update(net, self)
         return Message({"model": model}, scalars_of(client, found.loss)), {
-            **own,
+            **client_state,
             **kept,
             "own": whole_state(pair.own),
             **pair.kept(),
         }
 
-    def _with_bridge(self, own: ClientState, client: Client, seed: int) -> ClientState:
+    def _with_bridge(self, client_state: ClientState, client: Client, seed: int) -> ClientState:
         """Private state with W_i, a matrix from the representation of s to that of θ_i, as it is drawn."""
-        _, factory = learner(self._given, own, client)
-        shared, mine = scratch(factory, client.train.device).module, self.personal_model(Message(), own, client, seed)
+        _, factory = learner(self._given, client_state, client)
+        shared, mine = (
+            scratch(factory, client.train.device).module,
+            self.personal_model(Message(), client_state, client, seed),
+        )
         columns, rows = (representations(network, client.train.head()).shape[1] for network in (shared, mine))
         drawn = new_module(partial(nn.Linear, columns, rows, bias=False), derive(seed, client.id, "bridge"))
-        return {**own, "bridge": whole_state(drawn)}
+        return {**client_state, "bridge": whole_state(drawn)}
 
-    def pair(self, mine: nn.Module, shared: nn.Module, own: ClientState, client: Client) -> "Pair":
+    def pair(self, mine: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> "Pair":
         """Both networks as the one that `fit` trains."""
         return Pair(mine, shared)
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_i."""
         assert client.model is not None
-        return fill(scratch(client.model, client.train.device).module, own["own"])
+        return fill(scratch(client.model, client.train.device).module, client_state["own"])
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """s, on the client's data."""
-        as_if, _ = learner(self._given, own, client)
-        net = receive(as_if, self._received(down, own, client), own, self.buffers)
-        yield "shared", ready(net, as_if, own, self.buffers)
+        as_if, _ = learner(self._given, client_state, client)
+        net = load_client_model(as_if, self._received(message, client_state, client), client_state, self.buffers)
+        yield "shared", prepare_for_eval(net, as_if, client_state, self.buffers)
 
 
 @final

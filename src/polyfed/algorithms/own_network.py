@@ -8,7 +8,7 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import ready, receive
+from polyfed.core.buffers import load_client_model, prepare_for_eval
 from polyfed.core.scratch import fill, initial_state, scratch
 
 
@@ -20,14 +20,14 @@ class KeepsNetwork(ABC):
         assert client.model is not None  # `requires` asks for one
         return {"model": initial_state(client.model, seed)}
 
-    def personal_model(self, down: Message, own: dict[str, Any], client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
         """W_i."""
-        return self.own_network(own, client)
+        return self.own_network(client_state, client)
 
-    def own_network(self, own: dict[str, Any], client: Client) -> nn.Module:
+    def own_network(self, client_state: dict[str, Any], client: Client) -> nn.Module:
         """The scratch module with W_i."""
         assert client.model is not None
-        return fill(scratch(client.model, client.train.device).module, own["model"])
+        return fill(scratch(client.model, client.train.device).module, client_state["model"])
 
 
 class BesideGlobal(KeepsNetwork, Averaging, ABC):
@@ -39,15 +39,24 @@ class BesideGlobal(KeepsNetwork, Averaging, ABC):
         """The common draw, not trained."""
         return {**super().client_init(client, seed), "trained": False}
 
-    def personal_model(self, down: Message, own: dict[str, Any], client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
         """The client's own."""
-        return super().personal_model(down, own, client, seed) if own["trained"] else self._global(down, own, client)
+        return (
+            super().personal_model(message, client_state, client, seed)
+            if client_state["trained"]
+            else self._global(message, client_state, client)
+        )
 
     def other_models(
-        self, down: Message, own: dict[str, Any], client: Client, seed: int
+        self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """The global model, on the client's data."""
-        yield "server", self._global(down, own, client)
+        yield "server", self._global(message, client_state, client)
 
-    def _global(self, down: Message, own: dict[str, Any], client: Client) -> nn.Module:
-        return ready(receive(client, down.tensors["model"], own, self.buffers), client, own, self.buffers)
+    def _global(self, message: Message, client_state: dict[str, Any], client: Client) -> nn.Module:
+        return prepare_for_eval(
+            load_client_model(client, message.tensors["model"], client_state, self.buffers),
+            client,
+            client_state,
+            self.buffers,
+        )

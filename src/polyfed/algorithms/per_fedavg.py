@@ -8,10 +8,10 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.averaging import Averaging, ClientState, reply
+from polyfed.algorithms.averaging import Averaging, ClientState, build_reply
 from polyfed.algorithms.points import buffers_of, put, restore_buffers
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import Policy, ready, receive, recompute
+from polyfed.core.buffers import Policy, load_client_model, prepare_for_eval, recompute
 from polyfed.core.gathered import OfClient
 from polyfed.core.stacked import chances_of, set_chances
 from polyfed.core.training import fit
@@ -59,14 +59,16 @@ class PerFedAvg(Averaging):
         self._positive("delta")
         self._at_least(1, "adapt_steps")
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """w_i: w after the round's steps w ← w − β(I − α∇²f(w; D''))∇f(w̃; D'), with w̃ = w − α∇f(w; D)."""
-        net = receive(client, down.tensors["model"], own, self.buffers)
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         found = fit(
-            net.module, client, self, lr=down.scalars["lr"], seed=seed,
+            net.module, client, self, lr=message.scalars["lr"], seed=seed,
             gradient=OfClient(self._meta_gradient), batches_per_step=2 if self.variant == "fo" else 3,
         )  # fmt: skip
-        return reply(net, client, found.loss, self)
+        return build_reply(net, client, found.loss, self)
 
     def _meta_gradient(self, module: nn.Module, loss_of: Callable[[int], Tensor], own: Sequence[Tensor]) -> Tensor:
         """The direction of a step, as `fit` asks for it; the loss is that of w̃ on D'."""
@@ -100,10 +102,10 @@ class PerFedAvg(Averaging):
                 parameter.grad = slope
         return loss
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """w − α∇f_i(w), on a minibatch of the client's training data."""
-        net = receive(client, down.tensors["model"], own, self.buffers)
-        ready(net, client, own, self.buffers)
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
+        prepare_for_eval(net, client, client_state, self.buffers)
         adapting = replace(
             self, local_steps=self.adapt_steps, optimizer="sgd", optimizer_options=None, momentum=0.0, nesterov=False,
             weight_decay=0.0, lr_by_name=None, warmup_steps=0, accumulate=1, patience=None,
@@ -114,10 +116,18 @@ class PerFedAvg(Averaging):
         return net.module
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """w, not adapted."""
-        yield "server", ready(receive(client, down.tensors["model"], own, self.buffers), client, own, self.buffers)
+        yield (
+            "server",
+            prepare_for_eval(
+                load_client_model(client, message.tensors["model"], client_state, self.buffers),
+                client,
+                client_state,
+                self.buffers,
+            ),
+        )
 
 
 def _shifted(points: list[Tensor], along: list[Tensor], by: float) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy, give_back, ready, receive
+from polyfed.core.buffers import Policy, extract_update, load_client_model, prepare_for_eval
 from polyfed.core.network_needs import LooksInside
 from polyfed.core.scratch import Scratch, initial_state, scratch
 from polyfed.core.training import LocalTraining, fit, scalars_of
@@ -114,39 +114,43 @@ class PFedHN(LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
             "architectures": heads,
         }
 
-    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """The same for several clients: those of one architecture by one matrix product per tensor, a block at a time."""
-        known = {who.id: who for who in everyone}
-        for block in _blocks(state, list(known)):
+        known = {who.id: who for who in client_infos}
+        for block in _blocks(server_state, list(known)):
             models: dict[str, Tree] = {}
-            for architecture, (ids, rows) in _by_architecture(state, block).items():
-                made = generate(state["network"], architecture, rows)
+            for architecture, (ids, rows) in _by_architecture(server_state, block).items():
+                made = generate(server_state["network"], architecture, rows)
                 models |= {client: {n: t[k] for n, t in made.items()} for k, client in enumerate(ids)}
             for client in block:
                 lr = self.lr_at(known[client].round, known[client].rounds)
                 yield Message({"model": models[client]}, {"lr": lr})
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """φ ← φ − α Σ_i ∇_φ θ̄_iᵀ(θ̄_i − θ_i), and v_i likewise (algorithm 1, as a sum), by SGD with momentum and weight
         decay on all of φ and all embeddings."""
         total: dict[str, Tensor] = {}
-        for block in _blocks(state, sorted(replies)):
-            for architecture, (ids, rows) in sorted(_by_architecture(state, block).items()):
+        for block in _blocks(server_state, sorted(replies)):
+            for architecture, (ids, rows) in sorted(_by_architecture(server_state, block).items()):
                 deltas = {
                     name: torch.stack([replies[i].tensors["delta"][name] for i in ids])
-                    for name in head_names(state["network"], architecture)
+                    for name in head_names(server_state["network"], architecture)
                 }
-                for name, gradient in pull_back(state["network"], architecture, rows, deltas, self.hn_clip).items():
+                for name, gradient in pull_back(
+                    server_state["network"], architecture, rows, deltas, self.hn_clip
+                ).items():
                     total[name] = total[name] + gradient if name in total else gradient
         network, velocity = descend(
-            state["network"], state["velocity"], total,
+            server_state["network"], server_state["velocity"], total,
             lr=self.hn_lr, momentum=self.hn_momentum, weight_decay=self.hn_weight_decay,
         )  # fmt: skip
-        return {**state, "network": network, "velocity": velocity}
+        return {**server_state, "network": network, "velocity": velocity}
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
         """A reply holds a difference for each tensor that went down."""
-        return {"delta": spec(down.tensors["model"])}
+        return {"delta": spec(message.tensors["model"])}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -159,22 +163,24 @@ class PFedHN(LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
         """Nothing private before the first round."""
         return {}
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i from θ̄_i by `local_steps`; the reply is θ̄_i − θ_i (the authors' code's sign: descent along
         it leads to θ_i)."""
-        net = self._assembled(down, own, client)
-        found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        trained, kept = give_back(net, self)
-        delta = {name: theta_bar - trained[name] for name, theta_bar in down.tensors["model"].items()}
+        net = self._assembled(message, client_state, client)
+        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        trained, kept = extract_update(net, self)
+        delta = {name: theta_bar - trained[name] for name, theta_bar in message.tensors["model"].items()}
         return Message({"delta": delta}, scalars_of(client, found.loss)), kept
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ̄_i with the client's own buffers."""
-        return ready(self._assembled(down, own, client), client, own, self.buffers)
+        return prepare_for_eval(self._assembled(message, client_state, client), client, client_state, self.buffers)
 
-    def _assembled(self, down: Message, own: ClientState, client: Client) -> Scratch:
+    def _assembled(self, message: Message, client_state: ClientState, client: Client) -> Scratch:
         """The client's network filled with θ̄_i."""
-        return receive(client, down.tensors["model"], own, self.buffers)
+        return load_client_model(client, message.tensors["model"], client_state, self.buffers)
 
 
 def _heads_by_client(kinds: Mapping[str, str]) -> dict[str, str]:
@@ -193,25 +199,25 @@ def _heads_by_client(kinds: Mapping[str, str]) -> dict[str, str]:
     return heads
 
 
-def _by_architecture(state: ServerState, clients: Sequence[str]) -> dict[str, tuple[list[str], Tensor]]:
+def _by_architecture(server_state: ServerState, clients: Sequence[str]) -> dict[str, tuple[list[str], Tensor]]:
     """Key of heads, an architecture's or a client's -> its clients among these, and their rows among the embeddings."""
     groups: dict[str, list[str]] = {}
     for client in clients:
-        groups.setdefault(state["architectures"][client], []).append(client)
-    return {key: (ids, torch.tensor([state["rows"][i] for i in ids])) for key, ids in groups.items()}
+        groups.setdefault(server_state["architectures"][client], []).append(client)
+    return {key: (ids, torch.tensor([server_state["rows"][i] for i in ids])) for key, ids in groups.items()}
 
 
-def _blocks(state: ServerState, clients: Sequence[str]) -> Iterator[list[str]]:
+def _blocks(server_state: ServerState, clients: Sequence[str]) -> Iterator[list[str]]:
     """Clients in their order, in blocks whose networks fit into memory together."""
-    network = state["network"]
+    network = server_state["network"]
     sizes = {
         key: sum(network[f"heads.{key}.{name}.bias"].numel() for name in head_names(network, key))
-        for key in set(state["architectures"].values())
+        for key in set(server_state["architectures"].values())
     }
     block: list[str] = []
     held = 0
     for client in clients:
-        size = sizes[state["architectures"][client]]
+        size = sizes[server_state["architectures"][client]]
         if block and held + size > _BLOCK:
             yield block
             block, held = [], 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy, give_back, ready, receive, travelling
+from polyfed.core.buffers import Policy, extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.errors import UserError
 from polyfed.core.room import check_room
 from polyfed.core.scratch import initial_state, scratch
@@ -108,18 +108,22 @@ class PFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
         """Models, hypernetworks and embeddings of all clients (line 1)."""
         return begin(server, self)
 
-    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """The same for many clients by one product of matrices a layer."""
-        for who, model in personalised(state, everyone, self):
+        for who, model in personalised(server_state, client_infos, self):
             yield Message({"model": model}, {"lr": self.lr_at(who.round, who.rounds)})
 
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """θ_i of the round's clients are replaced (line 7), v_i and ψ_i updated (line 8)."""
-        return learned(state, {i: reply.tensors["model"] for i, reply in replies.items()}, self)
+        return learned(server_state, {i: reply.tensors["model"] for i, reply in replies.items()}, self)
 
-    def analysis(self, state: ServerState, who: Sequence[str]) -> Mapping[str, Tensor | Sequence[str] | float]:
+    def analysis(
+        self, server_state: ServerState, client_ids: Sequence[str]
+    ) -> Mapping[str, Tensor | Sequence[str] | float]:
         """α_i of the round's clients after the round."""
-        return weights_for_plots(state, who, self)
+        return weights_for_plots(server_state, client_ids, self)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -127,27 +131,34 @@ class PFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
         """Nothing private before the first round."""
         return {}
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """θ_i: θ̄_i after `local_epochs` (lines 10 to 14). θ_i goes up, from which the server takes Δθ_i = θ_i − θ̄_i: the
         paper sends Δθ_i, which says the same, but adding it to θ̄_i again would round."""
-        net = receive(client, down.tensors["model"], own, self.buffers)
-        found = fit(net.module, client, self, lr=down.scalars["lr"], seed=seed)
-        model, after = give_back(net, self)
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
+        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        model, after = extract_update(net, self)
         if self.evaluate_trained:
             after["model"] = copied(model)
         return Message({"model": model}, scalars_of(client, found.loss)), after
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ̄_i."""
-        return ready(receive(client, down.tensors["model"], own, self.buffers), client, own, self.buffers)
+        return prepare_for_eval(
+            load_client_model(client, message.tensors["model"], client_state, self.buffers),
+            client,
+            client_state,
+            self.buffers,
+        )
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """θ_i, for a client that has taken part."""
-        if self.evaluate_trained and "model" in own:
-            net = receive(client, own["model"], own, self.buffers)
-            yield "trained", ready(net, client, own, self.buffers)
+        if self.evaluate_trained and "model" in client_state:
+            net = load_client_model(client, client_state["model"], client_state, self.buffers)
+            yield "trained", prepare_for_eval(net, client, client_state, self.buffers)
 
 
 # -- the server half, which HeurpFedLA shares: k layers of each client are retained, none in pFedLA ---------------------
@@ -160,7 +171,7 @@ def begin(server: ServerContext, options: LayerAggregation, k: int = 0) -> Serve
         UserError: there are fewer than `k` layers.
     """
     assert server.model is not None  # `requires` names "one_architecture"
-    model = travelling(initial_state(server.model, server.seed), scratch(server.model).buffers, "local")
+    model = shared_tensors(initial_state(server.model, server.seed), scratch(server.model).buffers, "local")
     module = scratch(server.model).module
     layers = layers_of(list(model), layer_owners(module), options.layer)
     if k > len(layers):
@@ -183,40 +194,40 @@ def begin(server: ServerContext, options: LayerAggregation, k: int = 0) -> Serve
     return state
 
 
-def _sizes(state: ServerState, options: LayerAggregation) -> Sizes:
-    return Sizes(len(state["clients"]), len(state["layers"]), options.embedding_dim, options.hidden)
+def _sizes(server_state: ServerState, options: LayerAggregation) -> Sizes:
+    return Sizes(len(server_state["clients"]), len(server_state["layers"]), options.embedding_dim, options.hidden)
 
 
 def hypernetworks(
-    state: ServerState, clients: Sequence[str], options: LayerAggregation
+    server_state: ServerState, clients: Sequence[str], options: LayerAggregation
 ) -> Iterator[tuple[slice, list[Hypernetwork]]]:
     """v_i and ψ_i of these clients, a few clients at a time, with their places."""
-    for few in in_groups(len(clients), _sizes(state, options)):
-        yield few, _known(state, clients[few], options)
+    for few in in_groups(len(clients), _sizes(server_state, options)):
+        yield few, _known(server_state, clients[few], options)
 
 
-def _known(state: ServerState, clients: Sequence[str], options: LayerAggregation) -> list[Hypernetwork]:
+def _known(server_state: ServerState, clients: Sequence[str], options: LayerAggregation) -> list[Hypernetwork]:
     """Those of a client that has not taken part are still as they were drawn (line 1), and are drawn again."""
-    sizes, known = _sizes(state, options), state["hypernetworks"]
-    return [known[client] if client in known else create(client, sizes, state["seed"]) for client in clients]
+    sizes, known = _sizes(server_state, options), server_state["hypernetworks"]
+    return [known[client] if client in known else create(client, sizes, server_state["seed"]) for client in clients]
 
 
-def weights(state: ServerState, clients: Sequence[str], options: LayerAggregation) -> tuple[list[int], Tensor]:
+def weights(server_state: ServerState, clients: Sequence[str], options: LayerAggregation) -> tuple[list[int], Tensor]:
     """The clients' positions among all, and α_i of each, (clients, layers, N): HN_i(v_i; ψ_i), or from the similarity of
     layers.
 
     Raises:
         UserError: the hypernetworks have diverged.
     """
-    rows = [state["clients"].index(client) for client in clients]
+    rows = [server_state["clients"].index(client) for client in clients]
     if options.weights == "similarity":
-        models = [state["models"][client] for client in state["clients"]]
-        return rows, similarities(models, state["layers"], rows, options.similarity, options.sharpness)
+        models = [server_state["models"][client] for client in server_state["clients"]]
+        return rows, similarities(models, server_state["layers"], rows, options.similarity, options.sharpness)
 
     def weigh(few: slice) -> Tensor:
-        return alphas(stacked(_known(state, clients[few], options)), rows[few], options.normalise)
+        return alphas(stacked(_known(server_state, clients[few], options)), rows[few], options.normalise)
 
-    alpha = torch.cat(list(in_threads(weigh, in_groups(len(clients), _sizes(state, options)))))
+    alpha = torch.cat(list(in_threads(weigh, in_groups(len(clients), _sizes(server_state, options)))))
     if not bool(torch.isfinite(alpha).all()):
         raise UserError(
             f"{type(options).__name__}: the hypernetworks have diverged, their weights are no numbers; lower "
@@ -240,54 +251,59 @@ def with_retained(alpha: Tensor, rows: Sequence[int], kept: Tensor) -> Tensor:
 
 
 def personalised(
-    state: ServerState, everyone: Sequence[ClientInfo], options: LayerAggregation, k: int = 0
+    server_state: ServerState, client_infos: Sequence[ClientInfo], options: LayerAggregation, k: int = 0
 ) -> Iterator[tuple[ClientInfo, dict[str, Tensor]]]:
     """Each client with θ̄_i (eq. 5 and 6), without its k retained layers."""
-    models = [state["models"][client] for client in state["clients"]]
+    models = [server_state["models"][client] for client in server_state["clients"]]
     size = max(1, _BLOCK // max(1, sum(tensor.numel() for tensor in models[0].values())))
-    for first in range(0, len(everyone), size):
-        block = everyone[first : first + size]
-        rows, alpha = weights(state, [who.id for who in block], options)
+    for first in range(0, len(client_infos), size):
+        block = client_infos[first : first + size]
+        rows, alpha = weights(server_state, [who.id for who in block], options)
         kept = retained(alpha, rows, k)
-        mixed = mixtures(models, with_retained(alpha, rows, kept), state["layers"])
+        mixed = mixtures(models, with_retained(alpha, rows, kept), server_state["layers"])
         for who, model, keeps in zip(block, mixed, kept.tolist(), strict=True):
             sent = [
-                name for names, keep in zip(state["layers"].values(), keeps, strict=True) if not keep for name in names
+                name
+                for names, keep in zip(server_state["layers"].values(), keeps, strict=True)
+                if not keep
+                for name in names
             ]
             yield who, {name: model[name] for name in sent}
 
 
-def learned(state: ServerState, replies: Mapping[str, Tree], options: LayerAggregation, k: int = 0) -> ServerState:
+def learned(
+    server_state: ServerState, replies: Mapping[str, Tree], options: LayerAggregation, k: int = 0
+) -> ServerState:
     """The state after a round: the clients' new θ_i, and v_i, ψ_i after eq. 10 and 11.
 
     The state says what was sent, so that Δθ_i = θ_i − θ̄_i needs no other memory of it. All clients' θ_j are those of the
     round's start. Retained layers have a Δθ_i too (algorithm 2), and their weights go on learning from it.
     """
     if options.weights == "similarity":
-        return {**state, "models": {**state["models"], **replies}}
+        return {**server_state, "models": {**server_state["models"], **replies}}
     clients = sorted(replies)
-    rows, alpha = weights(state, clients, options)
+    rows, alpha = weights(server_state, clients, options)
     served = with_retained(alpha, rows, retained(alpha, rows, k))
-    models = [state["models"][client] for client in state["clients"]]
-    products = inner_products(models, served, [replies[c] for c in clients], state["layers"])
+    models = [server_state["models"][client] for client in server_state["clients"]]
+    products = inner_products(models, served, [replies[c] for c in clients], server_state["layers"])
     rate = len(models) / 10 if options.hn_lr is None else options.hn_lr
 
     def learn(few: slice) -> list[dict[str, Tensor]]:
-        own = _known(state, clients[few], options)
+        own = _known(server_state, clients[few], options)
         return updated(own, rows[few], products[few], rate, options.normalise)
 
-    learnt = chain.from_iterable(in_threads(learn, in_groups(len(clients), _sizes(state, options))))
-    after = {**state["hypernetworks"], **dict(zip(clients, learnt, strict=True))}
-    return {**state, "models": {**state["models"], **replies}, "hypernetworks": after}
+    learnt = chain.from_iterable(in_threads(learn, in_groups(len(clients), _sizes(server_state, options))))
+    after = {**server_state["hypernetworks"], **dict(zip(clients, learnt, strict=True))}
+    return {**server_state, "models": {**server_state["models"], **replies}, "hypernetworks": after}
 
 
 def weights_for_plots(
-    state: ServerState, who: Sequence[str], options: LayerAggregation
+    server_state: ServerState, client_ids: Sequence[str], options: LayerAggregation
 ) -> Mapping[str, Tensor | Sequence[str] | float]:
     """α of these clients with the names of its dimensions, and how many rows had no weight to give."""
-    _, alpha = weights(state, who, options)
+    _, alpha = weights(server_state, client_ids, options)
     relu = options.weights == "hypernetwork" and options.normalise == "relu"
-    groups = hypernetworks(state, who, options) if relu else ()
+    groups = hypernetworks(server_state, client_ids, options) if relu else ()
     dead = sum(int(zero_rows(scores(stacked(own))).sum()) for _, own in groups)
-    names = {"rows": list(who), "layers": list(state["layers"]), "clients": list(state["clients"])}
+    names = {"rows": list(client_ids), "layers": list(server_state["layers"]), "clients": list(server_state["clients"])}
     return {"alpha": alpha, **names, "zero_rows": dead}

@@ -7,10 +7,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.averaging import ClientState, ServerState, ServerStep, mixed, reply
+from polyfed.algorithms.averaging import ClientState, ServerState, ServerStep, build_reply, mixed
 from polyfed.algorithms.points import put, trained_state
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import Policy, ready, receive
+from polyfed.core.buffers import Policy, load_client_model, prepare_for_eval
 from polyfed.core.errors import UserError
 from polyfed.core.gathered import OfClient
 from polyfed.core.training import fit
@@ -68,26 +68,28 @@ class PFedMe(ServerStep):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def after_mean(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_update(self, server_state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
         """w ← (1−β)w + β Σ_i w_i/S over the S clients drawn (algorithm 1, last line)."""
-        return {"model": {name: mixed(w, mean["model"][name], self.beta) for name, w in state["model"].items()}}
+        return {"model": {name: mixed(w, mean["model"][name], self.beta) for name, w in server_state["model"].items()}}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """w_i: w after the round's steps w ← w − ηλ(w − θ̃), one a minibatch; θ_i stays private."""
-        net = receive(client, down.tensors["model"], own, self.buffers)
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         moved = [parameter for parameter in net.module.parameters() if parameter.requires_grad]
         # The authors' code starts the K steps at w in a round's first minibatch, and then goes on from the last θ̃: no
         # state from earlier rounds enters, so that θ̃ depends on the w received and the client's data alone.
         theta = [parameter.detach().clone() for parameter in moved]
 
-        lr = down.scalars["lr"]
+        lr = message.scalars["lr"]
         envelope = OfClient(self._envelope, theta)
         found = fit(net.module, client, self, lr=lr, seed=seed, gradient=envelope)
-        message, kept = reply(net, client, found.loss, self)
+        reply, kept = build_reply(net, client, found.loss, self)
         put(moved, theta)
-        return message, {**kept, "model": trained_state(net.module)}
+        return reply, {**kept, "model": trained_state(net.module)}
 
     def _envelope(self, network: nn.Module, loss_of: Callable[[int], Tensor], theta: Sequence[Tensor]) -> Tensor:
         """Leaves λ(w − θ̃) in `grad`: the gradient of the Moreau envelope on this minibatch; and θ̃ in `theta`."""
@@ -107,13 +109,23 @@ class PFedMe(ServerStep):
         put(moved, w)
         return loss
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_i; what is not trained, and buffers that travel, are those of w."""
-        model = {**down.tensors["model"], **own.get("model", {})}
-        return ready(receive(client, model, own, self.buffers), client, own, self.buffers)
+        model = {**message.tensors["model"], **client_state.get("model", {})}
+        return prepare_for_eval(
+            load_client_model(client, model, client_state, self.buffers), client, client_state, self.buffers
+        )
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """w, on the client's data."""
-        yield "server", ready(receive(client, down.tensors["model"], own, self.buffers), client, own, self.buffers)
+        yield (
+            "server",
+            prepare_for_eval(
+                load_client_model(client, message.tensors["model"], client_state, self.buffers),
+                client,
+                client_state,
+                self.buffers,
+            ),
+        )

@@ -48,14 +48,14 @@ class Prototypes(KeepsNetwork, LocalTraining, LooksInside, ABC):
         self._at_least(0, "lam")
         self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
 
-    def dispatch(self, state: dict[str, Any], who: ClientInfo) -> Message:
+    def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
         """The prototypes, the same for everyone, once there are some; and the learning rate."""
-        down = {"prototypes": state["prototypes"]} if state["prototypes"] else {}
-        return Message(down, {"lr": self.lr_at(who.round, who.rounds)})
+        down = {"prototypes": server_state["prototypes"]} if server_state["prototypes"] else {}
+        return Message(down, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
-    def reply_spec(self, state: dict[str, Any], down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, Spec]:
         """Sums and weights of the classes, as many and as wide as the prototypes."""
-        return prototype_spec(state["prototypes"], reply)
+        return prototype_spec(server_state["prototypes"], reply)
 
     def look_inside(self, client: Client) -> None:
         """As the client's first state does."""
@@ -69,37 +69,37 @@ class Prototypes(KeepsNetwork, LocalTraining, LooksInside, ABC):
         return own
 
     def local_update(
-        self, down: Message, own: dict[str, Any], client: Client, seed: int
+        self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
         """W_i after `local_epochs`, and its class means."""
-        model = super().personal_model(down, own, client, seed)
-        name, term = representation_name(model, client.train), self._loss(down, client)
+        model = super().personal_model(message, client_state, client, seed)
+        name, term = representation_name(model, client.train), self._loss(message, client)
         watched = None if term is None else name
         found = fit(
-            model, client, self, lr=down.scalars["lr"], seed=seed, loss=term, representation=watched, reported="task"
+            model, client, self, lr=message.scalars["lr"], seed=seed, loss=term, representation=watched, reported="task"
         )
         features = representations(settled(model), client.train, module=name)
         weighted = bool(getattr(self, "weighted", False))
         sent = class_sums(features, client.train.labels, num_outputs(model, client), weighted)
         return Message({"classes": sent}, scalars_of(client, found.loss)), {"model": whole_state(model)}
 
-    def _loss(self, down: Message, client: Client) -> Callable[[Forward], Tensor] | None:
+    def _loss(self, message: Message, client: Client) -> Callable[[Forward], Tensor] | None:
         """The task's loss and the distance to the prototypes; None where that has no weight, or there are none."""
-        return pulled(self.criterion(client), down.tensors.get("prototypes"), self.lam, client.train.device)
+        return pulled(self.criterion(client), message.tensors.get("prototypes"), self.lam, client.train.device)
 
-    def personal_model(self, down: Message, own: dict[str, Any], client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
         """W_i, with the prototypes for its head or with its own."""
-        model = super().personal_model(down, own, client, seed)
-        if self.evaluate == "head" or "prototypes" not in down.tensors:
+        model = super().personal_model(message, client_state, client, seed)
+        if self.evaluate == "head" or "prototypes" not in message.tensors:
             return model
-        return nearest(model, linear_head(model, client, type(self).__name__), down.tensors["prototypes"])
+        return nearest(model, linear_head(model, client, type(self).__name__), message.tensors["prototypes"])
 
     def other_models(
-        self, down: Message, own: dict[str, Any], client: Client, seed: int
+        self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """W_i with its own head."""
         if self.evaluate == "prototypes":
-            yield "head", super().personal_model(down, own, client, seed)
+            yield "head", super().personal_model(message, client_state, client, seed)
 
 
 def nearest(model: nn.Module, head: nn.Linear, prototypes: Tree) -> nn.Module:

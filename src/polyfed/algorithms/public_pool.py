@@ -49,9 +49,9 @@ class PublicPool(LocalTraining, ABC):
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def _pool(self, down: Message, own: Mapping[str, Any], client: Client) -> Examples:
+    def _pool(self, message: Message, client_state: Mapping[str, Any], client: Client) -> Examples:
         """All public examples, from the message or as the client kept them, prepared as its own are."""
-        pool = down.tensors.get("public") or own.get("public")
+        pool = message.tensors.get("public") or client_state.get("public")
         if pool is None:
             raise UserError(
                 f"client {client.id!r} was sent the public examples in an earlier round, and lost them with its private "
@@ -59,7 +59,7 @@ class PublicPool(LocalTraining, ABC):
             )
         return prepared(pool, client)
 
-    def _keep_pool(self, down: Message, own: Mapping[str, Any]) -> dict[str, Any]:
+    def _keep_pool(self, message: Message, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """What the client keeps of the public examples: all of them with `pool_once`; otherwise their hash, where it gets
         all of them.
 
@@ -67,10 +67,10 @@ class PublicPool(LocalTraining, ABC):
             UserError: they are not those of the first time. A server that chose others for each round could read a network's
                 weights off its representations.
         """
-        sent = down.tensors.get("public")
-        kept = dict(sent or own.get("public", {})) if self.pool_once else {}
-        pin = own.get("pool_hash") if sent is None else _hash(sent)
-        if pin != own.get("pool_hash", pin):
+        sent = message.tensors.get("public")
+        kept = dict(sent or client_state.get("public", {})) if self.pool_once else {}
+        pin = client_state.get("pool_hash") if sent is None else _hash(sent)
+        if pin != client_state.get("pool_hash", pin):
             raise UserError(
                 f"{type(self).__name__}: the public examples are not those of the first round, and a client does not show "
                 "what its network makes of others; start the run again if they are meant to be"

@@ -7,10 +7,10 @@ from typing import ClassVar, final
 
 import torch
 
-from polyfed.algorithms.averaging import ClientState, ServerState, ServerStep, mixed, reply
+from polyfed.algorithms.averaging import ClientState, ServerState, ServerStep, build_reply, mixed
 from polyfed.algorithms.penalties import slope
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import receive
+from polyfed.core.buffers import load_client_model
 from polyfed.core.gathered import OfClient
 from polyfed.core.training import fit
 from polyfed.core.tree import Tree
@@ -64,19 +64,19 @@ class Scaffold(ServerStep):
             "clients": len(server.clients),
         }
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """x and c; to evaluate, x alone."""
-        message = super().dispatch(state, who)
-        variate = {} if who.purpose == "personal" else {"variate": state["variate"]}
+        message = super().dispatch(server_state, client_info)
+        variate = {} if client_info.purpose == "personal" else {"variate": server_state["variate"]}
         return Message({**message.tensors, **variate}, message.scalars)
 
-    def after_mean(self, state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_update(self, server_state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
         """x ← x + η_g/|S| Σ_{i∈S} (y_i − x) and c ← c + 1/N Σ_{i∈S} (c_i⁺ − c_i) (algorithm 1, lines 16 and 17)."""
-        share = len(who) / state["clients"]
-        x = {name: mixed(x, mean["model"][name], self.server_lr) for name, x in state["model"].items()}
+        share = len(who) / server_state["clients"]
+        x = {name: mixed(x, mean["model"][name], self.server_lr) for name, x in server_state["model"].items()}
         # A reply has c_i⁺ − c_i + c, and so has their mean the c.
-        c = {name: mixed(c, mean["variate"][name], share) for name, c in state["variate"].items()}
-        return {**state, "model": x, "variate": c}
+        c = {name: mixed(c, mean["variate"][name], share) for name, c in server_state["variate"].items()}
+        return {**server_state, "model": x, "variate": c}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -84,18 +84,20 @@ class Scaffold(ServerStep):
         """c_i = 0, as no tensors."""
         return {"variate": {}}
 
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """y_i after K steps y ← y − η(g_i(y) − c_i + c), and c_i⁺ = c_i − c + (x − y)/(Kη) (lines 10 and 12, option II)."""
-        net, lr = receive(client, down.tensors["model"], own, self.buffers), down.scalars["lr"]
-        x, c = down.tensors["model"], down.tensors["variate"]
-        mine = own["variate"] or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
+        net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
+        x, c = message.tensors["model"], message.tensors["variate"]
+        mine = client_state["variate"] or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
         trained = [(name, p) for name, p in net.module.named_parameters() if p.requires_grad]
         correction = OfClient(
             slope, [(c[name] - mine[name]).to(p.device) for name, p in trained]
         )  # its gradient: −c_i + c
         found = fit(net.module, client, self, lr=lr, seed=seed, penalty=correction)
-        message, kept = reply(net, client, found.loss, self)
-        way = {name: (x[name] - message.tensors["model"][name]) / (found.steps * lr) for name in c}
+        reply, kept = build_reply(net, client, found.loss, self)
+        way = {name: (x[name] - reply.tensors["model"][name]) / (found.steps * lr) for name in c}
         after = {name: mine[name] - c[name] + way[name] for name in c}
         # (x − y)/(Kη) = c_i⁺ − c_i + c: it has the form of c, from which it differs little once training has come far.
-        return Message({**message.tensors, "variate": way}, message.scalars), {**kept, "variate": after}
+        return Message({**reply.tensors, "variate": way}, reply.scalars), {**kept, "variate": after}

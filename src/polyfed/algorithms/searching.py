@@ -23,7 +23,7 @@ from polyfed.core.algorithm import (
     Message,
     ServerContext,
 )
-from polyfed.core.buffers import Policy, filled, give_back, recompute, travelling
+from polyfed.core.buffers import Policy, extract_update, fill_client_model, recompute, shared_tensors
 from polyfed.core.scratch import Scratch, initial_state, scratch
 from polyfed.core.seeds import derive, local_rng
 from polyfed.core.training import fit, scalars_of
@@ -180,47 +180,50 @@ class Searching(Averaging, BringsNetwork, ABC):
         """The initial θ = {θ_b, θ_p}, each of weights W and of what the samplers learn, Π."""
         assert server.data_spec is not None  # `requires` names "one_data_spec"
         plan = self.plan(server.data_spec.inputs[0], server.data_spec.outputs)
-        return _groups(travelling(initial_state(plan, server.seed), scratch(plan).buffers, self.buffers))
+        return _groups(shared_tensors(initial_state(plan, server.seed), scratch(plan).buffers, self.buffers))
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """θ_b, θ_p, and learning rate and temperature of the round, the same for everyone."""
-        now = {"lr": self.lr_at(who.round, who.rounds), "temperature": self.temperature_at(who.round, who.rounds)}
-        return Message({group: state[group] for group in GROUPS}, now)
+        now = {
+            "lr": self.lr_at(client_info.round, client_info.rounds),
+            "temperature": self.temperature_at(client_info.round, client_info.rounds),
+        }
+        return Message({group: server_state[group] for group in GROUPS}, now)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def receive(self, down: Message, own: ClientState, client: Client) -> Scratch:
+    def receive(self, message: Message, client_state: ClientState, client: Client) -> Scratch:
         """The scratch supernet with what came down; its form is that of the message's tensors."""
-        base, personal = (down.tensors[group] for group in GROUPS)
+        base, personal = (message.tensors[group] for group in GROUPS)
         plan = self.plan(base["base.stem.weight"].shape[1], len(personal["personal.classifier.bias"]))
-        net = filled(scratch(plan, client.train.device), {**base, **personal}, own, self.buffers)
-        network(net).temperature, network(net).gradient = down.scalars["temperature"], self.gradient
+        net = fill_client_model(scratch(plan, client.train.device), {**base, **personal}, client_state, self.buffers)
+        network(net).temperature, network(net).gradient = message.scalars["temperature"], self.gradient
         return net
 
     def reply(self, net: Scratch, client: Client, loss: float) -> tuple[Message, ClientState]:
         """Both stacks after training, and the private state of the policy for buffers."""
-        model, own = give_back(net, self)
+        model, own = extract_update(net, self)
         return Message(_groups(model), scalars_of(client, loss)), own
 
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """The architecture that the client takes from the supernet after adapting its personal stack: the most probable
         one as a plain network, or the mean of sampled ones. With context-aware samplers it is the supernet itself, which
         chooses for each example."""
-        net = self.receive(down, own, client)
+        net = self.receive(message, client_state, client)
         if self.finetune_epochs:
             tuning = replace(self, local_epochs=self.finetune_epochs, local_steps=None)
-            lr = down.scalars["lr"] if self.finetune_lr is None else self.finetune_lr
+            lr = message.scalars["lr"] if self.finetune_lr is None else self.finetune_lr
             adapt(network(net), client, tuning, lr=lr, seed=seed)
-        return self.taken(net, own, client, seed)
+        return self.taken(net, client_state, client, seed)
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """What came down, not adapted."""
         if self.finetune_epochs:
-            yield "server", self.taken(self.receive(down, own, client), own, client, seed)
+            yield "server", self.taken(self.receive(message, client_state, client), client_state, client, seed)
 
-    def taken(self, net: Scratch, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def taken(self, net: Scratch, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """The network that a client takes from its supernet. BatchNorm's statistics are of its training data, unless the
         policy for buffers has others for it."""
         supernet = network(net).eval()
@@ -235,7 +238,7 @@ class Searching(Averaging, BringsNetwork, ABC):
             taken = Sampled(supernet, noise, client.task == "classification").to(client.train.device)
         elif self.context == "free":
             taken = most_probable_network(supernet)
-        if self.buffers == "recompute" or (self.buffers == "local" and not own.get("buffers")):
+        if self.buffers == "recompute" or (self.buffers == "local" and not client_state.get("buffers")):
             recompute(taken, client.train)
         return taken.eval()
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Architecture, Client, Message
-from polyfed.core.dense import alien
+from polyfed.core.dense import message_error
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import Scratch, scratch
 from polyfed.core.tied import first_names, further_names
@@ -148,16 +148,16 @@ def check_ranks(networks: Mapping[str, Architecture], mode: Adapters) -> Archite
 
 
 @contextmanager
-def fitted(algorithm: Algorithm[Any, Any], client: Client, down: Message) -> Iterator[Message]:
+def fitted(algorithm: Algorithm[Any, Any], client: Client, message: Message) -> Iterator[Message]:
     """What came down with adapters of the client's own rank and scale. With "stack" the client's W₀ has what is added to it
     inside the block."""
     mode = mode_of(algorithm)
     if mode is None or client.model is None:
-        yield down
+        yield message
         return
     net = scratch(client.model, client.train.device)
     state, fit, added = net.module.state_dict(), dict[str, Tree](), dict[str, Tensor]()
-    for group, tree in down.tensors.items():
+    for group, tree in message.tensors.items():
         own = dict(tree)
         for pair in pairs(tree):
             rank, scale = state[pair.a].shape[0], _scale(net.module, pair)
@@ -178,7 +178,7 @@ def fitted(algorithm: Algorithm[Any, Any], client: Client, down: Message) -> Ite
                 before.append((base, base.detach().clone()))
                 product = added[pair.product].to(base.device, base.dtype)
                 base.data.add_(product.t() if turned else product)  # .data: the frozen part counts its changes
-        yield Message(fit, down.scalars)
+        yield Message(fit, message.scalars)
     finally:
         for base, value in before:
             base.data.copy_(value)
@@ -186,7 +186,7 @@ def fitted(algorithm: Algorithm[Any, Any], client: Client, down: Message) -> Ite
 
 def leaving(algorithm: Algorithm[Any, Any], client: Client, reply: Message) -> Message:
     """A reply as it travels: of the client's rank, with its scale in B."""
-    if mode_of(algorithm) is None or client.model is None or alien(reply):
+    if mode_of(algorithm) is None or client.model is None or message_error(reply):
         return reply
     module, sent = scratch(client.model, client.train.device).module, dict[str, Tree]()
     for group, tree in reply.tensors.items():
@@ -244,7 +244,7 @@ def begun(algorithm: Algorithm[Any, Any], state: Any, model: Architecture | None
     return {group: first(part) if isinstance(part, Mapping) else part for group, part in state.items()}
 
 
-def opened(algorithm: Algorithm[Any, Any], reply: Message, down: Message) -> Message:
+def opened(algorithm: Algorithm[Any, Any], reply: Message, message: Message) -> Message:
     """A reply as the server half takes it: in the form of what went down, so that replies of different ranks have a mean;
     with "svd" the products besides.
 
@@ -254,7 +254,7 @@ def opened(algorithm: Algorithm[Any, Any], reply: Message, down: Message) -> Mes
     mode = mode_of(algorithm)
     if mode is None:
         return reply
-    sent = {name: tensor for tree in down.tensors.values() for name, tensor in tree.items()}
+    sent = {name: tensor for tree in message.tensors.values() for name, tensor in tree.items()}
     found: dict[str, Tree] = {}
     for group, tree in reply.tensors.items():
         own = dict(tree)

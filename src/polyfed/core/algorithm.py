@@ -265,7 +265,8 @@ class ServerContext:
 class Algorithm(ABC, Generic[ServerState, ClientState]):
     """A federated method; the module's docstring has a complete one.
 
-    `local_update` may train a scratch module in place, but changes neither `down` nor `own`; private state is returned.
+    `local_update` may train a scratch module in place, but changes neither `message` nor `client_state`; it returns the new
+    state.
     Every random choice comes from `seed`, which the caller derives from (run seed, round, client id, purpose).
 
     Raises:
@@ -301,26 +302,30 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     def server_init(self, server: ServerContext) -> ServerState:
         """The server's state before round 1: nested dicts of tensors and plain scalars, as a checkpoint holds them."""
 
-    def dispatch(self, state: ServerState, who: ClientInfo) -> Message:
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """What the server sends to one client; messages may differ between clients."""
-        return next(self.dispatch_all(state, [who]))
+        return next(self.dispatch_all(server_state, [client_info]))
 
-    def dispatch_all(self, state: ServerState, everyone: Sequence[ClientInfo]) -> Iterator[Message]:
+    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """The messages to several clients, in their order, each made when it is asked for. A method that makes many at once
         faster overrides this instead of `dispatch`; both give the same, up to rounding."""
-        return (self.dispatch(state, who) for who in everyone)
+        return (self.dispatch(server_state, who) for who in client_infos)
 
-    def reply_spec(self, state: ServerState, down: Message, reply: Message) -> Mapping[str, Spec]:
-        """What a valid reply to `down` holds: group -> names, shapes, dtypes. The default: the groups that went down, in the
-        form in which they went. That tensors are finite and that `scalars_needed` are there is checked for every method.
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+        """Return what a valid reply to `message` holds: group -> names, shapes, dtypes.
+
+        The default: the groups that went down, in the form in which they went. That tensors are finite and that
+        `scalars_needed` are there is checked for every method.
 
         Raises:
             ValueError: why this reply cannot be accepted, where its form alone does not say it; half a sentence.
         """
-        return {group: spec(tree) for group, tree in down.tensors.items()}
+        return {group: spec(tree) for group, tree in message.tensors.items()}
 
     @abstractmethod
-    def aggregate(self, state: ServerState, replies: Mapping[str, Message], server: ServerContext) -> ServerState:
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
         """The server's next state from the replies of the round's clients, whatever their order."""
 
     @property
@@ -328,8 +333,10 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         """Scalars of a reply that the server half uses; a site sends no others unless its owner discloses them."""
         return frozenset({"num_examples"}) if getattr(self, "weighted", False) else frozenset()
 
-    def analysis(self, state: ServerState, who: Sequence[str]) -> Mapping[str, Tensor | Sequence[str] | float]:
-        """What of the server's state after a round is worth keeping for plots, `who` being the clients of the round:
+    def analysis(
+        self, server_state: ServerState, client_ids: Sequence[str]
+    ) -> Mapping[str, Tensor | Sequence[str] | float]:
+        """What of the server's state after a round is worth keeping for plots, `client_ids` being the clients of the round:
         numbers go into `metrics.jsonl`, tensors and lists of names into `analysis/round-N.npz` of the run directory."""
         return {}
 
@@ -340,15 +347,17 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         """The client's private state before its first round. `seed` is the run's, the same for every client."""
 
     @abstractmethod
-    def local_update(self, down: Message, own: ClientState, client: Client, seed: int) -> tuple[Message, ClientState]:
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
         """One client's part of a round: the reply to the server, and the new private state."""
 
     @abstractmethod
-    def personal_model(self, down: Message, own: ClientState, client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """The network of this client that is evaluated, exported and used."""
 
     def other_models(
-        self, down: Message, own: ClientState, client: Client, seed: int
+        self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """Further networks to evaluate, each with the name under which its metrics are kept, such as ("server", the server's
         model). Each is evaluated before the next is asked for, so that all may use one scratch module."""

@@ -42,42 +42,42 @@ class SendsBuffers(Protocol):
         ...
 
 
-def travelling(state: Tree, buffer_names: Mapping[str, Tensor], policy: Policy) -> dict[str, Tensor]:
+def shared_tensors(state: Tree, buffer_names: Mapping[str, Tensor], policy: Policy) -> dict[str, Tensor]:
     """The tensors of a state dict that are sent under `policy`: the parameters, and with "average" the buffers."""
     return {name: tensor for name, tensor in state.items() if policy == "average" or name not in buffer_names}
 
 
-def receive(client: Client, model: Tree, own: Mapping[str, Tree], policy: Policy) -> Scratch:
+def load_client_model(client: Client, model: Tree, client_state: Mapping[str, Tree], policy: Policy) -> Scratch:
     """The client's scratch module filled with what came down and, under "local", with its own buffers (as built, before
     its first round)."""
     assert client.model is not None  # `federate` has checked that the method's clients have one
-    return filled(scratch(client.model, client.train.device), model, own, policy)
+    return fill_client_model(scratch(client.model, client.train.device), model, client_state, policy)
 
 
-def filled(net: Scratch, model: Tree, own: Mapping[str, Tree], policy: Policy) -> Scratch:
+def fill_client_model(net: Scratch, model: Tree, client_state: Mapping[str, Tree], policy: Policy) -> Scratch:
     """The same for a scratch module that the caller already has."""
-    kept = net.buffers if policy == "recompute" or not own.get("buffers") else own["buffers"]
+    kept = net.buffers if policy == "recompute" or not client_state.get("buffers") else client_state["buffers"]
     fill(net.module, model, {} if policy == "average" else kept)
     if policy != "average":
         return net
     return replace(net, counters={n: model[n] for n in net.buffers if not model[n].is_floating_point()})
 
 
-def give_back(net: Scratch, method: SendsBuffers) -> tuple[dict[str, Tensor], dict[str, Tree]]:
+def extract_update(net: Scratch, method: SendsBuffers) -> tuple[dict[str, Tensor], dict[str, Tree]]:
     """After training: copies of the tensors to send and, under "local", the private state that keeps the buffers. Buffers of
     whole numbers are sent as they came, unless the method needs the number of examples."""
     state, policy = whole_state(net.module), method.buffers
     kept = {name: state[name] for name in net.buffers} if policy == "local" else {}
-    sent = travelling(state, net.buffers, policy)
+    sent = shared_tensors(state, net.buffers, policy)
     if "num_examples" not in method.scalars_needed:
         sent |= {name: came.clone() for name, came in net.counters.items()}
     return sent, ({"buffers": kept} if kept else {})
 
 
-def ready(net: Scratch, client: Client, own: Mapping[str, Tree], policy: Policy) -> nn.Module:
+def prepare_for_eval(net: Scratch, client: Client, client_state: Mapping[str, Tree], policy: Policy) -> nn.Module:
     """The filled module, ready to be evaluated: BatchNorm statistics are estimated on the client's training data under
     "recompute", and under "local" for a client that has none of its own yet because it never took part."""
-    if policy == "recompute" or (policy == "local" and not own.get("buffers")):
+    if policy == "recompute" or (policy == "local" and not client_state.get("buffers")):
         recompute(net.module, client.train)
     return net.module
 

@@ -43,7 +43,7 @@ def dense_message(message: Message) -> Message:
     return message if tensors is message.tensors else replace(message, tensors=tensors)
 
 
-def alien(reply: Any) -> str | None:
+def message_error(reply: Any) -> str | None:
     """What of a reply is no message: no tensor in this machine's memory, in groups with names, or no mapping of numbers.
 
     >>> alien(Message({"model": {"w": [1.0]}}))

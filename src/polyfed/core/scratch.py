@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Architecture
+from polyfed.core.class_paths import stable_path
 from polyfed.core.errors import UserError
 from polyfed.core.gradients import gradients
 from polyfed.core.seeds import derive, local_rng
@@ -213,7 +214,7 @@ def same_but_for_frozen(one: str, other: str) -> bool:
 def _architecture(module: nn.Module, *, ties: bool = True) -> str:
     form = [(name, tuple(t.shape), str(t.dtype)) for name, t in module.state_dict().items()]
     parts = [
-        (name, type(part).__module__, type(part).__qualname__, sorted(_plain_attributes(part).items(), key=repr))
+        (name, stable_path(type(part)), type(part).__qualname__, sorted(_plain_attributes(part).items(), key=repr))
         for name, part in module.named_modules()
     ]
     functions = [

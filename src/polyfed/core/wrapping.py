@@ -13,10 +13,10 @@ class WrapsNetwork(ABC):
     """For a method whose personal model has something of the client's around the client's own network."""
 
     @abstractmethod
-    def around(self, network: nn.Module, weights: Tree) -> nn.Module:
+    def wrap_network(self, network: nn.Module, weights: Tree) -> nn.Module:
         """What takes the weights of a personal model, from the client's own network."""
 
 
-def around(method: Algorithm[Any, Any], network: nn.Module, weights: Tree) -> nn.Module:
+def wrap_network(method: Algorithm[Any, Any], network: nn.Module, weights: Tree) -> nn.Module:
     """What takes the weights of a personal model, from the client's own network: that network, for most methods."""
-    return method.around(network, weights) if isinstance(method, WrapsNetwork) else network
+    return method.wrap_network(network, weights) if isinstance(method, WrapsNetwork) else network

@@ -85,7 +85,7 @@ class Outgoing:
         return head["phase"] == "evaluate" and bool(self.disclose - _NO_SCORES)
 
     def reply(
-        self, reply: Message, down: Message, algorithm: Algorithm[Any, Any], how: Compression | None, seed: int
+        self, reply: Message, message: Message, algorithm: Algorithm[Any, Any], how: Compression | None, seed: int
     ) -> Message:
         """The reply as it may leave the site; compressed after the noise.
 
@@ -94,16 +94,16 @@ class Outgoing:
         """
         allowed = self.disclose | algorithm.scalars_needed
         scalars = {name: value for name, value in reply.scalars.items() if name in allowed}
-        body = protect(Message(reply.tensors, scalars), down, self.protection)
-        return body if how is None else compress(body, down, how, seed)
+        body = protect(Message(reply.tensors, scalars), message, self.protection)
+        return body if how is None else compress(body, message, how, seed)
 
-    def part(self, reply: Message, down: Message, algorithm: Algorithm[Any, Any], place: "Place") -> Message:
+    def part(self, reply: Message, message: Message, algorithm: Algorithm[Any, Any], place: "Place") -> Message:
         """The reply as masked numbers of a secure sum.
 
         Raises:
             UserError: a number is not finite, or does not fit; or see `protect`.
         """
-        body = protect(reply, down, self.protection, among=place.threshold - 1)
+        body = protect(reply, message, self.protection, among=place.threshold - 1)
         if wrong := broken(body):
             raise UserError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
         return place.masked(part_of(body, algorithm, place.parties))

@@ -125,8 +125,8 @@ def _with_noise(secure: bool) -> list[str]:
     ]
 
 
-def protect(up: Message, down: Message, protection: Protection, among: int = 1) -> Message:
-    """What is sent instead of the reply `up` to `down`.
+def protect(up: Message, message: Message, protection: Protection, among: int = 1) -> Message:
+    """What is sent instead of the reply `up` to `message`.
 
     Args:
         up, down, protection: as above.
@@ -142,7 +142,7 @@ def protect(up: Message, down: Message, protection: Protection, among: int = 1) 
     """
     if protection.clip_norm is None:
         return up
-    received = {(g, n): t for g, tree in down.tensors.items() for n, t in tree.items()}
+    received = {(g, n): t for g, tree in message.tensors.items() for n, t in tree.items()}
     changes: dict[tuple[str, str], Tensor] = {}
     for group, tree in up.tensors.items():
         for name, tensor in tree.items():

@@ -139,13 +139,13 @@ def _scalars(packed: Packed, server: Server, told: Mapping[str, Any]) -> dict[st
     return scalars
 
 
-def form_flaw(packed: Packed, down: Message, server: Server, state: Any, scalars: Mapping[str, Any]) -> str | None:
+def form_flaw(packed: Packed, message: Message, server: Server, state: Any, scalars: Mapping[str, Any]) -> str | None:
     """How names, shapes and types of a reply differ from what the method takes; None if they do not, or if the method must
     see the tensors to tell."""
     forms: Mapping[str, Mapping[str, Form]] = packed.forms()
     if (how := compression(server.settings.compress)) is not None:
         try:
-            forms = forms_after(forms, down, how)
+            forms = forms_after(forms, message, how)
         except ValueError as flaw:
             return one_line(flaw)
     meta: dict[str, Mapping[str, torch.Tensor]] = {
@@ -153,14 +153,14 @@ def form_flaw(packed: Packed, down: Message, server: Server, state: Any, scalars
         for group, form in forms.items()
     }
     try:
-        meta = dict(opened(server.algorithm, Message(meta, scalars), down).tensors)
+        meta = dict(opened(server.algorithm, Message(meta, scalars), message).tensors)
         try:
-            wanted = server.algorithm.reply_spec(state, down, Message(meta, scalars))
+            wanted = server.algorithm.reply_spec(state, message, Message(meta, scalars))
         except RuntimeError:  # it asks for values: small tensors are read, such as which clients FedFomo asks for
             small = {group: small_tensors(packed.groups[group], _SMALL) for group in meta}
             small = small if how is None else {group: as_they_are(tree) for group, tree in small.items()}
             meta = {group: {**tree, **small[group]} for group, tree in meta.items()}
-            wanted = server.algorithm.reply_spec(state, down, Message(meta, scalars))
+            wanted = server.algorithm.reply_spec(state, message, Message(meta, scalars))
     except UserError:
         raise
     except ValueError as flaw:

@@ -76,15 +76,15 @@ class _Passes:
         self.x, self.y = client.train.batch(chosen.to(client.train.device))
 
     @gradients()
-    def mean(self, down: Message, draws: int) -> tuple[Tensor, Tensor]:
+    def mean(self, message: Message, draws: int) -> tuple[Tensor, Tensor]:
         """(g_i, g̃_i), flat, means over the draws."""
-        made = [self.once(down, derive(self.seed, "conflicts", draw)) for draw in range(draws)]
+        made = [self.once(message, derive(self.seed, "conflicts", draw)) for draw in range(draws)]
         local, ahead = (torch.stack(one).mean(0) for one in zip(*made, strict=True))
         return local, ahead
 
-    def once(self, down: Message, seed: int) -> tuple[Tensor, Tensor]:
+    def once(self, message: Message, seed: int) -> tuple[Tensor, Tensor]:
         """The same of one draw."""
-        supernet = network(self.method.receive(down, {}, self.client)).train()
+        supernet = network(self.method.receive(message, {}, self.client)).train()
         personal = [p for n, p in supernet.named_parameters() if n.startswith("personal.")]
         criterion, found = self.method.criterion(self.client), list[Tensor]()
 

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from polyfed.algorithms.averaging import Summing
+from polyfed.algorithms.averaging import RunningAggregate
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.errors import RoundError
 from polyfed.core.tree import spec, tensors_of
@@ -38,13 +38,13 @@ class Intake:
         self._left, self._held = deque(sorted(who)), dict[str, Message]()
         self._lost: set[str] = set()
         self._wanted = frozenset(who)
-        self._sum: Summing | SecureSum | None = None
+        self._sum: RunningAggregate | SecureSum | None = None
         self.seconds = 0.0  # that summing took
         if secure and is_mean(algorithm):
             self._sum = SecureSum(algorithm)
-        elif is_mean(algorithm) and algorithm.form_is_known(state):
+        elif is_mean(algorithm) and algorithm.reply_spec_is_known(state):
             known = not algorithm.weighted or all(i in num_examples for i in who)  # without weights ids are enough
-            self._sum = algorithm.summing({i: num_examples.get(i, 1) for i in self._left} if known else None)
+            self._sum = algorithm.running_aggregate({i: num_examples.get(i, 1) for i in self._left} if known else None)
 
     def came(self, client: str, reply: Message) -> None:
         """Takes in the reply of a client; one that is not of this round's clients (`everyone_trains`) is let go."""
@@ -79,7 +79,7 @@ class Intake:
             RoundError: the state is not finite, and no single reply is to blame, or none may be left out.
         """
         if self._sum is not None:
-            after = self._sum.state_after(self._state)
+            after = self._sum.finalize(self._state)
             if broken := _broken(after, self._state):
                 raise RoundError(
                     f"{type(self._algorithm).__name__}: {broken} after the mean; lower lr or set clip_norm"

@@ -18,7 +18,7 @@ from polyfed.core.stored import read_tensors
 from polyfed.core.threads import one_thread
 from polyfed.core.tree import Tree
 from polyfed.core.typed import from_json
-from polyfed.core.wrapping import around
+from polyfed.core.wrapping import wrap_network
 from polyfed.data.features import Prepared, encode, from_description
 from polyfed.models import ModelSpec
 from polyfed.simulation.runs.configuration import method_of, section
@@ -108,7 +108,7 @@ def load_model(folder: str | Path, client: str | None = None) -> KeptModel:
     spec = read_signature(told)["network"] if told.is_file() else None
     if spec is not None:
         return KeptModel(
-            _filled(around(method, new_module(spec_of(spec), seed=0), weights), weights, folder), prepared, owner
+            _filled(wrap_network(method, new_module(spec_of(spec), seed=0), weights), weights, folder), prepared, owner
         )
     return KeptModel(_network(config, owner, prepared, weights, folder, method), prepared, owner)
 
@@ -139,7 +139,7 @@ def _network(
     for one in several:
         arguments = {key: value for key, value in one.items() if key != "name"}
         spec = ModelSpec(one["name"], arguments, (len(prepared.features),), len(prepared.classes))
-        network = around(method, new_module(spec, seed=0), weights)
+        network = wrap_network(method, new_module(spec, seed=0), weights)
         if _forms(network.state_dict()) == _forms(weights) and spec not in [known for known, _ in fitting]:
             fitting.append((spec, network))
     if len(fitting) != 1:

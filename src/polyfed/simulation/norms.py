@@ -22,11 +22,11 @@ _NAMED = 3  # clients in a sentence
 _NOBODY = "no client has a finite"
 
 
-def update_norm(reply: Message, down: Message, differences: Iterable[str] = ()) -> float | None:
+def update_norm(reply: Message, message: Message, differences: Iterable[str] = ()) -> float | None:
     """The norm of what a client changed; None of a reply without floating numbers.
 
     Args:
-        reply: of a client, decompressed; adapters may be of a lower rank than those in `down`.
+        reply: of a client, decompressed; adapters may be of a lower rank than those in `message`.
         down: what the client had received.
         differences: groups of the reply that are differences already, so that nothing is subtracted.
 
@@ -38,7 +38,7 @@ def update_norm(reply: Message, down: Message, differences: Iterable[str] = ()) 
     """
     apart, squares = frozenset(differences), list[float]()
     for group, tree in reply.tensors.items():
-        received = {} if group in apart else down.tensors.get(group, {})
+        received = {} if group in apart else message.tensors.get(group, {})
         for name, tensor in tree.items():
             if tensor.is_floating_point():
                 change = _change(tensor.detach(), received.get(name))

@@ -54,35 +54,40 @@ class Moments(Averaging):
         zeros = torch.zeros(self.size, dtype=torch.float64)
         return {"moments": {"count": zeros, "total": zeros}, "mean": zeros, "variance": zeros, "done": 0}
 
-    def dispatch(self, state: dict[str, Any], who: ClientInfo) -> Message:
+    def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
         """The mean, once it is known; and which of the two rounds it is."""
-        return Message({"moments": state["moments"], "known": {"mean": state["mean"]}}, {"done": float(state["done"])})
+        return Message(
+            {"moments": server_state["moments"], "known": {"mean": server_state["mean"]}},
+            {"done": float(server_state["done"])},
+        )
 
     def local_update(
-        self, down: Message, own: dict[str, Any], client: Client, seed: int
+        self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
         """The counts and sums of the client's training rows."""
-        count, total = sums(client.train, down.tensors["known"]["mean"] if down.scalars["done"] else None)
-        return Message({"moments": {"count": count, "total": total}}), own
+        count, total = sums(client.train, message.tensors["known"]["mean"] if message.scalars["done"] else None)
+        return Message({"moments": {"count": count, "total": total}}), client_state
 
-    def reply_spec(self, state: dict[str, Any], down: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, Spec]:
         """Their form; and, where they are read, whether rows can have them."""
         for name, tensor in reply.tensors.get("moments", {}).items():
             if tensor.is_meta:  # of a masked part, or not read yet
                 continue
             if name == "count" and bool(((tensor < 0) | (tensor != tensor.floor())).any()):
                 raise ValueError("how many rows it counts is negative, or no whole number")
-            if name == "total" and state["done"] and bool((tensor < 0).any()):
+            if name == "total" and server_state["done"] and bool((tensor < 0).any()):
                 raise ValueError("a sum of squares is negative")
-        return super().reply_spec(state, down, reply)
+        return super().reply_spec(server_state, message, reply)
 
-    def server_step(self, state: dict[str, Any], mean: Mapping[str, Tree], who: Sequence[str]) -> dict[str, Any]:
+    def server_step(
+        self, server_state: dict[str, Any], mean: Mapping[str, Tree], client_ids: Sequence[str]
+    ) -> dict[str, Any]:
         """The mean, then the variance: means over sites of sums and counts have the ratio of the sums themselves."""
         found = of_moments(mean["moments"]["count"], mean["moments"]["total"])
-        name = "variance" if state["done"] else "mean"
-        return {**state, name: found, "done": state["done"] + 1}
+        name = "variance" if server_state["done"] else "mean"
+        return {**server_state, name: found, "done": server_state["done"] + 1}
 
-    def personal_model(self, down: Message, own: dict[str, Any], client: Client, seed: int) -> nn.Module:
+    def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
         """None: nothing is evaluated."""
         return nn.Identity()
 

@@ -10,7 +10,7 @@ from polyfed.core import adapters
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext
 from polyfed.core.compressed import Broadcast, decompress
 from polyfed.core.compression import Compression, compression
-from polyfed.core.dense import alien, dense, dense_message
+from polyfed.core.dense import dense, dense_message, message_error
 from polyfed.core.evaluation import SCORE
 from polyfed.core.examples import Examples
 from polyfed.core.metrics import Metric, metrics_of
@@ -133,7 +133,7 @@ class Federation:
         phase: Phase,
         client: str,
         round_number: int,
-        down: Message,
+        message: Message,
         before: Checkpoint,
         sending: Broadcast | None = None,
     ) -> Task:
@@ -147,13 +147,15 @@ class Federation:
         Raises:
             TypeError: the message holds what cannot travel.
         """
-        check_scalars(down.scalars, f"{name_of(self.algorithm)}: the message to {client!r}")
+        check_scalars(message.scalars, f"{name_of(self.algorithm)}: the message to {client!r}")
         purpose = "local" if phase == "local" else "personal"
         seed = derive(self.settings.seed, round_number, client, purpose)
-        down = dense_message(down)
-        sent, arrived = (sending or self.broadcast(before))(down)
+        message = dense_message(message)
+        sent, arrived = (sending or self.broadcast(before))(message)
         own = before.client_states.get(client)
-        return Task(phase, round_number, client, arrived, own, seed, self.settings.seed, None if sent is down else sent)
+        return Task(
+            phase, round_number, client, arrived, own, seed, self.settings.seed, None if sent is message else sent
+        )
 
     def tasks(
         self, phase: Phase, clients: Sequence[str], round_number: int, at: Checkpoint, limit: int = Engine.block_bytes
@@ -189,30 +191,34 @@ class Federation:
             down = next(message for who, message in messages if who.id == client)
         return self.task(phase, client, at.round, down, at)
 
-    def opened(self, reply: Any, down: Message) -> Any:
-        """The reply to `down` as the server half takes it, of one as it travelled; what is no message is left for `flaw`.
+    def opened(self, reply: Any, message: Message) -> Any:
+        """The reply to `message` as the server half takes it, of one as it travelled; what is no message is left for `flaw`.
 
         Raises:
             ValueError: it is not compressed as agreed; half a sentence.
         """
-        return reply if alien(reply) else adapters.opened(self.algorithm, self.decompressed(reply, down), down)
+        return (
+            reply
+            if message_error(reply)
+            else adapters.opened(self.algorithm, self.decompressed(reply, message), message)
+        )
 
-    def decompressed(self, reply: Message, down: Message) -> Message:
-        """The reply to `down` as the client half made it.
+    def decompressed(self, reply: Message, message: Message) -> Message:
+        """The reply to `message` as the client half made it.
 
         Raises:
             ValueError: it is not compressed as agreed; half a sentence.
         """
-        return reply if self.compression is None else decompress(reply, down, self.compression)
+        return reply if self.compression is None else decompress(reply, message, self.compression)
 
-    def flaw(self, reply: Message | None, state: Any, down: Message, client: str | None = None) -> str | None:
-        """Why a reply to `down`, sent from the server's `state`, cannot be accepted; None if it can.
+    def flaw(self, reply: Message | None, state: Any, message: Message, client: str | None = None) -> str | None:
+        """Why a reply to `message`, sent from the server's `state`, cannot be accepted; None if it can.
 
         Args:
             reply, state, down: as above.
             client: who replied, where that is to be checked too.
         """
-        if strange := alien(reply):
+        if strange := message_error(reply):
             return strange
         assert reply is not None  # None is strange
         for name, value in reply.scalars.items():
@@ -226,7 +232,7 @@ class Federation:
         if lacking := sorted(self.algorithm.scalars_needed - reply.scalars.keys()):
             return f"{lacking[0]} is missing, a number that the method needs; a site must not hold it back"
         try:
-            wanted = adapters.expected(self.algorithm, self.algorithm.reply_spec(state, down, reply))
+            wanted = adapters.expected(self.algorithm, self.algorithm.reply_spec(state, message, reply))
         except ValueError as flaw:
             return str(flaw)
         except Exception as error:  # whatever a method stumbles over in a reply that is nothing like its own

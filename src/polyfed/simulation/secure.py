@@ -26,7 +26,7 @@ def is_mean(algorithm: Algorithm[Any, Any]) -> TypeGuard[Averaging]:
 
 def can_be_secure(algorithm: Algorithm[Any, Any]) -> bool:
     """Whether the sum of a round's replies is all that the server half needs."""
-    return is_mean(algorithm) and algorithm.sums_suffice
+    return is_mean(algorithm) and algorithm.aggregates_by_sum
 
 
 def disclosed(algorithm: Algorithm[Any, Any], secure: bool) -> frozenset[str]:
@@ -41,7 +41,7 @@ def disclosed(algorithm: Algorithm[Any, Any], secure: bool) -> frozenset[str]:
 
 def check_secure(algorithm: Algorithm[Any, Any], parties: int) -> None:
     """Raises a `UserError` if a method cannot run on secure sums, or a round has one client whose sum would be itself."""
-    if is_mean(algorithm) and not algorithm.sums_suffice:
+    if is_mean(algorithm) and not algorithm.aggregates_by_sum:
         raise UserError(
             f"secure=True gives the server nothing but the sum of a round's replies, and {name_of(algorithm)} with "
             "final='all' keeps each client's latest model by itself; give final='cohort'"
@@ -79,7 +79,7 @@ def part_of(reply: Message, algorithm: Algorithm[Any, Any], parties: int) -> Mes
     return as_message(encode(groups, weight, parties), Layout.of(groups))  # type: ignore[arg-type]  # whole: encode checks
 
 
-def part_flaw(part: Message | None, algorithm: Algorithm[Any, Any], state: Any, down: Message) -> str | None:
+def part_flaw(part: Message | None, algorithm: Algorithm[Any, Any], state: Any, message: Message) -> str | None:
     """Why something that came as a part of a sum cannot be added to it; None if it can.
 
     Args:
@@ -90,7 +90,7 @@ def part_flaw(part: Message | None, algorithm: Algorithm[Any, Any], state: Any, 
         if not isinstance(part, Message):
             raise UserError(f"the reply is a {type(part).__name__}, not a Message")
         groups = from_message(part)[1].empty()
-        wanted = algorithm.reply_spec(state, down, Message(groups))
+        wanted = algorithm.reply_spec(state, message, Message(groups))
     except ValueError as flaw:
         return str(flaw)
     for group in sorted(wanted.keys() | groups.keys()):
@@ -130,7 +130,7 @@ class SecureSum:
             self._total += words
         self._ids.append(client)
 
-    def state_after(self, state: Any) -> Any:
+    def finalize(self, state: Any) -> Any:
         """The server's next state, from the mean alone."""
         assert self._layout is not None
         found, _ = decode(self._total, self._layout)

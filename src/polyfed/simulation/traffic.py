@@ -265,8 +265,8 @@ def _signatures(
     return found
 
 
-def _seen(algorithm: Algorithm[Any, Any], down: Message, reply: Message, unchanged: bool) -> Any:
-    went = {(g, n): t for g, tree in down.tensors.items() for n, t in tree.items()} if unchanged else {}
+def _seen(algorithm: Algorithm[Any, Any], message: Message, reply: Message, unchanged: bool) -> Any:
+    went = {(g, n): t for g, tree in message.tensors.items() for n, t in tree.items()} if unchanged else {}
 
     def back(group: str, name: str, tensor: Tensor) -> bool:
         before = went.get((group, name))

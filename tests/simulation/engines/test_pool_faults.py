@@ -44,9 +44,9 @@ def at_most(seconds):
 class LongLog(FedAvg):
     """Keeps a private list that is far larger than a pipe, and no private tensor."""
 
-    def local_update(self, down, own, client, seed):
-        reply, own = super().local_update(down, own, client, seed)
-        return reply, {**own, "log": [0.123456789] * 40_000}
+    def local_update(self, message, client_state, client, seed):
+        reply, client_state = super().local_update(message, client_state, client, seed)
+        return reply, {**client_state, "log": [0.123456789] * 40_000}
 
 
 def big_clients(number=6):
@@ -122,8 +122,8 @@ class Unkeepable(FedAvg):
 
     kind: str = "numpy"
 
-    def local_update(self, down, own, client, seed):
-        reply, _ = super().local_update(down, own, client, seed)
+    def local_update(self, message, client_state, client, seed):
+        reply, _ = super().local_update(message, client_state, client, seed)
         return reply, {"seen": np.float32(3) if self.kind == "numpy" else (1, 2)}
 
 
@@ -138,9 +138,9 @@ def test_state_that_cannot_be_kept_is_refused_everywhere_alike(kind, workers):
 def test_a_reply_with_something_else_than_tensors(workers):
     @dataclass(frozen=True, kw_only=True)
     class Odd(FedAvg):
-        def local_update(self, down, own, client, seed):
-            reply, own = super().local_update(down, own, client, seed)
-            return pf.Message({"model": {**reply.tensors["model"], "head.bias": [1.0]}}, reply.scalars), own
+        def local_update(self, message, client_state, client, seed):
+            reply, client_state = super().local_update(message, client_state, client, seed)
+            return pf.Message({"model": {**reply.tensors["model"], "head.bias": [1.0]}}, reply.scalars), client_state
 
     with pytest.raises(pf.ClientError, match=r"'head.bias' is a list, not a tensor"):
         pf.federate(small_clients(), Odd(), rounds=1, workers=workers)

@@ -208,8 +208,10 @@ class Unexportable(FedAvg):
     how: str = "raise"
     rounds: int = 1
 
-    def personal_model(self, down, own, client, seed):
-        model = copy.deepcopy(super().personal_model(down, own, client, seed))  # not the module that others use too
+    def personal_model(self, message, client_state, client, seed):
+        model = copy.deepcopy(
+            super().personal_model(message, client_state, client, seed)
+        )  # not the module that others use too
         if client.id == "client-1":
             model.state_dict = self._fail
         return model

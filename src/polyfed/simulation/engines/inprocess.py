@@ -15,7 +15,7 @@ from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, Loss, Messa
 from polyfed.core.compressed import compress
 from polyfed.core.compression import Compression
 from polyfed.core.criteria import trained_loss
-from polyfed.core.dense import alien, dense, dense_message
+from polyfed.core.dense import dense, dense_message, message_error
 from polyfed.core.errors import ClientError
 from polyfed.core.evaluation import Metrics, client_scores, out_of_fold, predict, scores
 from polyfed.core.examples import Examples
@@ -69,7 +69,7 @@ class InProcessEngine(Engine):
                         reply = leaving(algorithm, client, reply)
                         check_keepable(own, "the private state")
                         _check_finite(algorithm, reply, own)
-                        if not alien(reply):  # else it is refused as it is
+                        if not message_error(reply):  # else it is refused as it is
                             if self._compression is not None:
                                 reply = compress(reply, task.down, self._compression, task.reply_seed)
                             reply = dense_message(reply)
@@ -95,7 +95,7 @@ class InProcessEngine(Engine):
             yield result.after(time.perf_counter() - start)
 
     def _scored(
-        self, model: torch.nn.Module, task: Task, down: Message, own: Any, loss: Loss
+        self, model: torch.nn.Module, task: Task, message: Message, own: Any, loss: Loss
     ) -> tuple[Metrics, dict[str, Tensor]]:
         """Metrics and outputs of the personal network. Where it was fitted to validation examples, each of these has the
         outputs of a network that was made without it."""
@@ -105,7 +105,7 @@ class InProcessEngine(Engine):
         metrics, outputs = client_scores(model, replace(client, val=None), self._metrics, loss=loss)
 
         def personal(of: Client) -> torch.nn.Module:
-            return settled(algorithm.personal_model(down, own, of, task.seed))
+            return settled(algorithm.personal_model(message, own, of, task.seed))
 
         found = out_of_fold(personal, client)
         row = scores(found, client.val.labels.cpu(), client.task, self._metrics, loss)
@@ -139,7 +139,7 @@ def _check_finite(algorithm: Algorithm[Any, Any], reply: Any, own: Nested) -> No
     Raises:
         FloatingPointError: the private state has NaN or infinite values.
     """
-    if type(algorithm) not in REGISTRY.values() or alien(reply) or not_finite_in(dict(reply.scalars)):
+    if type(algorithm) not in REGISTRY.values() or message_error(reply) or not_finite_in(dict(reply.scalars)):
         return  # what is wrong with a reply is said where it is accepted
     if wrong := not_finite_in(own):
         raise FloatingPointError(f"the private state: {wrong}; the local training diverged: lower lr or set clip_norm")

@@ -14,7 +14,7 @@ from polyfed.core.evaluation import split_name
 from polyfed.core.examples import inputs_like
 from polyfed.core.scratch import fill, new_module, settled
 from polyfed.core.threads import one_thread
-from polyfed.core.wrapping import around
+from polyfed.core.wrapping import wrap_network
 from polyfed.data.columns import in_order
 from polyfed.data.features import Prepared
 from polyfed.simulation.engines.inprocess import InProcessEngine
@@ -107,7 +107,7 @@ class Run:
             assert result.weights is not None  # of a task of the phase "export", in this process
             factory = owner.model
             if factory is not None and self.federation.algorithm.requires & MODEL_WORDS:
-                network = around(self.federation.algorithm, new_module(factory, seed=0), result.weights)
+                network = wrap_network(self.federation.algorithm, new_module(factory, seed=0), result.weights)
                 return fill(network, result.weights).eval()
             if isinstance(self.federation.algorithm, BringsNetwork):
                 return fill(self.federation.algorithm.build(result.description or {}), result.weights).eval()

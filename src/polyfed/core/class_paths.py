@@ -1,0 +1,46 @@
+"""Module paths of polyfed's layer classes that do not change when a file moves.
+
+An architecture's fingerprint has the path and name of each layer's class, and first weights derive from the fingerprint. So
+a class keeps the path at which runs first used it, wherever it is defined today.
+"""
+
+from torch import nn
+
+_PATHS = {
+    "polyfed.algorithms.fedala": "_Mixing",
+    "polyfed.algorithms.fedtgp": "TrainablePrototypes",
+    "polyfed.algorithms.knn_per": "Neighbours",
+    "polyfed.algorithms.mutual": "Pair",
+    "polyfed.core.stacked": "Stacked",
+    "polyfed.graphs.export": "_Tensors",
+    "polyfed.graphs.flow": "Root",
+    "polyfed.hypernetworks.generated": "GeneratedNetwork",
+    "polyfed.hypernetworks.ghn": "GHN",
+    "polyfed.hypernetworks.ghn_layers": "GatedGraphConv GraphConv",
+    "polyfed.hypernetworks.heads": "Factored TypeHead",
+    "polyfed.models.flha": "ResidualBlock",
+    "polyfed.models.parts": "SideBySide",
+    "polyfed.models.text": "LSTMClassifier",
+    "polyfed.models.vit": "TransformerBlock VisionTransformer",
+    "polyfed.search.cells": "Cell",
+    "polyfed.search.depthwise": "Depthwise",
+    "polyfed.search.network": "Network Sampled",
+    "polyfed.search.operations": "GroupedNorm _Halve",
+    "polyfed.search.sampling": "ContextAware ContextFree Sampler _Shrink",
+    "polyfed.simulation.traffic": "Counts",
+    "polyfed.testing": "SmallNet",
+}
+_PATH_OF = {name: path for path, names in _PATHS.items() for name in names.split()}
+
+
+def stable_path(kind: type[nn.Module]) -> str:
+    """Return the module path that stands for a layer class in fingerprints.
+
+    A class of polyfed that is not in the table has the path "polyfed"; any other class has that of its module.
+
+    >>> stable_path(nn.Linear)
+    'torch.nn.modules.linear'
+    """
+    if kind.__module__.partition(".")[0] != "polyfed":
+        return kind.__module__
+    return _PATH_OF.get(kind.__qualname__, "polyfed")
