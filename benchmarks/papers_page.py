@@ -68,8 +68,9 @@ REMARKS = {  # what one should know to read a table or a curve
     "architecture, which two and four clients share; the paper's are a client's alone, as the recipe now has them. These "
     "rows have not been measured again. At 25 % both are the same.",
     "flha-table1_forms": "As published is with polyfed's earlier reading of section 4.2's start, of which Fig. 6 says "
-    "more. Without normalise FLHA-GHN has the largest rate at which no seed ended at chance, 0.1. With 0.3, which was "
-    "better in two other seeds, one of these three did ([rates](../benchmarks/README.md)).",
+    "more, and with norm layers as nodes of the graph. Without normalise FLHA-GHN has the largest rate at which no seed "
+    "ended at chance, 0.1. With 0.3, which was better in two other seeds, one of these three did "
+    "([rates](../benchmarks/README.md)).",
     "fedhenn-table2": "FedHeNN Hetero and training alone with its networks have nine seeds on CIFAR-10 with two classes: "
     "six more were run to see whether what the first three showed holds. In the row of 500 clients (40 here) it does not: "
     "+1.2 (0.7 to 1.6) by three, +0.1 (−0.8 to 0.9) by the six others. In that of 100 (20 here) it does: "

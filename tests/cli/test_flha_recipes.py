@@ -3,6 +3,7 @@ written here from the paper by hand."""
 
 import functools
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,10 +30,16 @@ SOURCES = {
 }
 IMAGES = {"flha_table2": 2000, "flha_table3": 1024, "flha_table6_fig3": 2000, "flha_fig7": 2500}  # of all; else 512
 UNSEEN = ["flha_table6_fig3", "flha_fig7"]
+PUBLISHED = {"graph": "layers", "normalise": False, "initialisation": "paper", "momentum": 0, "clip_norm": None}
 
 
 def variants(name):
     return list(read(name).variants) or [None]
+
+
+def plain(name):
+    """The variants in polyfed's form, and those of other methods."""
+    return [v for v in variants(name) if not v.endswith(("-published", "-unnormalised"))]
 
 
 def names(experiment):
@@ -68,13 +75,12 @@ def test_scales_say_what_they_reduce(name, experiment):
     assert recipe.scale() == "cpu"
     own_test = {0.02: "2 % of each client's training images are", 0.1: "a tenth of each client's training images is"}
     ours = (
-        "; not of the paper: normalise and Kaiming's variance at the start (its rate of 0.009 was found without), momentum "
-        "0.9 and gradients clipped at 5"
+        "; not of the paper: norm layers as nodes of the graph, normalise and Kaiming's variance at the start (its rate of "
+        "0.009 was found without), momentum 0.9 and gradients clipped at 5 (the variants *-published have none of these)"
     )
-    of_table1 = " (the variants *-published have none of these)" if name == "flha_table1" else ""
     assert recipe.reduced("paper") == (
         f"{own_test[experiment(name).split.test_fraction]} its own test set, and not trained on"
-        + ("" if name == "flha_upper_bound" else ours + of_table1)
+        + ("" if name == "flha_upper_bound" else ours)
     )
     images = re.escape(f"{IMAGES.get(name, 512):,} instead of") if name != "flha_table5" else "128 training images"
     for words in ("width 8 instead of 64", "40", "rate", images):
@@ -139,10 +145,26 @@ def test_at_paper_scale_the_method_has_the_papers_settings(name, experiment):
         assert method.depth == (0 if "no-gnn" in str(variant) else 6)
         fields = {"depth": method.depth, "local_epochs": method.local_epochs, "head": "mlp"}
         if str(variant).endswith("-published"):
-            fields |= {"normalise": False, "initialisation": "paper", "momentum": 0, "clip_norm": None}
+            fields |= PUBLISHED
         if str(variant).endswith("-unnormalised"):
             fields |= {"normalise": False}
         assert method == FLHAGHN(**fields)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", GHN)
+def test_every_experiment_is_there_in_the_published_form(name, experiment):
+    """Data, networks and epochs are those of polyfed's form; the rate is the paper's at each scale."""
+    own = [v for v in plain(name) if not v.endswith("-standard")]
+    assert [v for v in variants(name) if v.endswith("-published")] == [f"{v}-published" for v in own]
+    for variant in own:
+        for scale in SCALES:
+            ours, published = (experiment(name, scale, v) for v in (variant, f"{variant}-published"))
+            assert published.algorithm == replace(ours.algorithm, lr=0.009, **PUBLISHED)
+            assert not published.baselines
+            assert (published.settings, published.models, published.source, published.split, published.partition) == (
+                ours.settings, ours.models, ours.source, ours.split, ours.partition,
+            )  # fmt: skip
 
 
 OTHER = ("flha_table2", "flha_table3", "flha_appendix_b", "flha_upper_bound")
@@ -163,18 +185,15 @@ def test_a_variant_names_the_data_set_and_the_share_of_a_client(name, experiment
 @pytest.mark.thorough
 def test_table_1_and_3_are_the_papers(experiment):
     rows = [f"{source}-{share}" for source in ("cifar10", "cifar100", "fashion_mnist") for share in CLIENTS]
-    forms = [
-        f"{source}-{form}"
-        for source in ("cifar10", "fashion_mnist")
-        for form in ("25-published", "12.5-published", "6.25-published", "12.5-unnormalised")
+    assert plain("flha_table1") == rows
+    assert [v for v in variants("flha_table1") if v.endswith("-unnormalised")] == [
+        f"{source}-12.5-unnormalised" for source in ("cifar10", "fashion_mnist")
     ]
-    assert variants("flha_table1") == [*rows, *forms]
-    assert variants("flha_table3") == [f"{source}-{share}" for source in ("xray", "mosaics") for share in CLIENTS]
+    assert plain("flha_table3") == [f"{source}-{share}" for source in ("xray", "mosaics") for share in CLIENTS]
+    forms = set(variants("flha_table1")) - set(rows)
     assert all(not experiment("flha_table1", scale, form).baselines for scale in SCALES for form in forms)
     for name in ("flha_table1", "flha_table3"):
-        for variant in variants(name):
-            if variant in forms:
-                continue
+        for variant in plain(name):
             stem = "xray" if variant.startswith("xray") else "cifar"
             found = experiment(name, "paper", variant)
             assert names(found) == ARCHITECTURES
@@ -211,10 +230,9 @@ def test_fedavg_kd_is_that_of_appendix_e_and_the_others_have_their_defaults(name
 def test_the_upper_bound_is_of_the_same_data(experiment):
     columns = {"flha_table1": "cifar", "flha_table3": "xray"}
     bound = variants("flha_upper_bound")
-    plain = {name: [v for v in variants(name) if not v.endswith(("-published", "-unnormalised"))] for name in columns}
-    assert sorted(bound) == sorted(variant for variants in plain.values() for variant in variants)
+    assert sorted(bound) == sorted(variant for name in columns for variant in plain(name))
     for name in columns:
-        for variant in plain[name]:
+        for variant in plain(name):
             for scale in SCALES:
                 found, table = experiment("flha_upper_bound", scale, variant), experiment(name, scale, variant)
                 assert found.source == table.source
@@ -229,13 +247,13 @@ def test_the_upper_bound_is_of_the_same_data(experiment):
 @pytest.mark.thorough
 def test_table_2_has_four_depths_with_and_without_gnn(experiment):
     rows = [f"{source}-{share}" for source in ("cifar10", "cifar100", "fashion_mnist") for share in ("25", "12.5")]
-    assert variants("flha_table2") == [f"{row}-{gnn}" for row in rows for gnn in ("gnn", "no-gnn")]
+    assert plain("flha_table2") == [f"{row}-{gnn}" for row in rows for gnn in ("gnn", "no-gnn")]
     for variant in variants("flha_table2"):
         for scale in SCALES:
             found = experiment("flha_table2", scale, variant)
             assert names(found) == ["flha_chain"] * 4
             assert [model["num_layers"] for model in found.models] == [4, 7, 10, 13]
-            assert found.algorithm.depth == (0 if variant.endswith("no-gnn") else 6)
+            assert found.algorithm.depth == (0 if "no-gnn" in variant else 6)
     pairs = zip(variants("flha_table2")[::2], variants("flha_table2")[1::2], strict=True)
     for one, other in pairs:
         assert experiment("flha_table2", "cpu", one).split == experiment("flha_table2", "cpu", other).split
@@ -244,8 +262,8 @@ def test_table_2_has_four_depths_with_and_without_gnn(experiment):
 @pytest.mark.thorough
 def test_table_5_deals_training_and_test_images_alike(experiment):
     alphas = {"alpha100": 100, "alpha1": 1, "alpha0.1": 0.1}
-    assert variants("flha_table5") == [*alphas, *(f"{alpha}-standard" for alpha in alphas)]
-    for variant in variants("flha_table5"):
+    assert plain("flha_table5") == [*alphas, *(f"{alpha}-standard" for alpha in alphas)]
+    for variant in plain("flha_table5"):
         for scale in SCALES:
             found = experiment("flha_table5", scale, variant)
             assert found.partition == Dirichlet(alpha=alphas[variant.removesuffix("-standard")])
@@ -270,9 +288,9 @@ def test_table_5_deals_training_and_test_images_alike(experiment):
 
 @pytest.mark.thorough
 def test_table_6_leaves_out_each_architecture_in_turn(experiment):
-    assert variants("flha_table6_fig3") == [f"without-arch{i}" for i in range(4)]
+    assert plain("flha_table6_fig3") == [f"without-arch{i}" for i in range(4)]
     for scale in SCALES:
-        for i, variant in enumerate(variants("flha_table6_fig3")):
+        for i, variant in enumerate(plain("flha_table6_fig3")):
             found = experiment("flha_table6_fig3", scale, variant)
             assert names(found) == [*ARCHITECTURES[:i], *ARCHITECTURES[i + 1 :], ARCHITECTURES[i]]
             assert (found.split.clients, found.split.unseen) == (4, 1)
@@ -293,9 +311,9 @@ def test_figure_7s_newcomer_is_the_small_network(experiment):
 
 @pytest.mark.thorough
 def test_table_7_replaces_each_architecture_in_turn(experiment):
-    assert variants("flha_table7") == ["none", "arch3", "arch2", "arch1", "arch0"]  # the order of the rows
+    assert plain("flha_table7") == ["none", "arch3", "arch2", "arch1", "arch0"]  # the order of the rows
     for scale in SCALES:
-        for variant in variants("flha_table7"):
+        for variant in plain("flha_table7"):
             found = experiment("flha_table7", scale, variant)
             wanted = list(ARCHITECTURES)
             if variant != "none":
@@ -321,11 +339,9 @@ def test_figure_4_keeps_epochs_times_communications(experiment):
 
 @pytest.mark.thorough
 def test_appendix_b_has_resnet18_and_its_three_hybrids(experiment):
-    assert variants("flha_appendix_b") == [
-        f"{source}-{s}" for source in ("cifar10", "cifar100") for s in ("25", "12.5")
-    ]
+    assert plain("flha_appendix_b") == [f"{source}-{s}" for source in ("cifar10", "cifar100") for s in ("25", "12.5")]
     for scale in SCALES:
-        for variant in variants("flha_appendix_b"):
+        for variant in plain("flha_appendix_b"):
             found = experiment("flha_appendix_b", scale, variant)
             assert names(found) == ["resnet18", *["resnet18_hybrid"] * 3]
             assert [model.get("variant") for model in found.models] == [None, 1, 2, 3]

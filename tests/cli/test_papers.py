@@ -133,7 +133,8 @@ def test_variants_without_a_cell_are_ours():
     for name in {recipe for table in TABLES for recipe in table.variants()}:
         shown = {v for t in TABLES for v in t.variants().get(name, ())}
         left |= {f"{name} {v}" for v in read(name).variants if v not in shown}
-    assert all("fashion" in name or name == "fedhenn_table2 cifar10-100-2-vit" for name in left), left
+    forms = {name for name in left if name.endswith("-published")}
+    assert all("fashion" in name or name == "fedhenn_table2 cifar10-100-2-vit" for name in left - forms), left
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.paper} {table.name}")
