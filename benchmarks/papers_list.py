@@ -85,7 +85,7 @@ CONTENTS = {
         Item("Section 4.2", "FedAvg is a special case", state="shown by a test: with a lookup table for the graph network"),
         Item("Section 4.3", "asynchronous passing has no advantage", state="not measured",
              command="polyfed run flha_table1 --variant cifar10-25 --algorithm.passing asynchronous"),
-        Item("Section 5.4", "the others lose 2.2 ± 1.4 points by it: twelve cells of Table 7", "table7"),
+        Item("Section 5.4", "the others lose 2.2 ± 1.4 points by it: twelve cells of Table 7", "drop"),
         Item("Appendix B", "networks that concatenate", "appendix_b"),
         Item("Appendix D", "the search of hyper-parameters", "appendix_d"),
     ),

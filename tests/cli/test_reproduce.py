@@ -14,7 +14,7 @@ from polyfed.cli.commands import playing
 from polyfed.cli.commands.measures import Finished, measure
 from polyfed.cli.commands.papers import Cell, find, papers
 from polyfed.cli.commands.recipes import read
-from polyfed.cli.commands.reproduce import Found
+from polyfed.cli.commands.reproduce import Found, _found
 from polyfed.cli.main import main
 from polyfed.models import MODELS
 from polyfed.simulation.experiment import from_config
@@ -78,7 +78,6 @@ def cells(path):
         (["--scale", "smoke"], "polyfed reproduce takes a paper and a table before its options"),
         (["fedhenn", "1", "--scale", "smoke", "--seed", "2"], "polyfed reproduce takes --seeds, one or several"),
         (["fedpnas", "3", "--variant", "x"], "fedpnas table3 has no variants; leave --variant x out"),
-        (["flha", "fig7", "--variant", "x"], "flha fig7 has no variants; leave --variant x out"),
         (["flha", "Table 4"], "states no figure; `polyfed data flha_table5 --variant alpha1` prints and draws it"),
         (["flha", "1", "--variant", "cifar10-25", "--data.path", "nowhere"], "nowhere"),
         (
@@ -326,6 +325,34 @@ def test_megabytes_of_the_papers_network_are_the_papers(run, data, shape):
     ]
     cell = cell_of("pfedla", "table3", "megabytes", f"{data}, k = 0")
     assert measure(cell, run("heur_pfedla", *history)) == pytest.approx(cell.paper, abs=0.03)
+
+
+def test_the_drop_is_of_the_clients_that_keep_their_network(tmp_path):
+    """With the figures of the paper's Table 7 as scores it is what section 5.4 says, 2.2 ± 1.4."""
+    folder, table = tmp_path / "out", find("flha", "table7")
+    networks = ["resnet18", "flha_arch1", "flha_arch2", "flha_arch3"]
+    drop, spread = find("flha", "drop").cells
+    assert drop.variants == spread.variants == ("none", "arch3", "arch2", "arch1", "arch0")
+    runs = []
+    for variant in drop.variants:
+        models = ["flha_small" if variant == f"arch{k}" else name for k, name in enumerate(networks)]
+        scores = [cell.paper / 100 for cell in table.cells if cell.variant == variant]
+        rows = {f"client-{k}": {"accuracy": 0, "global_accuracy": score} for k, score in enumerate(scores)}
+        place = folder / f"flha_table7-{variant}-seed0"
+        place.mkdir(parents=True)
+        (place / "config.yaml").write_text(
+            json.dumps({"algorithm": {"name": "flha_ghn"}, "model": models, "rounds": 1})
+        )
+        (place / "metrics.jsonl").write_text(json.dumps({"round": 1, "clients": rows}) + "\n")
+        runs.append(Finished(place, "smoke"))
+    done = replace(runs[0], others=tuple(runs[1:]))
+    assert measure(drop, done) == pytest.approx(27 / 12)
+    assert measure(spread, done) == pytest.approx(spread.paper, abs=0.05)
+
+    recipes = {"flha_table7": read("flha_table7")}
+    assert _found(drop, recipes, "cpu", [0, 1], folder).by_seed == {0: pytest.approx(27 / 12)}
+    shutil.rmtree(runs[-1].folder)  # one of the five is not there
+    assert _found(drop, recipes, "cpu", [0], folder).by_seed == {}
 
 
 def test_seconds_are_of_clients_and_server_over_all_rounds(run):

@@ -42,10 +42,12 @@ _PER_ROUND = 750  # what pFedLA's Table 3 multiplies a round's megabytes with, s
 @final
 @dataclass(frozen=True)
 class Finished:
-    """A run with its baselines, at the end: its folder, and the scale of its recipe."""
+    """A run with its baselines, at the end: its folder, the scale of its recipe, and the runs of `others`, variants that a
+    cell compares it with."""
 
     folder: Path
     scale: str
+    others: tuple["Finished", ...] = ()
 
     def of(self, method: str) -> Path:
         """The run directory of one of its methods; empty is the recipe's own."""
@@ -69,14 +71,34 @@ def _score(prefix: str) -> Callable[[Cell, Any], float | None]:
     """Mean over the cell's clients of the task's score, of the metric with this prefix, after the last round."""
 
     def found(cell: Cell, run: Finished) -> float | None:
-        rows = read_metrics(run.of(cell.method) / "metrics.jsonl")[-1]["clients"]
-        part = _slice(cell.part.get("clients", ":"))
-        names = [f"{prefix}{score}" for score in SCORE.values()]
-        values = [next((row[n] for n in names if n in row), None) for _, row in sorted(rows.items())[part]]
-        known = [value for value in values if value is not None]
-        return fmean(known) if known else None
+        return _mean(_scores(prefix, run.of(cell.method))[_slice(cell.part.get("clients", ":"))])
 
     return found
+
+
+def _scores(prefix: str, folder: Path) -> list[float | None]:
+    """The task's score of each client, of the metric with this prefix, after the last round."""
+    rows = read_metrics(folder / "metrics.jsonl")[-1]["clients"]
+    names = [f"{prefix}{score}" for score in SCORE.values()]
+    return [next((row[n] for n in names if n in row), None) for _, row in sorted(rows.items())]
+
+
+def _drop(cell: Cell, run: Finished) -> float | None:
+    """How much clients' scores on the common test set fall from this run to each of its `others`, in which some clients have
+    another network: the mean over runs and over the clients that keep theirs, or with `over: cells` the standard deviation.
+    """
+
+    def clients(of: Finished) -> list[tuple[Any, float | None]]:
+        folder = of.of(cell.method)
+        return list(zip(read_config(folder)["model"], _scores("global_", folder), strict=True))
+
+    drops = [
+        None if before is None or after is None else before - after
+        for other in run.others
+        for (network, before), (now, after) in zip(clients(run), clients(other), strict=True)
+        if network == now
+    ]
+    return _stdev(drops) if cell.part.get("over") == "cells" else _mean(drops)
 
 
 def _mean_cka(cell: Cell, run: Finished) -> float | None:
@@ -239,6 +261,7 @@ METRICS: Mapping[str, Callable[[Cell, Any], float | None]] = {
     "server_score": _score("server_"),
     "cohort_score": _score("cohort_"),
     "global_score": _score("global_"),
+    "drop": _drop,
     "mean_cka": _mean_cka,
     "trained_score": _score("trained_"),
     "megabytes": _megabytes,

@@ -53,6 +53,11 @@ class Cell:
     unit: str
     part: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def variants(self) -> tuple[str | None, ...]:
+        """The variants whose runs it needs: its own, and the `others` that this one is compared with."""
+        return (self.variant, *self.part.get("others", ()))
+
 
 @final
 @dataclass(frozen=True)
@@ -77,12 +82,12 @@ class PaperTable:
         (['Table 1', 'Fig. 7', 'Appendix B'], 'Effects')
         >>> find("fedpnas", "fig. 3c").number, find("pfedla", "sweep_hn_lr").number, find("flha", "table 1 forms").number
         ('Fig. 3c', 'sweep of hn_lr', 'Table 1 forms')
-        >>> find("fedpnas", "proposition1").number
-        'Proposition 1'
+        >>> find("fedpnas", "proposition1").number, find("flha", "drop").number
+        ('Proposition 1', 'Section 5.4')
         """
         words = {
             "table": "Table", "fig": "Fig.", "appendix_": "Appendix", "effects": "Effects", "sweep_": "sweep of",
-            "proposition": "Proposition",
+            "proposition": "Proposition", "drop": "Section 5.4",
         }  # fmt: skip
         kind = next(kind for kind in words if self.name.startswith(kind))
         rest = self.name.removeprefix(kind)
@@ -101,7 +106,7 @@ class PaperTable:
         found: dict[str, dict[str | None, None]] = {}
         for cell in self.cells:
             if cell.recipe:
-                found.setdefault(cell.recipe, {})[cell.variant] = None
+                found.setdefault(cell.recipe, {}).update(dict.fromkeys(cell.variants))
         return {recipe: tuple(names) for recipe, names in found.items()}
 
 
@@ -149,11 +154,12 @@ def find(paper: str, table: str) -> PaperTable:
     Raises:
         UserError: there is no such paper or table.
 
-    >>> [find("flha", name).name for name in ("Table 1", "1", "Fig. 3", "figure 7", "flha_table2", "Appendix B")]
-    ['table1', 'table1', 'table6', 'fig7', 'table2', 'appendix_b']
+    >>> [find("flha", name).name for name in ("Table 1", "1", "Fig. 3", "figure 7", "flha_table1", "Appendix B")]
+    ['table1', 'table1', 'table6', 'fig7', 'table1', 'appendix_b']
     """
     found = find_paper(paper)
-    names = {_plain(n): t for t in found.tables.values() for n in (t.name, *t.also, *t.variants())}
+    # Of the tables of one recipe the first has its name.
+    names = {_plain(n): t for t in reversed([*found.tables.values()]) for n in (t.name, *t.also, *t.variants())}
     asked = re.sub(r"^(figure|fig)", "fig", _plain(table))
     asked = re.sub(r"^(tab|t)(?=\d)", "table", asked)
     tries = (asked, f"table{asked}", f"fig{asked}") if asked.isdecimal() else (asked,)

@@ -4,7 +4,7 @@ import fnmatch
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, final
@@ -281,14 +281,15 @@ def _found(cell: Cell, recipes: Mapping[str, Recipe], scale: str, seeds: Sequenc
         return Found(cell, {} if value is None else {0: value}, ())
     recipe, places = recipes[cell.recipe], []
     by_seed: dict[int, float] = {}
-    variant = _same(recipe, scale, cell.variant)
+    variants = [_same(recipe, scale, variant) for variant in cell.variants]
     for seed in seeds:
-        number = recipe.configuration(scale, variant)["seed"] if seed is None else seed
-        folder = _folder(out, recipe.name, variant, number)
-        run = Finished(folder, scale)
-        if (folder / "config.yaml").exists() and playing.has_all_rounds(run.of(cell.method)):
-            places.append(folder.name)
-            value = measure(cell, run)
+        number = recipe.configuration(scale, variants[0])["seed"] if seed is None else seed
+        run, *others = (Finished(_folder(out, recipe.name, variant, number), scale) for variant in variants)
+        if all(
+            (of.folder / "config.yaml").exists() and playing.has_all_rounds(of.of(cell.method)) for of in (run, *others)
+        ):
+            places.append(run.folder.name)
+            value = measure(cell, replace(run, others=tuple(others)))
             by_seed |= {} if value is None else {number: value}
     return Found(cell, by_seed, tuple(places))
 
