@@ -61,7 +61,6 @@ class Table:
             called, instead of one column at a time.
         but: patterns of columns (with `by="column"`, of rows) that are no score, so that methods are not compared there.
         options: of `polyfed run`, beside the table's.
-        seeds: 3 if 0.
         runs: the table whose runs it shares.
         by_round: whether it is a curve over rounds: scores of all rounds that were evaluated are kept, too.
     """
@@ -75,7 +74,6 @@ class Table:
     by: str = "row"
     but: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
-    seeds: int = 0
     runs: str = ""
     by_round: bool = False
 
@@ -174,10 +172,17 @@ TABLES = {
         {FASHION: "mosaics-*"}, ("FLHA-GHN",), groups=SHARES,
         means=(("mosaics, mean of the architectures", "mosaics *"),),
     ),
-    "flha/table7": Table({FASHION: None}, seeds=1, options=ON_FASHION),
-    "flha/fig4": Table({FASHION: None}, seeds=1, options=ON_FASHION),
-    "flha/appendix_b": Table({FASHION: "cifar10-*"}, seeds=1, options=ON_FASHION),
+    "flha/table7": Table({FASHION: None}, ("none replaced",), options=ON_FASHION),
+    "flha/drop": Table({FASHION: None}, options=ON_FASHION, runs="flha/table7"),
+    "flha/fig4": Table({FASHION: None}, ("L = 1",), options=ON_FASHION),
+    "flha/fig7": Table({FASHION: None}, ("GHN init",), by="column", options=ON_FASHION),
+    "flha/appendix_b": Table(
+        {FASHION: "cifar10-*"}, ("4 clients", "8 clients"), groups=("CIFAR-10, ",), options=ON_FASHION,
+        pairs=tuple((f"CIFAR-10, {n} clients", f"CIFAR-10, {n} clients, distillation") for n in (4, 8)),
+    ),
+    "flha/appendix_d": Table({FASHION: None}, ("the paper's optimum",), options=ON_FASHION),
     "flha/fig6": Table({}),
+    "fedpnas/proposition1": Table({"digits": "digits*", FASHION: "fashion-mnist*"}, by="column"),
     "fedpnas/table3": Table({}),
 }  # fmt: skip
 
@@ -245,14 +250,13 @@ def folder_of(data, given):
 def run_table(key, given):
     paper, name = key.split("/")
     table, plan = find(paper, name), TABLES[key]
-    seeds = "0" if plan.seeds == 1 else given.seeds
     out, began = Path(given.runs) / (plan.runs or key).replace("/", "-"), time.time()
     methods = ["--baselines", given.baselines] if given.baselines else []
     for data, pattern in (plan.variants or {"": None}).items():
         if given.only not in (None, data):
             continue
         where = ["--data.path", folder_of(data, given)] if data not in ("", "digits") else []
-        wanted = Wanted(scale="cpu", variant=given.variant or pattern, seeds=seeds, out=str(out))
+        wanted = Wanted(scale="cpu", variant=given.variant or pattern, seeds=given.seeds, out=str(out))
         try:
             reproduce.run([paper, name, *plan.options, *where, *methods], wanted, quiet=given.quiet)
         except RoundError as error:  # of one method: the table has the others, and a gap

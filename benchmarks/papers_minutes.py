@@ -27,6 +27,7 @@ from workloads import cpu_name
 from polyfed.cli.commands.reproduce import RESULT
 from polyfed.core.threads import usable_cores
 
+SEEDS = "0,1,2"
 IDLE, PATIENCE = 0.15, 60  # of a core that others may use; seconds to wait for that
 
 
@@ -69,15 +70,14 @@ def timed(key, data, variants, given):
         shutil.rmtree(out, ignore_errors=True)  # of an earlier call that was stopped
     elif not (out / RESULT).exists():
         raise SystemExit(f"{key} shares the runs of {plan.runs}: time that first")
-    seeds = "0" if plan.seeds == 1 else "0,1,2"
-    words = [sys.executable, "-m", "polyfed", "reproduce", paper, name, "--seeds", seeds, "--out", str(out), "--quiet"]
+    words = [sys.executable, "-m", "polyfed", "reproduce", paper, name, "--seeds", SEEDS, "--out", str(out), "--quiet"]
     words += plan.options
     words += ["--variant", variants] if variants else []
     words += ["--data.path", folder_of(data, given)] if data not in ("", "digits") else []
     wait_until_idle()
     began, used = time.monotonic(), children()
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    took = {"seconds": round(time.monotonic() - began, 1), "processor": round(children() - used, 1), "seeds": seeds}
+    took = {"seconds": round(time.monotonic() - began, 1), "processor": round(children() - used, 1), "seeds": SEEDS}
     if not (out / RESULT).exists():
         raise SystemExit(f"{key}, {data}: {done.stderr}")
     if done.returncode:

@@ -110,8 +110,8 @@ REMARKS = {  # what one should know to read a table or a curve
     "flha-table7": "One seed, so that no difference has an interval. The network that is replaced falls most, by 6 to 16 "
     "points here and 7 to 13 in the paper; the others lose at most 5 here and there. The paper's average drop, 2.2 ± 1.4, "
     "is that of the others, over the twelve cells; here it is 2.1 ± 2.1.",
-    "flha-table6": "Training from scratch had FLHA-GHN's rate here, 0.03. Now it has one of its own, 0.05; the column has "
-    "not been measured again.",
+    "flha-table6": "Training from scratch has the rate 0.03, FLHA-GHN's: of four rates the best over the four networks, in "
+    "seeds that the table does not have ([rates](../benchmarks/README.md)).",
     "pfedla-fig1b": "By similarity client 1 takes half of conv1 from itself and half from the client with the same classes, "
     "and 1/4 of fc1, since all clients' fc1 are about as far from one another: the paper has it the other way round, "
     "larger weights in fc1 and fc2. Learned weights leave conv1, conv2 and fc1 wholly to client 1, and share fc2 and the "

@@ -251,16 +251,6 @@ def test_one_setting_under_two_names_is_not_compared():
     ]  # d is another part of the run
 
 
-def test_differences_in_the_results_are_those_of_their_cells():
-    """What a table compares may have changed since it was measured."""
-    import papers
-    from papers_cells import gains
-
-    for key, plan in papers.TABLES.items():
-        found = json.loads((papers.RESULTS / f"{key.replace('/', '-')}.json").read_text("utf-8"))
-        assert found["gains"] == gains(found["cells"], plan), key
-
-
 def test_differences_after_all_rounds_are_those_of_the_means():
     checked = 0
     for file in (ROOT / "benchmarks" / "results" / "papers").glob("*-examples.json"):
@@ -315,6 +305,7 @@ def test_what_one_data_set_adds_leaves_the_rest_of_a_table():
 
 
 def test_every_difference_is_made_of_the_cells_that_were_measured():
+    """What a table compares may have changed since it was measured; some tables have not been."""
     import papers
     import papers_cells
 

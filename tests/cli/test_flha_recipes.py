@@ -3,7 +3,7 @@ written here from the paper by hand."""
 
 import functools
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ from polyfed.simulation.experiment import participants
 read = functools.cache(shipped.read)
 FLHA = [name for name in recipes() if name.startswith("flha_")]
 CHOICES = [(name, scale, variant) for name in FLHA for scale in SCALES for variant in (read(name).variants or [None])]
-GHN = [name for name in FLHA if name != "flha_upper_bound"]
+SWEEP = "flha_appendix_d"  # of the published form
+GHN = [name for name in FLHA if name not in ("flha_upper_bound", SWEEP)]
 ARCHITECTURES = ["resnet18", "flha_arch1", "flha_arch2", "flha_arch3"]  # Arch 0-3
 CLIENTS = {"25": 4, "12.5": 8, "6.25": 16}  # "data %" of Tables 1-3
 SOURCES = {
@@ -54,7 +55,8 @@ def widths(experiment):
 
 
 def test_every_table_and_figure_has_a_recipe():
-    wanted = [*(f"table{k}" for k in (1, 2, 3, 5, 6, 7)), *(f"fig{k}" for k in (3, 4, 7)), "appendix_b", "upper_bound"]
+    wanted = [*(f"table{k}" for k in (1, 2, 3, 5, 6, 7)), *(f"fig{k}" for k in (3, 4, 7)), "appendix_b", "appendix_d",
+              "upper_bound"]  # fmt: skip
     assert {
         w for w in wanted if any(w in name.removeprefix("flha_").split("_") or name == f"flha_{w}" for name in FLHA)
     } == set(wanted)
@@ -80,7 +82,7 @@ def test_scales_say_what_they_reduce(name, experiment):
     )
     assert recipe.reduced("paper") == (
         f"{own_test[experiment(name).split.test_fraction]} its own test set, and not trained on"
-        + ("" if name == "flha_upper_bound" else ours)
+        + (ours if name in GHN else "")
     )
     images = re.escape(f"{IMAGES.get(name, 512):,} instead of") if name != "flha_table5" else "128 training images"
     for words in ("width 8 instead of 64", "40", "rate", images):
@@ -123,10 +125,11 @@ def test_every_choice_is_a_whole_configuration(name, scale, variant, experiment)
     if scale != "paper":
         large = scale == "cpu" and IMAGES.get(name, 512) >= 2000
         assert found.algorithm.batch_size == (32 if large else 16)
-        assert found.algorithm.clip_norm == (None if str(variant).endswith("-published") else 5)
+        published = str(variant).endswith("-published") or (name, scale) == (SWEEP, "cpu")
+        assert found.algorithm.clip_norm == (None if published else 5)
         averages = isinstance(found.algorithm, FedAvg)
         assert found.algorithm.buffers == ("average" if averages else "recompute")
-        lrs = {method.lr for method in (found.algorithm, *found.baselines.values())}
+        lrs = {method.lr for method in (found.algorithm, *found.baselines.values())} if name != SWEEP else ()
         assert all(re.search(rf"\b{lr:g}\b", read(name).reduced(scale)) for lr in lrs), (
             f"`reduced` does not name all of {lrs}"
         )
@@ -224,6 +227,14 @@ def test_fedavg_kd_is_that_of_appendix_e_and_the_others_have_their_defaults(name
         assert dict(teacher) == {"name": "resnet18", **stem, **width}
     for scale in ("cpu", "smoke"):
         assert experiment(name, scale).baselines["fedavg_kd"].teacher_rounds is None  # half of the rounds
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["flha_table1", "flha_table3"])
+def test_pfedhn_has_heads_by_client_everywhere(name, experiment):
+    """ "The individual client heads were changed": they "do not benefit from federation" (sections 5.1 and 5.2)."""
+    for variant in plain(name):
+        assert {experiment(name, scale, variant).baselines["pfedhn"].heads for scale in SCALES} == {"client"}
 
 
 @pytest.mark.thorough
@@ -353,6 +364,34 @@ def test_appendix_b_has_resnet18_and_its_three_hybrids(experiment):
     }
 
 
+@pytest.mark.thorough
+def test_appendix_d_changes_one_choice_within_the_papers_ranges(experiment):
+    ranges = {"depth": (1, 8), "latent": (16, 128), "hidden": (16, 64), "lr": (1e-4, 0.1), "weight_decay": (5e-6, 5e-4)}
+    values = {"gnn": {"gated", "sage"}, "schedule": {"constant"}, "optimizer": {"adam"}}
+    optimum = FLHAGHN(head="mlp", **PUBLISHED)
+    for scale in SCALES:
+        small = {} if scale == "paper" else {"batch_size": 16, "buffers": "recompute"}
+        here = replace(optimum, **small, **({"clip_norm": 5} if scale == "smoke" else {}))
+        assert experiment(SWEEP, scale, "optimum").algorithm == here
+        tried = {}
+        for variant in variants(SWEEP)[1:]:
+            found = experiment(SWEEP, scale, variant)
+            assert (names(found), found.split.clients) == (ARCHITECTURES, 4)
+            changed = {f.name: getattr(found.algorithm, f.name) for f in fields(here)
+                       if getattr(found.algorithm, f.name) != getattr(here, f.name)}  # fmt: skip
+            assert len(changed) == 1 or set(changed) == {"optimizer", "lr"}
+            for field, value in changed.items():
+                tried.setdefault(field, set()).add(value)
+        for field, (low, high) in ranges.items():
+            both = tried.pop(field) | ({getattr(here, field)} - {0.0})
+            assert (min(both), max(both)) == (low, high)
+        assert tried == values
+    assert experiment(SWEEP).settings.rounds * experiment(SWEEP).algorithm.local_epochs == 500
+    assert (experiment(SWEEP).source, experiment(SWEEP).split) == (
+        experiment("flha_table1").source, experiment("flha_table1").split,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["flha_table1", "flha_table3"])
 def test_client_k_has_architecture_k_mod_4(name, experiment):
     there = participants(experiment(name, "smoke", "xray-6.25" if name == "flha_table3" else "cifar10-6.25"))
@@ -363,7 +402,7 @@ def test_client_k_has_architecture_k_mod_4(name, experiment):
     assert {(len(client.train), len(client.global_test)) for client in there.clients} == {(20, 100)}
 
 
-@pytest.mark.parametrize("name", GHN)
+@pytest.mark.parametrize("name", [*GHN, SWEEP])
 def test_without_cifar_fashion_mnist_takes_its_place(name):
     """As the comments say; the split stays."""
     config = read(name).configuration("cpu")
