@@ -233,7 +233,8 @@ CURVES = {
     "flha": Curve(
         "flha_table1", "fashion_mnist-12.5", "flha_ghn,local,fedavg_kd", "fashion_mnist", main=80, rivals="pfedhn",
         rates="lr=0.01,0.03,0.1,0.3,...", rounds=(40, 40, 30, 20, 15), one=("--model", "flha_arch1", "--model.width", "8"),
-        forms={"flha_ghn_published": {"normalise": False, "initialisation": "paper", "momentum": 0, "clip_norm": None}},
+        forms={"flha_ghn_published": {"graph": "layers", "normalise": False, "initialisation": "paper", "momentum": 0,
+                                      "clip_norm": None}},
     ),
     "fedpnas": Curve(
         "fedpnas_table1", "high-fashion-mnist", "ca_fedpnas,local,fedavg,fedavg_ft", "fashion_mnist", main=160,

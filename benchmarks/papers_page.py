@@ -94,10 +94,10 @@ REMARKS = {  # what one should know to read a table or a curve
     "0.2. FedFomo weighs models by held-out examples, 8 of the 40: where a client's own training makes their loss worse, "
     "it keeps its former model; with all its images in one batch every epoch is the same step, so that it never leaves it. "
     "Hence 41 % here and 47 % in Table 1, and being ahead of it says little.",
-    "flha-examples": "`flha_ghn_published` is with polyfed's earlier reading of section 4.2's start. Distillation "
-    "trains its teacher in the first half of the rounds. With 160 and 320 examples the search can choose no round "
-    "after 15 of 20 and 10 of 15, five and two rounds after that half: so there the lead over it after all rounds is "
-    "what counts.",
+    "flha-examples": "`flha_ghn_published` is with polyfed's earlier reading of section 4.2's start, and with norm layers "
+    "as nodes of the graph. Distillation trains its teacher in the first half of the rounds. With 160 and 320 examples "
+    "the search can choose no round after 15 of 20 and 10 of 15, five and two rounds after that half: so there the lead "
+    "over it after all rounds is what counts.",
     "flha-appendix_b": "One seed, so that no difference has an interval. Shown is that networks which concatenate train "
     "with generated weights, too: the hybrids are within 4 points of the ResNet-18 next to them.",
     "flha-fig4": "One seed. Up to five epochs between communications cost nothing, as in the paper; with ten and twenty, "
