@@ -52,7 +52,7 @@ def _workers_are_asked_for() -> Iterator[None]:
     from polyfed.simulation.engines import start
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "usable_cores", lambda: 1)
+        patch.setattr(start, "num_usable_cores", lambda: 1)
         yield
 
 

@@ -21,7 +21,7 @@ import polyfed as pf
 from polyfed.core.errors import UserError
 from polyfed.core.precision import check_precision
 from polyfed.core.scratch import initial_state
-from polyfed.core.seeds import derive, torch_generator
+from polyfed.core.seeds import derive_seed, torch_generator
 
 ROUNDS = 5
 SAME_ORDER = "bare loop, polyfed's order of minibatches"
@@ -47,8 +47,8 @@ def main():
         torch.set_num_threads(1)
 
         def same_order(number, client, examples, seed=seed):
-            local = derive(seed, number, clients[client].id, "local")
-            return torch.randperm(examples, generator=torch_generator(derive(local, "batches")))
+            local = derive_seed(seed, number, clients[client].id, "local")
+            return torch.randperm(examples, generator=torch_generator(derive_seed(local, "batches")))
 
         for name, shuffle in (("bare loop", None), (SAME_ORDER, same_order)):
             model = MODEL()

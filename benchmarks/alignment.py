@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 
 import polyfed as pf
-from polyfed.alignment import representations
-from polyfed.alignment.similarity import mean_similarity
+from polyfed.alignment import compute_representations
+from polyfed.alignment.similarity import mean_pairwise_cka
 from polyfed.cli.commands import options
 from polyfed.simulation import experiment as experiments
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.runs.progress import SilentProgress
 
 IMAGES = {
     "data": {
@@ -80,11 +80,11 @@ def measure(method, experiment, participants):
     run = pf.federate(
         participants.clients, method, rounds=settings.rounds, seed=settings.seed,
         clients_per_round=settings.clients_per_round,
-        evaluate_every=settings.evaluate_every, public=participants.public, progress=Silent(),
+        evaluate_every=settings.evaluate_every, public=participants.public, progress=SilentProgress(),
     )  # fmt: skip
     seconds = time.perf_counter() - start
     mean, inputs = run.table()[-1], unseen(participants)
-    parts = [representations(run.model(client.id), inputs) for client in participants.clients]
+    parts = [compute_representations(run.model(client.id), inputs) for client in participants.clients]
     last = run.history[-1]
     told = sum(len([c for c in r["clients"].values() if "bytes_up" in c]) for r in run.history) * 2**20
     return {
@@ -92,7 +92,7 @@ def measure(method, experiment, participants):
         "validation": mean["val_accuracy"],
         "global": mean.get("server_accuracy"),  # of `final`: the mean over all clients' latest, or the last cohort's
         "cohort": mean.get("cohort_accuracy"),  # the last cohort's, where that is not the result
-        "cka": mean_similarity(parts),
+        "cka": mean_pairwise_cka(parts),
         "mb_down": last["bytes_down_total"] / told,
         "mb_up": last["bytes_up_total"] / told,
         "seconds": seconds,
@@ -141,8 +141,10 @@ def main():
         before = json.loads(Path(given.out).read_text())["methods"]
     for seed in range(given.seeds):
         words = ["--seed", str(seed), "--data.path", given.path, *further]
-        experiment = experiments.from_config(options.parse(words, SETTINGS[given.setting], "alignment.py"))
-        participants = experiments.participants(experiment)
+        experiment = experiments.build_experiment(
+            options.parse_configuration(words, SETTINGS[given.setting], "alignment.py")
+        )
+        participants = experiments.load_participants(experiment)
         for name, method in methods_of(given, experiment).items():
             results.setdefault(name, []).append(measure(method, experiment, participants))
             print(printed(name, results[name]), flush=True)

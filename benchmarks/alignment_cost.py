@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from polyfed.algorithms import FedHeNN
-from polyfed.alignment import Target, mean_features, mean_rbf_kernel
-from polyfed.alignment.representations import representation_name
+from polyfed.alignment import AlignmentTarget, mean_kernel_features, mean_rbf_kernel
+from polyfed.alignment.representations import representation_module_name
 from polyfed.core.examples import Examples, Normalise
 from polyfed.core.seeds import torch_generator
 from polyfed.core.training import fit
@@ -45,10 +45,10 @@ def one(rad_batch, steps, kernel):
     parts, weights, term = [torch.randn(RAD, 64, generator=generator) for _ in range(10)], [0.1] * 10, None
     if rad_batch is not None and kernel in ("linear", "rbf"):
         if kernel == "rbf":
-            target = Target(mean_rbf_kernel(parts, weights, method.sigma), method.sigma)
+            target = AlignmentTarget(mean_rbf_kernel(parts, weights, method.sigma), method.sigma)
         else:
-            target = Target(mean_features(parts, weights))
-        term = method._term(representation_name(model, train), target, pool, torch.arange(RAD), 1.0, 0)
+            target = AlignmentTarget(mean_kernel_features(parts, weights))
+        term = method._alignment_term(representation_module_name(model, train), target, pool, torch.arange(RAD), 1.0, 0)
     seconds = []
     for k in range(steps + 1):  # the first one warms up
         start = time.perf_counter()

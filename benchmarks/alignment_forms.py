@@ -17,8 +17,8 @@ import torch
 from torch.linalg import matrix_norm
 
 from polyfed.algorithms import Local
-from polyfed.alignment import linear_cka, mean_features, reduced, representations
-from polyfed.core.threads import one_thread
+from polyfed.alignment import compute_representations, linear_cka, mean_kernel_features, principal_components
+from polyfed.core.threads import single_torch_thread
 from polyfed.core.training import fit
 from polyfed.data.vision import CIFAR10
 from polyfed.models import ModelSpec
@@ -32,12 +32,12 @@ def as_printed(a, b):
 
 
 def of(parts):
-    pairs, mean = list(combinations(parts, 2)), mean_features(parts, [1 / len(parts)] * len(parts))
+    pairs, mean = list(combinations(parts, 2)), mean_kernel_features(parts, [1 / len(parts)] * len(parts))
     return {
         "cka": fmean(float(linear_cka(a, b)) for a, b in pairs),
         "as_printed": fmean(as_printed(a, b) for a, b in pairs),
-        "of_rank": [float(linear_cka(a, reduced(a, RANK))) for a in parts],
-        "mean_of_rank": float(linear_cka(mean, reduced(mean, RANK))),
+        "of_rank": [float(linear_cka(a, principal_components(a, RANK))) for a in parts],
+        "mean_of_rank": float(linear_cka(mean, principal_components(mean, RANK))),
         "widths": [a.shape[1] for a in parts],
     }
 
@@ -49,17 +49,17 @@ def main():
     given = parser.parse_args()
     pool, found = CIFAR10(path=given.path).load(), {}
     seen = pool.test.select(torch.arange(SEEN))
-    with one_thread():
+    with single_torch_thread():
         networks = []
         for level in LEVELS:
             torch.manual_seed(level)
             networks.append(ModelSpec("cnn_fedhenn", {"level": level}, (3, 32, 32), 10)())
-        found["untrained"] = of([representations(net, seen) for net in networks])
+        found["untrained"] = of([compute_representations(net, seen) for net in networks])
         options = Local(local_epochs=EPOCHS, batch_size=32, momentum=0.5)
         for k, net in enumerate(networks):
             two = (pool.train.labels == 2 * k) | (pool.train.labels == 2 * k + 1)
             fit(net, pool.train.select(two.nonzero().flatten()[:OWN]), options, lr=0.01, seed=k)
-        found["trained"] = of([representations(net, seen) for net in networks])
+        found["trained"] = of([compute_representations(net, seen) for net in networks])
     print(json.dumps(found, indent=1))
     Path(given.out).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

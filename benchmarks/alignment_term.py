@@ -21,13 +21,13 @@ from papers_cells import interval
 from torch.utils.flop_counter import FlopCounterMode
 
 import polyfed as pf
-from polyfed.alignment import representations
-from polyfed.alignment.similarity import mean_similarity
+from polyfed.alignment import compute_representations
+from polyfed.alignment.similarity import mean_pairwise_cka
 from polyfed.cli.commands import options, recipes
-from polyfed.core.threads import one_thread
+from polyfed.core.threads import single_torch_thread
 from polyfed.simulation import experiment as experiments
 from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.runs.progress import SilentProgress
 from polyfed.simulation.settings import Settings
 
 ROUNDS = 30
@@ -41,24 +41,24 @@ SCORES = ("accuracy", "global", "cohort", "cka")
 
 
 def setting(kind, path, seed):
-    config = recipes.read("fedhenn_table2").configuration("cpu", f"cifar10-100-2-{kind}")
+    config = recipes.read_recipe("fedhenn_table2").configuration("cpu", f"cifar10-100-2-{kind}")
     words = ["--data.path", path, "--data.global-test", "256", "--rounds", str(ROUNDS), "--evaluate-every", str(ROUNDS),
              "--checkpoint-every", str(ROUNDS), "--seed", str(seed)]  # fmt: skip
-    experiment = experiments.from_config(options.parse(words, config, "alignment_term"))
-    return experiment, experiments.participants(experiment)
+    experiment = experiments.build_experiment(options.parse_configuration(words, config, "alignment_term"))
+    return experiment, experiments.load_participants(experiment)
 
 
 def measure(method, experiment, people):
     settings = experiment.settings
     run = pf.federate(
         people.clients, method, rounds=ROUNDS, seed=settings.seed, clients_per_round=settings.clients_per_round,
-        evaluate_every=ROUNDS, public=people.public, workers=0, progress=Silent(),
+        evaluate_every=ROUNDS, public=people.public, workers=0, progress=SilentProgress(),
     )  # fmt: skip
     last, unseen = run.table()[-1], people.clients[0].global_test
-    parts = [representations(run.model(client.id), unseen) for client in people.clients]
+    parts = [compute_representations(run.model(client.id), unseen) for client in people.clients]
     return {
         "accuracy": last["accuracy"], "global": last.get("server_accuracy"), "cohort": last.get("cohort_accuracy"),
-        "cka": mean_similarity(parts),
+        "cka": mean_pairwise_cka(parts),
     }  # fmt: skip
 
 
@@ -66,16 +66,16 @@ def operations(method, people):
     """Of each of the first five clients' second rounds, which have a term, by client."""
     clients = {client.id: client for client in people.clients}
     at = Federation(clients, method, Settings(rounds=2, seed=0), people.public)
-    state, counted = method.server_init(at.context()), {}
-    with one_thread():
+    state, counted = method.server_init(at.server_context()), {}
+    with single_torch_thread():
         for number in (1, 2):
             replies = {}
             for client in people.clients[:5]:
-                down = method.dispatch(state, at.info(client.id, number))
+                down = method.dispatch(state, at.client_info(client.id, number))
                 with FlopCounterMode(display=False) as counter:
                     replies[client.id], _ = method.local_update(down, method.client_init(client, 0), client, number)
                 counted[client.id] = counter.get_total_flops()
-            state = method.aggregate(state, replies, at.context())
+            state = method.aggregate(state, replies, at.server_context())
     return counted
 
 

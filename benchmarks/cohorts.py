@@ -28,9 +28,9 @@ from workloads import cpu_name
 
 import polyfed as pf
 from polyfed.core.examples import Examples
-from polyfed.core.threads import usable_cores
+from polyfed.core.threads import num_usable_cores
 from polyfed.models import ModelSpec
-from polyfed.simulation.engines.choice import AT_LEAST, GAIN, settle
+from polyfed.simulation.engines.choice import MIN_CLIENTS, MIN_SPEEDUP, benchmark_engines
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.pool import PoolEngine
@@ -99,7 +99,7 @@ class Bare:
 def seconds_of_processor(engine):
     """Of this process and of the engine's workers."""
     found = time.process_time()
-    for pid in getattr(engine, "pids", ()):
+    for pid in getattr(engine, "worker_pids", ()):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
         found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return found
@@ -119,10 +119,10 @@ def measured(name, number, repeats, alone, pfl=None):
     people = clients_of(name, number)
     method = pf.algorithms.FedAvg(lr=0.01, **NETWORKS[name][3])
     federation = Federation({c.id: c for c in people}, method, Settings(rounds=2))
-    start, workers = federation.begin(), usable_cores()
+    start, workers = federation.initial_checkpoint(), num_usable_cores()
 
     def tasks(ids):
-        return [task for block in federation.tasks("local", ids, 1, start) for task in block]
+        return [task for block in federation.build_task_blocks("local", ids, 1, start) for task in block]
 
     size = method.batch_size
     steps = method.local_epochs * -(-len(people[0].train) // size)
@@ -132,7 +132,7 @@ def measured(name, number, repeats, alone, pfl=None):
         "inprocess": (InProcessEngine(method, few, CPU), few),
         "pool": (PoolEngine(method, few, CPU, workers), few),
         "cohort": (CohortEngine(method, people, CPU), people),
-        "pool of cohorts": (PoolEngine(method, people, CPU, workers, together=True), people),
+        "pool of cohorts": (PoolEngine(method, people, CPU, workers, uses_cohorts=True), people),
     }
     best = {engine: [float("inf"), float("inf")] for engine in engines}
     try:
@@ -151,8 +151,8 @@ def measured(name, number, repeats, alone, pfl=None):
     by_clock, by_processor = ({key: round(1 / took[i]) for key, took in best.items()} for i in range(2))
     if pfl is not None:
         by_clock["pfl-research"], by_processor["pfl-research"] = rates_of_pfl(pfl, name, min(alone, number), repeats)
-    choice = settle(Settings(engine="auto"), method, people, CPU, tasks)
-    chosen = "pool of cohorts" if choice.together else "pool"
+    choice = benchmark_engines(Settings(engine="auto"), method, people, CPU, tasks)
+    chosen = "pool of cohorts" if choice.uses_cohorts else "pool"
     return {
         "network": name,
         "clients": number,
@@ -199,9 +199,9 @@ def write(out, found):
     before = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
     rows = {(row["network"], row["clients"]): row for row in [*before, *found]}
     facts = {
-        "cores": usable_cores(),
+        "cores": num_usable_cores(),
         "python": platform.python_version(), "torch": torch.__version__,
-        "auto": {"at least clients": AT_LEAST, "gain": GAIN},
+        "auto": {"at least clients": MIN_CLIENTS, "gain": MIN_SPEEDUP},
         "pfl-research": "0.6.0" if all("pfl-research" in row["steps a second"] for row in rows.values()) else
         "0.6.0 in those rows that have it; it was not installed for the others",
         "rows": [rows[key] for key in sorted(rows, key=lambda key: (list(NETWORKS).index(key[0]), key[1]))],

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import polyfed as pf
 from polyfed.cli.commands import options, recipes
-from polyfed.simulation.experiment import from_config, participants
+from polyfed.simulation.experiment import build_experiment, load_participants
 
 ONE = [{"name": "flha_arch1", "width": 8}]
 TRAINING = ("lr", "local_epochs", "batch_size")
@@ -32,10 +32,10 @@ WAYS = {
 
 def experiment_of(models):
     """The quickstart with other networks."""
-    config = recipes.load_recipe("quickstart")
+    config = recipes.load_recipe_configuration("quickstart")
     config.pop("description")
     config["model"] = models or config["model"]
-    return from_config(options.parse([], config, "polyfed run"))
+    return build_experiment(options.parse_configuration([], config, "polyfed run"))
 
 
 def main():
@@ -49,7 +49,7 @@ def main():
         rows = {way: {"accuracy": [], "megabytes_up": [], "megabytes_down": []} for way in WAYS}
         experiment = experiment_of(models)
         training = {field: getattr(experiment.algorithm, field) for field in TRAINING}
-        clients = participants(experiment).clients
+        clients = load_participants(experiment).clients
         for seed in range(given.seeds):
             for way, how in WAYS.items():
                 method = pf.algorithms.get(name)(**training)

@@ -33,7 +33,7 @@ import torch
 from speed import cpu_name
 
 from polyfed.deploy import trial as trials
-from polyfed.deploy.project import create
+from polyfed.deploy.project import create_project
 from polyfed.simulation.runs.directory import read_manifest, read_metrics
 
 METHODS = {
@@ -147,12 +147,12 @@ def memory(root):
 
 def prepared(method, sites, folder):
     """The project of a row."""
-    project = create(folder, [f"site-{k}" for k in range(1, sites + 1)])
+    project = create_project(folder, [f"site-{k}" for k in range(1, sites + 1)])
     if method == "fedavg":
         (project.path / "server" / "server.py").write_text(MODEL)
-        text = project.site.read_text()
+        text = project.site_file.read_text()
         text = text.replace("    y = torch.tensor", f"    {LARGER}\n    y = torch.tensor")
-        project.site.write_text(f"{text}\n\n{MODEL.replace('model()', 'network()')}")
+        project.site_file.write_text(f"{text}\n\n{MODEL.replace('model()', 'network()')}")
     return project
 
 
@@ -168,7 +168,7 @@ def measure(method, sites, rounds, port, idle):
         changes = [f"--set={key}={json.dumps(value)}" for key, value in words.items()]
         program = [str(Path(sys.executable).parent / "polyfed"), "flower", "run", str(project.path), *changes]
         began = time.monotonic()
-        with trials.trial(project, project.sites(), port, config, through=port + 40) as trial:
+        with trials.start_trial(project, project.read_site_names(), port, config, through=port + 40) as trial:
             started = time.monotonic() - began
             watch = Watch(project.path / "runs" / "run-1" / "metrics.jsonl", trial)
             watch.start()
@@ -185,7 +185,7 @@ def measure(method, sites, rounds, port, idle):
                 for line in (trial.folder / "sites" / site / run / "metrics.jsonl").read_text().splitlines()
             ]
             time.sleep(10)  # until sites ask every few seconds only
-            nodes = [process.running.pid for process in trial.processes[1:]]
+            nodes = [process.popen.pid for process in trial.processes[1:]]
             before, cpu, at = (counter.down, counter.up), [cpu_seconds(pid) for pid in nodes], time.monotonic()
             time.sleep(idle)
             passed = time.monotonic() - at

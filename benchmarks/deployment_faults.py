@@ -34,9 +34,9 @@ import torch
 
 import polyfed as pf
 from polyfed.deploy import trial as trials
-from polyfed.deploy.project import create
+from polyfed.deploy.project import create_project
 from polyfed.simulation.runs.directory import read_manifest, read_metrics
-from polyfed.testing import small_clients, without_times
+from polyfed.testing import small_clients, without_durations
 
 SITE = """
 import os, time
@@ -144,18 +144,18 @@ def processes(*words, parent=None):
 @contextmanager
 def deployed(number=2, node_config=SIGHT, watch=True):
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        project = create(Path(folder) / "federation", [f"client-{k}" for k in range(number)])
-        project.site.write_text(SITE % str(project.path))
+        project = create_project(Path(folder) / "federation", [f"client-{k}" for k in range(number)])
+        project.site_file.write_text(SITE % str(project.path))
         (project.path / "server" / "server.py").write_text("from polyfed.testing import SmallNet as model\n")
-        port = next(n for n in range(19000, 60000, 50) if not any(trials._open(m) for m in range(n, n + 8)))
+        port = next(n for n in range(19000, 60000, 50) if not any(trials._is_port_open(m) for m in range(n, n + 8)))
         stop = threading.Event()
-        with trials.trial(project, project.sites(), port, node_config) as trial:
+        with trials.start_trial(project, project.read_site_names(), port, node_config) as trial:
             here = Deployment(project, trial)
 
             def keep():
                 while not stop.wait(1.0):
                     try:
-                        trial.watch()
+                        trial.restart_ended_supernodes()
                     except Exception as error:
                         print("watch:", error, flush=True)
 
@@ -181,7 +181,7 @@ def simulated(number, rounds):
 def differences(here, out, number, rounds):
     """What of a run differs from the simulation of all its rounds; empty if it is the same to the bit."""
     whole, records = simulated(number, rounds), read_metrics(out / "metrics.jsonl")
-    wrong = [] if without_times(records) == without_times(whole.history) else ["records"]
+    wrong = [] if without_durations(records) == without_durations(whole.history) else ["records"]
     for client in whole.federation.clients:
         files = list((here.site_folder(out, client) / "models").glob("*.safetensors"))
         if not files:
@@ -204,7 +204,7 @@ def kill_link(here):
     link = here.trial.processes[0]
     os.killpg(link.running.pid, signal.SIGKILL)
     link.running.wait()
-    link.running = trials._popen(link.command, link.log, link.environment)
+    link.running = trials._open_process(link.command, link.log, link.environment)
 
 
 def kill_node(here):
@@ -325,25 +325,25 @@ def slow(number):
 def one_id(number):
     """The second SuperNode's site says that it is the first."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        project = create(Path(folder) / "federation", ["client-0", "client-1"])
+        project = create_project(Path(folder) / "federation", ["client-0", "client-1"])
         text = (SITE % str(project.path)).replace('os.environ["POLYFED_SITE"]', '"client-0"')
-        project.site.write_text(text)
+        project.site_file.write_text(text)
         (project.path / "server" / "server.py").write_text("from polyfed.testing import SmallNet as model\n")
-        port = next(n for n in range(19000, 60000, 50) if not any(trials._open(m) for m in range(n, n + 8)))
-        plain = trials._start
+        port = next(n for n in range(19000, 60000, 50) if not any(trials._is_port_open(m) for m in range(n, n + 8)))
+        plain = trials._start_process
 
         def start(name, command, *more):
             return plain(name, [w.replace('client-id="client-1"', 'client-id="client-0"') for w in command], *more)
 
-        trials._start = start
+        trials._start_process = start
         try:
-            with trials.trial(project, project.sites(), port, SIGHT) as trial:
+            with trials.start_trial(project, project.read_site_names(), port, SIGHT) as trial:
                 here = Deployment(project, trial)
                 wait_for(lambda: here.online() == 2, "the SuperNodes are not online")
                 out = here.path / "runs" / "twice"
                 both = here.run(out, 3, **{"join-seconds": 20.0})
         finally:
-            trials._start = plain
+            trials._start_process = plain
         yield "two sites with one id", {
             "status": both.returncode, "sentence": last_line(both), "rounds": len(records_of(out)),
             "in the log": sorted(set(re.findall(r"says that it is .*", both.stderr))),

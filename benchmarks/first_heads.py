@@ -22,7 +22,7 @@ import polyfed as pf
 from polyfed.algorithms import FedGH, LGFedAvg
 from polyfed.data import SOURCES, Dirichlet, Split, make_clients
 from polyfed.models import ModelSpec
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.runs.progress import SilentProgress
 
 HIDDEN, ROUNDS = ((24, 16), (32, 16), (40, 16)), (5, 10, 20, 50)
 OPTIONS = {"lr": 0.1, "batch_size": 16, "local_epochs": 1}
@@ -44,7 +44,7 @@ def courses(members, seed):
         for start, way in STARTS.items():
             method = kind(first_head=way, **OPTIONS)
             run = pf.federate(
-                members, method, rounds=max(ROUNDS), seed=seed, evaluate_every=5, workers=0, progress=Silent()
+                members, method, rounds=max(ROUNDS), seed=seed, evaluate_every=5, workers=0, progress=SilentProgress()
             )  # fmt: skip
             for name, (other, prefix) in METHODS.items():
                 if other is kind:

@@ -30,7 +30,7 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN
 from polyfed.cli.main import main as polyfed
 from polyfed.simulation.runs.directory import read_metrics
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.runs.progress import SilentProgress
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = ("25", "12.5", "6.25")
@@ -135,7 +135,7 @@ def trained_without(form, lr, seed, path):
     method = FLHAGHN(lr=lr, batch_size=50, **WITHOUT[form])
     try:
         run = pf.federate(heads.clients(path, "small"), method, rounds=heads.ROUNDS, seed=seed, workers=0,
-                          evaluate_every=heads.ROUNDS, progress=Silent())  # fmt: skip
+                          evaluate_every=heads.ROUNDS, progress=SilentProgress())  # fmt: skip
     except pf.ClientError:
         return None
     return {"val_accuracy": run.table()[-1]["val_accuracy"]}

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import polyfed as pf
 from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import read
-from polyfed.simulation.experiment import from_config, participants
-from polyfed.simulation.runs.progress import Silent
+from polyfed.cli.commands.recipes import read_recipe
+from polyfed.simulation.experiment import build_experiment, load_participants
+from polyfed.simulation.runs.progress import SilentProgress
 
 FILE = Path(__file__).parent / "results" / "flha_pfedhn.json"
 SHARES = {"64 images": "fashion_mnist-12.5", "32 images": "fashion_mnist-6.25"}
@@ -28,14 +28,14 @@ SEEDS = (100, 101)
 def accuracy(variant, heads, hn_lr, seed, path):
     """Mean over clients after all rounds; None where training diverged."""
     words = ["--data.path", path, "--seed", str(seed)]
-    config = read("flha_table1").configuration("cpu", variant)
-    experiment = from_config(options.parse(words, config, "flha_pfedhn.py"))
+    config = read_recipe("flha_table1").configuration("cpu", variant)
+    experiment = build_experiment(options.parse_configuration(words, config, "flha_pfedhn.py"))
     method = dataclasses.replace(experiment.baselines["pfedhn"], heads=heads, hn_lr=hn_lr)
     rounds = experiment.settings.rounds
     try:
         run = pf.federate(
-            participants(experiment).clients, method, rounds=rounds, seed=seed, evaluate_every=rounds, workers=0,
-            progress=Silent(),
+            load_participants(experiment).clients, method, rounds=rounds, seed=seed, evaluate_every=rounds, workers=0,
+            progress=SilentProgress(),
         )  # fmt: skip
     except (pf.ClientError, pf.RoundError):
         return None

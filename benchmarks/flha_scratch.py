@@ -14,9 +14,9 @@ import json
 from pathlib import Path
 
 from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import read
+from polyfed.cli.commands.recipes import read_recipe
 from polyfed.core.scratch import initial_state
-from polyfed.simulation.experiment import from_config, participants
+from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.unseen import training_curve
 
 FILE = Path(__file__).parent / "results" / "flha_scratch.json"
@@ -27,8 +27,10 @@ RATES, SEEDS, EPOCHS = (0.03, 0.1, 0.01, 0.3), (100, 101), 20
 def scratch(recipe, variant, rate, seed, path):
     """Accuracy of the unseen client at the end of training from scratch, in percent."""
     words = ["--data.name", "fashion_mnist", "--data.path", path, "--seed", str(seed)]
-    experiment = from_config(options.parse(words, read(recipe).configuration("cpu", variant), "flha_scratch.py"))
-    (client,) = participants(experiment).unseen
+    experiment = build_experiment(
+        options.parse_configuration(words, read_recipe(recipe).configuration("cpu", variant), "flha_scratch.py")
+    )
+    (client,) = load_participants(experiment).unseen
     start = initial_state(client.model, seed)
     curve = training_curve(client, start, experiment.algorithm, EPOCHS, lr=rate, seed=seed, device="cpu")
     return 100 * curve[-1]["accuracy"]

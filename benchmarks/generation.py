@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import num_bytes
+from polyfed.core.tree import safetensors_num_bytes
 from polyfed.graphs import LayerCatalogue, extract
 from polyfed.hypernetworks.generated import GeneratedNetwork
-from polyfed.hypernetworks.ghn import GHN, Form, create, tensors_of_graph
+from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
 from polyfed.models import build
 
 NETWORKS = ("resnet18", "flha_arch1", "flha_arch2", "flha_arch3")
@@ -50,15 +50,15 @@ def models(width):
 def assembled(width, head):
     networks = models(width)
     graphs = {name: extract(network, torch.zeros(2, *SHAPE)) for name, network in networks.items()}
-    form = Form(LayerCatalogue.of(graphs.values()), head=head)
-    tensors = create(form, "kaiming", seed=0)
+    form = GHNConfig(LayerCatalogue.from_graphs(graphs.values()), head=head)
+    tensors = init_ghn_params(form, "kaiming", seed=0)
     ghn = GHN(form)
     ghn.load_state_dict(tensors)
     made = {
-        name: GeneratedNetwork(ghn, networks[name], tensors_of_graph(graphs[name], form.catalogue, torch.device("cpu")))
+        name: GeneratedNetwork(ghn, networks[name], graph_to_tensors(graphs[name], form.catalogue, torch.device("cpu")))
         for name in NETWORKS
     }
-    return made, num_bytes(tensors), sum(tensor.numel() for tensor in tensors.values())
+    return made, safetensors_num_bytes(tensors), sum(tensor.numel() for tensor in tensors.values())
 
 
 def measure(width, head, repetitions):
@@ -72,11 +72,11 @@ def measure(width, head, repetitions):
 
         def generate(network=network):
             with torch.no_grad():
-                network.weights()
+                network.generate_weights()
 
         def both(network=network):
             network.ghn.zero_grad()
-            torch.autograd.backward([w.sum() for w in network.weights().values()])
+            torch.autograd.backward([w.sum() for w in network.generate_weights().values()])
 
         def step(module=network):
             module.zero_grad()

@@ -25,10 +25,10 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
-from polyfed.comparison.crossed import of_mean, parts
+from polyfed.comparison.crossed import estimate_mean, estimate_variance_components
 from polyfed.core.metrics import METRICS
 from polyfed.data.vision import FashionMNIST
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.runs.progress import SilentProgress
 
 SIZES = {
     "small": (4, 32),
@@ -65,7 +65,7 @@ def trained(members, head, lr, seed):
     start = time.process_time()
     method = FLHAGHN(head=head, lr=lr, schedule="cosine", batch_size=50)
     run = pf.federate(
-        members, method, rounds=ROUNDS, seed=seed, evaluate_every=ROUNDS, workers=0, progress=Silent()
+        members, method, rounds=ROUNDS, seed=seed, evaluate_every=ROUNDS, workers=0, progress=SilentProgress()
     )  # fmt: skip
     seconds, last = time.process_time() - start, run.history[-1]
     outputs = {client.id: run.predictions(client.id).outputs for client in members}
@@ -109,10 +109,12 @@ def measured(members, head, told):
 def difference(members, factored, dense):
     """Of the mean over clients, in points: factored less the paper's."""
     sites = [
-        parts(METRICS["accuracy"], [o[c.id] for o in factored], [o[c.id] for o in dense], c.test.labels)
+        estimate_variance_components(
+            METRICS["accuracy"], [o[c.id] for o in factored], [o[c.id] for o in dense], c.test.labels
+        )
         for c in members
     ]
-    found = of_mean([site for site in sites if site is not None])
+    found = estimate_mean([site for site in sites if site is not None])
     return {key: round(100 * getattr(found, key), 2) for key in ("value", "low", "high")}
 
 

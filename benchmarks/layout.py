@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from polyfed.core.scratch import new_module
+from polyfed.core.scratch import build_module
 from polyfed.models import ModelSpec
 
 CASES = [
@@ -31,7 +31,7 @@ CASES = [
 
 
 def images_a_second(spec, layout, steps):
-    model = new_module(spec, 0).to(memory_format=layout)
+    model = build_module(spec, 0).to(memory_format=layout)
     x = torch.randn(32, *spec.input_shape).contiguous(memory_format=layout)
     y = torch.arange(32) % spec.num_classes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -36,7 +36,7 @@ import numpy as np
 from papers import ahead
 from sklearn.datasets import load_breast_cancer
 
-from polyfed.cli.commands.recipes import read
+from polyfed.cli.commands.recipes import read_recipe
 from polyfed.cli.main import main as polyfed
 
 HERE = Path(__file__).parent
@@ -60,7 +60,7 @@ KEPT = (
 
 def federations():
     """The recipe and the configuration of each, by name."""
-    recipes = {name: read(name) for name in ("leaderboard", "rivals")}
+    recipes = {name: read_recipe(name) for name in ("leaderboard", "rivals")}
     return {
         variant: (name, recipe.configuration(variant=variant))
         for name, recipe in recipes.items()

@@ -24,14 +24,14 @@ from statistics import fmean
 
 from workloads import cpu_name
 
-from polyfed.algorithms import name_of
+from polyfed.algorithms import registry_name
 from polyfed.cli.commands import options, recipes, running
-from polyfed.cli.commands.papers import find
-from polyfed.core.errors import Interrupted
-from polyfed.simulation.experiment import from_config
-from polyfed.simulation.runs.configuration import described
-from polyfed.simulation.runs.directory import plain, read_config, read_metrics
-from polyfed.simulation.runs.progress import Lines, Progress
+from polyfed.cli.commands.papers import find_table
+from polyfed.core.errors import RunInterrupt
+from polyfed.simulation.experiment import build_experiment
+from polyfed.simulation.runs.configuration import describe_method_and_settings
+from polyfed.simulation.runs.directory import read_config, read_metrics, to_plain_values
+from polyfed.simulation.runs.progress import LineProgress, Progress
 
 RESULTS = Path(__file__).parent / "results" / "paper_scale"
 SCALE, SEED = "paper", 0
@@ -76,16 +76,16 @@ class UntilHours(Progress):
     """A line a round; raises KeyboardInterrupt after a round that ends past `end`."""
 
     def __init__(self, end):
-        self._lines, self._end = Lines(), end
+        self._lines, self._end = LineProgress(), end
 
-    def start(self, title, rounds, done):
-        self._lines.start(title, rounds, done)
+    def start(self, title, rounds, rounds_done):
+        self._lines.start(title, rounds, rounds_done)
 
-    def client(self, phase, done, total):
-        self._lines.client(phase, done, total)
+    def update_clients(self, phase, clients_done, total):
+        self._lines.update_clients(phase, clients_done, total)
 
-    def round(self, record):
-        self._lines.round(record)
+    def finish_round(self, record):
+        self._lines.finish_round(record)
         if time.monotonic() > self._end:
             raise KeyboardInterrupt
 
@@ -97,7 +97,7 @@ class UntilHours(Progress):
 
 
 def recipe_of(plan):
-    return recipes.read(plan.recipe)
+    return recipes.read_recipe(plan.recipe)
 
 
 def experiment_of(plan, folder=None, workers="auto"):
@@ -106,7 +106,9 @@ def experiment_of(plan, folder=None, workers="auto"):
         "--seed", str(SEED), "--workers", str(workers), "--evaluate-every", str(plan.evaluate_every),
         "--checkpoint-every", str(plan.checkpoint_every), *([] if folder is None else ["--data.path", folder]),
     ]  # fmt: skip
-    return from_config(options.parse(words, recipe_of(plan).configuration(SCALE, plan.variant), "paper_scale.py"))
+    return build_experiment(
+        options.parse_configuration(words, recipe_of(plan).configuration(SCALE, plan.variant), "paper_scale.py")
+    )
 
 
 def run(name, given):
@@ -114,7 +116,7 @@ def run(name, given):
     folders = dict(part.split("=", 1) for part in given.data)
     config = recipe_of(plan).configuration(SCALE, plan.variant)
     experiment = experiment_of(plan, folders.get(config["data"]["name"]), given.workers)
-    people = running.checked(experiment)
+    people = running.load_checked_participants(experiment)
     chosen = given.only.split(",") if given.only else plan.methods
     for method in chosen:
         if method not in plan.methods:
@@ -123,8 +125,8 @@ def run(name, given):
         folder = Path(given.runs) / name / method
         if not finished(folder):
             try:
-                running.part(experiment, method, people, folder, UntilHours(end))
-            except Interrupted as stop:
+                running.run_or_resume_method(experiment, method, people, folder, UntilHours(end))
+            except RunInterrupt as stop:
                 print(f"{name}, {method}: {stop}", flush=True)
                 break
     collect(name, given)
@@ -138,25 +140,35 @@ def finished(folder):
 
 def collect(name, given):
     plan, methods = PLANS[name], {}
-    experiment, recipe, table = experiment_of(plan), recipe_of(plan), find(plan.paper, plan.table)
-    known = {name_of(experiment.algorithm): experiment.algorithm, **experiment.baselines}
+    experiment, recipe, table = experiment_of(plan), recipe_of(plan), find_table(plan.paper, plan.table)
+    known = {registry_name(experiment.algorithm): experiment.algorithm, **experiment.baselines}
     for file in sorted((Path(given.runs) / name).rglob("config.yaml")):
         config = read_config(file.parent)
         method = config["algorithm"]["name"]
         if method not in known:
             continue
-        expected = {**plain(experiment.config, "config"), **described(known[method], experiment.settings)}
+        expected = {
+            **to_plain_values(experiment.config, "config"),
+            **describe_method_and_settings(known[method], experiment.settings),
+        }
         if differs := difference(expected, config):
             print(f"{file.parent}: left out, its {differs}")
         elif records := read_metrics(file.parent / "metrics.jsonl"):
             methods[method] = reached(
-                file.parent, records, cells_of(table, plan, method, name_of(experiment.algorithm))
+                file.parent, records, cells_of(table, plan, method, registry_name(experiment.algorithm))
             )
     content = {
-        "paper": plan.paper, "table": plan.table, "number": table.number, "recipe": recipe.name, "variant": plan.variant,
-        "scale": SCALE, "reduced": recipe.reduced(SCALE), "seed": SEED, "rounds": experiment.settings.rounds,
+        "paper": plan.paper,
+        "table": plan.table,
+        "number": table.printed_name,
+        "recipe": recipe.name,
+        "variant": plan.variant,
+        "scale": SCALE,
+        "reduced": recipe.reduction_note(SCALE),
+        "seed": SEED,
+        "rounds": experiment.settings.rounds,
         "methods": {method: methods[method] for method in plan.methods if method in methods},
-    }  # fmt: skip
+    }
     file = RESULTS / f"{name}.json"
     if methods or file.exists():
         RESULTS.mkdir(parents=True, exist_ok=True)
@@ -240,7 +252,9 @@ def main():
             raise SystemExit(f"no {name!r}; there are {', '.join(PLANS)}")
     if given.what == "list":
         for name, plan in PLANS.items():
-            print(f"{name}: {find(plan.paper, plan.table).number}, {plan.variant}: {', '.join(plan.methods)}")
+            print(
+                f"{name}: {find_table(plan.paper, plan.table).printed_name}, {plan.variant}: {', '.join(plan.methods)}"
+            )
     for name in given.names or (PLANS if given.what == "collect" else ()):
         (run if given.what == "run" else collect)(name, given)
 

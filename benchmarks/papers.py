@@ -33,10 +33,10 @@ from papers_curves import EVERY
 
 from polyfed.algorithms import REGISTRY
 from polyfed.cli.commands import reproduce
-from polyfed.cli.commands.papers import find
-from polyfed.cli.commands.reproduce import Wanted
+from polyfed.cli.commands.papers import find_table
+from polyfed.cli.commands.reproduce import ReproduceOptions
 from polyfed.cli.main import main as polyfed
-from polyfed.comparison.crossed import difference, of_mean, scored
+from polyfed.comparison.crossed import difference_components, estimate_mean, score_seeds
 from polyfed.core.errors import RoundError
 from polyfed.core.metrics import METRICS
 from polyfed.simulation.runs import predictions
@@ -250,23 +250,32 @@ def folder_of(data, given):
 
 def run_table(key, given):
     paper, name = key.split("/")
-    table, plan = find(paper, name), TABLES[key]
+    table, plan = find_table(paper, name), TABLES[key]
     out, began = Path(given.runs) / (plan.runs or key).replace("/", "-"), time.time()
     methods = ["--baselines", given.baselines] if given.baselines else []
     for data, pattern in (plan.variants or {"": None}).items():
         if given.only not in (None, data):
             continue
         where = ["--data.path", folder_of(data, given)] if data not in ("", "digits") else []
-        wanted = Wanted(scale="cpu", variant=given.variant or pattern, seeds=given.seeds, out=str(out))
+        wanted = ReproduceOptions(scale="cpu", variant=given.variant or pattern, seeds=given.seeds, out=str(out))
         try:
-            reproduce.run([paper, name, *plan.options, *where, *methods], wanted, quiet=given.quiet)
+            reproduce.run_reproduction([paper, name, *plan.options, *where, *methods], wanted, quiet=given.quiet)
         except RoundError as error:  # of one method: the table has the others, and a gap
             print(f"{key}: {error}", flush=True)
-    content, file = json.loads((out / reproduce.RESULT).read_text(encoding="utf-8")), RESULTS / f"{paper}-{name}.json"
+    content, file = (
+        json.loads((out / reproduce.RESULT_FILE).read_text(encoding="utf-8")),
+        RESULTS / f"{paper}-{name}.json",
+    )
     known = (given.only or given.add) and file.exists()
     before = json.loads(file.read_text(encoding="utf-8")) if known else {"cells": []}
     content["cells"], kept = completed(content["cells"], before["cells"], given.add)
-    content |= {"number": table.number, "own": plan.own, "by": plan.by, "options": plan.options, "runs": plan.runs}
+    content |= {
+        "number": table.printed_name,
+        "own": plan.own,
+        "by": plan.by,
+        "options": plan.options,
+        "runs": plan.runs,
+    }
     content["gains"] = gains(content["cells"], plan)
     if plan.by_round:
         content["by_round"] = {
@@ -382,10 +391,10 @@ def scores(found, folder, name, at=None):
     """A method's scores by client, of its chosen round or of the round `at`."""
     metric, runs = METRICS[found["score"]], found["methods"][name]["runs"].values()
     read = {
-        client: [predictions.read(folder / run["path"], client, round=at or run["round"]) for run in runs]
+        client: [predictions.read_predictions(folder / run["path"], client, round=at or run["round"]) for run in runs]
         for client in found["clients"]
     }
-    return {client: scored(metric, [p.outputs for p in of], of[0].targets) for client, of in read.items()}
+    return {client: score_seeds(metric, [p.outputs for p in of], of[0].targets) for client, of in read.items()}
 
 
 def by_seed(of):
@@ -395,7 +404,7 @@ def by_seed(of):
 
 def ahead(ours, theirs):
     """The difference of two methods' scores, mean over clients, with an interval for new seeds and test examples."""
-    estimate = of_mean([difference(one, theirs[client]) for client, one in ours.items()])
+    estimate = estimate_mean([difference_components(one, theirs[client]) for client, one in ours.items()])
     seeds = [one - other for one, other in zip(by_seed(ours), by_seed(theirs), strict=True)]
     return {"gain": estimate.value, "low": estimate.low, "high": estimate.high, "by_seed": seeds}
 

@@ -6,7 +6,7 @@ from operator import itemgetter
 
 from papers_curves import against, kind_of, spanned
 
-from polyfed.cli.commands.papers import find
+from polyfed.cli.commands.papers import find_table
 
 PAPERS = {
     "pfedla": ("pFedLA", "Layer-wise aggregation by a hypernetwork for each client (Ma et al., CVPR 2022)"),
@@ -210,7 +210,7 @@ def at_places(found, own, name):
 def named(stem):
     """A link to where a claim was measured."""
     paper, _, table = stem.partition("-")
-    name = "curve" if table == "examples" else find(paper, table).number
+    name = "curve" if table == "examples" else find_table(paper, table).printed_name
     return f"[{name}](#{PAPERS[paper.partition('_')[0]][0].lower()})"
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from paper_scale import PLANS
 from papers_claims import PAPERS
 
-from polyfed.cli.commands.papers import find, papers
-from polyfed.cli.commands.recipes import read
+from polyfed.cli.commands.papers import find_table, load_papers
+from polyfed.cli.commands.recipes import read_recipe
 
 SCALED = Path(__file__).parent / "results" / "paper_scale"
 DATA = {
@@ -140,8 +140,10 @@ def kind(item):
 def entries_of(paper, item):
     """The entries of an item, in the order of the recipes' file."""
     return [
-        table for table in papers()[paper].tables.values() if any(belongs(n, item.key) for n in (table.name, *table.also))
-    ]  # fmt: skip
+        table
+        for table in load_papers()[paper].tables.values()
+        if any(belongs(n, item.key) for n in (table.name, *table.aliases))
+    ]
 
 
 def page(results):
@@ -157,7 +159,7 @@ def page(results):
             parts += [row(item.number, item.what, table, item, results) for table in entries or [None]]
         parts += [
             row("polyfed's own", table.title, table, Item("", ""), results)
-            for table in papers()[paper].tables.values() if table.name not in listed
+            for table in load_papers()[paper].tables.values() if table.name not in listed
         ]  # fmt: skip
         parts.append("")
     return "\n".join([*parts, at_length()])
@@ -167,9 +169,9 @@ def row(number, what, table, item, results):
     if table is None:
         command = f"`{item.command}`" if item.command else "–"
         return f"| {number} | {what} | {command} | {item.state or 'not measured: polyfed has no recipe for it'} |"
-    if table.elsewhere:
-        return f"| {number} | {what} | `{table.elsewhere.split('`')[1]}` | {item.state} |"
-    shown = what if item.key in (table.name, *table.also) else table.title
+    if table.reason_not_run:
+        return f"| {number} | {what} | `{table.reason_not_run.split('`')[1]}` | {item.state} |"
+    shown = what if item.key in (table.name, *table.aliases) else table.title
     return (
         f"| {number} | {shown} | `polyfed reproduce {table.paper} {table.name}` | {state(table, results, item.rows)} |"
     )
@@ -178,7 +180,7 @@ def row(number, what, table, item, results):
 def state(table, results, rows="*"):
     """What has been measured of an entry, or of some of its rows, and on which of the recipe's data sets it has not."""
     file = results / f"{table.paper}-{table.name}.json"
-    if not table.variants():
+    if not table.variants_by_recipe():
         return "computed; needs no data and no run" if file.exists() else "not measured"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"cells": [], "options": []}
     measured = [cell for cell in found["cells"] if fnmatchcase(cell["row"], rows)]
@@ -203,7 +205,7 @@ def state(table, results, rows="*"):
 
 @cache
 def recipe_of(name):
-    return read(name)
+    return read_recipe(name)
 
 
 @cache
@@ -254,7 +256,9 @@ stopped, and writes what they reached. Hours are of a machine that did other wor
     reached = {(found["paper"], found["table"]): found for found in scaled()}
     for plan in PLANS.values():
         found = reached.get((plan.paper, plan.table), {"methods": {}})
-        lines.append(f"### {PAPERS[plan.paper][0]}, {find(plan.paper, plan.table).number}, {plan.variant}\n")
+        lines.append(
+            f"### {PAPERS[plan.paper][0]}, {find_table(plan.paper, plan.table).printed_name}, {plan.variant}\n"
+        )
         if found["methods"]:
             unit = next(cell["unit"] for of in found["methods"].values() for cell in of["cells"])
             lines += [

@@ -24,8 +24,8 @@ from papers import RESULTS, TABLES, folder_of
 from papers_page import TIMED
 from workloads import cpu_name
 
-from polyfed.cli.commands.reproduce import RESULT
-from polyfed.core.threads import usable_cores
+from polyfed.cli.commands.reproduce import RESULT_FILE
+from polyfed.core.threads import num_usable_cores
 
 SEEDS = "0,1,2"
 IDLE, PATIENCE = 0.15, 60  # of a core that others may use; seconds to wait for that
@@ -68,7 +68,7 @@ def timed(key, data, variants, given):
     out = Path(given.runs) / (plan.runs or key).replace("/", "-") / (data or "all")
     if not plan.runs:
         shutil.rmtree(out, ignore_errors=True)  # of an earlier call that was stopped
-    elif not (out / RESULT).exists():
+    elif not (out / RESULT_FILE).exists():
         raise SystemExit(f"{key} shares the runs of {plan.runs}: time that first")
     words = [sys.executable, "-m", "polyfed", "reproduce", paper, name, "--seeds", SEEDS, "--out", str(out), "--quiet"]
     words += plan.options
@@ -78,7 +78,7 @@ def timed(key, data, variants, given):
     began, used = time.monotonic(), children()
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     took = {"seconds": round(time.monotonic() - began, 1), "processor": round(children() - used, 1), "seeds": SEEDS}
-    if not (out / RESULT).exists():
+    if not (out / RESULT_FILE).exists():
         raise SystemExit(f"{key}, {data}: {done.stderr}")
     if done.returncode:
         took["failed"] = done.stderr.strip().rpartition("\n")[2]
@@ -93,7 +93,7 @@ def main():
     parser.add_argument("--out", type=Path, default=RESULTS / TIMED)
     given = parser.parse_args()
     found = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {"tables": {}}
-    machine = {"cpu": cpu_name(), "instructions": torch.backends.cpu.get_cpu_capability(), "cores": usable_cores()}
+    machine = {"cpu": cpu_name(), "instructions": torch.backends.cpu.get_cpu_capability(), "cores": num_usable_cores()}
     if found["tables"] and any(found.get(key) != value for key, value in machine.items()):
         raise SystemExit(f"{given.out} is of another machine than this one ({machine}); give another file with --out")
     found |= machine

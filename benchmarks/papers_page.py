@@ -11,7 +11,7 @@ from papers_cells import interval
 from papers_claims import PAPERS, conclusions, in_short, split
 from papers_curves import DIGITS, OTHER, kind_of, of_curve, spanned
 
-from polyfed.cli.commands.papers import find
+from polyfed.cli.commands.papers import find_table
 
 DATA_SETS = {"fashion_mnist": "Fashion-MNIST"}
 WIDE = 8  # columns; a table that has more is printed on its side
@@ -213,7 +213,7 @@ def of_table(found, took):
         lines.append(f"Reduced against the paper{which}: {' '.join(reduced.split())}.\n" if reduced else "")
     if found["seconds"]:
         seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
-        shared = f"; the runs of {find(*found['runs'].split('/')).number}" if found.get("runs") else ""
+        shared = f"; the runs of {find_table(*found['runs'].split('/')).printed_name}" if found.get("runs") else ""
         timed = took.get(f"{found['paper']}/{found['table']}")
         lines.append(
             f"{seeds}{shared}."
@@ -221,7 +221,7 @@ def of_table(found, took):
         )
     if remark := REMARKS.get(f"{found['paper']}-{found['table']}"):
         lines.append(f"\n{remark}\n")
-    if note := " ".join(find(found["paper"], found["table"]).note.split()):
+    if note := " ".join(find_table(found["paper"], found["table"]).note.split()):
         lines.append(f"Note: {note}.")
     return "\n".join([*lines, ""])
 
@@ -229,7 +229,7 @@ def of_table(found, took):
 def only_in_the_paper(found, columns):
     """The paper's figures on data that were not measured here, a column a data set (mean of its columns), by row."""
     values, of = {}, {}
-    for cell in find(found["paper"], found["table"]).cells:
+    for cell in find_table(found["paper"], found["table"]).cells:
         if cell.column not in columns and cell.paper is not None:
             name = cell.column.partition(", ")[0]
             of.setdefault(name, set()).add(cell.column)
@@ -337,5 +337,5 @@ def how_long(results):
         whole = f"{sum(tables[key].values()):.0f}" if key in tables else ""
         parts = [f"{SOURCES[data]} {value:.0f}" for data, value in before.get(key, {}).items()]
         earlier = f"{sum(before[key].values()):.0f}: {', '.join(parts)}" if parts else ""
-        lines.append(f"| {PAPERS[paper][0]}, {find(paper, name).number} | {each} | {whole} | {earlier} |")
+        lines.append(f"| {PAPERS[paper][0]}, {find_table(paper, name).printed_name} | {each} | {whole} | {earlier} |")
     return "\n".join([*lines, ""])

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 import polyfed as pf
-from polyfed.algorithms import name_of
+from polyfed.algorithms import registry_name
 from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import load_recipe
+from polyfed.cli.commands.recipes import load_recipe_configuration
 from polyfed.simulation import experiment as experiments
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.runs.progress import SilentProgress
 
 BESIDE = ("val_accuracy", "trained_accuracy", "server_accuracy")
 PAPER = {  # Table 1, 10 clients
@@ -35,10 +35,10 @@ PAPER = {  # Table 1, 10 clients
 
 
 def experiment_of(given, seed):
-    config = load_recipe("pfedla_table1", given.scale, given.variant)
+    config = load_recipe_configuration("pfedla_table1", given.scale, given.variant)
     config.pop("description")
     words = ["--seed", str(seed), "--data.path", given.path, *given.options]
-    return experiments.from_config(options.parse(words, config, "personalised.py"))
+    return experiments.build_experiment(options.parse_configuration(words, config, "personalised.py"))
 
 
 def measure(method, experiment, clients):
@@ -46,7 +46,7 @@ def measure(method, experiment, clients):
     start = time.perf_counter()
     run = pf.federate(
         clients, method, rounds=settings.rounds, seed=settings.seed, clients_per_round=settings.clients_per_round,
-        evaluate_every=settings.evaluate_every, progress=Silent(),
+        evaluate_every=settings.evaluate_every, progress=SilentProgress(),
     )  # fmt: skip
     rows = run.table()
     last = run.history[-1]
@@ -95,8 +95,8 @@ def main():
     results = {}
     for seed in range(given.seeds):
         experiment = experiment_of(given, seed)
-        clients = experiments.participants(experiment).clients
-        methods = {**experiment.baselines, name_of(experiment.algorithm): experiment.algorithm}
+        clients = experiments.load_participants(experiment).clients
+        methods = {**experiment.baselines, registry_name(experiment.algorithm): experiment.algorithm}
         for name, method in methods.items():
             if given.methods is None or name in given.methods.split(","):
                 results.setdefault(name, []).append(measure(method, experiment, clients))

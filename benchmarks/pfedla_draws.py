@@ -16,7 +16,7 @@ from workloads import cpu_name
 
 from polyfed.algorithms import pfedla
 from polyfed.cli.commands import reproduce
-from polyfed.cli.commands.reproduce import Wanted
+from polyfed.cli.commands.reproduce import ReproduceOptions
 from polyfed.simulation.runs.directory import read_metrics
 
 RESULTS = Path(__file__).parent / "results" / "pfedla_draws.json"
@@ -25,14 +25,16 @@ SEEDS, GAP = (0, 1, 2), 0.06
 
 def measured(draw, given):
     """The clients' accuracy by seed, as sent and after local training, of one draw; 0 is what polyfed draws."""
-    drawn = pfedla.create
-    pfedla.create = (lambda who, sizes, seed: drawn(f"{who}, draw {draw}", sizes, seed)) if draw else drawn
+    drawn = pfedla.init_aggregation_hypernetwork
+    pfedla.init_aggregation_hypernetwork = (
+        (lambda who, sizes, seed: drawn(f"{who}, draw {draw}", sizes, seed)) if draw else drawn
+    )
     out = f"{given.runs}/{draw}"
-    wanted = Wanted(scale="cpu", variant="cifar10-k0", seeds=",".join(map(str, SEEDS)), out=out)
+    wanted = ReproduceOptions(scale="cpu", variant="cifar10-k0", seeds=",".join(map(str, SEEDS)), out=out)
     try:
-        reproduce.run(["pfedla", "table3", "--data.path", given.data], wanted, quiet=True)
+        reproduce.run_reproduction(["pfedla", "table3", "--data.path", given.data], wanted, quiet=True)
     finally:
-        pfedla.create = drawn
+        pfedla.init_aggregation_hypernetwork = drawn
     found = {}
     for seed in SEEDS:
         rows = read_metrics(Path(out) / f"pfedla_table3-cifar10-k0-seed{seed}" / "metrics.jsonl")[-1][

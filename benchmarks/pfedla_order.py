@@ -21,9 +21,9 @@ from groups import OPTIONS, ROUNDS, clients_of, weight_inside
 
 import polyfed as pf
 from polyfed.algorithms import PFedLA, pfedla
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.runs.progress import SilentProgress
 
-CHAIN_RULE = pfedla.inner_products
+CHAIN_RULE = pfedla.layer_inner_products
 MEASURED = ("accuracy", "trained_accuracy", "inside")
 
 
@@ -40,14 +40,14 @@ def as_printed(models, served, replies, layers):
 
 
 def measured(seed, products):
-    pfedla.inner_products = products
+    pfedla.layer_inner_products = products
     try:
         run = pf.federate(
             clients_of(seed, 8), PFedLA(**OPTIONS), rounds=ROUNDS, seed=seed, evaluate_every=ROUNDS, workers=0,
-            progress=Silent(),
+            progress=SilentProgress(),
         )  # fmt: skip
     finally:
-        pfedla.inner_products = CHAIN_RULE
+        pfedla.layer_inner_products = CHAIN_RULE
     row = run.table()[-1]
     inside = statistics.mean(weight_inside(run).values())
     return {name: round(row[name], 5) for name in MEASURED[:2]} | {"inside": round(inside, 5)}

@@ -31,9 +31,9 @@ import torch
 
 import polyfed as pf
 from polyfed.core.examples import as_examples
-from polyfed.core.threads import one_thread
+from polyfed.core.threads import single_torch_thread
 from polyfed.models import ModelSpec
-from polyfed.simulation.federation import play
+from polyfed.simulation.federation import run_rounds
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs import checkpoint
 from polyfed.simulation.runs.directory import RunDirectory
@@ -180,13 +180,13 @@ class Watch(Progress):
     def __init__(self, rounds, tell):
         self.rounds, self.tell, self.seen, self.times = rounds, tell, [], []
 
-    def start(self, title, rounds, done):
+    def start(self, title, rounds, rounds_done):
         self.times.append(time.perf_counter())
 
-    def client(self, phase, done, total):
+    def update_clients(self, phase, clients_done, total):
         pass
 
-    def round(self, record):
+    def finish_round(self, record):
         self.times.append(time.perf_counter())
         self.seen.append(record)
         self.tell(self.found())
@@ -226,10 +226,10 @@ def one_run(label, number, sample, folder, start, tell):
         else:
             pool = as_examples(public, "public", labelled=False)
             everyone = Federation({c.id: c for c in clients}, algorithm, Settings(**options), pool)
-            past, _ = checkpoint.load(Path(start) / "checkpoint")
+            past, _ = checkpoint.load_newest_checkpoint(Path(start) / "checkpoint")
             began = time.perf_counter()
-            with one_thread():
-                play(everyone, past, [], RunDirectory.create(folder), watch)
+            with single_torch_thread():
+                run_rounds(everyone, past, [], RunDirectory.create(folder), watch)
     except EnoughError:
         ended = time.perf_counter()
     (saved,) = Path(folder, "checkpoint").glob("round-*")

@@ -14,11 +14,11 @@ import scaling
 import torch
 
 import polyfed as pf
-from polyfed.alignment.similarity import mean_similarity
+from polyfed.alignment.similarity import mean_pairwise_cka
 from polyfed.core.algorithm import Message
-from polyfed.core.threads import one_thread
-from polyfed.core.tree import decode, encode
-from polyfed.simulation.roster import Roster
+from polyfed.core.threads import single_torch_thread
+from polyfed.core.tree import deserialize_state, serialize_state
+from polyfed.simulation.roster import ClientRegistry
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.settings import Settings
@@ -35,13 +35,13 @@ def started(label, number, clients_per_round=scaling.COHORT):
     case, (clients, _) = scaling.CASES[label], scaling.federation(number)
     method = pf.algorithms.get(case.name)(**{**scaling.STEP, **case.fields})
     federation = Federation({c.id: c for c in clients}, method, Settings(clients_per_round=clients_per_round))
-    return federation, method.server_init(federation.context())
+    return federation, method.server_init(federation.server_context())
 
 
 def server_half(label, number):
     """Messages to ten clients and the aggregation of what they would reply; of two rounds the second."""
     federation, state = started(label, number)
-    method, who = federation.algorithm, [federation.info(i, 1) for i in federation.cohort(1)]
+    method, who = federation.algorithm, [federation.client_info(i, 1) for i in federation.sample_cohort(1)]
     for _ in range(2):
         began = time.process_time()
         downs = {info.id: down for info, down in zip(who, method.dispatch_all(state, who), strict=True)}
@@ -58,16 +58,18 @@ def server_half(label, number):
 def blocks(number):
     """`Federation.tasks` for everyone beside `dispatch_all` alone, which it goes through."""
     federation, state = started("pfedhn embedding_dim=32", number, 1.0)
-    who = [federation.info(i, 1) for i in federation.roster.ids]
+    who = [federation.client_info(i, 1) for i in federation.client_registry.ids]
     alone = seconds(lambda: list(federation.algorithm.dispatch_all(state, who)))
-    whole = seconds(lambda: list(federation.tasks("local", federation.roster.ids, 1, Checkpoint(0, state, {}))))
+    whole = seconds(
+        lambda: list(federation.build_task_blocks("local", federation.client_registry.ids, 1, Checkpoint(0, state, {})))
+    )
     return {"dispatch_all": alone, "tasks": whole}
 
 
 def asked(number):
     """FedFomo: its messages to everyone, and one client's choice of whom to ask for."""
     federation, state = started("fedfomo", number, 1.0)
-    method, who = federation.algorithm, [federation.info(i, 1) for i in federation.roster.ids]
+    method, who = federation.algorithm, [federation.client_info(i, 1) for i in federation.client_registry.ids]
     everyone = seconds(lambda: list(method.dispatch_all(state, who)))
     liked, generator = torch.zeros(number, dtype=torch.float64), torch.Generator().manual_seed(0)
     return {"messages": everyone, "one choice": seconds(lambda: method._choose(liked, 3, 0.3, generator))}
@@ -75,9 +77,9 @@ def asked(number):
 
 def cohort(number):
     """The draw of ten from so many, of whom the loop has the ids alone."""
-    told = Roster(tuple(f"c{k:08d}" for k in range(number)), "classification")
-    everyone = Federation({}, pf.algorithms.FedAvg(), Settings(clients_per_round=scaling.COHORT), told=told)
-    return seconds(lambda: everyone.cohort(1))
+    told = ClientRegistry(tuple(f"c{k:08d}" for k in range(number)), "classification")
+    everyone = Federation({}, pf.algorithms.FedAvg(), Settings(clients_per_round=scaling.COHORT), remote_clients=told)
+    return seconds(lambda: everyone.sample_cohort(1))
 
 
 def header(number):
@@ -85,15 +87,15 @@ def header(number):
     names = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
     state = {"models": {f"c{k:07d}": {name: torch.zeros(1) for name in names} for k in range(number)}}
     kept = []
-    writing = seconds(lambda: kept.append(encode(state)))
-    reading = seconds(lambda: decode(kept[0]))
+    writing = seconds(lambda: kept.append(serialize_state(state)))
+    reading = seconds(lambda: deserialize_state(kept[0]))
     return {"bytes": int.from_bytes(kept[0][:8], "little"), "encode": writing, "decode": reading}
 
 
 def largest_header():
     """What safetensors says to a description beyond 100 MB."""
     try:
-        encode({"w": torch.zeros(1), "names": "x" * 100_000_000})
+        serialize_state({"w": torch.zeros(1), "names": "x" * 100_000_000})
     except Exception as error:  # a type of the library that it does not promise
         return str(error)
     return "accepted"
@@ -106,13 +108,13 @@ def main():
     halves = {"pfedla": (125, 250, 500, 1_000), "pfedhn": (2_500, 5_000, 10_000),
               "pfedhn embedding_dim=32": (2_500, 10_000)}  # fmt: skip
     parts = {}
-    with one_thread():
+    with single_torch_thread():
         blocks(10)  # what is imported at first use
         for label, numbers in halves.items():
             parts[f"server half, {label}"] = {n: server_half(label, n) for n in numbers}
         parts["tasks for everyone"] = {n: blocks(n) for n in (1_000, 2_000, 4_000, 8_000)}
         parts["mean_similarity of 64 examples"] = {
-            n: seconds(lambda n=n: mean_similarity([torch.randn(64, 32) for _ in range(n)]))
+            n: seconds(lambda n=n: mean_pairwise_cka([torch.randn(64, 32) for _ in range(n)]))
             for n in (300, 1_000, 3_000)
         }
         parts["fedfomo"] = {n: asked(n) for n in (1_000, 4_000)}

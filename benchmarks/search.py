@@ -38,15 +38,15 @@ from unittest.mock import patch
 import torch
 
 import polyfed as pf
-from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedPNAS, name_of
-from polyfed.algorithms.searching import Searching
+from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedPNAS, registry_name
+from polyfed.algorithms.searching import SupernetMethod
 from polyfed.cli.commands import options, recipes
-from polyfed.core.seeds import local_rng
+from polyfed.core.seeds import temporary_rng_seed
 from polyfed.data import Shift
-from polyfed.search import Network, probabilities
+from polyfed.search import Network, operation_probabilities
 from polyfed.simulation import experiment as experiments
-from polyfed.simulation.runs.progress import Silent
-from polyfed.simulation.transfer import transfer
+from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.transfer import transfer_network
 
 TASKS = {
     "fig3": ["rotate -30", "rotate -15", "vanilla", "rotate 15", "rotate 30"],
@@ -60,7 +60,7 @@ def measure(method, experiment, participants):
     start = time.perf_counter()
     run = pf.federate(
         participants.clients, method, rounds=settings.rounds, seed=settings.seed, workers=2,
-        evaluate_every=settings.evaluate_every, progress=Silent(),
+        evaluate_every=settings.evaluate_every, progress=SilentProgress(),
     )  # fmt: skip
     curve, trained = [], 0.0
     for record in run.history:
@@ -76,7 +76,7 @@ def measure(method, experiment, participants):
         "seconds_training": round(trained, 1),
         "MB": round((last["bytes_down_total"] + last["bytes_up_total"]) / 2**20, 1),
     }
-    if isinstance(method, Searching):
+    if isinstance(method, SupernetMethod):
         result["most probable"] = chosen(run)
     return result, run
 
@@ -87,7 +87,7 @@ def chosen(run):
     for i, client in run.federation.clients.items():
         model = run.model(i)
         network = model.network if not isinstance(model, Network) else model
-        told = network.known or probabilities(network, client.train)
+        told = network.known or operation_probabilities(network, client.train)
         plan = network.supernet or network.plan
         for cell, shares in zip(plan.base + plan.personal, told, strict=True):
             best.update(cell.candidates[0][k] for k in shares.argmax(1).tolist())
@@ -98,12 +98,12 @@ def chosen(run):
 def unseen(run, experiment, degrees):
     """Table 2: each client's network on 200 training and all test images of its own rotated by `degrees`, before and after
     100 steps, of all weights and of the personal stack's."""
-    rotated = experiments.participants(replace(experiment, shifts=(Shift(rotation=degrees),)))
+    rotated = experiments.load_participants(replace(experiment, shifts=(Shift(rotation=degrees),)))
     found = {"before": [], "all": [], "personal": []}
     for client in rotated.clients:
         few = pf.Client(client.id, None, client.train.select(torch.arange(min(200, len(client.train)))), client.test)
         for parts in ("all", "personal"):
-            done = transfer(run, client.id, few, parts=parts, lr=0.002)
+            done = transfer_network(run, client.id, few, parts=parts, lr=0.002)
             found[parts].append(done.after["accuracy"])
         found["before"].append(done.before["accuracy"])
     return found
@@ -116,19 +116,21 @@ def federations(arguments, rest):
     words = ["--data.path", arguments.path, "--rounds", str(arguments.rounds), "--evaluate_every", "5", *rest]
     label = ", per batch" if arguments.per_batch else ""
     for seed in map(int, arguments.seeds.split(",")):
-        config = recipes.read(recipe).configuration("cpu", arguments.variant)
-        experiment = experiments.from_config(options.parse([*words, "--seed", str(seed)], config, "benchmark"))
+        config = recipes.read_recipe(recipe).configuration("cpu", arguments.variant)
+        experiment = experiments.build_experiment(
+            options.parse_configuration([*words, "--seed", str(seed)], config, "benchmark")
+        )
         participants = None
         methods = [*experiment.baselines.values(), experiment.algorithm]
         if arguments.per_batch:
             methods = [replace(m, per="batch") for m in methods if isinstance(m, CAFedPNAS | CAFedDSNAS)]
-        methods = [m for m in methods if arguments.only in (None, name_of(m))]
+        methods = [m for m in methods if arguments.only in (None, registry_name(m))]
         results |= {"recipe": recipe, "variant": arguments.variant, "rounds": arguments.rounds, "options": rest}
-        for method in sorted(methods, key=lambda m: list(pf.algorithms.REGISTRY).index(name_of(m))):
-            name = name_of(method) + label
+        for method in sorted(methods, key=lambda m: list(pf.algorithms.REGISTRY).index(registry_name(m))):
+            name = registry_name(method) + label
             if str(seed) in results["runs"].get(name, {}):
                 continue
-            participants = participants or experiments.participants(experiment)
+            participants = participants or experiments.load_participants(experiment)
             result, run = measure(method, experiment, participants)
             if arguments.transfer and name in ("feddsnas", "ca_fedpnas"):
                 result["transfer"] = {str(d): unseen(run, experiment, d) for d in (-90.0, 90.0)}
@@ -185,7 +187,7 @@ def step(arguments):
     Methods take turns, so that whatever else the machine does slows all alike; the time is that of the processor."""
     torch.set_num_threads(1)
     runs, results = {}, {}
-    with local_rng(0):
+    with temporary_rng_seed(0):
         x, y = torch.randn(48, 1, 28, 28).contiguous(memory_format=torch.channels_last), torch.randint(10, (48,))
         for name, method in {
             "feddsnas": FedPNAS(), "ca_feddsnas": CAFedPNAS(), "ca_feddsnas, per=batch": CAFedPNAS(per="batch"),
@@ -254,8 +256,8 @@ def calls(arguments, images=48):
             found.append(time.perf_counter() - start)
         return min(found)
 
-    with local_rng(0):
-        network = FedPNAS().plan(1, 10)().to(memory_format=torch.channels_last).train()
+    with temporary_rng_seed(0):
+        network = FedPNAS().supernet_plan(1, 10)().to(memory_format=torch.channels_last).train()
         seen, edges, hooks = {}, [edge for cell, _ in network.cells() for edge in cell.operations], []
         for number, edge in enumerate(edges):
             for operation in edge.values():
@@ -285,14 +287,14 @@ def whole(arguments):
     results = {"rounds": arguments.rounds, "seeds": {}}
     for seed in map(int, arguments.seeds.split(",")):
         words = ["--data.path", arguments.path, "--rounds", str(arguments.rounds), "--seed", str(seed)]
-        config = recipes.read("fedpnas_fig3").configuration("cpu", "fashion-mnist")
-        experiment = experiments.from_config(options.parse(words, config, "benchmark"))
-        clients, seconds = experiments.participants(experiment).clients, {}
-        methods = {name_of(m): m for m in (*experiment.baselines.values(), experiment.algorithm)}
+        config = recipes.read_recipe("fedpnas_fig3").configuration("cpu", "fashion-mnist")
+        experiment = experiments.build_experiment(options.parse_configuration(words, config, "benchmark"))
+        clients, seconds = experiments.load_participants(experiment).clients, {}
+        methods = {registry_name(m): m for m in (*experiment.baselines.values(), experiment.algorithm)}
         for name in ("feddsnas", "ca_feddsnas", "fedpnas", "ca_fedpnas"):
             run = pf.federate(
                 clients, methods[name], rounds=arguments.rounds, seed=seed, workers=0, evaluate_every=10**6,
-                progress=Silent(),
+                progress=SilentProgress(),
             )  # fmt: skip
             seconds[name] = [record["seconds_clients"] for record in run.history]
             pieces = {"all rounds": slice(None), "the first": slice(1), "the last five": slice(-5, None)}

@@ -30,12 +30,12 @@ from papers_cells import interval
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithms import CAFedDSNAS, FedDSNAS, name_of
+from polyfed.algorithms import CAFedDSNAS, FedDSNAS, registry_name
 from polyfed.cli.commands import options, recipes
-from polyfed.core.seeds import local_rng
+from polyfed.core.seeds import temporary_rng_seed
 from polyfed.simulation import experiment as experiments
-from polyfed.simulation.runs.progress import Silent
-from polyfed.simulation.transfer import adapted
+from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.transfer import score_after_adaptation
 
 METHODS, FORMS = ("ca_feddsnas", "ca_fedpnas"), ("chosen", "full")
 RATES, RATE_SEEDS, SEEDS = (0.01, 0.05, 0.2), (100, 101), (3, 4, 5, 6, 7, 8)
@@ -70,11 +70,11 @@ def train_all(arguments, results, out):
     setting = f"{arguments.data}, {arguments.rounds} rounds"
     for seed in seeds:
         experiment = experiment_of(arguments, seed)
-        participants = experiments.participants(experiment)
+        participants = experiments.load_participants(experiment)
         for form in arguments.forms.split(","):
             for rate in RATES if rates else (best_rate(results.get("rates", {}).get(setting, {}), form),):
                 for method in (experiment.baselines["ca_feddsnas"], experiment.algorithm):
-                    key = f"{name_of(method)}, {form}, {rate:g}"
+                    key = f"{registry_name(method)}, {form}, {rate:g}"
                     runs = results.setdefault(arguments.stage, {}).setdefault(setting, {}).setdefault(key, {})
                     if str(seed) not in runs:
                         searching = replace(method, gradient=form, sampler_lr=rate)
@@ -99,24 +99,31 @@ def best_rate(runs, form):
 def experiment_of(arguments, seed):
     """The recipe's, with this seed."""
     words = ["--data.path", arguments.path] if arguments.path else []
-    config = recipes.read("fedpnas_effects").configuration("cpu", arguments.data)
-    return experiments.from_config(options.parse([*words, "--seed", str(seed)], config, "search_gradient"))
+    config = recipes.read_recipe("fedpnas_effects").configuration("cpu", arguments.data)
+    return experiments.build_experiment(
+        options.parse_configuration([*words, "--seed", str(seed)], config, "search_gradient")
+    )
 
 
 def score(method, clients, rounds, seed):
     """Mean accuracy over clients after the last round: of what the method evaluates, and after an epoch of adaptation."""
-    run = pf.federate(clients, method, rounds=rounds, seed=seed, workers=0, evaluate_every=rounds, progress=Silent())
+    run = pf.federate(
+        clients, method, rounds=rounds, seed=seed, workers=0, evaluate_every=rounds, progress=SilentProgress()
+    )
     accuracy = run.history[-1]["summary"]["accuracy"]["mean"]
     if method.finetune_epochs:
         return {"adapted": accuracy, "server": run.history[-1]["summary"]["server_accuracy"]["mean"]}
-    return {"adapted": fmean(adapted(run, client.id)["accuracy"] for client in clients), "server": accuracy}
+    return {
+        "adapted": fmean(score_after_adaptation(run, client.id)["accuracy"] for client in clients),
+        "server": accuracy,
+    }
 
 
 def compare_gradients(name, draws=60):
     """Of the samplers' gradients on the same draws: the cosine of "chosen" and "full" draw by draw and of their means, the
     ratio of their lengths, and how many operations an edge evaluates in each form, forward and for the gradient."""
     method = {"feddsnas": FedDSNAS, "ca_feddsnas": CAFedDSNAS}[name](channels=8)
-    with local_rng(0):
+    with temporary_rng_seed(0):
         network, x, y = method.plan(1, 10)().train(), torch.randn(48, 1, 8, 8), torch.arange(48) % 10
     samplers = [p for n, p in network.named_parameters() if ".samplers." in n]
     calls, slopes = Counter(), {form: [] for form in FORMS}
@@ -126,7 +133,7 @@ def compare_gradients(name, draws=60):
     for form in FORMS:
         network.gradient = form
         for draw in range(draws):
-            with local_rng(draw):
+            with temporary_rng_seed(draw):
                 loss = nn.functional.cross_entropy(network(x), y)
             found = torch.autograd.grad(loss, samplers, allow_unused=True)
             flat = [torch.zeros_like(p) if g is None else g for p, g in zip(samplers, found, strict=True)]

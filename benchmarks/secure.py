@@ -22,8 +22,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, FedBN, FedRep, PerFedAvg
-from polyfed.deploy.budget import epsilon
-from polyfed.deploy.privacy import Protection, protect
+from polyfed.deploy.budget import compute_epsilon
+from polyfed.deploy.privacy import ReplyProtection, clip_and_add_noise
 
 SEEDS, ROUNDS = (0, 1, 2), 20
 
@@ -157,7 +157,7 @@ def with_noise(method, protection, among):
     class Noisy(base):
         def local_update(self, message, client_state, client, seed):
             reply, client_state = super().local_update(message, client_state, client, seed)
-            return protect(reply, message, protection, among), client_state
+            return clip_and_add_noise(reply, message, protection, among), client_state
 
     return Noisy(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
 
@@ -167,7 +167,7 @@ def multiplier(epsilon_wanted):
     low, high = 1e-3, 1e4
     for _ in range(60):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if epsilon({middle: NOISY_ROUNDS}, DELTA) > epsilon_wanted else (low, middle)
+        low, high = (middle, high) if compute_epsilon({middle: NOISY_ROUNDS}, DELTA) > epsilon_wanted else (low, middle)
     return high
 
 
@@ -179,7 +179,7 @@ def with_epsilon():
         rows = found["methods"][name] = []
         for wanted in (*EPSILONS, None):
             z = 0.0 if wanted is None else multiplier(wanted)
-            protection = Protection(clip_norm=clip, noise_multiplier=z)
+            protection = ReplyProtection(clip_norm=clip, noise_multiplier=z)
             row = {"epsilon": wanted, "noise_multiplier": z}
             for way, share in (("secure", among), ("alone", 1)) if wanted else (("without noise", 1),):
                 row[way] = [

@@ -25,8 +25,8 @@ from workloads import MODEL
 
 from polyfed.algorithms import HeurPFedLA, PFedLA
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
-from polyfed.core.memory import keep_memory
-from polyfed.core.threads import one_thread, usable_cores
+from polyfed.core.memory import tune_malloc
+from polyfed.core.threads import num_usable_cores, single_torch_thread
 from polyfed.models import ModelSpec
 
 CLIENTS, REPETITIONS = 100, 5
@@ -95,16 +95,21 @@ def main():
     parser.add_argument("--out")
     parser.add_argument("--memory", action="store_true", help="of 1,000 clients, in this process")
     given = parser.parse_args()
-    keep_memory()  # as every engine does
+    tune_malloc()  # as every engine does
     if given.memory:
-        with one_thread():
+        with single_torch_thread():
             results = memory()
         print(results)
         if given.out:
             Path(given.out).write_text(json.dumps(results, indent=1) + "\n")
         return
-    results = {"cores": usable_cores(), "clients": CLIENTS, "parameters": 582026, "load": round(os.getloadavg()[0], 1)}
-    with one_thread():
+    results = {
+        "cores": num_usable_cores(),
+        "clients": CLIENTS,
+        "parameters": 582026,
+        "load": round(os.getloadavg()[0], 1),
+    }
+    with single_torch_thread():
         for name, method in {"pfedla": PFedLA(), "heur_pfedla": HeurPFedLA()}.items():
             for cohort in (10, 100):
                 found = results[f"{name}, {cohort} of {CLIENTS} in the round"] = measure(method, cohort)

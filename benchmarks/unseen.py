@@ -16,22 +16,22 @@ import re
 import statistics
 from pathlib import Path
 
-from polyfed.cli.commands.recipes import read
+from polyfed.cli.commands.recipes import read_recipe
 from polyfed.data.plot import save_figure
-from polyfed.report.generation import draw_curves
-from polyfed.simulation.experiment import from_config, participants
+from polyfed.report.generation import draw_warm_start_curves
+from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.runs.directory import read_config
-from polyfed.simulation.unseen import compare_curves, load_server, warmstart
+from polyfed.simulation.unseen import compare_with_scratch, compute_warm_start, load_trained_server
 
 RECIPE = "flha_table6_fig3"
 
 
 def left_out(folder, epochs):
     """The curves of the run's unseen client, and figures of them."""
-    [client] = participants(from_config(read_config(folder))).unseen
-    server = load_server(folder)
-    start = warmstart(server, client)
-    curves = compare_curves(server, start, epochs)
+    [client] = load_participants(build_experiment(read_config(folder))).unseen
+    server = load_trained_server(folder)
+    start = compute_warm_start(server, client)
+    curves = compare_with_scratch(server, start, epochs)
     return curves, {
         "seed": int(re.search(r"seed(\d+)$", folder.name).group(1)),
         "network": client.model.name,
@@ -40,7 +40,7 @@ def left_out(folder, epochs):
         "head": start.after["accuracy"],
         "warm": curves.warm,
         "scratch": curves.scratch,
-        "reached": curves.reached,
+        "reached": curves.epochs_to_match_scratch,
     }
 
 
@@ -56,7 +56,7 @@ def main():
         "| left out | generated % | as generated | after the head | warm, E epochs | scratch, E epochs | reached after |"
     )
     print("|---" * 7 + "|")
-    for variant in read(RECIPE).variants:
+    for variant in read_recipe(RECIPE).variants:
         runs = []
         for folder in sorted(given.runs.glob(f"{RECIPE}-{variant}-seed*")):
             curves, found = left_out(folder, given.epochs)
@@ -72,7 +72,7 @@ def main():
         content = {"recipe": RECIPE, "epochs": given.epochs, "skipped": results}
         Path(given.out).write_text(json.dumps(content, indent=1) + "\n")
     if given.plot:
-        save_figure(draw_curves(drawn), given.plot)
+        save_figure(draw_warm_start_curves(drawn), given.plot)
 
 
 if __name__ == "__main__":

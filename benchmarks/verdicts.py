@@ -25,13 +25,13 @@ import torch
 from scipy import stats
 
 import polyfed as pf
-from polyfed.comparison.crossed import LEVEL, of_mean, of_sites, parts
+from polyfed.comparison.crossed import CONFIDENCE_LEVEL, estimate_by_client, estimate_mean, estimate_variance_components
 from polyfed.comparison.evidence import Evidence
-from polyfed.comparison.reading import Budget, Reading
-from polyfed.comparison.summary import Material, summarise
+from polyfed.comparison.reading import Budget, ResultCriteria
+from polyfed.comparison.summary import ResultInputs, build_results
 from polyfed.core.metrics import METRICS
-from polyfed.core.seeds import derive
-from polyfed.simulation.runs.progress import Silent
+from polyfed.core.seeds import derive_seed
+from polyfed.simulation.runs.progress import SilentProgress
 
 RESULTS = Path(__file__).parent / "results" / "verdicts.json"
 SCORES = ("accuracy", "auc", "r2")
@@ -69,20 +69,23 @@ def sentences(score, outputs, targets):
     """What is said of the mean and of each site: the estimates of a comparison of two methods."""
     metric, truth = METRICS[score], torch.from_numpy(targets)
     ours, theirs = torch.from_numpy(outputs)
-    sites = [parts(metric, [o[i] for o in ours], [t[i] for t in theirs], truth[i]) for i in range(len(targets))]
+    sites = [
+        estimate_variance_components(metric, [o[i] for o in ours], [t[i] for t in theirs], truth[i])
+        for i in range(len(targets))
+    ]
     known = [site for site in sites if site is not None]
     if not known:
         return None, []
-    return of_mean(known), of_sites(known)
+    return estimate_mean(known), estimate_by_client(known)
 
 
 def cell(score, clients, examples, seeds, repeats):
-    rng = np.random.default_rng(derive(0, score, clients, examples, seeds))
+    rng = np.random.default_rng(derive_seed(0, score, clients, examples, seeds))
     false = {"mean": 0, "sites": 0}
     for _ in range(repeats):
         mean, sites = sentences(score, *drawn(score, clients, examples, seeds, rng))
-        false["mean"] += mean is not None and mean.p <= 1 - LEVEL
-        false["sites"] += any(site.p <= 1 - LEVEL for site in sites)
+        false["mean"] += mean is not None and mean.p <= 1 - CONFIDENCE_LEVEL
+        false["sites"] += any(site.p <= 1 - CONFIDENCE_LEVEL for site in sites)
     return {"repeats": repeats, **false}
 
 
@@ -104,19 +107,19 @@ def level_of(score, gain, rng):
 
 
 def power(score, gain, clients, examples, seeds, repeats):
-    rng = np.random.default_rng(derive(1, score, int(1000 * gain), clients, examples, seeds))
+    rng = np.random.default_rng(derive_seed(1, score, int(1000 * gain), clients, examples, seeds))
     level = level_of(score, gain, rng)
     said = {"mean": 0, "sites": 0}
     for _ in range(repeats):
         mean, sites = sentences(score, *drawn(score, clients, examples, seeds, rng, level))
-        said["mean"] += mean is not None and mean.p <= 1 - LEVEL and mean.value > 0
-        said["sites"] += sum(site.p <= 1 - LEVEL and site.value > 0 for site in sites)
+        said["mean"] += mean is not None and mean.p <= 1 - CONFIDENCE_LEVEL and mean.value > 0
+        said["sites"] += sum(site.p <= 1 - CONFIDENCE_LEVEL and site.value > 0 for site in sites)
     return {"repeats": repeats, "mean": said["mean"], "sites": said["sites"], "of_sites": repeats * clients}
 
 
 def covered(gain, clients, examples, seeds, repeats):
     """How often an interval leaves out the expected accuracy, or difference of accuracies, of these very clients."""
-    rng = np.random.default_rng(derive(2, int(10 * gain), clients, examples, seeds))
+    rng = np.random.default_rng(derive_seed(2, int(10 * gain), clients, examples, seeds))
     width = (1.2**2 + 2 * 0.7**2 + 1.25 * luck_of(seeds) ** 2) ** 0.5
     missed = {"gain": 0, "score": 0, "sites": 0}
     for _ in range(repeats):
@@ -125,7 +128,12 @@ def covered(gain, clients, examples, seeds, repeats):
         ours, theirs = (stats.norm.cdf((base + more) / width) for more in (gain, 0.0))
         mean, sites = sentences("accuracy", outputs, targets)
         found, truth = torch.from_numpy(outputs[0]), torch.from_numpy(targets)
-        alone = of_mean([parts(METRICS["accuracy"], list(found[:, i]), None, truth[i]) for i in range(clients)])
+        alone = estimate_mean(
+            [
+                estimate_variance_components(METRICS["accuracy"], list(found[:, i]), None, truth[i])
+                for i in range(clients)
+            ]
+        )
         missed["gain"] += not mean.low <= (ours - theirs).mean() <= mean.high
         missed["score"] += not alone.low <= ours.mean() <= alone.high
         missed["sites"] += any(not one.low <= true <= one.high for one, true in zip(sites, ours - theirs, strict=True))
@@ -212,12 +220,12 @@ def over_the_best(score, found, targets, simple):
         metric, seeds, scores, lambda label, seed, client: found[label][seed][names.index(client)],
         lambda client: targets[names.index(client)], True, True, {},
     )  # fmt: skip
-    mean, sites = evidence.over("fed", ["local", *SIMPLE[:simple]], 1)
+    mean, sites = evidence.gain_over_best_rival("fed", ["local", *SIMPLE[:simple]], 1)
     return mean, list(sites.values())
 
 
 def rivals_cell(score, examples, seeds, simple, weak, repeats):
-    rng = np.random.default_rng(derive(3, score, examples, seeds, simple, int(10 * weak)))
+    rng = np.random.default_rng(derive_seed(3, score, examples, seeds, simple, int(10 * weak)))
     said = dict.fromkeys(("join", "stay", "mean", "sites"), 0)
     for _ in range(repeats):
         mean, sites = over_the_best(score, *beside_rivals(score, 4, examples, seeds, rng, weak=weak), simple)
@@ -230,7 +238,7 @@ def rivals_cell(score, examples, seeds, simple, weak, repeats):
 
 
 def rivals_power(score, gain, simple, repeats):
-    rng = np.random.default_rng(derive(4, score, int(100 * gain), simple))
+    rng = np.random.default_rng(derive_seed(4, score, int(100 * gain), simple))
     level, said = level_of(score, gain, rng), {"mean": 0, "sites": 0}
     for _ in range(repeats):
         mean, sites = over_the_best(score, *beside_rivals(score, 4, 200, 5, rng, gain=level), simple)
@@ -337,7 +345,7 @@ def twins(score, rng):
     clients, method = federation(score, True, rng), pf.algorithms.Local(lr=0.1)
     runs = {
         (label, seed): pf.federate(
-            clients, method, rounds=5, seed=seed + shift, metrics=[score], workers=0, progress=Silent()
+            clients, method, rounds=5, seed=seed + shift, metrics=[score], workers=0, progress=SilentProgress()
         )
         for label, shift in (("local", 0), ("twin", 100))
         for seed in SEEDS
@@ -349,12 +357,12 @@ def twins(score, rng):
     }  # fmt: skip
     data = {str(seed): {c.id: {"train": 60, "test": 40, "classes": None} for c in clients} for seed in SEEDS}
     targets = {c.id: c.test.labels for c in clients}
-    material = Material(
+    material = ResultInputs(
         description, data, None, {run: one.history for run, one in runs.items()}, METRICS[score],
         lambda label, seed, client, number: runs[label, seed].predictions(client, round=number).outputs,
         lambda seed, client: targets[client],
     )  # fmt: skip
-    return summarise(material, Reading(Budget("steps"))), dict.fromkeys(SITES, 0.0)
+    return build_results(material, ResultCriteria(Budget("steps"))), dict.fromkeys(SITES, 0.0)
 
 
 def is_false(answer, truth):
@@ -377,7 +385,7 @@ def real(repeats):
             def count(score=score, play=play, name=name):
                 false = {"mean": 0, "sites": 0}
                 for k in range(repeats):
-                    content, truth = play(score, np.random.default_rng(derive(2, name, score, k)))
+                    content, truth = play(score, np.random.default_rng(derive_seed(2, name, score, k)))
                     false["mean"] += is_false(content["mean_answer"], np.mean(list(truth.values())))
                     false["sites"] += any(is_false(one, truth[one["client"]]) for one in content["answers"])
                 return {"repeats": repeats, **false}

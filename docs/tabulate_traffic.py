@@ -12,7 +12,7 @@ import torch
 from polyfed.algorithms import REGISTRY
 from polyfed.core.examples import as_examples
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.traffic import receivers, revealed
+from polyfed.simulation.traffic import find_reply_reach, find_revealed_facts
 
 PAGE = Path(__file__).with_name("deploy.md")
 START, END = "<!-- traffic: written by docs/tabulate_traffic.py -->", "<!-- end of traffic -->"
@@ -41,9 +41,9 @@ def table():
     ]
     for name in REGISTRY:
         method = small(name)
-        shown = ", ".join(sorted(revealed(method, public()))) or "none"
+        shown = ", ".join(sorted(find_revealed_facts(method, public()))) or "none"
         declared = ", ".join(sorted(method.discloses)) or "nothing"
-        lines.append(f"| `{name}` | {declared} | {shown} | {receivers(method, public())} |")
+        lines.append(f"| `{name}` | {declared} | {shown} | {find_reply_reach(method, public())} |")
     return "\n".join(lines)
 
 

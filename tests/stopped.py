@@ -9,10 +9,10 @@ class Stop(Progress):
     def __init__(self, number):
         self.number = number
 
-    def round(self, record):
+    def finish_round(self, record):
         if record["round"] == self.number:
             raise KeyboardInterrupt
 
     def start(self, *told): ...
 
-    client = say = stop = start
+    update_clients = say = stop = start

@@ -70,7 +70,7 @@ def test_every_extra_that_an_error_names_installs_the_package():
         node
         for tree in trees().values()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check_extra"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check_extra_installed"
     ]
     pairs = {tuple(a.value if isinstance(a, ast.Constant) else None for a in call.args[:2]) for call in calls}
     assert len(pairs) >= 6

@@ -8,8 +8,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_WORDS
-from polyfed.core.code import scope, trust_code
+from polyfed.core.algorithm import MODEL_REQUIREMENTS
+from polyfed.core.code import temporary_trust, trust_code
 from polyfed.simulation.engines import cohort
 from polyfed.testing import small_clients
 from tests.pretend import WAITS, pretending
@@ -50,7 +50,7 @@ def images():
 def played(name, device, batch_size, model=None):
     """One round: what was waited for, clients' rows, and how many clients' training was carried out together."""
     method, together = REGISTRY[name], []
-    of_clients = method.requires & MODEL_WORDS
+    of_clients = method.requires & MODEL_REQUIREMENTS
     more = ALIGNING if "fedhenn" in name else {} if of_clients else SEARCHED
     more = {**more, "head": ("3",)} if name == "fedrep" and model is not None else more
     people = images() if not of_clients else small_clients()
@@ -58,11 +58,11 @@ def played(name, device, batch_size, model=None):
         people = [pf.Client(c.id, model, c.train, c.test) for c in small_clients(4)]
     drawn = torch.randn(20, 6, generator=torch.Generator().manual_seed(8))
     public = (drawn, torch.zeros(20, dtype=torch.int64)) if "public_data" in method.requires else None
-    real = cohort.train
-    cohort.train = lambda calls: together.extend(calls) or real(calls)
+    real = cohort.train_cohort
+    cohort.train_cohort = lambda calls: together.extend(calls) or real(calls)
     WAITS.clear()
     try:
-        with scope(), warnings.catch_warnings():
+        with temporary_trust(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trust_code("polyfed.testing:SmallNet")
             run = pf.federate(
@@ -70,7 +70,7 @@ def played(name, device, batch_size, model=None):
                 engine="inprocess" if model is None else "cohort", public=public,
             )  # fmt: skip
     finally:
-        cohort.train = real
+        cohort.train_cohort = real
     rows = {i: {k: v for k, v in row.items() if k != "seconds"} for i, row in run.history[0]["clients"].items()}
     return dict(WAITS), rows, len(together)
 

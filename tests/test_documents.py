@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from polyfed.algorithms import REGISTRY
-from polyfed.cli.commands.papers import find
+from polyfed.cli.commands.papers import find_table
 from polyfed.cli.main import main
 
 ROOT = Path(__file__).parent.parent
@@ -142,7 +142,7 @@ def test_readme_counts_the_methods():
 def test_readme_names_a_table_that_can_be_reproduced():
     (line,) = re.findall(r"^polyfed reproduce .*", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     _, _, paper, table, *_ = shlex.split(line, comments=True)
-    assert find(paper, table)
+    assert find_table(paper, table)
 
 
 @pytest.mark.slow

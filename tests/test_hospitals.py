@@ -8,9 +8,9 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import polyfed as pf
-from polyfed.comparison.references import simple_references
+from polyfed.comparison.references import fit_client_references
 from polyfed.core.evaluation import predict
-from polyfed.data.resplit import resplit
+from polyfed.data.resplit import resplit_clients
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "hospitals.py"
 
@@ -45,12 +45,12 @@ def test_its_clients(clients):
 @pytest.mark.thorough
 def test_networks_are_as_good_as_logistic_regression(clients):
     run = pf.federate(clients, pf.algorithms.Local(lr=0.05, batch_size=16, local_epochs=2), rounds=20, workers=0)
-    (logistic,) = (r.outputs for r in simple_references(clients) if r.name == "logistic_regression")
+    (logistic,) = (r.outputs for r in fit_client_references(clients) if r.name == "logistic_regression")
     for client in clients:
         assert auc(predict(run.model(client.id), client.test), client) > 0.95
         assert auc(logistic[client.id], client) > 0.95
 
 
 def test_they_can_be_split_again(clients):
-    for dealt in resplit(clients, splits=2):
+    for dealt in resplit_clients(clients, splits=2):
         assert [len(c.test) for c in dealt] == [len(c.test) for c in clients]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from polyfed.algorithms import name_of
+from polyfed.algorithms import registry_name
 from polyfed.cli.commands import options
-from polyfed.cli.commands.papers import find, papers
-from polyfed.cli.commands.recipes import read
+from polyfed.cli.commands.papers import find_table, load_papers
+from polyfed.cli.commands.recipes import read_recipe
 from polyfed.simulation.runs.directory import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -67,11 +67,11 @@ def test_every_table_and_figure_of_the_papers_is_on_the_page(rows, paper):
 
 
 def test_every_entry_of_the_recipes_is_on_the_page(rows):
-    for name, paper in papers().items():
+    for name, paper in load_papers().items():
         commands = [row[2] for row in rows[name]]
         for table in paper.tables.values():
             command = f"`polyfed reproduce {name} {table.name}`"
-            assert command in commands or table.elsewhere.split("`")[1] in " ".join(commands), command
+            assert command in commands or table.reason_not_run.split("`")[1] in " ".join(commands), command
 
 
 def test_every_command_on_the_page_is_accepted(rows):
@@ -79,13 +79,15 @@ def test_every_command_on_the_page_is_accepted(rows):
     assert len(listed) > 30
     for command in map(shlex.split, listed):
         if command[:2] == ["polyfed", "reproduce"]:
-            table = find(command[2], command[3])
+            table = find_table(command[2], command[3])
             assert table.name == command[3]
             assert table.cells
-            assert not table.elsewhere
+            assert not table.reason_not_run
         elif command[1] in ("run", "data"):
             variant = command[command.index("--variant") + 1]
-            options.parse(command[5:], read(command[2]).configuration("paper", variant), "polyfed run")
+            options.parse_configuration(
+                command[5:], read_recipe(command[2]).configuration("paper", variant), "polyfed run"
+            )
         else:
             assert command == ["polyfed", "graph", "flha_arch1", "--input", "3,32,32"]
 
@@ -123,9 +125,9 @@ def test_what_belongs_to_a_table(made):
 
 
 def test_an_entry_without_a_measurement_says_so(made, tmp_path):
-    said = made.state(find("flha", "table1"), tmp_path)
+    said = made.state(find_table("flha", "table1"), tmp_path)
     assert said.startswith("not measured")
-    assert made.state(find("flha", "fig6"), tmp_path) == "not measured"
+    assert made.state(find_table("flha", "fig6"), tmp_path) == "not measured"
 
 
 def test_every_run_at_the_papers_length_has_its_recipe_and_its_methods():
@@ -133,13 +135,13 @@ def test_every_run_at_the_papers_length_has_its_recipe_and_its_methods():
 
     for plan in paper_scale.PLANS.values():
         experiment = paper_scale.experiment_of(plan)
-        methods = {name_of(experiment.algorithm), *experiment.baselines}
+        methods = {registry_name(experiment.algorithm), *experiment.baselines}
         assert set(plan.methods) <= methods
         assert experiment.settings.rounds >= 200
-        assert plan.methods[0] == name_of(experiment.algorithm)
+        assert plan.methods[0] == registry_name(experiment.algorithm)
         assert any(
             cell.paper
-            for cell in paper_scale.cells_of(find(plan.paper, plan.table), plan, plan.methods[0], plan.methods[0])
+            for cell in paper_scale.cells_of(find_table(plan.paper, plan.table), plan, plan.methods[0], plan.methods[0])
         )
 
 

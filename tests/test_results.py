@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyfed.cli.commands.recipes import load_recipe
+from polyfed.cli.commands.recipes import load_recipe_configuration
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,10 +53,10 @@ def test_a_table_takes_only_variants_of_the_data_that_it_was_given(page):
     import papers
 
     for key, table in papers.TABLES.items():
-        cells = papers.find(*key.split("/")).cells
+        cells = papers.find_table(*key.split("/")).cells
         for data, pattern in table.variants.items():
             taken = {(c.recipe, c.variant) for c in cells if c.variant and fnmatchcase(c.variant, pattern or "*")}
-            names = {load_recipe(recipe, "cpu", variant)["data"]["name"] for recipe, variant in taken}
+            names = {load_recipe_configuration(recipe, "cpu", variant)["data"]["name"] for recipe, variant in taken}
             names = {name.replace("fashion_mosaics", "fashion_mnist") for name in names}  # which are made of it
             assert names <= {data} or table.options[:2] == ("--data.name", data), (key, pattern)
 

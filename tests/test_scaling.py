@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import polyfed as pf
-from polyfed.core.tree import tensors_of
+from polyfed.core.tree import iter_tensors
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,7 +37,7 @@ def test_the_formula_of_the_state_is_exact(scaling, label):
         clients, public = scaling.federation(number)
         method = pf.algorithms.get(case.name)(**{**scaling.STEP, **case.fields})
         run = pf.federate(clients, method, rounds=1, public=public, workers=0)
-        assert sum(t.nbytes for t in tensors_of(run.last.state)) == case.state(number, scaling.TINY)
+        assert sum(t.nbytes for t in iter_tensors(run.last.state)) == case.state(number, scaling.TINY)
 
 
 def test_powers_are_those_of_the_two_largest(scaling):

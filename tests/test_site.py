@@ -15,7 +15,7 @@ import yaml
 import polyfed
 from polyfed.algorithms import REGISTRY
 from polyfed.cli.main import main
-from polyfed.comparison.directory import read
+from polyfed.comparison.directory import load_comparison
 from polyfed.core.training import LocalTraining
 from polyfed.testing import AlgorithmContract
 
@@ -270,7 +270,7 @@ def test_the_tutorial_runs_as_it_stands(tmp_path, capsys, monkeypatch):
     scores = dict(re.findall(r"^(\w+) +AUC (\d\.\d+)  accuracy \d", done.stdout, flags=re.MULTILINE))
     assert list(scores) == [*sites, "mean"]
     assert float(scores["mean"]) > 0.8  # 0.5 is chance
-    told = read(tmp_path / "runs" / "hospitals").results
+    told = load_comparison(tmp_path / "runs" / "hospitals").results
     assert told["warnings"] == []
     assert {answer["client"] for answer in told["answers"]} == set(sites)
     for answer in (told["mean_answer"], *told["answers"]):

@@ -220,11 +220,11 @@ CASES = [
     (SendsInputs, "test_private_state_is_not_sent"),
     (SendsLabels, "test_private_state_is_not_sent"),
     (SendsWhatItMustNot, "test_private_state_is_not_sent"),
-    (NeedsEveryone, "test_a_client_missing"),
-    (NeedsEveryone, "test_one_client"),
-    (AsksForTheUnknown, "test_words_are_known"),
-    (KeepsATuple, "test_states_can_be_kept"),
-    (SendsOneAnotherMessage, "test_one_message_is_that_of_many"),
+    (NeedsEveryone, "test_partial_participation_runs"),
+    (NeedsEveryone, "test_single_client_runs"),
+    (AsksForTheUnknown, "test_declared_words_are_known"),
+    (KeepsATuple, "test_states_survive_a_checkpoint"),
+    (SendsOneAnotherMessage, "test_dispatch_all_equals_dispatch"),
     (IsUsedOtherwise, "test_metrics_are_complete_and_of_the_returned_network"),
 ]
 SEEN = {ChangesPrivateCounter, ChangesPrivateList, ChangesTheScalars, SendsAPieceOfPrivateState, SendsLabels}

@@ -65,19 +65,19 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        found = getattr(import_module(f"polyfed.{_HOMES[name]}"), name)
-        globals()[name] = found
-        return found
-    if name in _rooms():
+        value = getattr(import_module(f"polyfed.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _subpackages():
         return import_module(f"polyfed.{name}")
     raise AttributeError(f"module 'polyfed' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_rooms()})
+    return sorted({*globals(), *__all__, *_subpackages()})
 
 
 @cache
-def _rooms() -> list[str]:
+def _subpackages() -> list[str]:
     """The packages below this one, and `testing`."""
-    return [found.name for found in iter_modules(__path__) if not found.name.startswith("_")]
+    return [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]

@@ -18,14 +18,14 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from polyfed.core.algorithm import Algorithm, Client, Message, check_words
-from polyfed.core.criteria import trained_loss
-from polyfed.core.dense import first_difference
-from polyfed.core.evaluation import client_scores
+from polyfed.core.algorithm import Algorithm, Client, Message, check_declared_words
+from polyfed.core.criteria import client_training_loss
+from polyfed.core.dense import path_of_first_difference
+from polyfed.core.evaluation import evaluate_client_with_outputs
 from polyfed.core.examples import Examples, as_examples
 from polyfed.core.seeds import torch_generator
-from polyfed.core.threads import one_thread
-from polyfed.core.tree import Nested, check_keepable, decode, encode, tensors_of
+from polyfed.core.threads import single_torch_thread
+from polyfed.core.tree import PyTree, check_serializable, deserialize_state, iter_tensors, serialize_state
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.federation import federate, resume
 from polyfed.simulation.rounds import Federation
@@ -33,7 +33,7 @@ from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.runs.progress import Progress
 from polyfed.simulation.runs.results import Run
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.traffic import allowed, holds_examples, revealed
+from polyfed.simulation.traffic import contains_client_examples, declared_facts, find_revealed_facts
 
 
 @final
@@ -76,7 +76,7 @@ def small_clients(number: int = 3) -> list[Client]:
     return clients
 
 
-def without_times(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def without_durations(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Records of rounds without the seconds, which differ from run to run."""
 
     def strip(value: Any) -> Any:
@@ -87,68 +87,68 @@ def without_times(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [strip(record) for record in history]
 
 
-def assert_same_run(one: Run, other: Run) -> None:
+def assert_runs_equal(run_a: Run, run_b: Run) -> None:
     """Raises an `AssertionError` unless metrics of every round, all predictions after the last and all personal models are
     equal bit for bit."""
-    assert without_times(one.history) == without_times(other.history)
-    for client in one.federation.clients:
-        if "loss" in one.history[-1]["clients"].get(client, {}):
-            first, second = one.predictions(client), other.predictions(client)
+    assert without_durations(run_a.history) == without_durations(run_b.history)
+    for client in run_a.federation.clients:
+        if "loss" in run_a.history[-1]["clients"].get(client, {}):
+            first, second = run_a.predictions(client), run_b.predictions(client)
             assert first.round == second.round
             assert torch.equal(first.outputs, second.outputs), f"client {client!r}: the predictions differ"
             assert torch.equal(first.targets, second.targets), f"client {client!r}: the targets differ"
-        own, theirs = one.model(client).state_dict(), other.model(client).state_dict()
-        assert own.keys() == theirs.keys()
-        for name in own:
-            assert torch.equal(own[name], theirs[name]), f"client {client!r}: {name!r} differs"
+        state_a, state_b = run_a.model(client).state_dict(), run_b.model(client).state_dict()
+        assert state_a.keys() == state_b.keys()
+        for name in state_a:
+            assert torch.equal(state_a[name], state_b[name]), f"client {client!r}: {name!r} differs"
 
 
-def _copy(nested: Nested) -> Nested:
-    return decode(encode(nested))
+def _copy(nested: PyTree) -> PyTree:
+    return deserialize_state(serialize_state(nested))
 
 
-def _assert_unchanged(before: Nested, after: Nested, what: str) -> None:
-    changed = first_difference(before, after)
-    assert changed is None, f"{what} was changed in place, at {changed or 'the top'!r}"
+def _assert_unchanged(before: PyTree, after: PyTree, description: str) -> None:
+    changed = path_of_first_difference(before, after)
+    assert changed is None, f"{description} was changed in place, at {changed or 'the top'!r}"
 
 
-def _relabelled(examples: Examples, shift: int) -> Examples:
+def _roll_labels(examples: Examples, shift: int) -> Examples:
     return replace(examples, y=examples.y.roll(shift, 0))
 
 
-def _content(message: Message) -> Nested:
+def _message_content(message: Message) -> PyTree:
     return {"tensors": message.tensors, "scalars": message.scalars}
 
 
-def _same(kept: torch.Tensor, other: torch.Tensor) -> bool:
-    return kept.shape == other.shape and torch.equal(other.to(kept.dtype), kept)
+def _equals_sent(private: torch.Tensor, sent: torch.Tensor) -> bool:
+    return private.shape == sent.shape and torch.equal(sent.to(private.dtype), private)
 
 
-def _near(kept: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_close_to_received(private: torch.Tensor, received: torch.Tensor) -> bool:
     """Whether a private tensor is what the server had sent, up to rounding: training a bias in front of a BatchNorm, whose
     gradient is zero, hardly changes it."""
-    return kept.shape == other.shape and torch.allclose(other.to(kept.dtype), kept, rtol=1e-5, atol=1e-6)
+    return private.shape == received.shape and torch.allclose(received.to(private.dtype), private, rtol=1e-5, atol=1e-6)
 
 
-def _memory(nested: Nested) -> set[int]:
+def _storage_pointers(nested: PyTree) -> set[int]:
     """The storages in which these tensors lie."""
-    return {t.untyped_storage().data_ptr() for t in tensors_of(nested) if t.numel()}
+    return {t.untyped_storage().data_ptr() for t in iter_tensors(nested) if t.numel()}
 
 
 @final
-class _StopAfter(Progress):
+class _InterruptAfter(Progress):
     """Presses Ctrl-C when a round is complete."""
 
     def __init__(self, round_number: int) -> None:
         self._round = round_number
 
-    def start(self, title: str, rounds: int, done: int) -> None:
+    def start(self, title: str, rounds: int, rounds_done: int) -> None:
         """Nothing."""
 
-    def client(self, phase: str, done: int, total: int) -> None:
+    def update_clients(self, phase: str, clients_done: int, total: int) -> None:
         """Nothing."""
 
-    def round(self, record: Mapping[str, Any]) -> None:
+    def finish_round(self, record: Mapping[str, Any]) -> None:
         """Ctrl-C after the chosen round."""
         if record["round"] == self._round:
             raise KeyboardInterrupt
@@ -184,9 +184,9 @@ class AlgorithmContract(ABC):
         public = as_examples(self.public()) if "public_data" in algorithm.requires else None
         return Federation({c.id: c for c in self.clients()}, algorithm, Settings(rounds=2, seed=3), public)
 
-    def test_words_are_known(self, algorithm: Algorithm[Any, Any]) -> None:
+    def test_declared_words_are_known(self, algorithm: Algorithm[Any, Any]) -> None:
         """`requires` names only what can be checked, `discloses` only what consent can be asked for."""
-        check_words(algorithm, type(algorithm).__name__)
+        check_declared_words(algorithm, type(algorithm).__name__)
 
     def test_metrics_are_complete_and_of_the_returned_network(self, algorithm: Algorithm[Any, Any]) -> None:
         """Every client has a score, a loss and bytes in every round, the bytes are those of the messages, and loss, score
@@ -200,191 +200,210 @@ class AlgorithmContract(ABC):
                 assert row["bytes_down"] >= 0
             assert record["bytes_up"] == sum(row["bytes_up"] for row in record["clients"].values())
         for client in run.federation.clients.values():
-            loss = trained_loss(client, algorithm)
-            metrics, outputs = client_scores(run.model(client.id), client, run.federation.metrics, loss=loss)
+            loss = client_training_loss(client, algorithm)
+            metrics, outputs = evaluate_client_with_outputs(
+                run.model(client.id), client, run.federation.metrics, loss=loss
+            )
             recorded = run.history[-1]["clients"][client.id]
-            known = [
+            compared = [
                 name for name in metrics if not ("fits_validation" in algorithm.traits and name.startswith("val_"))
             ]  # out of fold
-            assert {n: recorded[n] for n in known} == {n: metrics[n] for n in known}, f"client {client.id!r}"
+            assert {n: recorded[n] for n in compared} == {n: metrics[n] for n in compared}, f"client {client.id!r}"
             assert torch.equal(run.predictions(client.id).outputs, outputs["test"]), (
                 f"client {client.id!r}: predictions"
             )
 
-    def test_states_can_be_kept(self, algorithm: Algorithm[Any, Any]) -> None:
+    def test_states_survive_a_checkpoint(self, algorithm: Algorithm[Any, Any]) -> None:
         """The server's and the clients' states come back from a checkpoint as they were."""
         federation = self._federation(algorithm)
-        with one_thread():
-            check_keepable(algorithm.server_init(federation.context()), "the server's state")
+        with single_torch_thread():
+            check_serializable(algorithm.server_init(federation.server_context()), "the server's state")
             for client in federation.clients.values():
-                check_keepable(algorithm.client_init(client, 3), "the private state")
+                check_serializable(algorithm.client_init(client, 3), "the private state")
 
     def test_same_result_for_0_and_2_workers(self, algorithm: Algorithm[Any, Any]) -> None:
         """Metrics, predictions and models are equal bit for bit in this process and on a pool of two; a pool of one is
         where a stopped run is resumed."""
-        assert_same_run(self._federate(algorithm), self._federate(algorithm, workers=2))
+        assert_runs_equal(self._federate(algorithm), self._federate(algorithm, workers=2))
 
     def test_seed_decides_the_result(self, algorithm: Algorithm[Any, Any]) -> None:
         """The same seed gives the same run, another one another; torch's global random state is left alone."""
-        state = torch.random.get_rng_state()
-        one = self._federate(algorithm, rounds=1)
-        assert torch.equal(state, torch.random.get_rng_state()), "the run used torch's global random state"
-        assert_same_run(one, self._federate(algorithm, rounds=1))
-        other = self._federate(algorithm, rounds=1, seed=4)
-        assert without_times(one.history) != without_times(other.history)
+        rng_state = torch.random.get_rng_state()
+        run = self._federate(algorithm, rounds=1)
+        assert torch.equal(rng_state, torch.random.get_rng_state()), "the run used torch's global random state"
+        assert_runs_equal(run, self._federate(algorithm, rounds=1))
+        other_run = self._federate(algorithm, rounds=1, seed=4)
+        assert without_durations(run.history) != without_durations(other_run.history)
         federation = self._federation(algorithm)
-        with one_thread():  # the halves by themselves: an engine may give each task a random state of its own
-            start = algorithm.server_init(federation.context())
+        with single_torch_thread():  # the halves by themselves: an engine may give each task a random state of its own
+            server_state = algorithm.server_init(federation.server_context())
             for client in federation.clients.values():
-                down = algorithm.dispatch(start, federation.info(client.id, 1))
-                _, own = algorithm.local_update(down, algorithm.client_init(client, 3), client, 5)
-                algorithm.personal_model(down, own, client, 6)
-        assert torch.equal(state, torch.random.get_rng_state()), "the method used torch's global random state"
+                message = algorithm.dispatch(server_state, federation.client_info(client.id, 1))
+                _, client_state = algorithm.local_update(message, algorithm.client_init(client, 3), client, 5)
+                algorithm.personal_model(message, client_state, client, 6)
+        assert torch.equal(rng_state, torch.random.get_rng_state()), "the method used torch's global random state"
 
     def test_inputs_are_not_changed(self, algorithm: Algorithm[Any, Any]) -> None:
         """No half changes the state, message, private state or data that it was given."""
         federation = self._federation(algorithm)
         clients = list(federation.clients.values())
-        data = [t.clone() for c in clients for t in (c.train.tensor, c.train.y, c.test.tensor)]
-        with one_thread():
-            state = algorithm.server_init(federation.context())
-            kept_state, replies = _copy(state), {}
+        data = [t.clone() for c in clients for t in (c.train.input_tensor, c.train.y, c.test.input_tensor)]
+        with single_torch_thread():
+            server_state = algorithm.server_init(federation.server_context())
+            server_state_copy, replies = _copy(server_state), {}
             for client in clients:
-                down = algorithm.dispatch(state, federation.info(client.id, 1))
-                own = algorithm.client_init(client, 3)
-                kept_down, kept_mine = _copy(_content(down)), _copy(own)
-                replies[client.id], after = algorithm.local_update(down, own, client, 5)
-                _assert_unchanged(kept_down, _content(down), "local: `message`")
-                _assert_unchanged(kept_mine, own, "local: `client_state`")
-                kept_after, kept_reply = _copy(after), _copy(_content(replies[client.id]))
-                algorithm.personal_model(down, after, client, 6)
-                _assert_unchanged(kept_down, _content(down), "personal: `message`")
-                _assert_unchanged(kept_after, after, "personal: `client_state`")
-                _assert_unchanged(kept_reply, _content(replies[client.id]), "personal: an earlier reply")
-            kept_replies = _copy({i: _content(reply) for i, reply in replies.items()})
-            algorithm.aggregate(state, replies, federation.context())
-            _assert_unchanged(kept_replies, {i: _content(r) for i, r in replies.items()}, "aggregate: `replies`")
-            _assert_unchanged(kept_state, state, "aggregate: `state`")
+                message = algorithm.dispatch(server_state, federation.client_info(client.id, 1))
+                client_state = algorithm.client_init(client, 3)
+                message_copy, client_state_copy = _copy(_message_content(message)), _copy(client_state)
+                replies[client.id], new_client_state = algorithm.local_update(message, client_state, client, 5)
+                _assert_unchanged(message_copy, _message_content(message), "local: `message`")
+                _assert_unchanged(client_state_copy, client_state, "local: `client_state`")
+                new_state_copy, reply_copy = _copy(new_client_state), _copy(_message_content(replies[client.id]))
+                algorithm.personal_model(message, new_client_state, client, 6)
+                _assert_unchanged(message_copy, _message_content(message), "personal: `message`")
+                _assert_unchanged(new_state_copy, new_client_state, "personal: `client_state`")
+                _assert_unchanged(reply_copy, _message_content(replies[client.id]), "personal: an earlier reply")
+            reply_copies = _copy({i: _message_content(reply) for i, reply in replies.items()})
+            algorithm.aggregate(server_state, replies, federation.server_context())
+            _assert_unchanged(
+                reply_copies, {i: _message_content(r) for i, r in replies.items()}, "aggregate: `replies`"
+            )
+            _assert_unchanged(server_state_copy, server_state, "aggregate: `state`")
         _assert_unchanged(
-            data, [t for c in clients for t in (c.train.tensor, c.train.y, c.test.tensor)], "a client's data"
+            data,
+            [t for c in clients for t in (c.train.input_tensor, c.train.y, c.test.input_tensor)],
+            "a client's data",
         )
 
-    def test_one_message_is_that_of_many(self, algorithm: Algorithm[Any, Any]) -> None:
+    def test_dispatch_all_equals_dispatch(self, algorithm: Algorithm[Any, Any]) -> None:
         """`dispatch` and `dispatch_all` send a client the same, up to rounding, before training and for evaluation."""
         federation = self._federation(algorithm)
-        with one_thread():
-            state = algorithm.server_init(federation.context())
+        with single_torch_thread():
+            server_state = algorithm.server_init(federation.server_context())
             for phase in ("local", "evaluate"):
-                everyone = [federation.info(i, 1, phase) for i in federation.clients]
-                for who, message in zip(everyone, algorithm.dispatch_all(state, everyone), strict=True):
-                    alone = algorithm.dispatch(state, who)
-                    assert alone.scalars == message.scalars
-                    assert alone.tensors.keys() == message.tensors.keys()
-                    for group, tree in alone.tensors.items():
+                client_infos = [federation.client_info(i, 1, phase) for i in federation.clients]
+                for client_info, message in zip(
+                    client_infos, algorithm.dispatch_all(server_state, client_infos), strict=True
+                ):
+                    single_message = algorithm.dispatch(server_state, client_info)
+                    assert single_message.scalars == message.scalars
+                    assert single_message.tensors.keys() == message.tensors.keys()
+                    for group, tree in single_message.tensors.items():
                         torch.testing.assert_close(dict(tree), dict(message.tensors[group]))
 
     def test_order_of_clients_is_irrelevant(self, algorithm: Algorithm[Any, Any]) -> None:
         """Neither the order in which an engine runs the clients nor that of the replies changes a bit; nor do scalars that
         the method does not call needed."""
         federation = self._federation(algorithm)
-        with one_thread():
-            state = algorithm.server_init(federation.context())
-            start = Checkpoint(0, state, {})
+        with single_torch_thread():
+            server_state = algorithm.server_init(federation.server_context())
+            start = Checkpoint(0, server_state, {})
             tasks = [
-                federation.task("local", i, 1, algorithm.dispatch(state, federation.info(i, 1)), start)
+                federation.build_task(
+                    "local", i, 1, algorithm.dispatch(server_state, federation.client_info(i, 1)), start
+                )
                 for i in federation.clients
             ]
             engine = InProcessEngine(algorithm, list(federation.clients.values()), torch.device("cpu"))
-            one, other = ({r.task.client: r for r in engine.run(order)} for order in (tasks, tasks[::-1]))
-            for client, result in one.items():
+            results, reversed_results = (
+                {r.task.client: r for r in engine.run(order)} for order in (tasks, tasks[::-1])
+            )
+            for client, result in results.items():
                 assert result.reply is not None, result.failure
-                again = other[client].reply
-                assert again is not None, other[client].failure
-                first, second = [_content(result.reply), result.own], [_content(again), other[client].own]
+                second_reply = reversed_results[client].reply
+                assert second_reply is not None, reversed_results[client].failure
+                first, second = (
+                    [_message_content(result.reply), result.client_state],
+                    [_message_content(second_reply), reversed_results[client].client_state],
+                )
                 _assert_unchanged(first, second, f"what {client!r} computes after other clients")
-            replies = {client: result.reply for client, result in one.items() if result.reply is not None}
-            forward = algorithm.aggregate(state, replies, federation.context())
-            backward = algorithm.aggregate(state, dict(reversed(replies.items())), federation.context())
+            replies = {client: result.reply for client, result in results.items() if result.reply is not None}
+            forward = algorithm.aggregate(server_state, replies, federation.server_context())
+            backward = algorithm.aggregate(server_state, dict(reversed(replies.items())), federation.server_context())
             needed = {
                 i: Message(r.tensors, {n: r.scalars[n] for n in r.scalars if n in algorithm.scalars_needed})
                 for i, r in replies.items()
             }
-            sparing = algorithm.aggregate(state, needed, federation.context())
+            from_needed_scalars = algorithm.aggregate(server_state, needed, federation.server_context())
         _assert_unchanged(forward, backward, "the aggregate of replies in another order")
-        _assert_unchanged(forward, sparing, "the aggregate of replies with no scalars but `scalars_needed`")
+        _assert_unchanged(forward, from_needed_scalars, "the aggregate of replies with no scalars but `scalars_needed`")
 
     def test_resumed_equals_uninterrupted(self, algorithm: Algorithm[Any, Any], tmp_path: Path) -> None:
         """A run that is stopped and resumed, in this process or in another, ends as one that is not, bit for bit. One of
         three clients has not taken part when it stops."""
         public = self.public() if "public_data" in algorithm.requires else None
-        whole = self._federate(algorithm, clients_per_round=2)
+        uninterrupted = self._federate(algorithm, clients_per_round=2)
         stopped, copied = tmp_path / "run", tmp_path / "copy"
         interrupted = False
         try:
-            self._federate(algorithm, clients_per_round=2, out=stopped, progress=_StopAfter(1))
+            self._federate(algorithm, clients_per_round=2, out=stopped, progress=_InterruptAfter(1))
         except KeyboardInterrupt:
             interrupted = True
         assert interrupted, "the run was not interrupted"
         copytree(stopped, copied)
         for out, workers in ((stopped, 0), (copied, 1)):
             resumed = resume(out, clients=self.clients(), algorithm=algorithm, public=public, workers=workers)
-            assert_same_run(whole, resumed)
+            assert_runs_equal(uninterrupted, resumed)
 
     def test_private_state_is_not_sent(self, algorithm: Algorithm[Any, Any]) -> None:
         """A reply is valid, and holds no private tensor (nor shares its memory), no input and no labels of the client."""
         federation = self._federation(algorithm)
-        with one_thread():
-            state = algorithm.server_init(federation.context())
+        with single_torch_thread():
+            server_state = algorithm.server_init(federation.server_context())
             for client in federation.clients.values():
-                down = algorithm.dispatch(state, federation.info(client.id, 1))
+                message = algorithm.dispatch(server_state, federation.client_info(client.id, 1))
                 before = algorithm.client_init(client, 3)
-                reply, own = algorithm.local_update(down, before, client, 5)
-                assert (flaw := federation.flaw(reply, state, down)) is None, flaw
+                reply, client_state = algorithm.local_update(message, before, client, 5)
+                assert (reply_error := federation.reply_error(reply, server_state, message)) is None, reply_error
                 data = [client.train.x, client.train.y, client.test.x, client.test.y]
-                shared = _memory(reply.tensors) & _memory([before, own, data])
+                shared = _storage_pointers(reply.tensors) & _storage_pointers([before, client_state, data])
                 assert not shared, "a tensor of the reply shares memory with the client's private state or data"
                 private = [
                     tensor
-                    for kept in (before, own)
-                    for group, value in kept.items()
+                    for groups in (before, client_state)
+                    for group, value in groups.items()
                     if group not in self.published
-                    for tensor in tensors_of(value)
+                    for tensor in iter_tensors(value)
                     if tensor.is_floating_point() and tensor.numel() > 1
-                    if not any(_near(tensor, known) for known in tensors_of(down.tensors))
+                    if not any(_is_close_to_received(tensor, received) for received in iter_tensors(message.tensors))
                 ]
-                for sent in tensors_of(reply.tensors):
-                    assert not holds_examples(sent, client), "examples of the client are in the reply"
-                    for kept in private:
-                        assert not _same(kept, sent), f"a private tensor of shape {tuple(kept.shape)} is in the reply"
+                for sent in iter_tensors(reply.tensors):
+                    assert not contains_client_examples(sent, client), "examples of the client are in the reply"
+                    for groups in private:
+                        assert not _equals_sent(groups, sent), (
+                            f"a private tensor of shape {tuple(groups.shape)} is in the reply"
+                        )
 
-    def test_traffic_reveals_what_is_declared(self, algorithm: Algorithm[Any, Any]) -> None:
+    def test_replies_reveal_only_what_is_declared(self, algorithm: Algorithm[Any, Any]) -> None:
         """Number and order of examples, the largest label and the network show in forms and scalars of the replies only
         where `requires`, `discloses` and `scalars_needed` say so. (On tables; left out where `clients` is overridden.)"""
         if type(self).clients is AlgorithmContract.clients:
             public = as_examples(self.public()) if "public_data" in algorithm.requires else None
-            more = revealed(algorithm, public) - allowed(algorithm)
-            assert not more, f"the replies reveal {sorted(more)}, which the method does not declare"
+            undeclared = find_revealed_facts(algorithm, public) - declared_facts(algorithm)
+            assert not undeclared, f"the replies reveal {sorted(undeclared)}, which the method does not declare"
 
-    def test_validation_examples_are_fitted_only_where_said(self, algorithm: Algorithm[Any, Any]) -> None:
+    def test_validation_examples_are_fitted_only_where_declared(self, algorithm: Algorithm[Any, Any]) -> None:
         """With other labels of the validation examples the server's state and the networks are the same, but for networks of
         a method whose `traits` say `fits_validation`. (Early stopping, `patience`, is exempt.)"""
         clients, runs = self.clients(), []
         for shift in (0, 1):
-            others = [replace(c, val=_relabelled(c.val if c.val is not None else c.test, shift)) for c in clients]
-            runs.append(self._federate(algorithm, clients=others, rounds=3))
+            relabelled_clients = [
+                replace(c, val=_roll_labels(c.val if c.val is not None else c.test, shift)) for c in clients
+            ]
+            runs.append(self._federate(algorithm, clients=relabelled_clients, rounds=3))
         if getattr(algorithm, "patience", None) is None:
             _assert_unchanged(
                 runs[0].last.state, runs[1].last.state, "with other validation examples, the server's state"
             )
             for client in () if "fits_validation" in algorithm.traits else clients:
-                one, other = (dict(run.model(client.id).state_dict()) for run in runs)
-                _assert_unchanged(one, other, "with other validation examples, a network")
+                first_state, second_state = (dict(run.model(client.id).state_dict()) for run in runs)
+                _assert_unchanged(first_state, second_state, "with other validation examples, a network")
 
-    def test_one_client(self, algorithm: Algorithm[Any, Any]) -> None:
+    def test_single_client_runs(self, algorithm: Algorithm[Any, Any]) -> None:
         """A federation of one runs."""
         assert len(self._federate(algorithm, clients=self.clients(1)).table()) == 2
 
-    def test_a_client_missing(self, algorithm: Algorithm[Any, Any]) -> None:
+    def test_partial_participation_runs(self, algorithm: Algorithm[Any, Any]) -> None:
         """Rounds with a part of the clients run, and those who never took part are evaluated too."""
         run = self._federate(algorithm, rounds=1, clients_per_round=1)
         assert all(row["loss"] is not None for row in run.table())

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.core.seeds import derive
-from polyfed.core.threads import one_thread
+from polyfed.core.seeds import derive_seed
+from polyfed.core.threads import single_torch_thread
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
@@ -47,23 +47,27 @@ def run(method, clients, rounds=2, **options):
 
 def begin(method, clients, public=None):
     federation = Federation({c.id: c for c in clients}, method, Settings(rounds=5, seed=3), public)
-    return federation, method.server_init(federation.context()), {c.id: method.client_init(c, 3) for c in clients}
+    return (
+        federation,
+        method.server_init(federation.server_context()),
+        {c.id: method.client_init(c, 3) for c in clients},
+    )
 
 
 def play(method, clients, rounds=1, skip=(), public=None):
     """State and private states after some rounds, and the last replies; `skip` leaves clients out of the last."""
     federation, state, own = begin(method, clients, public)
     replies = {}
-    with one_thread():
+    with single_torch_thread():
         for number in range(1, rounds + 1):
             replies = {}
             for c in clients:
                 if number == rounds and c.id in skip:
                     continue
-                down = method.dispatch(state, federation.info(c.id, number))
-                replies[c.id], own[c.id] = method.local_update(down, own[c.id], c, derive(3, number, c.id))
-                assert federation.flaw(replies[c.id], state, down) is None
-            state = method.aggregate(state, replies, federation.context())
+                down = method.dispatch(state, federation.client_info(c.id, number))
+                replies[c.id], own[c.id] = method.local_update(down, own[c.id], c, derive_seed(3, number, c.id))
+                assert federation.reply_error(replies[c.id], state, down) is None
+            state = method.aggregate(state, replies, federation.server_context())
     return federation, state, own, replies
 
 

@@ -9,12 +9,12 @@ from polyfed.algorithms import REGISTRY, FedAvg, FedBN, FedRep
 from polyfed.core import adapters
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import scratch
+from polyfed.core.scratch import cached_module
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import num_bytes, weighted_mean
+from polyfed.core.tree import safetensors_num_bytes, weighted_mean
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.testing import assert_same_run, small_clients
+from polyfed.testing import assert_runs_equal, small_clients
 
 DOUBLE = torch.float64
 
@@ -80,23 +80,23 @@ def run(method, *factories, rounds=2, **more):
 def federation(method, *factories):
     everyone = {c.id: c for c in clients(*factories)}
     found = Federation(everyone, method, Settings(rounds=3, seed=1))
-    return found, found.begin().state
+    return found, found.initial_checkpoint().state
 
 
 def replies(found, state, random=True):
     """What the clients send, with adapters of any values, as they travel; and as the server half takes them."""
     generator, ups, taken = torch_generator(5), {}, {}
-    down = found.algorithm.dispatch(state, found.info("client-0", 1))
+    down = found.algorithm.dispatch(state, found.client_info("client-0", 1))
     for i, client in found.clients.items():
-        net = scratch(client.model)
+        net = cached_module(client.model)
         tree = {}
         for name, tensor in net.module.state_dict().items():
             if name not in net.frozen:
                 tree[name] = torch.randn(tensor.shape, generator=generator, dtype=DOUBLE)
         reply = Message({"model": tree}, {"num_examples": len(client.train), "train_loss": 1.0})
-        ups[i] = adapters.leaving(found.algorithm, client, reply)
-        taken[i] = found.opened(ups[i], down)
-        assert found.flaw(taken[i], state, down, i) is None
+        ups[i] = adapters.pack_adapters(found.algorithm, client, reply)
+        taken[i] = found.decode_reply(ups[i], down)
+        assert found.reply_error(taken[i], state, down, i) is None
     return ups, taken
 
 
@@ -104,7 +104,7 @@ def test_fedavg_sends_the_adapters_and_the_head_alone():
     found = run(FedAvg(**OPTIONS), rank_2, rank_2, rounds=1)
     trained = {n: t for n, t in Net().state_dict().items() if "base_layer" not in n}
     assert trained.keys() == {A, B, "head.weight", "head.bias"}
-    size = num_bytes({f"model/{name}": tensor for name, tensor in trained.items()})
+    size = safetensors_num_bytes({f"model/{name}": tensor for name, tensor in trained.items()})
     assert {(row["bytes_down"], row["bytes_up"]) for row in found.history[-1]["clients"].values()} == {(size, size)}
 
 
@@ -114,23 +114,23 @@ def test_one_client_ends_where_it_went(mode):
     found, state = federation(FedAvg(**OPTIONS, adapters=mode), rank_2)
     ((i, client),) = found.clients.items()
     ups, taken = replies(found, state)
-    after = found.algorithm.aggregate(state, taken, found.context())
-    down = found.algorithm.dispatch(after, found.info(i, 2))
+    after = found.algorithm.aggregate(state, taken, found.server_context())
+    down = found.algorithm.dispatch(after, found.client_info(i, 2))
     a, b = ups[i].tensors["model"][A], ups[i].tensors["model"][B]
     base = Net().state_dict()[BASE]
-    with adapters.fitted(found.algorithm, client, down) as arrived:
+    with adapters.message_at_client_rank(found.algorithm, client, down) as arrived:
         module = found.algorithm.personal_model(arrived, {}, client, 0)
         state_now = module.state_dict()
         whole = state_now[BASE] + 2.0 * state_now[B] @ state_now[A]
         torch.testing.assert_close(whole, base + b @ a, rtol=1e-12, atol=1e-12)
-    assert torch.equal(scratch(client.model).module.state_dict()[BASE], base)  # as it was
+    assert torch.equal(cached_module(client.model).module.state_dict()[BASE], base)  # as it was
 
 
 def test_zero_padding_is_the_mean_of_what_is_filled_up():
     """HetLoRA: A and B of the smaller rank count with zeros in the components that they lack."""
     found, state = federation(FedAvg(**OPTIONS, adapters="zero_pad"), rank_1, rank_4, rank_2)
     ups, taken = replies(found, state)
-    after = found.algorithm.aggregate(state, taken, found.context())["model"]
+    after = found.algorithm.aggregate(state, taken, found.server_context())["model"]
     n = {i: len(c.train) for i, c in found.clients.items()}
     a, b = torch.zeros(4, 6, dtype=DOUBLE), torch.zeros(8, 4, dtype=DOUBLE)
     for i, up in ups.items():
@@ -149,7 +149,7 @@ def test_svd_is_the_best_approximation_of_the_mean_product(factories):
     and Young): the error is the norm of the singular values that are left out."""
     found, state = federation(FedAvg(**OPTIONS, adapters="svd"), *factories)
     ups, taken = replies(found, state)
-    after = found.algorithm.aggregate(state, taken, found.context())["model"]
+    after = found.algorithm.aggregate(state, taken, found.server_context())["model"]
     n = {i: len(c.train) for i, c in found.clients.items()}
     mean = sum(n[i] / sum(n.values()) * up.tensors["model"][B] @ up.tensors["model"][A] for i, up in ups.items())
     singular = torch.linalg.svdvals(mean)
@@ -171,13 +171,13 @@ def test_stacking_is_exact():
         stacked_b = torch.cat([shares[i] * up.tensors["model"][B] for i, up in ups.items()], dim=1)
         total += stacked_b @ stacked_a
         first = state["model"]
-        state = found.algorithm.aggregate(state, taken, found.context())
+        state = found.algorithm.aggregate(state, taken, found.server_context())
         torch.testing.assert_close(state["model"][PRODUCT], total, rtol=1e-12, atol=1e-12)
         assert torch.equal(state["model"][A], first[A])
         assert not state["model"][B].any()
     for i, client in found.clients.items():
-        down = found.algorithm.dispatch(state, found.info(i, 3, "evaluate"))
-        with adapters.fitted(found.algorithm, client, down) as arrived:
+        down = found.algorithm.dispatch(state, found.client_info(i, 3, "evaluate"))
+        with adapters.message_at_client_rank(found.algorithm, client, down) as arrived:
             model = found.algorithm.personal_model(arrived, {}, client, 0)
             x = client.test.x
             mid = x @ (Net().state_dict()[BASE] + total).t() + Net().state_dict()["mid.base_layer.bias"]
@@ -207,7 +207,7 @@ SLOW = {"pfedme", "fedavg_ft", "fedbn", "fedhenn_homo", "per_fedavg", "fedprox"}
 def test_every_method_that_averages_learns_with_adapters(name, mode, tmp_path):
     """Of different ranks, or without the option of one; the frozen part stays, and a resumed run is the same."""
     kind = REGISTRY[name]
-    if mode == "stack" and kind.keeps_trained:
+    if mode == "stack" and kind.clients_keep_trained_weights:
         with pytest.raises(UserError, match="adapters must be 'zero_pad' or 'svd'"):
             kind(adapters=mode, **AVERAGING[name])
         return
@@ -218,12 +218,12 @@ def test_every_method_that_averages_learns_with_adapters(name, mode, tmp_path):
     assert found.history[-1]["train_loss"] < found.history[0]["train_loss"]
     more = {} if public is None else {"public": public}
     again = pf.resume(tmp_path / "run", clients=clients(*factories), **more)
-    assert_same_run(found, again)
+    assert_runs_equal(found, again)
     for client, factory in zip(found.federation.clients, factories, strict=True):
         model = found.model(client)
         assert model.mid.lora_A["default"].weight.shape[0] == factory().mid.lora_A["default"].weight.shape[0]
         assert torch.equal(model.mid.base_layer.weight, Net().state_dict()[BASE]) == (mode != "stack")
-        assert torch.equal(scratch(factory).module.state_dict()[BASE], Net().state_dict()[BASE])
+        assert torch.equal(cached_module(factory).module.state_dict()[BASE], Net().state_dict()[BASE])
         outputs = found.predictions(client)
         assert torch.equal(model(found.federation.clients[client].test.x).float(), outputs.outputs)
 
@@ -244,10 +244,10 @@ def test_compressed_replies_are_opened_before():
 def test_components_that_nobody_has_trained_can_still_learn(mode):
     a = torch.randn(4, 6, generator=torch_generator(1))
     for product in (torch.zeros(8, 6), torch.outer(torch.arange(8.0), torch.arange(6.0))):
-        new_a, new_b = adapters.components(product, a)
+        new_a, new_b = adapters.low_rank_factors(product, a)
         torch.testing.assert_close(new_b @ new_a, product, rtol=1e-5, atol=1e-4)
         assert new_a.abs().amax(1).min() > 0.1
-    small, _ = adapters.components(torch.randn(2, 3, generator=torch_generator(2)), torch.ones(4, 3))
+    small, _ = adapters.low_rank_factors(torch.randn(2, 3, generator=torch_generator(2)), torch.ones(4, 3))
     assert torch.equal(small[2:], torch.ones(2, 3))
 
 
@@ -290,8 +290,8 @@ def test_what_does_not_fit_is_refused():
 
     net = {"a": crossed(1, 2), "b": crossed(2, 1)}
     with pytest.raises(UserError, match="no client has the largest rank in all layers"):
-        adapters.check_ranks(net, "svd")
-    assert adapters.check_ranks({**net, "c": crossed(2, 2)}, "svd") is not net["a"]
+        adapters.network_with_largest_ranks(net, "svd")
+    assert adapters.network_with_largest_ranks({**net, "c": crossed(2, 2)}, "svd") is not net["a"]
 
     class Trained(Net):
         def __init__(self):
@@ -306,7 +306,7 @@ def test_replies_of_strange_ranks_are_left_out():
     method = FedAvg(**OPTIONS, adapters="svd")
     found, state = federation(method, rank_2, rank_4)
     ups, _ = replies(found, state)
-    down, tree = method.dispatch(state, found.info("client-0", 1)), ups["client-0"].tensors["model"]
+    down, tree = method.dispatch(state, found.client_info("client-0", 1)), ups["client-0"].tensors["model"]
     for change in (
         {A: torch.zeros(5, 6, dtype=DOUBLE), B: torch.zeros(8, 5, dtype=DOUBLE)},  # above the server's
         {A: torch.zeros(0, 6, dtype=DOUBLE), B: torch.zeros(8, 0, dtype=DOUBLE)},
@@ -316,20 +316,22 @@ def test_replies_of_strange_ranks_are_left_out():
         {A: torch.zeros((), dtype=DOUBLE)},
     ):
         with pytest.raises(ValueError, match=r"the adapter 'mid\.lora_A"):
-            found.opened(Message({"model": {**tree, **change}}, {"num_examples": 1}), down)
-    lost = found.opened(Message({"model": {n: t for n, t in tree.items() if n != B}}, {"num_examples": 1}), down)
-    assert "missing" in found.flaw(lost, state, down)
+            found.decode_reply(Message({"model": {**tree, **change}}, {"num_examples": 1}), down)
+    lost = found.decode_reply(Message({"model": {n: t for n, t in tree.items() if n != B}}, {"num_examples": 1}), down)
+    assert "missing" in found.reply_error(lost, state, down)
     more = {**tree, "x.lora_A.w": tree[A], "x.lora_B.w": tree[B]}
-    assert "unexpected" in found.flaw(found.opened(Message({"model": more}, {"num_examples": 1}), down), state, down)
+    assert "unexpected" in found.reply_error(
+        found.decode_reply(Message({"model": more}, {"num_examples": 1}), down), state, down
+    )
 
 
 def test_a_client_above_the_servers_rank_says_so():
     found, state = federation(FedAvg(adapters="zero_pad"), rank_2)
     (client,) = clients(rank_4)
-    down = found.algorithm.dispatch(state, found.info("client-0", 1))
+    down = found.algorithm.dispatch(state, found.client_info("client-0", 1))
     with (
         pytest.raises(UserError, match="has rank 4, more than the server's 2"),
-        adapters.fitted(found.algorithm, client, down),
+        adapters.message_at_client_rank(found.algorithm, client, down),
     ):
         pass
 
@@ -363,11 +365,11 @@ def test_adapters_of_peft():
     plain = [pf.Client(c.id, two, c.train, c.test, c.val) for c in small_clients()]
     found = pf.federate(plain, FedAvg(**OPTIONS), rounds=1, workers=0)
     wanted = peft.get_peft_model_state_dict(two())
-    sent = {n: t for n, t in two().state_dict().items() if n not in scratch(two).frozen}
+    sent = {n: t for n, t in two().state_dict().items() if n not in cached_module(two).frozen}
     assert sorted((tuple(t.shape), t.dtype) for t in sent.values()) == sorted(
         (tuple(t.shape), t.dtype) for t in wanted.values()
     )
-    size = num_bytes({f"model/{name}": tensor for name, tensor in sent.items()})
+    size = safetensors_num_bytes({f"model/{name}": tensor for name, tensor in sent.items()})
     assert {row["bytes_up"] for row in found.history[-1]["clients"].values()} == {size}
     assert sum(t.nbytes for t in sent.values()) == sum(t.nbytes for t in wanted.values())
     for mode in ("zero_pad", "svd", "stack"):

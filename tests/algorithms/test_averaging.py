@@ -13,8 +13,8 @@ from polyfed.algorithms import FedAvg, FedProx, PFedMe
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.tree import weighted_mean
-from polyfed.simulation.intake import Intake
-from polyfed.testing import assert_same_run, small_clients
+from polyfed.simulation.intake import ReplyAggregator
+from polyfed.testing import assert_runs_equal, small_clients
 
 SIZES = {"a": 3, "b": 5, "c": 9, "d": 2}
 
@@ -29,9 +29,9 @@ def reply(client):
 @pytest.mark.parametrize("known", [True, False])
 def test_the_order_of_arrival_does_not_change_a_bit(order, weighted, known):
     method, weights = FedAvg(weighted=weighted), dict(SIZES) if weighted else None
-    intake = Intake(method, {"model": {}}, list("abcd"), SIZES if known else {})
+    intake = ReplyAggregator(method, {"model": {}}, list("abcd"), SIZES if known else {})
     for client in order:
-        intake.came(client, reply(client))
+        intake.add(client, reply(client))
     found = intake.aggregate(None, drop=False)[0]["model"]["w"]
     expected = weighted_mean({i: reply(i).tensors["model"] for i in "abcd"}, weights)["w"]
     assert torch.equal(found, expected)
@@ -40,11 +40,11 @@ def test_the_order_of_arrival_does_not_change_a_bit(order, weighted, known):
 
 @pytest.mark.parametrize("lost", ["a", "c", "d", "ab"])
 def test_a_client_that_is_lost_does_not_hold_up_the_others(lost):
-    intake, came = Intake(FedAvg(), {"model": {}}, list("abcd"), SIZES), [i for i in "dcba" if i not in lost]
+    intake, came = ReplyAggregator(FedAvg(), {"model": {}}, list("abcd"), SIZES), [i for i in "dcba" if i not in lost]
     for client in came:
-        intake.came(client, reply(client))
+        intake.add(client, reply(client))
     for client in lost:
-        intake.lost(client)
+        intake.mark_missing(client)
     expected = weighted_mean({i: reply(i).tensors["model"] for i in came}, {i: SIZES[i] for i in came})["w"]
     torch.testing.assert_close(intake.aggregate(None, drop=False)[0]["model"]["w"], expected, rtol=1e-6, atol=0)
 
@@ -80,7 +80,7 @@ def test_one_reply_is_held_whatever_the_number_of_clients():
     run = pf.federate(small_clients(6), Counted(lr=0.05), rounds=1, workers=0)
     assert max(most) <= tensors, "replies of earlier clients are still in memory"
     most.clear()
-    assert_same_run(run, pf.federate(small_clients(6), Held(lr=0.05), rounds=1, workers=0))
+    assert_runs_equal(run, pf.federate(small_clients(6), Held(lr=0.05), rounds=1, workers=0))
     assert max(most) == 5 * tensors, "this test cannot see replies"
 
 
@@ -114,10 +114,10 @@ def test_clients_that_train_but_were_not_drawn_do_not_count():
 
 
 def test_replies_whose_networks_differ_have_no_mean():
-    intake = Intake(FedProx(), {"model": {}}, ["a", "b"], SIZES)
-    intake.came("a", reply("a"))
+    intake = ReplyAggregator(FedProx(), {"model": {}}, ["a", "b"], SIZES)
+    intake.add("a", reply("a"))
     other = Message({"model": {"w": torch.zeros(3)}}, {"num_examples": 1})
     with pytest.raises(
         pf.UserError, match=r"FedProx: the tensors of 'b' are not those of 'a': tensor 'model/w' has shape \(3,\)"
     ):
-        intake.came("b", other)
+        intake.add("b", other)

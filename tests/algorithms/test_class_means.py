@@ -9,8 +9,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FD, FedGH, FedProto, FedTGP, Local
-from polyfed.algorithms.class_means import class_means, class_sums
-from polyfed.algorithms.fedtgp import largest_gap
+from polyfed.algorithms.class_means import class_means_from_sums, weighted_class_sums
+from polyfed.algorithms.fedtgp import largest_class_distance
 from polyfed.core.algorithm import Message
 from polyfed.core.examples import Examples
 from polyfed.core.scratch import initial_state
@@ -67,7 +67,7 @@ def test_means_are_those_of_the_network_that_training_ended_with(method):
         net = network(c, own[c.id])
         with torch.no_grad():
             rows = net.eval()(c.train.x).softmax(1) if method is FD else features(net, c.train.x)
-        means, present = class_means(replies[c.id].tensors["classes"])
+        means, present = class_means_from_sums(replies[c.id].tensors["classes"])
         for label in range(3):
             here = c.train.y == label
             assert bool(present[label]) == bool(here.any())
@@ -171,7 +171,7 @@ def test_fedtgp_keeps_classes_apart_by_the_margin():
 def test_a_class_that_was_never_sent_has_no_prototype():
     _, state, _, _ = play(FedTGP(**OPTIONS), mixed(classes=[(0,), (0, 2), (2,)]))
     assert state["prototypes"]["present"].tolist() == [True, False, True]
-    assert largest_gap(Examples(torch.ones(2, 4), torch.tensor([1, 1])), 3) == 0.0
+    assert largest_class_distance(Examples(torch.ones(2, 4), torch.tensor([1, 1])), 3) == 0.0
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_weights_that_no_client_can_have_are_refused():
         (torch.ones(2), "sums of 3"),
     ):
         bad = Message({"classes": {**good, "weights": weights}})
-        assert why in federation.flaw(bad, state, Message())
+        assert why in federation.reply_error(bad, state, Message())
     values, labels = torch.randn(5, 2), torch.tensor([0, 0, 1, 1, 1])
-    shares = class_sums(values, labels, 3, weighted=True)["weights"]
+    shares = weighted_class_sums(values, labels, 3, weighted=True)["weights"]
     assert shares.tolist() == pytest.approx([0.4, 0.6, 0.0])

@@ -8,8 +8,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FD, FedGH, FedProto, FedTGP, Local
-from polyfed.algorithms.fd import others
-from polyfed.algorithms.fedtgp import TrainablePrototypes, largest_gap
+from polyfed.algorithms.fd import class_means_of_others
+from polyfed.algorithms.fedtgp import TrainablePrototypes, largest_class_distance
 from polyfed.core.examples import Examples
 
 
@@ -83,7 +83,7 @@ def test_a_round_written_out_in_plain_torch_is_the_same(method):
         torch.testing.assert_close(
             after["prototypes"]["means"], made_prototypes.prototypes().detach(), rtol=1e-5, atol=1e-5
         )
-        assert largest_gap(Examples(x, y), 3) == pytest.approx(delta, rel=1e-5)
+        assert largest_class_distance(Examples(x, y), 3) == pytest.approx(delta, rel=1e-5)
 
 
 # -- FD ------------------------------------------------------------------------------------------------------------
@@ -96,15 +96,15 @@ def test_fd_learns_from_the_others_without_oneself(outputs):
     for skip in ({}, {"client-1"}):
         federation, state, own, replies = play(method, clients, rounds=2, skip=skip)
         for c in clients:
-            down = method.dispatch(state, federation.info(c.id, 3))
-            targets, present = others(down, own[c.id])
+            down = method.dispatch(state, federation.client_info(c.id, 3))
+            targets, present = class_means_of_others(down, own[c.id])
             for k in range(3):
                 theirs = [r.tensors["classes"] for i, r in replies.items() if i != c.id]
                 taught = [t["sums"][k] for t in theirs if t["weights"][k] > 0]
                 assert bool(present[k]) == bool(taught)
                 expected = sum(taught) / len(taught) if taught else torch.zeros(3)
                 torch.testing.assert_close(targets[k], expected, rtol=1e-4, atol=1e-5)
-    assert method.dispatch(state, federation.info("client-0", 3, "evaluate")).tensors == {}
+    assert method.dispatch(state, federation.client_info("client-0", 3, "evaluate")).tensors == {}
 
 
 def test_fd_with_logits_is_half_the_mean_squared_difference():
@@ -112,7 +112,7 @@ def test_fd_with_logits_is_half_the_mean_squared_difference():
     federation, state, own, _ = play(method, clients)
     _, _, trained, _ = play(method, clients, rounds=2)
     c = clients[0]
-    targets, _ = others(method.dispatch(state, federation.info(c.id, 2)), own[c.id])
+    targets, _ = class_means_of_others(method.dispatch(state, federation.client_info(c.id, 2)), own[c.id])
     net = network(c, own[c.id])
     steps(net, c, lambda net, x, y: F.cross_entropy(net(x), y) + 0.7 * 0.5 * F.mse_loss(net(x), targets[y]))
     torch.testing.assert_close(trained[c.id]["model"], dict(net.state_dict()), rtol=1e-5, atol=1e-5)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_WORDS
+from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.testing import AlgorithmContract
 
 ALIGNING = {"local_epochs": 2, "rad_size": 20, "rad_batch": 8, "eta0": 1.0}
@@ -28,7 +28,7 @@ PUBLISHED = {
     "scaffold": frozenset({"variate"}),  # in round 1 c_i is what is sent; later the server can add it up
 }
 
-OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MODEL_WORDS]
+OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS]
 """The methods that train clients' own networks; test_fedpnas.py has the others, which need images."""
 
 

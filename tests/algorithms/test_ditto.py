@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed.algorithms import Ditto, FedAvg, Local
 from polyfed.core.algorithm import Message
 from polyfed.core.scratch import initial_state
-from polyfed.core.threads import one_thread
+from polyfed.core.threads import single_torch_thread
 from polyfed.testing import SmallNet, small_clients
 
 OPTIONS = {"lr": 0.05, "batch_size": 8, "local_epochs": 2, "momentum": 0.5}
@@ -51,7 +51,7 @@ def test_a_round_is_what_the_paper_says_step_by_step():
     start = initial_state(client.model, 0)
     own = {"model": {n: t + 0.1 for n, t in start.items()}, "trained": True}
     method = Ditto(lam=lam, lr=eta, batch_size=0, local_steps=3)
-    with one_thread():
+    with single_torch_thread():
         reply, after = method.local_update(Message({"model": start}, {"lr": eta}), own, client, 5)
 
     w, v = dict(start), dict(own["model"])

@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import FedALA, FedAvg, Local
 from polyfed.core.algorithm import Message
 from polyfed.core.scratch import initial_state
-from polyfed.core.threads import one_thread
+from polyfed.core.threads import single_torch_thread
 from polyfed.testing import small_clients
 
 OPTIONS = {"lr": 0.05, "batch_size": 8, "momentum": 0.5}
@@ -28,7 +28,7 @@ def test_where_w_stays_1_the_global_model_is_fedavg_bit_for_bit():
 class Nothing(FedALA):
     """W = 0."""
 
-    def _learnt(self, down, own, client, seed):
+    def _learn_mixing_weights(self, down, own, client, seed):
         return {name: torch.zeros_like(tensor) for name, tensor in own["model"].items()}
 
 
@@ -49,7 +49,7 @@ def test_w_is_learnt_as_the_paper_says_step_by_step(known):
     weights = {n: torch.linspace(0.2, 1.0, t.numel()).view(t.shape) for n, t in shared.items()}
     method = FedALA(lr=rate, weight_lr=eta * 50, sample=1.0, start_epochs=3, batch_size=0, momentum=0.5, local_steps=1)
     own = {"model": mine, "weights": weights, "trained": True, "learnt": known}
-    with one_thread():
+    with single_torch_thread():
         reply, after = method.local_update(Message({"model": shared}, {"lr": rate}), own, client, 5)
     w = weights
     for _ in range(1 if known else 3):

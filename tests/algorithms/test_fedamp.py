@@ -9,7 +9,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAMP, Local
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
 from polyfed.core.scratch import initial_state
-from polyfed.core.threads import one_thread
+from polyfed.core.threads import single_torch_thread
 from polyfed.testing import small_clients
 
 OPTIONS = {"lr": 0.05, "batch_size": 8, "momentum": 0.5}
@@ -92,7 +92,7 @@ def test_a_round_is_what_the_paper_says_step_by_step():
     models = drawn(2, 0.4)
     w, u = models.values()
     method = FedAMP(lr=eta, batch_size=0, local_steps=4)
-    with one_thread():
+    with single_torch_thread():
         reply, own = method.local_update(Message({"cloud": u}, {"lr": eta, "pull": pull}), {"model": w}, client, 5)
     for _ in range(4):
         g = slopes(w, client.train)

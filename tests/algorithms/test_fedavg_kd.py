@@ -15,21 +15,21 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedAvgKD, Local
-from polyfed.algorithms.distillation import divergence
-from polyfed.cli.commands.options import parse
+from polyfed.algorithms.distillation import softened_kl_divergence
+from polyfed.cli.commands.options import parse_configuration
 from polyfed.cli.main import main
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
-from polyfed.core.scratch import fill, initial_state, new_module
+from polyfed.core.scratch import build_module, fill_module, initial_state
 from polyfed.core.seeds import torch_generator
-from polyfed.core.threads import one_thread
-from polyfed.core.tree import num_bytes
+from polyfed.core.threads import single_torch_thread
+from polyfed.core.tree import safetensors_num_bytes
 from polyfed.data import Examples
 from polyfed.models import ModelSpec
-from polyfed.simulation.experiment import from_config
+from polyfed.simulation.experiment import build_experiment
 from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.runs.progress import SilentProgress
 from polyfed.simulation.settings import Settings
-from polyfed.testing import SmallNet, assert_same_run, small_clients
+from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8, "local_epochs": 2}
 SMALL = "polyfed.testing:SmallNet"  # a teacher with BatchNorm and dropout
@@ -55,7 +55,7 @@ def phase_two(teacher, rounds=9):
 
 def distil(method, client, teacher, own=None, seed=5, round_number=6):
     """One round of phase 2 for a client: reply and private state."""
-    with one_thread():
+    with single_torch_thread():
         own = method.client_init(client, 3) if own is None else own
         down = method.dispatch(phase_two(teacher), ClientInfo(client.id, round_number, 9))
         return method.local_update(down, own, client, seed)
@@ -109,7 +109,7 @@ def test_without_the_teachers_share_it_is_local_training_bit_for_bit(net):
     own, alone = None, local.client_init(client, 3)
     for t in (6, 7):
         reply, own = distil(method, client, initial_state(SmallNet, 8), own, seed=t, round_number=t)
-        with one_thread():
+        with single_torch_thread():
             theirs, alone = local.local_update(local.dispatch({}, ClientInfo("a", t, 9)), alone, client, t)
         assert_equal(own["student"], alone["model"])
         assert reply == theirs
@@ -127,12 +127,12 @@ LOGITS = {
 def test_the_divergence_is_kl_of_the_teacher_from_the_student(task, temperature):
     teacher, student = (3 * random(seed, 7, 4, dtype=torch.float64) for seed in (1, 2))
     expected = kl_divergence(*(LOGITS[task](z, temperature) for z in (teacher, student))).mean()
-    torch.testing.assert_close(divergence(teacher, student, temperature, task), expected)
+    torch.testing.assert_close(softened_kl_divergence(teacher, student, temperature, task), expected)
     student.requires_grad_(True)
-    assert torch.autograd.gradcheck(lambda z: divergence(teacher, z, temperature, task), student)
-    same = divergence(teacher, teacher.clone().requires_grad_(True), temperature, task)
+    assert torch.autograd.gradcheck(lambda z: softened_kl_divergence(teacher, z, temperature, task), student)
+    same = softened_kl_divergence(teacher, teacher.clone().requires_grad_(True), temperature, task)
     assert same.item() == 0
-    coarse = divergence(teacher.to(torch.bfloat16), student.detach().to(torch.bfloat16), temperature, task)
+    coarse = softened_kl_divergence(teacher.to(torch.bfloat16), student.detach().to(torch.bfloat16), temperature, task)
     assert coarse.dtype == torch.float32
 
 
@@ -142,7 +142,7 @@ def test_at_high_temperatures_the_students_centred_logits_are_drawn_to_the_teach
     teacher, student = (random(seed, 7, 4, dtype=torch.float64) for seed in (1, 2))
     gap = (teacher - teacher.mean(1, keepdim=True)) - (student - student.mean(1, keepdim=True))
     for temperature in (1e3, 1e4):
-        value = 2 * temperature**2 * divergence(teacher, student, temperature)
+        value = 2 * temperature**2 * softened_kl_divergence(teacher, student, temperature)
         torch.testing.assert_close(value, gap.square().mean(), rtol=10 / temperature, atol=0)
 
 
@@ -156,9 +156,9 @@ def test_a_step_descends_the_papers_loss(task):
     weights = initial_state(SmallNet, 8)
     reply, own = distil(method, client, weights)
 
-    teacher, student = new_module(SmallNet, 0).eval(), new_module(wide_net, 0)
-    fill(teacher, weights)
-    fill(student, initial_state(wide_net, 3))
+    teacher, student = build_module(SmallNet, 0).eval(), build_module(wide_net, 0)
+    fill_module(teacher, weights)
+    fill_module(student, initial_state(wide_net, 3))
     outputs, target = student(x), teacher(x).detach()
     hard = {
         "classification": lambda: F.cross_entropy(outputs, y, label_smoothing=0.1),
@@ -191,7 +191,7 @@ def test_a_student_that_is_the_teacher_stays_as_it_is():
         torch.testing.assert_close(same["student"][name], weights[name], rtol=0, atol=1e-6)
         assert (other["student"][name] - tensor).abs().max() > 1e-4
     assert_equal(other["teacher"], weights)
-    with one_thread():
+    with single_torch_thread():
         ((name, teacher),) = method.other_models(Message(), other, client, 0)
     assert name == "teacher"
     assert_equal(teacher.state_dict(), weights)
@@ -232,7 +232,10 @@ def test_a_teacher_that_takes_no_channels_last_images(tmp_path, monkeypatch):
 def test_the_teacher_goes_down_once_and_nothing_comes_up_after_its_training():
     method = FedAvgKD(teacher={"name": "mlp", "hidden": [5]}, teacher_rounds=3, **OPTIONS)
     run = pf.federate(mixed_clients(), method, rounds=9, clients_per_round=1, seed=4, workers=0)
-    size, taught = num_bytes({f"model/{name}": tensor for name, tensor in run.last.state["model"].items()}), set()
+    size, taught = (
+        safetensors_num_bytes({f"model/{name}": tensor for name, tensor in run.last.state["model"].items()}),
+        set(),
+    )
     for record in run.history:
         ((client, row),) = ((i, row) for i, row in record["clients"].items() if "bytes_up" in row)
         if record["round"] <= 3:
@@ -253,11 +256,11 @@ def test_who_never_distilled_has_the_initial_network_and_is_told_of_the_teacher(
     assert all("teacher_accuracy" in row for row in run.history[-1]["clients"].values())
 
 
-class StopAfter(Silent):
+class StopAfter(SilentProgress):
     def __init__(self, number):
         self.number = number
 
-    def round(self, record):
+    def finish_round(self, record):
         if record["round"] == self.number:
             raise KeyboardInterrupt
 
@@ -271,23 +274,25 @@ def test_resumed_in_either_phase(tmp_path, stop, policy):
     whole = pf.federate(mixed_clients(), method, **settings)
     with pytest.raises(KeyboardInterrupt):
         pf.federate(mixed_clients(), method, out=tmp_path / "run", progress=StopAfter(stop), **settings)
-    assert_same_run(whole, pf.resume(tmp_path / "run", clients=mixed_clients()))
+    assert_runs_equal(whole, pf.resume(tmp_path / "run", clients=mixed_clients()))
 
 
 def test_replies_that_cannot_be_averaged_are_refused():
     clients, method = {client.id: client for client in mixed_clients()}, FedAvgKD(**OPTIONS)
     federation = Federation(clients, method, Settings(rounds=4, seed=3))
-    state, down, model = method.server_init(federation.context()), Message({}, {"lr": 0.1}), {"w": torch.ones(2)}
+    state, down, model = method.server_init(federation.server_context()), Message({}, {"lr": 0.1}), {"w": torch.ones(2)}
     for arrays in ({}, {"model": {}}, {"student": model}, {"model": model, "more": model}):
-        assert re.search("expected.*'model'", federation.flaw(Message(arrays, {"num_examples": 1}), state, down))
+        assert re.search("expected.*'model'", federation.reply_error(Message(arrays, {"num_examples": 1}), state, down))
     good, alien = (Message({"model": {"w": torch.ones(n)}}, {"num_examples": 1}) for n in (2, 3))
-    assert federation.flaw(good, state, down) is None
+    assert federation.reply_error(good, state, down) is None
     with pytest.raises(pf.UserError, match=r"'a' and 'b' differ \('b': tensor 'model/w' has shape \(3,\), expected"):
         method.aggregate(state, {"b": alien, "a": good}, None)
     known = method.aggregate(state, {"a": good}, None)
-    assert "has shape (3,)" in federation.flaw(alien, known, method.dispatch(known, federation.info("client-0", 2)))
+    assert "has shape (3,)" in federation.reply_error(
+        alien, known, method.dispatch(known, federation.client_info("client-0", 2))
+    )
     later = phase_two(model)
-    assert "holds the groups ['model'], expected []" in federation.flaw(good, later, down)
+    assert "holds the groups ['model'], expected []" in federation.reply_error(good, later, down)
     client = clients["client-0"]
     with pytest.raises(pf.UserError, match="client 'client-0' was sent the teacher in an earlier round, and lost it"):
         method.local_update(Message({}, {"lr": 0.1, "distil": 1.0}), method.client_init(client, 3), client, 5)
@@ -362,12 +367,12 @@ def test_no_round_to_distil_in(tmp_path):
     ],
 )
 def test_the_teacher_on_the_command_line_and_in_files(words, config, teacher):
-    resolved = parse(words, {"algorithm": {"name": "fedavg_kd", **config}}, "polyfed run")
-    method = from_config(resolved).algorithm
+    resolved = parse_configuration(words, {"algorithm": {"name": "fedavg_kd", **config}}, "polyfed run")
+    method = build_experiment(resolved).algorithm
     assert method == FedAvgKD(teacher=teacher)
     assert hash(method) == hash(FedAvgKD(teacher=teacher))
-    again = parse([], yaml.safe_load(yaml.safe_dump(resolved)), "polyfed run")
-    assert from_config(again).algorithm == method
+    again = parse_configuration([], yaml.safe_load(yaml.safe_dump(resolved)), "polyfed run")
+    assert build_experiment(again).algorithm == method
 
 
 def test_a_run_is_described_by_its_file(tmp_path, monkeypatch, capsys):
@@ -381,4 +386,4 @@ def test_a_run_is_described_by_its_file(tmp_path, monkeypatch, capsys):
     assert main(["run", "one/config.yaml", "--quiet", "--out", "two"]) == 0
     written = yaml.safe_load((tmp_path / "two/config.yaml").read_text())
     assert written["algorithm"]["teacher"] == {"name": "mlp", "hidden": [8]}
-    assert_same_run(pf.resume("one"), pf.resume("two"))
+    assert_runs_equal(pf.resume("one"), pf.resume("two"))

@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, FedDyn
 from polyfed.core.algorithm import Message
 from polyfed.core.scratch import initial_state
-from polyfed.core.threads import one_thread
+from polyfed.core.threads import single_torch_thread
 from polyfed.testing import SmallNet, small_clients
 
 OPTIONS = {"lr": 0.05, "batch_size": 8}
@@ -73,7 +73,7 @@ def test_the_penalty_is_the_whole_regulariser():
     start = initial_state(client.model, 0)
     g = {n: torch.full_like(t, 0.3) for n, t in start.items()}
     method = FedDyn(alpha=4.0, lr=1e-3, batch_size=0, local_steps=2)
-    with one_thread():
+    with single_torch_thread():
         with_g, _ = method.local_update(Message({"model": start}, {"lr": 1e-3}), {"gradient": g}, client, 0)
         without, _ = method.local_update(Message({"model": start}, {"lr": 1e-3}), {"gradient": {}}, client, 0)
     for name in start:

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo, Local
-from polyfed.alignment import mean_features, mean_rbf_kernel, rad_rows
+from polyfed.alignment import draw_public_rows, mean_kernel_features, mean_rbf_kernel
 from polyfed.core.examples import as_examples
 from polyfed.core.scratch import initial_state
 from polyfed.core.seeds import torch_generator
-from polyfed.core.threads import one_thread
+from polyfed.core.threads import single_torch_thread
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.results import Run
 from polyfed.simulation.settings import Settings
@@ -61,13 +61,13 @@ def federation(method: pf.Algorithm, clients: Sequence[pf.Client], public: Any =
 def one_round(at: Federation, state: Any, number: int, who: Sequence[str], client_states: dict[str, Any]) -> Any:
     """The server's state after a round with these clients, whose private states are changed in `client_states`."""
     method, replies = at.algorithm, {}
-    with one_thread():
+    with single_torch_thread():
         for i in who:
-            down, client = method.dispatch(state, at.info(i, number)), at.clients[i]
+            down, client = method.dispatch(state, at.client_info(i, number)), at.clients[i]
             own = client_states[i] if i in client_states else method.client_init(client, SEED)
             replies[i], client_states[i] = method.local_update(down, own, client, 10 * number)
-            assert at.flaw(replies[i], state, down) is None
-        return method.aggregate(state, replies, at.context())
+            assert at.reply_error(replies[i], state, down) is None
+        return method.aggregate(state, replies, at.server_context())
 
 
 def measured(run: Run, prefix: str = "") -> list[dict[str, tuple[Any, ...]]]:
@@ -235,10 +235,10 @@ def test_a_step_descends_the_papers_loss(fields: Mapping[str, Any]) -> None:
     method = FedHeNN(local_epochs=1, **STEP, **fields)
     clients = double_clients()
     at, client_states = federation(method, clients, DOUBLE_PUBLIC), dict[str, Any]()
-    state = one_round(at, method.server_init(at.context()), 1, list(at.clients), client_states)
+    state = one_round(at, method.server_init(at.server_context()), 1, list(at.clients), client_states)
     state = one_round(at, state, 2, ["client-0", "client-2"], client_states)
     models = {i: network(own["model"]) for i, own in client_states.items()}
-    x = DOUBLE_PUBLIC[0][rad_rows(SEED, 3, 40, 20).long()]
+    x = DOUBLE_PUBLIC[0][draw_public_rows(SEED, 3, 40, 20).long()]
     kernels = []
     for i in at.clients:
         a = models[i][0](x).detach()
@@ -247,8 +247,8 @@ def test_a_step_descends_the_papers_loss(fields: Mapping[str, Any]) -> None:
         kernels.append(kernel_by_hand(a, method.kernel))
     mean = sum(kernels) / 3
     assert isinstance(mean, Tensor)
-    with one_thread():
-        down = method.dispatch(state, at.info("client-0", 3))
+    with single_torch_thread():
+        down = method.dispatch(state, at.client_info("client-0", 3))
         reply, own = method.local_update(down, client_states["client-0"], clients[0], 7)
     eta = 2.0 * (3 if method.growth == "linear" else 3**0.5)
     alone = network(as_state(models["client-0"]))
@@ -268,10 +268,10 @@ def test_steps_of_the_homogeneous_form_descend_the_papers_loss(kernel: Literal["
     method = FedHeNNHomo(local_epochs=3, kernel=kernel, **STEP | {"eta0": 20.0})
     (client, *_), start = double_clients(), initial_state(narrow_net, SEED)
     at = federation(method, [client], DOUBLE_PUBLIC)
-    with one_thread():
-        down = method.dispatch(method.server_init(at.context()), at.info(client.id, 4))
+    with single_torch_thread():
+        down = method.dispatch(method.server_init(at.server_context()), at.client_info(client.id, 4))
         reply, _ = method.local_update(down, method.client_init(client, SEED), client, 7)
-    x = DOUBLE_PUBLIC[0][rad_rows(SEED, 4, 40, 20).long()]
+    x = DOUBLE_PUBLIC[0][draw_public_rows(SEED, 4, 40, 20).long()]
     model, alone = network(start), network(start)
     m = kernel_by_hand(model[0](x).detach(), kernel)
     for _ in range(3):
@@ -294,9 +294,9 @@ GROWTH: dict[Literal["sqrt", "linear", "constant"], Callable[[int], float]] = {
 def test_eta_grows_with_the_rounds_and_reaches_the_client(kind: Any, growth: Any) -> None:
     method = kind(**OPTIONS | {"eta0": 0.5, "growth": growth})
     at = federation(method, small_clients())
-    state = method.server_init(at.context())
+    state = method.server_init(at.server_context())
     for t in (1, 2, 4, 9):
-        assert method.dispatch(state, at.info("client-1", t)).scalars["eta"] == pytest.approx(GROWTH[growth](t))
+        assert method.dispatch(state, at.client_info("client-1", t)).scalars["eta"] == pytest.approx(GROWTH[growth](t))
 
 
 # -- K̄ ------------------------------------------------------------------------------------------------------------
@@ -305,18 +305,18 @@ def test_eta_grows_with_the_rounds_and_reaches_the_client(kind: Any, growth: Any
 def test_who_was_not_drawn_counts_with_the_last_network_and_the_unreached_do_not_count() -> None:
     method = FedHeNN(**OPTIONS)
     at, client_states = federation(method, mixed_clients()), dict[str, Any]()
-    state = method.server_init(at.context())
-    assert "target" not in method.dispatch(state, at.info("client-0", 1)).tensors
+    state = method.server_init(at.server_context())
+    assert "target" not in method.dispatch(state, at.client_info("client-0", 1)).tensors
     first = one_round(at, state, 1, ["client-0", "client-1"], client_states)
     assert list(first["representations"]) == ["client-0", "client-1"]
     second = one_round(at, first, 2, ["client-0"], client_states)
     old, new = first["representations"], second["representations"]
     assert torch.equal(new["client-1"], old["client-1"])
     assert not torch.equal(new["client-0"], old["client-0"])
-    rows = rad_rows(SEED, 3, 40, 20).long()
-    found = method.dispatch(second, at.info("client-2", 3)).tensors["target"]["features"]
+    rows = draw_public_rows(SEED, 3, 40, 20).long()
+    found = method.dispatch(second, at.client_info("client-2", 3)).tensors["target"]["features"]
     parts = [new[i][rows] for i in ("client-0", "client-1")]
-    expected = mean_features(parts, [0.5, 0.5])
+    expected = mean_kernel_features(parts, [0.5, 0.5])
     torch.testing.assert_close(found @ found.T, expected @ expected.T)
     torch.testing.assert_close(found @ found.T, sum(a @ a.T for a in parts) / 2)
 
@@ -326,13 +326,13 @@ def test_capacity_weighs_by_the_number_of_parameters() -> None:
     for kernel in ("linear", "rbf"):
         method = FedHeNN(weighting="capacity", kernel=kernel, **OPTIONS)
         at, client_states = federation(method, mixed_clients()), dict[str, Any]()
-        state = one_round(at, method.server_init(at.context()), 1, list(at.clients), client_states)
+        state = one_round(at, method.server_init(at.server_context()), 1, list(at.clients), client_states)
         assert state["capacities"] == numbers
-        target = method.dispatch(state, at.info("client-0", 2)).tensors["target"]
-        parts = [state["representations"][i][rad_rows(SEED, 2, 40, 20).long()] for i in sorted(numbers)]
+        target = method.dispatch(state, at.client_info("client-0", 2)).tensors["target"]
+        parts = [state["representations"][i][draw_public_rows(SEED, 2, 40, 20).long()] for i in sorted(numbers)]
         w = [numbers[i] / sum(numbers.values()) for i in sorted(numbers)]
         if kernel == "linear":
-            found, expected = target["features"], mean_features(parts, w)
+            found, expected = target["features"], mean_kernel_features(parts, w)
             torch.testing.assert_close(found @ found.T, expected @ expected.T)
         else:
             torch.testing.assert_close(target["kernel"], mean_rbf_kernel(parts, w))
@@ -343,9 +343,9 @@ def test_a_rank_bounds_what_travels_in_both_directions() -> None:
     for rank, up, down in ((None, 12, 20), (5, 5, 5), (20, 12, 20)):
         method = FedHeNN(rank=rank, **OPTIONS)
         at, client_states = federation(method, clients), dict[str, Any]()
-        state = one_round(at, method.server_init(at.context()), 1, list(at.clients), client_states)
+        state = one_round(at, method.server_init(at.server_context()), 1, list(at.clients), client_states)
         assert {tuple(a.shape) for a in state["representations"].values()} == {(40, up)}
-        features = method.dispatch(state, at.info("client-0", 2)).tensors["target"]["features"]
+        features = method.dispatch(state, at.client_info("client-0", 2)).tensors["target"]["features"]
         assert features.shape == (20, down)
 
 

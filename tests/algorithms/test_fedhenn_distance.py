@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
-from polyfed.alignment import linear_cka, rad_rows
+from polyfed.alignment import draw_public_rows, linear_cka
 from polyfed.core.examples import as_examples
 from polyfed.core.scratch import initial_state
 from polyfed.core.seeds import torch_generator
-from polyfed.core.threads import one_thread
+from polyfed.core.threads import single_torch_thread
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
 
@@ -81,16 +81,18 @@ def test_a_step_descends_the_procrustes_distance_from_the_mean_kernel(normalise:
     members = clients([five, eight, five])
     method = FedHeNN(distance="procrustes", local_epochs=1, normalise=normalise, **STEP)
     at, states, replies = federation(method, members), dict[str, Any](), {}
-    with one_thread():
-        state = method.server_init(at.context())
+    with single_torch_thread():
+        state = method.server_init(at.server_context())
         for client in members:
-            down = method.dispatch(state, at.info(client.id, 1))
+            down = method.dispatch(state, at.client_info(client.id, 1))
             replies[client.id], states[client.id] = method.local_update(
                 down, method.client_init(client, SEED), client, 7
             )
-        state = method.aggregate(state, replies, at.context())
-        _, own = method.local_update(method.dispatch(state, at.info("client-0", 2)), states["client-0"], members[0], 7)
-    x = PUBLIC[0][rad_rows(SEED, 2, 40, 20).long()]
+        state = method.aggregate(state, replies, at.server_context())
+        _, own = method.local_update(
+            method.dispatch(state, at.client_info("client-0", 2)), states["client-0"], members[0], 7
+        )
+    x = PUBLIC[0][draw_public_rows(SEED, 2, 40, 20).long()]
     parts = [network(c.model, states[c.id]["model"])[0](x).detach() for c in members]
     if normalise:
         parts = [a / torch.linalg.matrix_norm(a - a.mean(0)) for a in parts]
@@ -110,11 +112,11 @@ def test_steps_of_the_homogeneous_form_descend_the_procrustes_distance() -> None
     method = FedHeNNHomo(distance="procrustes", local_epochs=3, **STEP | {"eta0": 20.0})
     (client,) = clients([five])
     at = federation(method, [client])
-    with one_thread():
-        down = method.dispatch(method.server_init(at.context()), at.info(client.id, 1))
+    with single_torch_thread():
+        down = method.dispatch(method.server_init(at.server_context()), at.client_info(client.id, 1))
         reply, _ = method.local_update(down, method.client_init(client, SEED), client, 7)
     start = initial_state(five, SEED)
-    model, x = network(five, start), PUBLIC[0][rad_rows(SEED, 1, 40, 20).long()]
+    model, x = network(five, start), PUBLIC[0][draw_public_rows(SEED, 1, 40, 20).long()]
     target = model[0](x).detach()
     for _ in range(3):
         step_by_hand(model, client, 20.0, x, target)

@@ -7,7 +7,7 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
-from polyfed.alignment.target import joint, mean_features
+from polyfed.alignment.target import mean_kernel_features, triangular_kernel_factor
 from polyfed.core.algorithm import Message
 from polyfed.core.examples import as_examples
 from polyfed.core.seeds import torch_generator
@@ -29,11 +29,11 @@ def test_the_joint_form_has_the_same_kernel_and_separates_nobody(rows):
     """Among the features as they were, every site's columns stand as they are; of the joint form no column is one's, nor do
     any of its columns span what a site has. It depends on the kernel alone."""
     known = parts(rows=rows)
-    features = mean_features(known, [0.25] * 4)
-    found = joint(features)
+    features = mean_kernel_features(known, [0.25] * 4)
+    found = triangular_kernel_factor(features)
     torch.testing.assert_close(found @ found.T, features @ features.T, rtol=1e-4, atol=1e-5)
     rotation = torch.linalg.qr(torch.randn(20, 20, generator=torch_generator(5))).Q
-    torch.testing.assert_close(joint(features @ rotation), found, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(triangular_kernel_factor(features @ rotation), found, rtol=1e-3, atol=1e-3)
     for a in known:
         for column in (0.5 * a).T:
             assert torch.cosine_similarity(features.T, column[None]).abs().max() > 0.9999
@@ -48,11 +48,11 @@ def federation(kind, **fields):
 def second_round(at, change):
     """What a client does when the server's second message is changed."""
     method, client = at.algorithm, at.clients["client-0"]
-    state = method.server_init(at.context())
+    state = method.server_init(at.server_context())
     _, own = method.local_update(
-        method.dispatch(state, at.info(client.id, 1)), method.client_init(client, 0), client, 1
+        method.dispatch(state, at.client_info(client.id, 1)), method.client_init(client, 0), client, 1
     )
-    down = method.dispatch(state, at.info(client.id, 2))
+    down = method.dispatch(state, at.client_info(client.id, 2))
     tensors = {group: dict(tree) for group, tree in down.tensors.items()}
     change(tensors)
     return method.local_update(Message(tensors, down.scalars), own, client, 2)

@@ -11,15 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyfed as pf
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
-from polyfed.alignment import Target, rad_rows
+from polyfed.alignment import AlignmentTarget, draw_public_rows
 from polyfed.core.examples import Examples, Normalise, as_examples
 from polyfed.core.seeds import torch_generator
-from polyfed.core.threads import one_thread
-from polyfed.core.tree import num_bytes
+from polyfed.core.threads import single_torch_thread
+from polyfed.core.tree import safetensors_num_bytes
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.results import Run
 from polyfed.simulation.settings import Settings
-from polyfed.testing import AlgorithmContract, SmallNet, small_clients, without_times
+from polyfed.testing import AlgorithmContract, SmallNet, small_clients, without_durations
 
 OPTIONS: dict[str, Any] = {"lr": 0.05, "batch_size": 8, "local_epochs": 2, "rad_size": 20, "rad_batch": 8, "eta0": 1.0}
 SEED = 3
@@ -64,8 +64,8 @@ def federation(method: pf.Algorithm, public: Any = PUBLIC) -> Federation:
 
 def reply_of(at: Federation, state: Any, client: str, number: int = 1) -> tuple[pf.Message, pf.Message]:
     """What goes down to a client that starts, and its reply."""
-    with one_thread():
-        down = at.algorithm.dispatch(state, at.info(client, number))
+    with single_torch_thread():
+        down = at.algorithm.dispatch(state, at.client_info(client, number))
         own = at.clients[client]
         return down, at.algorithm.local_update(down, at.algorithm.client_init(own, SEED), own, 7)[0]
 
@@ -78,16 +78,16 @@ def reply_of(at: Federation, state: Any, client: str, number: int = 1) -> tuple[
 def test_all_clients_of_a_round_have_one_rad_and_the_next_round_another(kind: Any, fields: Mapping[str, Any]) -> None:
     method = kind(**OPTIONS, **fields)
     at = federation(method, None if "rad" in fields else PUBLIC)
-    state = method.server_init(at.context())
+    state = method.server_init(at.server_context())
     seen = []
     for t in (1, 2, 3):
-        everyone = [at.info(i, t) for i in at.clients]
+        everyone = [at.client_info(i, t) for i in at.clients]
         downs = [*method.dispatch_all(state, everyone), *(method.dispatch(state, who) for who in everyone)]
         rads = [dict(down.tensors["rad"]) for down in downs]
         for rad in rads:
             assert rad.keys() == rads[0].keys()
             assert all(torch.equal(rad[name], rads[0][name]) for name in rad)
-        expected = rad_rows(SEED, t, 40, 20)
+        expected = draw_public_rows(SEED, t, 40, 20)
         if kind is FedHeNNHomo and not fields:
             assert torch.equal(rads[0]["x"], PUBLIC[0][expected.long()])
         else:
@@ -106,7 +106,7 @@ def test_the_pool_goes_down_once_and_changes_nothing_but_the_bytes(kind: Any, ke
     for i in once.federation.clients:
         ours, theirs = once.model(i).state_dict(), always.model(i).state_dict()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    pool, part = (num_bytes({"public/x": PUBLIC[0][:n]}) for n in (40, 20))
+    pool, part = (safetensors_num_bytes({"public/x": PUBLIC[0][:n]}) for n in (40, 20))
     reached, again = set[str](), 0
     for one, other in zip(once.history, always.history, strict=True):
         ((i, row),) = ((i, row) for i, row in one["clients"].items() if "bytes_up" in row)
@@ -136,14 +136,20 @@ def test_the_pool_goes_down_once_and_changes_nothing_but_the_bytes(kind: Any, ke
 def test_a_client_whose_reply_was_refused_gets_the_pool_again(kind: Any) -> None:
     method = kind(pool_once=True, **OPTIONS)
     at = federation(method)
-    state = method.server_init(at.context())
+    state = method.server_init(at.server_context())
     down, reply = reply_of(at, state, "client-0")
     assert torch.equal(down.tensors["public"]["x"], PUBLIC[0])
-    after = method.aggregate(state, {"client-0": reply}, at.context())
-    assert [("public" in method.dispatch(after, at.info(i, 2)).tensors) for i in at.clients] == [False, True, True]
+    after = method.aggregate(state, {"client-0": reply}, at.server_context())
+    assert [("public" in method.dispatch(after, at.client_info(i, 2)).tensors) for i in at.clients] == [
+        False,
+        True,
+        True,
+    ]
     own = at.clients["client-0"]
     with pytest.raises(pf.UserError, match="'client-0' was sent the public examples in an earlier round, and lost"):
-        method.local_update(method.dispatch(after, at.info("client-0", 2)), method.client_init(own, SEED), own, 7)
+        method.local_update(
+            method.dispatch(after, at.client_info("client-0", 2)), method.client_init(own, SEED), own, 7
+        )
 
 
 @pytest.mark.thorough
@@ -151,15 +157,18 @@ def test_a_client_whose_reply_was_refused_gets_the_pool_again(kind: Any) -> None
 def test_noise_needs_no_public_examples_and_nothing_of_it_travels(kind: Any) -> None:
     method = kind(rad="noise", **OPTIONS)
     run = federate(method, public=None, rounds=3)
-    assert without_times(run.history) == without_times(federate(method, public=PUBLIC, rounds=3).history)
+    assert without_durations(run.history) == without_durations(federate(method, public=PUBLIC, rounds=3).history)
     at = federation(method, None)
     down, _ = reply_of(at, run.last.state, "client-0", 3)
     assert "public" not in down.tensors
     assert set(down.tensors["rad"]) == {"rows"}
     assert int(down.scalars["noise"]) == down.scalars["noise"] < 2**53
-    assert down.scalars["noise"] != kind(rad="noise", **OPTIONS).server_init(federation(method, None).context())["seed"]
+    assert (
+        down.scalars["noise"]
+        != kind(rad="noise", **OPTIONS).server_init(federation(method, None).server_context())["seed"]
+    )
     fresh = kind(rad="noise", **OPTIONS | {"eta0": 0.0})
-    assert without_times(federate(fresh, public=None, rounds=3).history) != without_times(run.history)
+    assert without_durations(federate(fresh, public=None, rounds=3).history) != without_durations(run.history)
 
 
 def test_representations_of_noise_are_of_the_same_noise_for_all_clients() -> None:
@@ -195,10 +204,10 @@ def test_steps_on_the_whole_rad_do_not_copy_the_mean_kernel(kernel: Any, number:
     net, x = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), random(1, number + 50, 6)
     matrix, rows = random(2, number, width), torch.arange(number).flip(0) + 20
     sigma = 0.5 if kernel == "rbf" else None
-    target = Target(matrix @ matrix.T if sigma else matrix, sigma)
+    target = AlignmentTarget(matrix @ matrix.T if sigma else matrix, sigma)
     method = FedHeNN(kernel=kernel, **OPTIONS | {"rad_batch": 0})
     (client,) = small_clients(1)
-    term = method._term(net, client, "2", target, Examples(x, torch.zeros(len(x))), rows, 2.0, 7)
+    term = method._alignment_term(net, client, "2", target, Examples(x, torch.zeros(len(x))), rows, 2.0, 7)
     assert term is not None
     term(net)
     with Counting(1024**2) as seen:  # as many distances are there whose median is taken
@@ -206,7 +215,7 @@ def test_steps_on_the_whole_rad_do_not_copy_the_mean_kernel(kernel: Any, number:
         torch.autograd.backward(value)
     assert not seen.found
     a = net[1](net[0](x[rows]))
-    torch.testing.assert_close(value, 2 * (1 - target.alignment(a, torch.arange(number))), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(value, 2 * (1 - target.cka(a, torch.arange(number))), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thorough
@@ -218,7 +227,7 @@ def test_a_round_makes_no_more_than_one_matrix_of_all_pairs_a_side(kernel: Any) 
     for kind in (FedHeNN, FedHeNNHomo):
         options = OPTIONS | {"rad_size": number, "rad_batch": 0, "local_epochs": 1, "kernel": kernel}
         at = federation(kind(**options), public)
-        state = at.algorithm.server_init(at.context())
+        state = at.algorithm.server_init(at.server_context())
         if kind is FedHeNN:
             state = {**state, "representations": {f"client-{k}": random(k, number, 8) for k in range(3)}}
         with Counting(number**2 - 1) as seen:
@@ -284,7 +293,9 @@ def test_there_is_no_noise_of_texts() -> None:
 @pytest.mark.parametrize("array", [lambda x: x, lambda x: x.numpy()])
 def test_public_examples_need_no_labels(kind: Any, array: Any) -> None:
     method = kind(**OPTIONS)
-    assert without_times(federate(method, public=array(PUBLIC[0])).history) == without_times(federate(method).history)
+    assert without_durations(federate(method, public=array(PUBLIC[0])).history) == without_durations(
+        federate(method).history
+    )
     with pytest.raises(pf.UserError, match="public: cannot read examples from int; give a tensor of inputs, "):
         federate(method, public=3)
     images = federate(method, image_clients_of_bytes(), public=array(IMAGES))
@@ -299,13 +310,13 @@ def image_clients_of_bytes() -> list[pf.Client]:
 def test_representations_that_cannot_be_used_are_refused() -> None:
     method = FedHeNN(rank=5, weighting="capacity", **OPTIONS)
     at = federation(method)
-    state = method.server_init(at.context())
+    state = method.server_init(at.server_context())
     down, good = reply_of(at, state, "client-1")
-    assert at.flaw(good, state, down) is None
+    assert at.reply_error(good, state, down) is None
     a = good.tensors["representations"]["a"]
 
     def flaw(new: Tensor) -> str | None:
-        return at.flaw(dataclasses.replace(good, tensors={"representations": {"a": new}}), state, down)
+        return at.reply_error(dataclasses.replace(good, tensors={"representations": {"a": new}}), state, down)
 
     assert flaw(a[:, :2]) is None
     for wrong, message in (
@@ -318,14 +329,18 @@ def test_representations_that_cannot_be_used_are_refused() -> None:
     ):
         assert message in str(flaw(wrong))
     for scalars in ({}, {"capacity": 0}, {"capacity": 1e30}, {"capacity": 2.5}, {"capacity": float("nan")}):
-        assert "capacity" in str(at.flaw(dataclasses.replace(good, scalars=scalars), state, down))
+        assert "capacity" in str(at.reply_error(dataclasses.replace(good, scalars=scalars), state, down))
     for arrays in ({}, {"model": {"a": a}}, {"representations": {"a": a}, "model": {}}):
-        assert "expected ['representations']" in str(at.flaw(dataclasses.replace(good, tensors=arrays), state, down))
+        assert "expected ['representations']" in str(
+            at.reply_error(dataclasses.replace(good, tensors=arrays), state, down)
+        )
     for tree in ({}, {"b": a}, {"a": a, "b": a}):
         wrong_names = dataclasses.replace(good, tensors={"representations": tree})
-        assert "group 'representations'" in str(at.flaw(wrong_names, state, down))
+        assert "group 'representations'" in str(at.reply_error(wrong_names, state, down))
     free = FedHeNN(**OPTIONS)
-    assert federation(free).flaw(pf.Message({"representations": {"a": torch.ones(40, 600)}}), state, down) is None
+    assert (
+        federation(free).reply_error(pf.Message({"representations": {"a": torch.ones(40, 600)}}), state, down) is None
+    )
 
 
 def test_weights_that_cannot_be_used_are_refused() -> None:
@@ -334,20 +349,20 @@ def test_weights_that_cannot_be_used_are_refused() -> None:
     clients = small_clients()
     clients[1] = pf.Client("client-1", lambda: nn.Linear(6, 3), clients[1].train, clients[1].test)
     at = Federation({c.id: c for c in clients}, method, Settings(rounds=4, seed=SEED), as_examples(PUBLIC))
-    state = method.server_init(at.context())
+    state = method.server_init(at.server_context())
     sent = {i: reply_of(at, state, i) for i in at.clients}
     for i, (down, _) in sent.items():
         for j, (_, reply) in sent.items():
-            flaw = at.flaw(reply, state, down)
+            flaw = at.reply_error(reply, state, down)
             assert (flaw is None) == ((i == "client-1") == (j == "client-1"))
             assert flaw is None or "group 'model'" in flaw
     down, reply = sent["client-0"]
     model = dict(reply.tensors["model"])
     assert model.keys() == SmallNet().state_dict().keys()
     model["head.bias"] = model["head.bias"] / 0
-    assert "'head.bias' has NaN or infinite values" in str(at.flaw(pf.Message({"model": model}), state, down))
+    assert "'head.bias' has NaN or infinite values" in str(at.reply_error(pf.Message({"model": model}), state, down))
     model["head.bias"] = torch.zeros(3, dtype=torch.float64)
-    assert "float64" in str(at.flaw(pf.Message({"model": model}), state, down))
+    assert "float64" in str(at.reply_error(pf.Message({"model": model}), state, down))
 
 
 def test_a_network_whose_representation_is_its_input_is_warned_of() -> None:

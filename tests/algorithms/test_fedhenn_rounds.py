@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo, Local
-from polyfed.alignment import rad_rows
+from polyfed.alignment import draw_public_rows
 from polyfed.core.examples import Examples
 from polyfed.core.scratch import initial_state
-from polyfed.core.seeds import derive, torch_generator
-from polyfed.core.threads import one_thread
+from polyfed.core.seeds import derive_seed, torch_generator
+from polyfed.core.threads import single_torch_thread
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, small_clients
@@ -44,15 +44,15 @@ def played(method, people):
     """The server's state and the private ones after rounds with the cohorts."""
     public = Examples(PUBLIC, torch.zeros(POOL, dtype=torch.int64))
     at = Federation({c.id: c for c in people}, method, Settings(rounds=len(COHORTS), seed=SEED), public)
-    state, private = method.server_init(at.context()), {c.id: method.client_init(c, SEED) for c in people}
-    with one_thread():
+    state, private = method.server_init(at.server_context()), {c.id: method.client_init(c, SEED) for c in people}
+    with single_torch_thread():
         for t, cohort in enumerate(COHORTS, 1):
             replies = {}
             for c in (people[k] for k in cohort):
-                down = method.dispatch(state, at.info(c.id, t))
+                down = method.dispatch(state, at.client_info(c.id, t))
                 replies[c.id], private[c.id] = method.local_update(down, private[c.id], c, 10 * t)
-                assert at.flaw(replies[c.id], state, down) is None
-            state = method.aggregate(state, replies, at.context())
+                assert at.reply_error(replies[c.id], state, down) is None
+            state = method.aggregate(state, replies, at.server_context())
     return state, private
 
 
@@ -90,7 +90,7 @@ def trained(net, client, target, eta, x, kind, term, seed):
     """LocalTraining of the algorithms."""
     parameters = list(net.parameters())
     velocity = [torch.zeros_like(p) for p in parameters]
-    orders = torch_generator(derive(seed, "batches"))
+    orders = torch_generator(derive_seed(seed, "batches"))
 
     def slopes(value):
         found = torch.autograd.grad(value, parameters, allow_unused=True)
@@ -112,7 +112,7 @@ def trained(net, client, target, eta, x, kind, term, seed):
 
 
 def rad(t):
-    return PUBLIC[rad_rows(SEED, t, POOL, SIZE).long()]
+    return PUBLIC[draw_public_rows(SEED, t, POOL, SIZE).long()]
 
 
 def algorithm_2(people, kind, term):
@@ -179,7 +179,7 @@ def test_algorithm_1_is_that_of_the_paper_to_its_last_line(term, kind):
     state, _ = played(method, people)
     cohort, everyone = algorithm_1(people, kind, term)
     assert_close(state["model"], cohort)
-    assert_close(method.result(state)["model"], everyone)
+    assert_close(method.result_models(state)["model"], everyone)
     other = algorithm_1(people, kind, TERMS[term == "minibatch"])[0]
     assert any(not torch.allclose(other[name], tensor, rtol=0, atol=1e-4) for name, tensor in cohort.items())
 

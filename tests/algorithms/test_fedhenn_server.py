@@ -81,16 +81,16 @@ def test_a_network_that_fails_at_the_server_ends_the_run_with_what_to_do() -> No
     data = small_clients()[0]
     clients, method = {"fussy": pf.Client("fussy", Fussy, data.train, data.test)}, FedHeNN(share="weights", **OPTIONS)
     at = Federation(clients, method, Settings(rounds=4, seed=SEED), as_examples(PUBLIC, labelled=False))
-    key = at.info("fussy", 1).architecture
-    state, replies = method.server_init(at.context()), {"fussy": pf.Message({"model": Fussy().state_dict()})}
+    key = at.client_info("fussy", 1).architecture
+    state, replies = method.server_init(at.server_context()), {"fussy": pf.Message({"model": Fussy().state_dict()})}
     with pytest.raises(pf.UserError) as failed:
-        method.aggregate(state, replies, at.context())
+        method.aggregate(state, replies, at.server_context())
     assert f"client 'fussy', a Fussy (architecture {key})" in str(failed.value)
     assert "IndexError: 40 examples at a time; mend the network, or set share='representations'" in str(failed.value)
     assert isinstance(failed.value.__cause__, IndexError)
     named = FedHeNN(share="weights", module="hat", **OPTIONS)
     with pytest.raises(pf.UserError, match="module='hat': the network of 'fussy' has none"):  # as it is
-        named.aggregate(state, replies, at.context())
+        named.aggregate(state, replies, at.server_context())
 
 
 def test_a_representation_beyond_all_bounds_is_refused() -> None:

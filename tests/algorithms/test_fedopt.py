@@ -86,9 +86,12 @@ def test_statistics_of_batch_norm_are_averaged_and_no_more():
 
 
 def test_each_server_has_its_own_rate_and_momentum():
-    found = {s: (FedOpt(server=s).eta, FedOpt(server=s).momentum1) for s in ("avgm", "adagrad", "adam", "yogi")}
+    found = {
+        s: (FedOpt(server=s).effective_server_lr, FedOpt(server=s).effective_beta1)
+        for s in ("avgm", "adagrad", "adam", "yogi")
+    }
     assert found == {"avgm": (1.0, 0.9), "adagrad": (0.01, 0.0), "adam": (0.01, 0.9), "yogi": (0.01, 0.9)}
-    assert dataclasses.replace(FedOpt(), server_lr=0.5, beta1=0.2).eta == 0.5
+    assert dataclasses.replace(FedOpt(), server_lr=0.5, beta1=0.2).effective_server_lr == 0.5
 
 
 @pytest.mark.parametrize(

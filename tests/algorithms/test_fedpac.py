@@ -11,7 +11,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedPAC, FedRep
-from polyfed.algorithms.head_shares import least_on_simplex, moments, shares
+from polyfed.algorithms.head_shares import head_mixing_statistics, head_mixing_weights, minimize_quadratic_on_simplex
 from polyfed.core.algorithm import Message
 from polyfed.core.seeds import torch_generator
 from polyfed.testing import small_clients
@@ -58,11 +58,11 @@ def test_the_programme_is_solved(scale):
     for _ in range(20):
         half = torch.randn(5, 3, generator=generator, dtype=torch.float64)
         form = scale * (half @ half.T + torch.diag(0.3 * torch.rand(5, generator=generator, dtype=torch.float64)))
-        alpha = least_on_simplex(form)
+        alpha = minimize_quadratic_on_simplex(form)
         torch.testing.assert_close(alpha, by_hand(form), rtol=1e-5, atol=1e-6)
         inner += int((alpha == 0).any())
     assert inner > 5  # on faces too
-    assert least_on_simplex(torch.zeros(2, 2)).tolist() == [0.5, 0.5]
+    assert minimize_quadratic_on_simplex(torch.zeros(2, 2)).tolist() == [0.5, 0.5]
 
 
 def moments_by_hand(f, y, classes):
@@ -82,13 +82,13 @@ def moments_by_hand(f, y, classes):
 def test_bias_and_variance_are_those_of_the_paper():
     generator = torch_generator(2)
     f, y = torch.randn(12, 4, generator=generator) + 1, torch.tensor([0, 0, 2] * 4)
-    found, (h, v) = moments(f, y, 3), moments_by_hand(f, y, 3)
+    found, (h, v) = head_mixing_statistics(f, y, 3), moments_by_hand(f, y, 3)
     torch.testing.assert_close(found["h"], h)
     assert float(found["v"]) == pytest.approx(v, rel=1e-5)
 
 
 def rows_of_shares(h, v):
-    found = shares({i: {"h": h[k], "v": v[k]} for k, i in enumerate("abc")})
+    found = head_mixing_weights({i: {"h": h[k], "v": v[k]} for k, i in enumerate("abc")})
     return torch.tensor([[found[i][j] for j in "abc"] for i in "abc"], dtype=torch.float64)
 
 
@@ -119,7 +119,7 @@ def test_a_round_written_out_in_plain_torch_is_the_same(head_lr):
     body = dict.fromkeys(state["model"], 0.0)
     n = {c.id: len(c.train) for c in clients}
     for c in clients:
-        down = method.dispatch(state, federation.info(c.id, 2))
+        down = method.dispatch(state, federation.client_info(c.id, 2))
         net = c.model()
         net.load_state_dict({**down.tensors["model"], **down.tensors["head"]})
         x, y = c.train.x, c.train.y
@@ -154,7 +154,7 @@ def test_a_round_written_out_in_plain_torch_is_the_same(head_lr):
                 form[j, k] += float((a * b).sum())
         alpha = by_hand(form)
         assert 0 < alpha.max() < 0.999  # mixed indeed
-        head = method.dispatch(after, after_federation.info(c.id, 3)).tensors["head"]
+        head = method.dispatch(after, after_federation.client_info(c.id, 3)).tensors["head"]
         for name in head:
             mix = sum(float(a) * heads[o.id][name] for a, o in zip(alpha, clients, strict=True))
             torch.testing.assert_close(head[name], mix, rtol=1e-4, atol=1e-5)
@@ -166,7 +166,7 @@ def test_who_missed_a_round_keeps_the_head_that_was_mixed_for_it():
     _, after, _, _ = play(method, clients, rounds=2, skip={"client-2"})
     assert_same_tensors(after["heads"]["client-2"], before["heads"]["client-2"])
     assert not torch.equal(after["heads"]["client-0"]["2.weight"], before["heads"]["client-0"]["2.weight"])
-    down = method.dispatch(after, federation.info("client-2", 3, "evaluate"))
+    down = method.dispatch(after, federation.client_info("client-2", 3, "evaluate"))
     assert sorted(down.tensors) == ["head", "model"]
     own = method.client_init(clients[2], 3)
     model = method.personal_model(down, own, clients[2], 1)
@@ -186,9 +186,9 @@ def test_a_variance_below_zero_is_refused():
     federation, state, _, replies = play(method, clients)
     reply = replies["client-0"]
     forged = {**reply.tensors, "statistics": {**reply.tensors["statistics"], "v": torch.tensor(-1.0)}}
-    down = method.dispatch(state, federation.info("client-0", 2))
-    assert federation.flaw(reply, state, down) is None
-    assert federation.flaw(Message(forged, reply.scalars), state, down) == "its variance V is negative"
+    down = method.dispatch(state, federation.client_info("client-0", 2))
+    assert federation.reply_error(reply, state, down) is None
+    assert federation.reply_error(Message(forged, reply.scalars), state, down) == "its variance V is negative"
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from polyfed.algorithms import REGISTRY, CAFedDSNAS, CAFedPNAS, FedAvg, FedDSNAS
 from polyfed.core.algorithm import Client, ClientInfo, DataSpec, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
-from polyfed.search import Network, Sampled, load
+from polyfed.search import Network, Sampled, load_network
 from polyfed.simulation.checks import common_data_spec
-from polyfed.testing import AlgorithmContract, SmallNet, without_times
+from polyfed.testing import AlgorithmContract, SmallNet, without_durations
 
 SMALL = {
     "channels": 4, "base_cells": 1, "base_nodes": 1, "personal_nodes": 1,
@@ -77,7 +77,7 @@ def test_one_operation_per_edge_is_fedavg_of_that_network(method, buffers):
     meta = {"eta": 0.0} if method in (FedPNAS, CAFedPNAS) else {}
     searching = method(**ONE, **training, **meta, finetune_epochs=0)
     run = pf.federate(image_clients(), searching, rounds=3, seed=1, workers=0)
-    fixed = searching.plan(1, 3)
+    fixed = searching.supernet_plan(1, 3)
     other = pf.federate(image_clients(model=fixed), FedAvg(**training, weighted=False), rounds=3, seed=1, workers=0)
     for client in run.federation.clients:
         mine, theirs = run.model(client).state_dict(), other.model(client).state_dict()
@@ -119,7 +119,7 @@ def test_personal_parameters_are_a_group_of_their_own():
     assert any("samplers" in name for name in state["personal"])
     first, last = (method.dispatch(state, ClientInfo("a", r, 5)).scalars for r in (1, 5))
     assert (first["temperature"], round(last["temperature"], 6)) == (1.0, 0.1)
-    network = method.receive(method.dispatch(state, ClientInfo("a", 3, 5)), {}, clients[0]).module
+    network = method.load_supernet(method.dispatch(state, ClientInfo("a", 3, 5)), {}, clients[0]).module
     assert network.temperature == pytest.approx(0.1**0.5)
 
 
@@ -140,7 +140,7 @@ def test_clients_own_networks_are_not_used(name):
     method = REGISTRY[name](**SMALL)
     own = lambda: nn.Linear(7, 3)  # noqa: E731  # that does not suit the data
     runs = [pf.federate(image_clients(1, model=m), method, rounds=1, workers=0) for m in (None, own)]
-    assert without_times(runs[0].history) == without_times(runs[1].history)
+    assert without_durations(runs[0].history) == without_durations(runs[1].history)
     assert isinstance(runs[1].model("client-0"), Network)
     assert method.requires == {"images", "one_data_spec"}
 
@@ -201,7 +201,7 @@ def test_exported_with_a_description(name, evaluation, tmp_path):
     method = REGISTRY[name](**SMALL, evaluation=evaluation, samples=3)
     run = pf.federate(image_clients(2), method, rounds=1, out=tmp_path / "run", workers=2)
     for client, owner in run.federation.clients.items():
-        read = load(tmp_path / "run" / "models" / f"{client}.json")
+        read = load_network(tmp_path / "run" / "models" / f"{client}.json")
         mine = run.model(client)
         assert isinstance(read, Sampled if evaluation == "sampled" else Network)
         assert torch.allclose(read(owner.test.x), mine(owner.test.x), atol=1e-6)

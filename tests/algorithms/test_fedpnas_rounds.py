@@ -39,13 +39,13 @@ def clients():
 @pytest.fixture
 def noise(monkeypatch):
     """All Gumbel noise that is drawn, in order."""
-    drawn, draw = [], sampling.gumbel
+    drawn, draw = [], sampling.gumbel_noise_like
 
     def recorded(like):
         drawn.append(draw(like))
         return drawn[-1]
 
-    monkeypatch.setattr(sampling, "gumbel", recorded)
+    monkeypatch.setattr(sampling, "gumbel_noise_like", recorded)
     return drawn
 
 
@@ -53,7 +53,7 @@ def logits_of(network, x, noise, temperature, gradient):
     """Algorithm 2, edge by edge: v_j = Σ_i Z_ijᵀ·O_ij(v_i), Z one-hot by this noise with the softmax's gradient (eq. 2).
     "chosen" leaves out the terms of all operations whose Z[k] is 0."""
     previous = skip = network.base["stem"](x)
-    for cell, sampler in network.cells():
+    for cell, sampler in network.cells_with_samplers():
         perturbed = sampler.logits + noise.pop(0)
         soft = F.softmax(perturbed / temperature, -1)
         values = [previous] if cell.plan.inputs == 1 else [previous, cell.skip(skip)]
@@ -107,7 +107,7 @@ def test_two_rounds_are_algorithm_1_in_plain_torch(method, gradient, noise):
     searching = method(**SPACE, **TRAINING, **meta, gradient=gradient, sampler_lr=None, temperature=0.8)
     who = tuple(ClientInfo(c.id) for c in clients())
     state = searching.server_init(ServerContext(0, 2, who, data_spec=DataSpec((1, 6, 6), 3)))
-    theta = searching.plan(1, 3)().train()
+    theta = searching.supernet_plan(1, 3)().train()
     theta.load_state_dict({**theta.state_dict(), **state["base"], **state["personal"]})
     for number in (1, 2):
         temperature, replies, trained = searching.temperature_at(number, 2), {}, []

@@ -9,7 +9,7 @@ from torch import nn
 
 from polyfed.algorithms import FedPNAS
 from polyfed.core.algorithm import Client, ClientInfo, DataSpec, ServerContext
-from polyfed.core.seeds import local_rng, torch_generator
+from polyfed.core.seeds import temporary_rng_seed, torch_generator
 
 SMALL = {
     "channels": 4, "base_cells": 1, "base_nodes": 1, "personal_nodes": 1,
@@ -61,14 +61,14 @@ def step_direction(method, network, x, y):
         passes.append(batch)
         return loss.detach()
 
-    method.meta_gradient(network)(loss_of)
+    method.build_meta_gradient(network)(loss_of)
     return {n: p.grad.clone() for n, p in network.named_parameters()}, passes
 
 
 def double_network(eta=0.3):
     method = FedPNAS(**{**ONE, "personal_nodes": 2}, eta=eta)
-    with local_rng(3):
-        network = method.plan(1, 3)().double().train()
+    with temporary_rng_seed(3):
+        network = method.supernet_plan(1, 3)().double().train()
         x, y = torch.randn(10, 1, 6, 6, dtype=torch.float64), torch.arange(10) % 3
     return method, network, x, y
 
@@ -100,7 +100,7 @@ def visited(method, network, x, y, steps=1):
         seen.append((point, [p.grad.clone() for p in personal]))
         return loss.detach()
 
-    direction = method.meta_gradient(network)
+    direction = method.build_meta_gradient(network)
     for _ in range(steps):
         direction(loss_of)
     return [(seen[k][0], seen[k][1], seen[k + 1][0]) for k in range(0, 2 * steps, 2)]
@@ -181,8 +181,8 @@ def test_the_meta_gradient_where_operations_are_drawn(eta):
     """g̃ − η·g·(gᵀg̃) over weights and samplers of the personal stack, each pass with the draw that it made; and an operation
     that the second pass did not use has no gradient, so that neither Adam nor momentum moves it."""
     method = FedPNAS(**{**SMALL, "personal_nodes": 2}, eta=eta)
-    with local_rng(3):
-        network = method.plan(1, 3)().double().train()
+    with temporary_rng_seed(3):
+        network = method.supernet_plan(1, 3)().double().train()
     x, y = torch.randn(10, 1, 6, 6, dtype=torch.float64), torch.arange(10) % 3
     names, slopes, unused = [n for n, _ in network.named_parameters()], [], 0
 
@@ -195,8 +195,8 @@ def test_the_meta_gradient_where_operations_are_drawn(eta):
 
     for seed in range(8):
         slopes.clear()
-        with local_rng(seed):
-            method.meta_gradient(network)(loss_of)
+        with temporary_rng_seed(seed):
+            method.build_meta_gradient(network)(loss_of)
         (g, ahead), found = slopes, {n: p.grad for n, p in network.named_parameters()}
         personal = [n for n in names if n.startswith("personal.")]
         assert any("logits" in n for n in personal), "no sampler in the personal stack"
@@ -233,7 +233,7 @@ def test_without_the_outer_product_a_step_is_that_of_per_fedavg_on_the_personal_
     client = Client("client-0", None, (x[6:], y[6:]), (x[:6], y[:6]))
     state = method.server_init(ServerContext(0, 1, (ClientInfo(client.id),), data_spec=DataSpec((1, 6, 6), 3)))
     reply, _ = method.local_update(method.dispatch(state, ClientInfo(client.id)), {}, client, 5)
-    network = method.plan(1, 3)().train()
+    network = method.supernet_plan(1, 3)().train()
     network.load_state_dict({**network.state_dict(), **state["base"], **state["personal"]})
     x, y = client.train.x, client.train.labels
     ahead = by_hand(network, 0.2, x, y, "none")

@@ -10,9 +10,9 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedGH, LGFedAvg, Local
-from polyfed.algorithms.first_heads import common_head
-from polyfed.core.scratch import initial_state, new_module
-from polyfed.core.seeds import derive
+from polyfed.algorithms.first_heads import draw_common_head
+from polyfed.core.scratch import build_module, initial_state
+from polyfed.core.seeds import derive_seed
 from polyfed.testing import small_clients
 
 
@@ -88,7 +88,7 @@ def test_heads_of_different_architectures_are_equal_at_the_start(method, double)
 def test_fedgh_begins_with_the_servers_head():
     """Which the server makes from the first replies."""
     (weight, bias), *_ = first_heads(FedGH(), of(flat, normed, Named))
-    drawn = new_module(partial(nn.Linear, 8, 3), derive(3, "head"))
+    drawn = build_module(partial(nn.Linear, 8, 3), derive_seed(3, "head"))
     assert torch.equal(weight, drawn.weight)
     assert torch.equal(bias, drawn.bias)
 
@@ -99,7 +99,7 @@ def test_the_first_round_written_out_in_plain_torch_is_the_same():
     _, after, _, _ = play(method, clients)
     places = {deep: {"0": "4", "1": "2"}, Named: {"0": "out", "1": "middle"}}
     common = {
-        k: new_module(f, derive(3, "head", k))
+        k: build_module(f, derive_seed(3, "head", k))
         for k, f in enumerate((partial(nn.Linear, 8, 3), partial(nn.Linear, 5, 8)))
     }
     total, mean = sum(len(c.train) for c in clients), {}
@@ -154,7 +154,7 @@ def test_layers_that_cannot_be_started_again_stay():
         parametrised = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
         return nn.Sequential(parametrised, nn.BatchNorm1d(4), nn.LSTM(4, 4), Plain())
 
-    first = common_head(net, ["0", "1", "2", "3"], [1, 2, 3, 4])
+    first = draw_common_head(net, ["0", "1", "2", "3"], [1, 2, 3, 4])
     assert {name.partition(".")[0] for name in first} == {"2"}
 
 
@@ -192,7 +192,7 @@ def test_a_tied_weight_is_the_heads_and_frozen_ones_are_left_alone():
     state = LGFedAvg().client_init(pf.Client("c", frozen, (x, y), (x, y)), 3)
     assert state["head"].keys() == {"0.bias"}
     net = LGFedAvg().personal_model(pf.Message(), state, pf.Client("c", frozen, (x, y), (x, y)), 3)
-    assert torch.equal(net.out.weight, new_module(frozen, 0).out.weight)
+    assert torch.equal(net.out.weight, build_module(frozen, 0).out.weight)
 
 
 def test_with_one_architecture_the_start_is_another_draw_and_nothing_else():

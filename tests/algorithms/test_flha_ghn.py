@@ -10,11 +10,11 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg
 from polyfed.core.algorithm import ClientInfo
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import initial_state, new_module
+from polyfed.core.scratch import build_module, initial_state
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import spec
+from polyfed.core.tree import state_dict_spec
 from polyfed.graphs import LayerCatalogue
-from polyfed.graphs.cached import graph_of
+from polyfed.graphs.cached import graph_of_client
 from polyfed.hypernetworks import generated as generated_module
 from polyfed.models import ModelSpec
 from polyfed.simulation.rounds import Federation
@@ -42,7 +42,7 @@ def clients(*models):
 def first_round(method, everyone, seed=0):
     """The server's state, and what goes down to and comes up from each client in round 1."""
     federation = Federation({c.id: c for c in everyone}, method, Settings(rounds=3, seed=seed))
-    state = method.server_init(federation.context())
+    state = method.server_init(federation.server_context())
     downs = {c.id: method.dispatch(state, ClientInfo(c.id, 1, 3)) for c in everyone}
     ups = {c.id: method.local_update(downs[c.id], method.client_init(c, seed), c, seed=5) for c in everyone}
     return state, downs, ups
@@ -54,12 +54,12 @@ class Lookup(nn.Module):
     def __init__(self, form):
         super().__init__()
         self.heads = nn.ModuleDict({
-            kind.key: nn.ParameterDict({role: torch.zeros(shape) for role, shape in kind.shapes.items()})
+            kind.key: nn.ParameterDict({role: torch.zeros(shape) for role, shape in kind.parameter_shapes.items()})
             for kind in form.catalogue.types
         })  # fmt: skip
 
-    def stream(self, graph):
-        for kind, (_, _, (names,)) in graph.sets.items():
+    def iterate_weights(self, graph):
+        for kind, (_, _, (names,)) in graph.weight_sets.items():
             yield from ((names[role], row) for role, row in self.heads[kind.key].items())
 
 
@@ -82,10 +82,10 @@ def test_with_a_lookup_table_it_is_unweighted_fedavg(monkeypatch):
     sizes = (12, 20, 31)
     everyone = [pf.Client(f"c{i}", Distinct, examples(i, n), examples(9 + i, 9)) for i, n in enumerate(sizes)]
     start = initial_state(Distinct, seed=4)
-    generated = graph_of(everyone[0]).generated
+    generated = graph_of_client(everyone[0]).generated_weights
     table = {f"heads.{m.type.key}.{role}": start[name] for m in generated for role, name in m.parameters.items()}
-    monkeypatch.setattr("polyfed.algorithms.flha_ghn.create", lambda *_: table)
-    monkeypatch.setattr("polyfed.hypernetworks.generated.scratch_ghn", lambda form, _: Lookup(form))
+    monkeypatch.setattr("polyfed.algorithms.flha_ghn.init_ghn_params", lambda *_: table)
+    monkeypatch.setattr("polyfed.hypernetworks.generated.cached_ghn", lambda form, _: Lookup(form))
     monkeypatch.setattr("polyfed.hypernetworks.generated._cached", generated_module._build)  # leaves no table behind
     shared = {**OPTIONS, "schedule": "cosine", "buffers": "local", "local_epochs": 2}
     runs = [
@@ -131,8 +131,8 @@ def test_replies_have_the_same_names_and_shapes_for_every_architecture():
     replies = [reply for reply, _ in ups.values()]
     assert all(set(reply.tensors) == {"ghn"} for reply in replies)
     assert all(set(reply.scalars) == {"num_examples", "train_loss"} for reply in replies)
-    forms = [spec(reply.tensors["ghn"]) for reply in replies]
-    assert all(form == spec(downs["c0"].tensors["ghn"]) for form in forms)
+    forms = [state_dict_spec(reply.tensors["ghn"]) for reply in replies]
+    assert all(form == state_dict_spec(downs["c0"].tensors["ghn"]) for form in forms)
     assert all(list(form) == list(forms[0]) for form in forms)  # the order of tensors could tell something, too
     assert len({reply.nbytes for reply in replies}) == 1
 
@@ -180,7 +180,7 @@ def test_what_the_catalogue_lacks_stays_with_the_client_and_learns_there():
     down = method.dispatch(method.aggregate(state, {"c0": reply}, None), ClientInfo("c0", 2, 3))
     weights = method.personal_model(down, own, client, seed=1).state_dict()
     assert all(torch.equal(weights[name], own["private"][name]) for name in private)
-    assert torch.equal(weights["frozen.weight"], new_module(Mixed, 0).frozen.weight)
+    assert torch.equal(weights["frozen.weight"], build_module(Mixed, 0).frozen.weight)
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_clients_with_private_layers_federate_and_resume(tmp_path):
 def test_a_catalogue_file_decides_what_is_generated(tmp_path):
     """In a deployment the server knows a public file, not the clients' layers."""
     (client,) = everyone = clients(Distinct)
-    types = graph_of(client).types
+    types = graph_of_client(client).layer_types
     kept = tuple(t for t in types if t.kind == "conv2d")
     LayerCatalogue(kept).write(tmp_path / "catalogue.yaml")
     method = FLHAGHN(**OPTIONS, catalogue=str(tmp_path / "catalogue.yaml"))
@@ -318,7 +318,7 @@ class RawHead(nn.Module):
 
 def test_the_head_is_the_last_layer_of_the_graph_even_if_it_is_a_raw_parameter():
     (client,) = everyone = clients(RawHead)
-    assert graph_of(client).head == {"last"}
+    assert graph_of_client(client).head_parameters == {"last"}
     method = FLHAGHN(**OPTIONS)
     _, downs, ups = first_round(method, everyone)
     raw = {k: v.clone() for k, v in method.personal_model(downs["c0"], ups["c0"][1], client, 1).state_dict().items()}
@@ -328,7 +328,7 @@ def test_the_head_is_the_last_layer_of_the_graph_even_if_it_is_a_raw_parameter()
 
 def test_a_client_of_which_nothing_is_generated_is_warned(tmp_path):
     """The likely mistake of a deployment: a network of another width than the catalogue's."""
-    LayerCatalogue(graph_of(clients(Distinct)[0]).types).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue(graph_of_client(clients(Distinct)[0]).layer_types).write(tmp_path / "catalogue.yaml")
     method = FLHAGHN(**OPTIONS, catalogue=str(tmp_path / "catalogue.yaml"))
     with pytest.warns(RuntimeWarning, match="nothing of the network of client 'c0' is generated"):
         first_round(method, clients(RawHead))

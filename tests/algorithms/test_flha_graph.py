@@ -15,11 +15,11 @@ from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import LayerCatalogue, LayerType, extract
 from polyfed.graphs.contraction import Contraction
-from polyfed.hypernetworks.ghn import catalogue_of
+from polyfed.hypernetworks.ghn import catalogue_from_weights
 from polyfed.models import ModelSpec
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.unseen import as_unseen, load_server, warmstart
+from polyfed.simulation.unseen import build_unseen_client, compute_warm_start, load_trained_server
 from polyfed.testing import AlgorithmContract
 
 SHAPE, CLASSES = (1, 8, 8), 3
@@ -37,7 +37,7 @@ def clients():
 
 def start(method, everyone):
     federation = Federation({c.id: c for c in everyone}, method, Settings(rounds=3, seed=0))
-    return method.server_init(federation.context())
+    return method.server_init(federation.server_context())
 
 
 def generated_by_loops(W, graph, normalise):
@@ -65,7 +65,7 @@ def generated_by_loops(W, graph, normalise):
         for role, name in node.parameters.items():
             made = H[f"{makers[role]}.weight"] @ z + H[f"{makers[role]}.bias"]
             if role == "weight":
-                made = made.view(node.type.shapes["weight"]) * (H["scale.weight"] @ z + H["scale.bias"])
+                made = made.view(node.type.parameter_shapes["weight"]) * (H["scale.weight"] @ z + H["scale.bias"])
             theta[name] = made
     return theta
 
@@ -83,11 +83,11 @@ def test_generated_weights_are_those_of_loops_over_nodes(joins):
     state = disturbed(start(method, everyone))
     for client in everyone:
         down = method.dispatch(state, ClientInfo(client.id, 1, 3))
-        network, _, graph = method._assembled(down, method.client_init(client, 0), client)
+        network, _, graph = method._generate_network(down, method.client_init(client, 0), client)
         assert not any(getattr(node.type, "is_norm", False) for node in graph.nodes)
         assert joins == any(node.type == "add" for node in graph.nodes)
         expected = generated_by_loops(state["ghn"], graph, method.normalise)
-        made = network.weights()
+        made = network.generate_weights()
         assert made.keys() == expected.keys() == dict(network.model.named_parameters()).keys()
         for name, tensor in made.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
@@ -104,12 +104,12 @@ def test_a_round_is_that_of_plain_torch():
         reply, _ = method.local_update(down, method.client_init(client, 0), client, seed=5)
         ups[client.id] = reply
     federation = Federation({c.id: c for c in everyone}, method, Settings(rounds=3, seed=0))
-    after = method.aggregate(state, ups, federation.context())["ghn"]
+    after = method.aggregate(state, ups, federation.server_context())["ghn"]
     mean = dict.fromkeys(after, 0.0)
     for client in everyone:
         W = {name: tensor.clone().requires_grad_() for name, tensor in state["ghn"].items()}
         net = client.model()
-        graph = Contraction("layers").of(extract(net, torch.zeros(2, *SHAPE)))
+        graph = Contraction("layers").apply(extract(net, torch.zeros(2, *SHAPE)))
         net.train()
         x, y = client.train.batch(torch.arange(len(client.train)))
         for _ in range(2):
@@ -158,21 +158,21 @@ def test_norms_that_stay_with_the_client_are_no_nodes():
     everyone = clients()
     method = FLHAGHN(**OPTIONS, norms="local")
     state = start(method, everyone)
-    assert not any(t.is_norm or t.norm != "none" for t in catalogue_of(state["ghn"]).types)
+    assert not any(t.is_norm or t.norm != "none" for t in catalogue_from_weights(state["ghn"]).types)
     down = method.dispatch(state, ClientInfo("c0", 1, 3))
     graph = method.client_graph(down, everyone[0])
     assert len(graph.nodes) == 17
-    assert all(reason == "norm layers stay with the client (norms=local)" for reason in graph.local.values())
+    assert all(reason == "norm layers stay with the client (norms=local)" for reason in graph.local_reasons.values())
     _, own = method.local_update(down, method.client_init(everyone[0], 0), everyone[0], seed=1)
-    assert own["private"].keys() == graph.local.keys()
+    assert own["private"].keys() == graph.local_reasons.keys()
 
 
 def test_files_of_layer_types_for_the_other_graph_are_told(tmp_path):
     everyone = clients()
     for form in ("layers", "layers_and_norms"):
         method = FLHAGHN(graph=form)
-        graphs = [method.contraction.of(extract(client.model(), torch.zeros(2, *SHAPE))) for client in everyone]
-        LayerCatalogue.of(graphs).write(tmp_path / f"{form}.yaml")
+        graphs = [method.contraction.apply(extract(client.model(), torch.zeros(2, *SHAPE))) for client in everyone]
+        LayerCatalogue.from_graphs(graphs).write(tmp_path / f"{form}.yaml")
     with pytest.raises(UserError, match="is for graph='layers'"):
         start(FLHAGHN(graph="layers_and_norms", catalogue=str(tmp_path / "layers.yaml")), everyone)
     with pytest.warns(UserWarning, match="no layer type of the catalogue .* has a norm"):
@@ -186,10 +186,10 @@ def test_files_of_layer_types_for_the_other_graph_are_told(tmp_path):
 def test_a_saved_run_generates_for_an_unseen_network_in_its_own_form(tmp_path):
     method = FLHAGHN(**OPTIONS, joins=False)
     pf.federate(clients(), method, rounds=1, workers=0, out=tmp_path / "run")
-    server = load_server(tmp_path / "run")
+    server = load_trained_server(tmp_path / "run")
     assert (server.algorithm.graph, server.algorithm.joins) == ("layers", False)
-    client, _ = as_unseen(MODELS[0], examples(7), test=examples(8, 6), id="new")
-    found = warmstart(server, client)
+    client, _ = build_unseen_client(MODELS[0], examples(7), test=examples(8, 6), id="new")
+    found = compute_warm_start(server, client)
     assert (found.coverage, found.local) == (1.0, {})
 
 

@@ -8,14 +8,21 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
-from polyfed.core.tree import num_bytes as size_of
+from polyfed.core.tree import safetensors_num_bytes as size_of
 from polyfed.graphs import LayerCatalogue, LayerType
 from polyfed.graphs.extract import extract
 from polyfed.hypernetworks import ghn
-from polyfed.hypernetworks.ghn import LARGEST, Form, create, light, num_bytes, told_of_heads
+from polyfed.hypernetworks.ghn import (
+    MAX_DENSE_BYTES,
+    GHNConfig,
+    describe_factored_heads,
+    factor_if_large,
+    hypernetwork_bytes,
+    init_ghn_params,
+)
 from polyfed.models import ModelSpec
 from polyfed.simulation.runs.directory import read_config, read_manifest
-from polyfed.testing import assert_same_run, small_clients
+from polyfed.testing import assert_runs_equal, small_clients
 
 
 class WithoutNorm(nn.Sequential):
@@ -25,31 +32,34 @@ class WithoutNorm(nn.Sequential):
 
 def catalogue(width, names=("resnet18", "flha_arch1", "flha_arch2", "flha_arch3")):
     specs = [ModelSpec(name, {"width": width}, (3, 32, 32), 10) for name in names]
-    return LayerCatalogue.of(extract(spec(), torch.zeros(2, 3, 32, 32)) for spec in specs)
+    return LayerCatalogue.from_graphs(extract(spec(), torch.zeros(2, 3, 32, 32)) for spec in specs)
 
 
 def test_a_size_is_that_of_the_tensors():
     for head in ("mlp", "factored"):
-        form = Form(catalogue(8, ["flha_arch1"]), head=head, depth=2)
-        made = create(form, "kaiming", seed=0)
-        assert num_bytes(form) == sum(t.nbytes for t in made.values())
-        assert size_of(made) == pytest.approx(num_bytes(form), rel=0.1)  # with the names of a safetensors file
+        form = GHNConfig(catalogue(8, ["flha_arch1"]), head=head, depth=2)
+        made = init_ghn_params(form, "kaiming", seed=0)
+        assert hypernetwork_bytes(form) == sum(t.nbytes for t in made.values())
+        assert size_of(made) == pytest.approx(hypernetwork_bytes(form), rel=0.1)  # with the names of a safetensors file
 
 
 def test_a_form_is_light_where_it_is_large():
-    small, large = (Form(LayerCatalogue((LayerType("linear", width, width),))) for width in (400, 2000))
-    assert num_bytes(small) < LARGEST < num_bytes(large)
-    assert light(small) is small
-    assert light(large).head == "factored"
-    assert light(light(large)) == light(large)
+    small, large = (GHNConfig(LayerCatalogue((LayerType("linear", width, width),))) for width in (400, 2000))
+    assert hypernetwork_bytes(small) < MAX_DENSE_BYTES < hypernetwork_bytes(large)
+    assert factor_if_large(small) is small
+    assert factor_if_large(large).head == "factored"
+    assert factor_if_large(factor_if_large(large)) == factor_if_large(large)
 
 
 @pytest.mark.slow
 def test_the_papers_networks_are_light_where_they_are_large():
-    small, large = Form(catalogue(8)), Form(catalogue(64))
-    assert light(small) is small
-    assert light(large).head == "factored"
-    assert told_of_heads(large) == "factored: 19 MB each way a round, where the paper's heads (mlp) would send 315 MB"
+    small, large = GHNConfig(catalogue(8)), GHNConfig(catalogue(64))
+    assert factor_if_large(small) is small
+    assert factor_if_large(large).head == "factored"
+    assert (
+        describe_factored_heads(large)
+        == "factored: 19 MB each way a round, where the paper's heads (mlp) would send 315 MB"
+    )
 
 
 def test_below_the_size_the_default_is_the_papers_bit_for_bit(tmp_path):
@@ -59,12 +69,12 @@ def test_below_the_size_the_default_is_the_papers_bit_for_bit(tmp_path):
             pf.federate(small_clients(), FLHAGHN(lr=0.1, depth=1, **words), rounds=2, workers=0, out=tmp_path / f"{i}")
             for i, words in enumerate([{}, {"head": "mlp"}])
         ]
-    assert_same_run(*runs)
+    assert_runs_equal(*runs)
     assert "decided" not in read_manifest(tmp_path / "0")
 
 
 def test_above_it_the_heads_are_factored_and_everyone_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(ghn, "LARGEST", 1000)
+    monkeypatch.setattr(ghn, "MAX_DENSE_BYTES", 1000)
     with pytest.warns(
         UserWarning, match=r"head is factored: \d+ MB each way a round, .* \(mlp\) would send \d+ MB; give"
     ):
@@ -72,7 +82,7 @@ def test_above_it_the_heads_are_factored_and_everyone_is_told(tmp_path, monkeypa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same = pf.federate(small_clients(), FLHAGHN(lr=0.1, depth=1, head="factored"), rounds=2, workers=0)
-    assert_same_run(run, same)
+    assert_runs_equal(run, same)
     assert read_manifest(tmp_path / "r")["decided"]["head"].startswith("factored: ")
     assert read_config(tmp_path / "r")["algorithm"]["head"] == "auto"
     assert pf.resume(tmp_path / "r", clients=small_clients()).last.round == 2  # nothing is decided or said again

@@ -8,7 +8,7 @@ from polyfed.algorithms import FLHAGHN
 from polyfed.core.algorithm import ClientInfo, ServerContext
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import LayerCatalogue
-from polyfed.graphs.cached import graph_of
+from polyfed.graphs.cached import graph_of_client
 
 
 def network(*order):
@@ -29,8 +29,8 @@ def test_one_reply_tells_the_edges_of_a_graph_without_repeated_types():
     method = FLHAGHN(lr=0.01)
     for order in ("abc", "cab", "bca"):
         client = pf.Client("c", network(*order), (x, y), (x, y))
-        graph = graph_of(client)
-        catalogue = LayerCatalogue.of([graph])
+        graph = graph_of_client(client)
+        catalogue = LayerCatalogue.from_graphs([graph])
         down = method.dispatch(method.server_init(ServerContext(0, 1, (), layer_catalogue=catalogue)), ClientInfo("c"))
         up, _ = method.local_update(down, method.client_init(client, 0), client, seed=1)
         change = {name: up.tensors["ghn"][name] - tensor for name, tensor in down.tensors["ghn"].items()}
@@ -38,5 +38,5 @@ def test_one_reply_tells_the_edges_of_a_graph_without_repeated_types():
         used = [c for c in range(own.shape[1]) if own[:, c].any()]
         found = torch.linalg.lstsq(own[:, used], following).solution.round(decimals=1)
         told = {(c, used[k]) for k in range(len(used)) for c in range(own.shape[1]) if found[k, c] > 0.5}
-        types = [catalogue.feature(node.type) for node in graph.nodes]
+        types = [catalogue.column_of(node.type) for node in graph.nodes]
         assert told == {(types[u], types[v]) for u, v in graph.edges}

@@ -162,7 +162,7 @@ def test_three_rounds_are_those_of_plain_torch(momentum, clip_norm, published):
     )  # fmt: skip
     everyone = clients()
     federation = Federation({c.id: c for c in everyone}, method, Settings(rounds=ROUNDS, seed=3))
-    start = method.server_init(federation.context())["ghn"]
+    start = method.server_init(federation.server_context())["ghn"]
     run = pf.federate(everyone, method, rounds=ROUNDS, seed=3, workers=0)
     ghn, refined = by_hand(method, copy.deepcopy(start), everyone)
     moved = max(float((ghn[name] - start[name]).abs().max()) for name in ghn)

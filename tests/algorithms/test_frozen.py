@@ -6,16 +6,23 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_WORDS
+from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.scratch import fill, frozen_parameters, initial_state, new_module, scratch, whole_state
+from polyfed.core.scratch import (
+    build_module,
+    cached_module,
+    fill_module,
+    frozen_parameters,
+    initial_state,
+    trainable_state,
+)
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import encode, num_bytes, tensors_of
-from polyfed.simulation.checks import check_models
+from polyfed.core.tree import iter_tensors, safetensors_num_bytes, serialize_state
+from polyfed.simulation.checks import check_networks_run
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.settings import Settings
-from polyfed.testing import assert_same_run, small_clients, without_times
+from polyfed.testing import assert_runs_equal, small_clients, without_durations
 
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}
 OF_METHOD = {
@@ -26,7 +33,7 @@ OF_METHOD = {
     "pfedhn": {"local_steps": 3},
     "feddf": {"server_steps": 5},
 }
-METHODS = [name for name, method in REGISTRY.items() if method.requires & MODEL_WORDS]
+METHODS = [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS]
 
 
 class Backbone(nn.Module):
@@ -84,9 +91,9 @@ def played(method, factory, rounds=2):
     """The run of three clients, and all tensors that travelled or were kept after each round."""
     public = torch.randn(24, 6, generator=torch_generator(1)) if "public_data" in method.requires else None
     run = pf.federate(with_models(*[factory] * 3), method, rounds=rounds, clients_per_round=2, workers=0, public=public)
-    down = run.federation.algorithm.dispatch(run.last.state, run.federation.info("client-0", rounds))
+    down = run.federation.algorithm.dispatch(run.last.state, run.federation.client_info("client-0", rounds))
     held = {"server": run.last.state, "clients": run.last.client_states, "down": down.tensors}
-    return run, without_names(held, set(run.federation.roster.architectures.values()))
+    return run, without_names(held, set(run.federation.client_registry.architectures.values()))
 
 
 def without_names(held, architectures):
@@ -107,8 +114,8 @@ SLOW = {"fedavg_ft", "fedbn", "pfedla", "heur_pfedla", "fedfomo", "local", "per_
 def test_a_frozen_part_is_a_constant(name):
     """The same method on the network whose frozen part is a buffer outside the state dict: every number is the same."""
     frozen, constant = (played(made(name), factory) for factory in (Tuned, of_buffers))
-    assert encode(frozen[1]) == encode(constant[1])
-    assert without_times(frozen[0].history) == without_times(constant[0].history)
+    assert serialize_state(frozen[1]) == serialize_state(constant[1])
+    assert without_durations(frozen[0].history) == without_durations(constant[0].history)
     models = (run.model("client-0") for run, _ in (frozen, constant))
     model, other = (found.network if name == "knn_per" else found for found in models)  # without what is around it
     for tensor, expected in zip(model.backbone.parameters(), Tuned().backbone.parameters(), strict=True):
@@ -130,9 +137,9 @@ def test_a_hypernetwork_does_not_make_what_is_frozen():
 
 def test_only_what_is_trained_travels():
     run, held = played(made("fedavg"), Tuned, rounds=1)
-    sent = {name: tensor for name, tensor in new_module(Tuned, 0).state_dict().items() if "backbone" not in name}
+    sent = {name: tensor for name, tensor in build_module(Tuned, 0).state_dict().items() if "backbone" not in name}
     rows = [row for row in run.history[-1]["clients"].values() if "bytes_up" in row]
-    size = num_bytes({f"model/{name}": tensor for name, tensor in sent.items()})
+    size = safetensors_num_bytes({f"model/{name}": tensor for name, tensor in sent.items()})
     assert [(row["bytes_down"], row["bytes_up"]) for row in rows] == [(size, size)] * 2
     assert held["server"]["model"].keys() == sent.keys()
 
@@ -148,7 +155,7 @@ def test_a_checkpoint_and_an_export(tmp_path):
     alone.load_state_dict(safetensors.torch.load_file(tmp_path / "run" / "models" / "client-0.safetensors"))
     assert torch.equal(alone.backbone.weight, Tuned().backbone.weight)
     again = pf.resume(tmp_path / "run", clients=clients)
-    assert without_times(again.history) == without_times(run.history)
+    assert without_durations(again.history) == without_durations(run.history)
 
 
 def test_other_backbones_are_refused_where_one_is_needed():
@@ -161,7 +168,9 @@ def test_other_backbones_are_refused_where_one_is_needed():
 
 
 def test_a_fingerprint_of_the_frozen_part():
-    one, same, other, none = (scratch(f).architecture for f in (Tuned, lambda: Tuned(), other_backbone, of_buffers))
+    one, same, other, none = (
+        cached_module(f).architecture for f in (Tuned, lambda: Tuned(), other_backbone, of_buffers)
+    )
     assert one == same != other
     assert one.partition("-")[0] == other.partition("-")[0]
     assert "-" not in none
@@ -183,7 +192,7 @@ def test_a_network_that_is_frozen_otherwise_each_time_is_refused():
     count = iter(range(99))
 
     with pytest.raises(UserError, match=r"other frozen parameters .* each time it is built"):
-        check_models(with_models(lambda: Tuned(seed=next(count))))
+        check_networks_run(with_models(lambda: Tuned(seed=next(count))))
 
 
 def test_a_network_that_changes_its_frozen_part_is_named():
@@ -199,31 +208,31 @@ def test_a_network_that_changes_its_frozen_part_is_named():
 
 
 def test_a_scratch_module_takes_no_frozen_parameters():
-    net, whole = scratch(Tuned), new_module(other_backbone, 0).state_dict()
+    net, whole = cached_module(Tuned), build_module(other_backbone, 0).state_dict()
     with pytest.raises(ValueError, match=r"unknown \['backbone.bias', 'backbone.weight'\]"):
-        fill(net.module, whole)
-    fill(net.module, initial_state(Tuned, 0))
-    assert whole_state(net.module).keys() == initial_state(Tuned, 0).keys() == whole.keys() - set(net.frozen)
-    fresh = fill(new_module(Tuned, 0), whole)  # a file with a whole network
+        fill_module(net.module, whole)
+    fill_module(net.module, initial_state(Tuned, 0))
+    assert trainable_state(net.module).keys() == initial_state(Tuned, 0).keys() == whole.keys() - set(net.frozen)
+    fresh = fill_module(build_module(Tuned, 0), whole)  # a file with a whole network
     assert torch.equal(fresh.backbone.weight, whole["backbone.weight"])
     with pytest.raises(ValueError, match="missing"):
-        fill(new_module(Tuned, 0), {n: t for n, t in whole.items() if n != "backbone.bias"})
+        fill_module(build_module(Tuned, 0), {n: t for n, t in whole.items() if n != "backbone.bias"})
     net.module.requires_grad_(False)
     assert list(frozen_parameters(net.module)) == ["backbone.weight", "backbone.bias"]
-    net.restore()
+    net.reset()
 
 
 def test_the_server_cannot_send_a_backbone():
     (client,) = with_models(Tuned)
     method = made("fedavg")
     federation = Federation({client.id: client}, method, Settings(rounds=1))
-    state = method.server_init(federation.context())
-    assert all(t.shape != (8, 6) for t in tensors_of(state))
-    down = method.dispatch(state, federation.info(client.id, 1))
+    state = method.server_init(federation.server_context())
+    assert all(t.shape != (8, 6) for t in iter_tensors(state))
+    down = method.dispatch(state, federation.client_info(client.id, 1))
     hostile = pf.Message({"model": {**down.tensors["model"], "backbone.weight": torch.zeros(8, 6)}}, down.scalars)
     with pytest.raises(ValueError, match="unknown"):
         method.local_update(hostile, {}, client, 0)
-    assert isinstance(federation.begin(), Checkpoint)
+    assert isinstance(federation.initial_checkpoint(), Checkpoint)
 
 
 @pytest.mark.slow
@@ -234,4 +243,4 @@ def test_workers_of_a_pool_build_the_same_frozen_part():
         return net
 
     runs = [pf.federate(with_models(drawn, drawn), made("fedavg"), rounds=2, workers=workers) for workers in (0, 2)]
-    assert_same_run(*runs)
+    assert_runs_equal(*runs)

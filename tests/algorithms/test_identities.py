@@ -12,10 +12,10 @@ from torch.nn import functional as F
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedAvgFT, FedProx, Local
 from polyfed.core.scratch import initial_state
-from polyfed.core.seeds import derive
-from polyfed.core.threads import one_thread
+from polyfed.core.seeds import derive_seed
+from polyfed.core.threads import single_torch_thread
 from polyfed.core.training import fit
-from polyfed.testing import SmallNet, assert_same_run, small_clients, without_times
+from polyfed.testing import SmallNet, assert_runs_equal, small_clients, without_durations
 
 
 @pytest.mark.thorough
@@ -59,9 +59,9 @@ def test_fedprox_with_mu_0_is_fedavg_bit_for_bit():
     fedavg, fedprox = (
         pf.federate(small_clients(), m, rounds=3, workers=0) for m in (FedAvg(**options), FedProx(mu=0.0, **options))
     )
-    assert_same_run(fedavg, fedprox)
+    assert_runs_equal(fedavg, fedprox)
     pulled = pf.federate(small_clients(), FedProx(mu=0.5, **options), rounds=3, workers=0)
-    assert without_times(pulled.history) != without_times(fedavg.history)
+    assert without_durations(pulled.history) != without_durations(fedavg.history)
 
 
 def test_large_mu_keeps_clients_at_the_received_model():
@@ -159,8 +159,8 @@ def test_fine_tuning_is_fit_from_the_global_model(own_lr, lr):
     for client in small_clients():
         by_hand = SmallNet()
         by_hand.load_state_dict(run.last.state["model"])
-        with one_thread():
-            seed = derive(5, 2, client.id, "personal")
+        with single_torch_thread():
+            seed = derive_seed(5, 2, client.id, "personal")
             fit(by_hand, client.train, FedAvg(**{**options, "local_epochs": 2}), lr=lr, seed=seed)
         ours = run.model(client.id).state_dict()
         assert all(torch.equal(ours[name], tensor) for name, tensor in by_hand.state_dict().items())

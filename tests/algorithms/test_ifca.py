@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed.algorithms import IFCA, FedAvg
 from polyfed.core.algorithm import ClientInfo, Message
 from polyfed.core.scratch import initial_state
-from polyfed.testing import small_clients, without_times
+from polyfed.testing import small_clients, without_durations
 
 OPTIONS = {"lr": 0.05, "batch_size": 8, "momentum": 0.5}
 
@@ -20,7 +20,7 @@ def test_one_model_is_fedavg_bit_for_bit(weighted):
         for m, k in ((IFCA, {"k": 1}), (FedAvg, {}))
     )
     assert_equal(ifca.last.state["model/0"], fedavg.last.state["model"])
-    for ours, theirs in zip(without_times(ifca.history), without_times(fedavg.history), strict=True):
+    for ours, theirs in zip(without_durations(ifca.history), without_durations(fedavg.history), strict=True):
         for client, row in ours["clients"].items():
             assert row["loss"] == theirs["clients"][client]["loss"]
 
@@ -32,7 +32,7 @@ def test_rounds_are_what_the_paper_says_step_by_step():
         client.train.y.copy_((client.train.y + 1) % 3)
     method = IFCA(k=3, lr=eta, batch_size=0, local_steps=steps)
     found = pf.federate(clients, method, rounds=2, workers=0)
-    models = list(method.server_init(found.federation.context()).values())
+    models = list(method.server_init(found.federation.server_context()).values())
     assert_equal(models[0], initial_state(linear, 0))
     assert not torch.equal(models[1]["weight"], models[2]["weight"])
     for _ in range(2):

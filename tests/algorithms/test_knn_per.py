@@ -9,7 +9,7 @@ from polyfed.algorithms import FedAvg, KNNPer
 from polyfed.core.algorithm import Message
 from polyfed.core.evaluation import predict
 from polyfed.core.scratch import initial_state
-from polyfed.core.threads import one_thread
+from polyfed.core.threads import single_torch_thread
 from polyfed.testing import small_clients
 
 OPTIONS = {"lr": 0.05, "batch_size": 8, "momentum": 0.5}
@@ -25,7 +25,7 @@ def client(val=True):
 
 
 def personal(method, who):
-    with one_thread():
+    with single_torch_thread():
         return method.personal_model(Message({"model": initial_state(net, 0)}, {"lr": 0.1}), {}, who, 0)
 
 

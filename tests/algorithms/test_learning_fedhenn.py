@@ -4,8 +4,8 @@ import pytest
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo, Local
-from polyfed.alignment import representations
-from polyfed.alignment.similarity import mean_similarity
+from polyfed.alignment import compute_representations
+from polyfed.alignment.similarity import mean_pairwise_cka
 from polyfed.data import PARTITIONS, SOURCES, Split, make_clients
 from polyfed.models import ModelSpec
 
@@ -36,8 +36,8 @@ def test_aligned_networks_learn_more_than_alone():
 
     def learned(method):
         run = pf.federate(clients, method, rounds=10, seed=0, public=public, workers=0, evaluate_every=10)
-        parts = [representations(run.model(client.id), clients[0].global_test) for client in clients]
-        return run.table()[-1]["global_accuracy"], mean_similarity(parts)
+        parts = [compute_representations(run.model(client.id), clients[0].global_test) for client in clients]
+        return run.table()[-1]["global_accuracy"], mean_pairwise_cka(parts)
 
     both = {"local_epochs": 3, "lr": 0.02, "momentum": 0.0}
     alone, unlike = learned(Local(**both))

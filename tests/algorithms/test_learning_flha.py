@@ -4,7 +4,7 @@ import pytest
 
 import polyfed as pf
 from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import load_recipe
+from polyfed.cli.commands.recipes import load_recipe_configuration
 from polyfed.simulation import experiment as experiments
 
 
@@ -12,11 +12,11 @@ from polyfed.simulation import experiment as experiments
 def test_four_architectures_learn_what_none_can_alone_debian():
     """The recipe flha_table1, Fashion-MNIST, 8 clients of 250 images. Three seeds showed gains over Local of 5.4, 5.5, 3.1
     points (benchmarks/README.md); a GHN that did nothing would be at chance, one that did not share at Local's level."""
-    config = load_recipe("flha_table1", "cpu", "fashion_mnist-12.5")
+    config = load_recipe_configuration("flha_table1", "cpu", "fashion_mnist-12.5")
     config.pop("description")
     words = ["--data.path", "/usr/share/datasets/fashion-mnist"]
-    experiment = experiments.from_config(options.parse(words, config, "test"))
-    clients = experiments.participants(experiment).clients
+    experiment = experiments.build_experiment(options.parse_configuration(words, config, "test"))
+    clients = experiments.load_participants(experiment).clients
     ghn, local = (
         pf.federate(clients, method, rounds=40, evaluate_every=40).table()[-1]["global_accuracy"]
         for method in (experiment.algorithm, experiment.baselines["local"])

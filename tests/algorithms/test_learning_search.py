@@ -6,7 +6,7 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, Local
 from polyfed.cli.commands import options
-from polyfed.search import probabilities
+from polyfed.search import operation_probabilities
 from polyfed.simulation import experiment
 
 SPACE = {
@@ -25,7 +25,9 @@ def clients():
         },
         "model": {"name": "cnn_small"}, "algorithm": {"name": "local"}, "rounds": 12,
     }  # fmt: skip
-    return experiment.participants(experiment.from_config(options.parse([], config, "test"))).clients
+    return experiment.load_participants(
+        experiment.build_experiment(options.parse_configuration([], config, "test"))
+    ).clients
 
 
 @pytest.fixture(scope="module")
@@ -62,4 +64,4 @@ def test_samplers_prefer_what_works(clients):
     (shares,) = [p for p in model.known if p is not None]
     assert shares.shape == (1, 2)
     assert float(shares[0, 0]) > 0.7
-    assert torch.equal(probabilities(method.plan(1, 10)())[-1], torch.full((1, 2), 0.5))
+    assert torch.equal(operation_probabilities(method.supernet_plan(1, 10)())[-1], torch.full((1, 2), 0.5))

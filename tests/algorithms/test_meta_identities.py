@@ -13,8 +13,8 @@ from polyfed.algorithms.per_fedavg import PerFedAvg
 from polyfed.algorithms.pfedme import PFedMe
 from polyfed.core.algorithm import Message
 from polyfed.core.scratch import initial_state
-from polyfed.core.threads import one_thread
-from polyfed.testing import AlgorithmContract, SmallNet, small_clients, without_times
+from polyfed.core.threads import single_torch_thread
+from polyfed.testing import AlgorithmContract, SmallNet, small_clients, without_durations
 
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}
 
@@ -187,7 +187,7 @@ def test_pfedme_is_what_the_paper_says_step_by_step():
     client, lam, rate, eta = plain_client(), 3.0, 0.2, 0.1
     method = PFedMe(lam=lam, k=3, personal_lr=rate, lr=eta, batch_size=0, local_steps=4)
     down = Message({"model": initial_state(plain_net, 0)}, {"lr": eta})
-    with one_thread():
+    with single_torch_thread():
         reply, own = method.local_update(down, {}, client, 5)
     names = list(down.tensors["model"])
     w = [down.tensors["model"][name].clone() for name in names]
@@ -270,14 +270,14 @@ def test_per_fedavg_with_alpha_0_on_full_batches_is_fedavg_bit_for_bit(variant):
     # the step of rate 0 moves no weight
     assert torch.equal(meta.model("client-0").head.weight, fedavg.model("client-0").head.weight)
     moved = pf.federate(still_clients(), PerFedAvg(alpha=0.1, variant=variant, **options), rounds=3, workers=0)
-    assert without_times(moved.history) != without_times(meta.history)
+    assert without_durations(moved.history) != without_durations(meta.history)
 
 
 def direction(client, **fields):
     """What one full-batch step of learning rate 1 subtracts, and the exact gradient of f(w − α∇f(w)) by autograd."""
     method = PerFedAvg(batch_size=0, lr=1.0, **fields)
     start = initial_state(client.model, 0)
-    with one_thread():
+    with single_torch_thread():
         reply, _ = method.local_update(Message({"model": start}, {"lr": 1.0}), {}, client, 0)
     step = torch.cat([(start[name] - reply.tensors["model"][name]).flatten() for name in start])
     w = [tensor.clone().requires_grad_() for tensor in start.values()]

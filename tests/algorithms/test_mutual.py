@@ -8,7 +8,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FML, FedAvg, FedKD, Local
-from polyfed.algorithms.low_rank import compressed, expanded, moved
+from polyfed.algorithms.low_rank import apply_update, compress_update, expand_update
 from polyfed.core.algorithm import Message
 from polyfed.core.code import trust_code
 from polyfed.models import ModelSpec
@@ -101,8 +101,8 @@ def test_fedkd_without_distillation_and_with_whole_updates_averages_as_fedavg():
 
 def test_a_common_network_of_fedkd_may_count_and_note_truths():
     """Its updates of whole numbers are differences, those of booleans which have changed."""
-    trust_code("polyfed.simulation.traffic:network")
-    method = FedKD(shared={"name": "polyfed.simulation.traffic:network"}, lr=0.05, batch_size=4, weighted=True)
+    trust_code("polyfed.simulation.traffic:audit_network")
+    method = FedKD(shared={"name": "polyfed.simulation.traffic:audit_network"}, lr=0.05, batch_size=4, weighted=True)
     state = pf.federate(small_clients(), method, rounds=3, workers=0).last.state["model"]
     assert state["0.many"].tolist() == [True]
     assert 3 * 5 <= int(state["0.steps"]) <= 3 * 8  # 20 to 32 examples a round
@@ -132,7 +132,7 @@ def test_a_round_of_fedkd_written_out_in_plain_torch_is_the_same():
                     p -= 0.1 * gradient
         torch.testing.assert_close(trained[c.id]["own"], dict(mine.state_dict()), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(trained[c.id]["bridge"]["weight"], bridge.detach(), rtol=1e-5, atol=1e-5)
-        sent = expanded(replies[c.id].tensors["update"], state["model"])
+        sent = expand_update(replies[c.id].tensors["update"], state["model"])
         for name, tensor in common.state_dict().items():
             change = truncated(tensor - state["model"][name], 0.9)
             torch.testing.assert_close(sent[name], change, rtol=1e-4, atol=1e-5)
@@ -155,11 +155,11 @@ def test_who_was_in_the_last_round_gets_the_update_and_others_the_network():
     clients = plain(mixed())
     method = FedKD(**OPTIONS, shared={"name": "mlp", "hidden": (40, 40)}, t_start=0.5, t_end=0.5)
     federation, state, own, _ = play(method, clients, rounds=3, skip={"client-2"})
-    downs = {c.id: method.dispatch(state, federation.info(c.id, 4)) for c in clients}
+    downs = {c.id: method.dispatch(state, federation.client_info(c.id, 4)) for c in clients}
     assert [sorted(downs[c.id].tensors) for c in clients] == [["update"], ["update"], ["model"]]
     assert downs["client-0"].nbytes < 0.6 * downs["client-2"].nbytes
     for c in clients:
-        assert_same_tensors(dict(method._received(downs[c.id], own[c.id], c)), state["model"])
+        assert_same_tensors(dict(method._shared_weights(downs[c.id], own[c.id], c)), state["model"])
     lost = {name: value for name, value in own["client-0"].items() if name != "common"}
     with pytest.raises(pf.UserError, match="had the common network, and lost it"):
         method.local_update(downs["client-0"], lost, clients[0], 1)
@@ -172,9 +172,11 @@ def test_factors_that_do_not_fit_are_refused():
     good = dict(replies["client-0"].tensors["update"])
     name = next(n for n in good if n.endswith(":left"))
     for bad in (good[name][:, :0], torch.cat([good[name]] * 2, 1), good[name][0]):
-        assert federation.flaw(Message({"update": {**good, name: bad}}), state, Message())
+        assert federation.reply_error(Message({"update": {**good, name: bad}}), state, Message())
     update = {"w": torch.zeros(30, 30), "b": torch.ones(2), "n": torch.tensor(3)}
-    assert_same_tensors(moved({n: torch.zeros_like(t) for n, t in update.items()}, compressed(update, 0.9)), update)
+    assert_same_tensors(
+        apply_update({n: torch.zeros_like(t) for n, t in update.items()}, compress_update(update, 0.9)), update
+    )
 
 
 def test_the_defaults_of_fml_distil():

@@ -6,14 +6,14 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_WORDS
+from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.scratch import scratch
+from polyfed.core.scratch import cached_module
 from polyfed.core.seeds import torch_generator
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-METHODS = [name for name, method in REGISTRY.items() if method.requires & MODEL_WORDS]
+METHODS = [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS]
 Y = torch.arange(24) % 3
 
 
@@ -75,7 +75,7 @@ def wrapped():
 
 def held(factory):
     """The tensors in each place of the network that the process keeps, and how many hooks its modules have."""
-    network = scratch(factory).module
+    network = cached_module(factory).module
     parts = dict(network.named_modules(remove_duplicate=False))
     tensors = {(name, key): tensor for name, part in parts.items() for key, tensor in part._parameters.items()}
     return network, tensors, sum(len(p._forward_hooks) + len(p._forward_pre_hooks) for p in parts.values())

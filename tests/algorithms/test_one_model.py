@@ -8,13 +8,13 @@ from torch import Tensor
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedAvgFT, FedHeNNHomo, FedProx
-from polyfed.core.errors import Interrupted
-from polyfed.core.evaluation import client_scores
+from polyfed.core.errors import RunInterrupt
+from polyfed.core.evaluation import evaluate_client_with_outputs
 from polyfed.core.examples import as_examples
-from polyfed.core.threads import one_thread
+from polyfed.core.threads import single_torch_thread
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.testing import AlgorithmContract, _StopAfter, assert_same_run, small_clients
+from polyfed.testing import AlgorithmContract, _InterruptAfter, assert_runs_equal, small_clients
 
 TRAINING: dict[str, Any] = {"lr": 0.05, "batch_size": 8}
 RAD: dict[str, Any] = {"rad_size": 20, "rad_batch": 8, "eta0": 1.0, "local_epochs": 1}
@@ -48,17 +48,17 @@ def by_hand(method: Any, rounds: int, per_round: int) -> tuple[Any, dict[str, di
     states: dict[str, Any] = {}
     latest: dict[str, dict[str, Tensor]] = {}
     examples: dict[str, float] = {}
-    with one_thread():
-        state = method.server_init(at.context())
+    with single_torch_thread():
+        state = method.server_init(at.server_context())
         for number in range(1, rounds + 1):
             replies = {}
-            for i in at.cohort(number):
+            for i in at.sample_cohort(number):
                 own = states.get(i) or method.client_init(clients[i], 3)
-                down = method.dispatch(state, at.info(i, number))
+                down = method.dispatch(state, at.client_info(i, number))
                 replies[i], states[i] = method.local_update(down, own, clients[i], 10 * number)
                 latest[i] = dict(replies[i].tensors["model"])
                 examples[i] = replies[i].scalars["num_examples"] if method.weighted else 1.0
-            state = method.aggregate(state, replies, at.context())
+            state = method.aggregate(state, replies, at.server_context())
     return (state, at), latest, examples
 
 
@@ -68,14 +68,14 @@ def test_the_result_is_the_mean_over_all_latest_models(name: str) -> None:
     method = made(name, "all")
     (state, at), latest, examples = by_hand(method, rounds=3, per_round=2)
     assert 2 < len(latest) < 5
-    message = method.dispatch(state, at.info("client-0", 3, "evaluate"))
+    message = method.dispatch(state, at.client_info("client-0", 3, "evaluate"))
     for group, tree in message.tensors["model"].items():
         total: Any = sum(examples[i] * latest[i][group].double() for i in latest)
         if not tree.is_floating_point():
             assert torch.equal(tree, (total / sum(examples.values()) + 0.5).floor().to(tree.dtype))
             continue
         torch.testing.assert_close(tree.double(), total / sum(examples.values()), rtol=1e-6, atol=1e-7)
-    last = method.dispatch(state, at.info("client-0", 4)).tensors["model"]
+    last = method.dispatch(state, at.client_info("client-0", 4)).tensors["model"]
     assert {n: t.tolist() for n, t in last.items()} == {n: t.tolist() for n, t in message.tensors["cohort"].items()}
     assert not torch.equal(last["head.weight"], message.tensors["model"]["head.weight"])
 
@@ -114,13 +114,13 @@ def test_the_evaluated_network_is_the_returned_one_and_a_stopped_run_goes_on_to_
 ) -> None:
     method = made(name, "all")
     whole = federate(method)
-    with pytest.raises(Interrupted):
-        federate(method, out=tmp_path / "run", progress=_StopAfter(2))
+    with pytest.raises(RunInterrupt):
+        federate(method, out=tmp_path / "run", progress=_InterruptAfter(2))
     public = {"public": PUBLIC} if name == "fedhenn_homo" else {}
     resumed = pf.resume(tmp_path / "run", clients=small_clients(5), **public)
-    assert_same_run(whole, resumed)
+    assert_runs_equal(whole, resumed)
     for client in resumed.federation.clients.values():
-        metrics, _ = client_scores(resumed.model(client.id), client, resumed.federation.metrics)
+        metrics, _ = evaluate_client_with_outputs(resumed.model(client.id), client, resumed.federation.metrics)
         recorded = resumed.history[-1]["clients"][client.id]
         assert {n: recorded[n] for n in metrics} == metrics
 
@@ -129,10 +129,10 @@ def test_an_unseen_client_gets_the_result(tmp_path: Any) -> None:
     """What is sent to someone who never took part is the result, before the first reply the initial model."""
     method = made("fedavg", "all")
     (state, at), _, _ = by_hand(method, rounds=2, per_round=1)
-    who = at.info("client-4", 2, "evaluate")
-    sent, result = method.dispatch(state, who).tensors["model"], method.result(state)["model"]  # type: ignore[attr-defined]
+    who = at.client_info("client-4", 2, "evaluate")
+    sent, result = method.dispatch(state, who).tensors["model"], method.result_models(state)["model"]  # type: ignore[attr-defined]
     assert all(torch.equal(sent[n], result[n]) for n in sent)
-    start = method.server_init(at.context())
+    start = method.server_init(at.server_context())
     first = method.dispatch(start, who).tensors
     assert all(torch.equal(first["model"][n], t) for n, t in start["model"].items())
 

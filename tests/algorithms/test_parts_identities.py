@@ -14,14 +14,14 @@ from polyfed.algorithms import FedAvg, Local, fedrep
 from polyfed.algorithms.fedbn import FedBN
 from polyfed.algorithms.fedrep import FedRep
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import initial_state, new_module
-from polyfed.core.seeds import derive
-from polyfed.core.threads import one_thread
+from polyfed.core.scratch import build_module, initial_state
+from polyfed.core.seeds import derive_seed
+from polyfed.core.threads import single_torch_thread
 from polyfed.core.training import fit
 from polyfed.models.split import norm_tensor_names
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.testing import AlgorithmContract, SmallNet, assert_same_run, small_clients
+from polyfed.testing import AlgorithmContract, SmallNet, assert_runs_equal, small_clients
 
 OPTIONS = {"lr": 0.05, "batch_size": 8, "momentum": 0.5}
 
@@ -56,15 +56,17 @@ class Residual(nn.Module):
 def messages(method, clients, rounds=2):
     """Per round: the message down, the replies, the private states, and the state after."""
     federation = Federation({c.id: c for c in clients}, method, Settings(rounds=rounds, seed=3))
-    state, client_states, told = method.server_init(federation.context()), {}, []
-    with one_thread():
+    state, client_states, told = method.server_init(federation.server_context()), {}, []
+    with single_torch_thread():
         for number in range(1, rounds + 1):
             replies, downs = {}, {}
             for c in clients:
-                downs[c.id] = method.dispatch(state, federation.info(c.id, number))
+                downs[c.id] = method.dispatch(state, federation.client_info(c.id, number))
                 own = client_states.get(c.id) or method.client_init(c, 3)
-                replies[c.id], client_states[c.id] = method.local_update(downs[c.id], own, c, derive(3, number, c.id))
-                assert federation.flaw(replies[c.id], state, downs[c.id]) is None
+                replies[c.id], client_states[c.id] = method.local_update(
+                    downs[c.id], own, c, derive_seed(3, number, c.id)
+                )
+                assert federation.reply_error(replies[c.id], state, downs[c.id]) is None
             state = method.aggregate(state, replies, None)
             told.append((downs, replies, dict(client_states), state))
     return told
@@ -90,7 +92,7 @@ def test_fedrep_without_a_head_is_fedavg_bit_for_bit(policy, nothing):
     with pytest.warns(RuntimeWarning, match="nothing stays local: this is FedAvg") as told:
         run = pf.federate(small_clients(), method, rounds=3, workers=0)
     assert len(told) == 1
-    assert_same_run(fedavg, run)
+    assert_runs_equal(fedavg, run)
 
 
 @pytest.mark.parametrize("steps", [None, 4])
@@ -110,12 +112,12 @@ def test_fedrep_trains_the_head_on_the_received_body_and_then_the_body_on_that_h
     body = {"body.0.weight", "body.1.weight", "body.1.bias"}  # a bias before BatchNorm has no gradient but rounding
     assert [moved - {"body.0.bias"} for moved in phases] == [{"head.weight", "head.bias"}, body]
 
-    by_hand, seed = SmallNet(), derive(3, 1, client.id)
+    by_hand, seed = SmallNet(), derive_seed(3, 1, client.id)
     by_hand.load_state_dict(initial_state(SmallNet, 3))
-    with one_thread():
+    with single_torch_thread():
         by_hand.body.requires_grad_(False)
         head_phase = FedAvg(**OPTIONS, local_epochs=3, local_steps=steps)
-        fit(by_hand, client.train, head_phase, lr=0.05, seed=derive(seed, "head"))
+        fit(by_hand, client.train, head_phase, lr=0.05, seed=derive_seed(seed, "head"))
         by_hand.body.requires_grad_(True)
         by_hand.head.requires_grad_(False)
         loss = fit(by_hand, client.train, FedAvg(**OPTIONS, local_epochs=2), lr=0.05, seed=seed).loss
@@ -210,7 +212,7 @@ def test_frozen_parameters_stay_frozen_and_evaluated_networks_are_as_built():
 
     run = pf.federate(with_model(small_clients(), half_frozen), FedRep(**OPTIONS), rounds=1, workers=0)
     start, model = initial_state(half_frozen, 0), run.model("client-0")
-    assert torch.equal(model[0].weight, new_module(half_frozen, 0)[0].weight)
+    assert torch.equal(model[0].weight, build_module(half_frozen, 0)[0].weight)
     assert not torch.equal(model[0].bias, start["0.bias"])
     assert not torch.equal(model[2].weight, start["2.weight"])
     assert [p.requires_grad for p in model.parameters()] == [False, True, True, True]
@@ -226,11 +228,11 @@ def test_first_replies_that_do_not_agree_are_refused():
     with pytest.raises(UserError, match=r"find different heads.*'model/body.0.weight'.*head=\(\.\.\.\)"):
         method.aggregate(state, changed, None)
     federation = Federation({c.id: c for c in small_clients(2)}, method, Settings())
-    assert federation.flaw(replies[one], state, downs[one]) is None
+    assert federation.reply_error(replies[one], state, downs[one]) is None
     wrong = pf.Message({"model": {"alien": torch.zeros(1)}}, {"num_examples": 1})
-    assert federation.flaw(wrong, state, downs[one]) == "group 'model': tensor 'alien' is unexpected (1 are)"
+    assert federation.reply_error(wrong, state, downs[one]) == "group 'model': tensor 'alien' is unexpected (1 are)"
     empty = pf.Message({}, {"num_examples": 1})
-    assert federation.flaw(empty, state, downs[one]) == "the reply holds the groups [], expected ['model']"
+    assert federation.reply_error(empty, state, downs[one]) == "the reply holds the groups [], expected ['model']"
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def test_fedbn_without_norm_layers_is_fedavg_bit_for_bit_with_one_warning():
     with pytest.warns(RuntimeWarning, match="no norm layer") as told:
         run = pf.federate(clients, FedBN(**OPTIONS), rounds=3, workers=0)
     assert len(told) == 1
-    assert_same_run(fedavg, run)
+    assert_runs_equal(fedavg, run)
 
 
 def test_a_shortcuts_batch_norm_is_never_in_a_message_and_differs_between_clients():
@@ -290,11 +292,17 @@ def test_what_travels_is_averaged_as_in_fedavg_and_norms_carry_on(weighted):
     shares = torch.tensor([float(len(c.train)) if weighted else 1.0 for c in clients], dtype=torch.float64)
     states = [initial_state(SmallNet, 3) for _ in clients]
     for number, (_, _, client_states, state) in enumerate(told, start=1):
-        with one_thread():
+        with single_torch_thread():
             for k, client in enumerate(clients):
                 net = SmallNet()
                 net.load_state_dict(states[k])
-                fit(net, client.train, FedAvg(**OPTIONS, local_epochs=2), lr=0.05, seed=derive(3, number, client.id))
+                fit(
+                    net,
+                    client.train,
+                    FedAvg(**OPTIONS, local_epochs=2),
+                    lr=0.05,
+                    seed=derive_seed(3, number, client.id),
+                )
                 states[k] = net.state_dict()
         for name in states[0].keys() - norms:
             stack = torch.stack([s[name].double() for s in states])

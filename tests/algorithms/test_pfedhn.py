@@ -11,8 +11,13 @@ from torch.nn import functional as F
 import polyfed as pf
 from polyfed.algorithms import pfedhn
 from polyfed.algorithms.pfedhn import PFedHN
-from polyfed.core.threads import one_thread
-from polyfed.hypernetworks.weights import create, descend, generate, pull_back
+from polyfed.core.threads import single_torch_thread
+from polyfed.hypernetworks.weights import (
+    backpropagate_deltas,
+    generate_client_weights,
+    init_weight_hypernetwork,
+    sgd_step,
+)
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, SmallNet, small_clients
@@ -115,7 +120,9 @@ def network_in_float64(depth=3):
     tensors = {
         key: {n: torch.zeros(s, dtype=torch.float64) for n, s in shapes.items()} for key, shapes in SHAPES.items()
     }
-    return create(1, num_clients=6, embedding_dim=3, hidden=7, depth=depth, architectures=tensors, offsets={})
+    return init_weight_hypernetwork(
+        1, num_clients=6, embedding_dim=3, hidden=7, depth=depth, architectures=tensors, offsets={}
+    )
 
 
 def deltas(key, number, scale=1.0, seed=0):
@@ -143,13 +150,13 @@ def naive(network, key, rows, delta, clip, depth=3):
 @pytest.mark.parametrize("key", SHAPES)
 def test_generated_tensors_and_their_gradient_are_those_of_the_explicit_network(key, depth):
     network, rows = network_in_float64(depth), [4, 0, 5]
-    made = generate(network, key, torch.tensor(rows))
+    made = generate_client_weights(network, key, torch.tensor(rows))
     explicit = Explicit(network, depth, SHAPES)
     for position, row in enumerate(rows):
         for name, tensor in explicit(key, row).items():
             torch.testing.assert_close(made[name][position], tensor.detach())
     expected, _ = naive(network, key, rows, deltas(key, 3), clip=float("inf"), depth=depth)
-    found = pull_back(network, key, torch.tensor(rows), deltas(key, 3))
+    found = backpropagate_deltas(network, key, torch.tensor(rows), deltas(key, 3))
     other = "z" if key == "a" else "a"
     assert found.keys() == {name for name in network if not name.startswith(f"heads.{other}.")}
     for name, gradient in expected.items():
@@ -160,11 +167,11 @@ def test_generated_tensors_and_their_gradient_are_those_of_the_explicit_network(
 
 def test_the_gradient_agrees_with_finite_differences():
     network, rows, delta = network_in_float64(), torch.tensor([2, 3]), deltas("a", 2)
-    gradient = pull_back(network, "a", rows, delta)
+    gradient = backpropagate_deltas(network, "a", rows, delta)
     step = {name: random(k, *tensor.shape) for k, (name, tensor) in enumerate(network.items())}
 
     def value(t):
-        made = generate({name: tensor + t * step[name] for name, tensor in network.items()}, "a", rows)
+        made = generate_client_weights({name: tensor + t * step[name] for name, tensor in network.items()}, "a", rows)
         return sum(float((made[n] * delta[n]).sum()) for n in made)
 
     slope = sum(float((gradient[name] * step[name]).sum()) for name in gradient)
@@ -176,7 +183,7 @@ def test_each_client_is_clipped_by_itself_as_torch_clips():
     delta = {n: d * torch.tensor([0.1, 1.0, 10.0]).view(3, *[1] * (d.dim() - 1)) for n, d in deltas("a", 3).items()}
     expected, norms = naive(network, "a", rows, delta, clip=5.0)
     assert norms[0] < 5 < norms[1] < norms[2]
-    found = pull_back(network, "a", torch.tensor(rows), delta, clip=5.0)
+    found = backpropagate_deltas(network, "a", torch.tensor(rows), delta, clip=5.0)
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-12)
 
@@ -189,9 +196,9 @@ def test_three_steps_are_those_of_torchs_sgd(momentum, decay):
     for number, rows in enumerate([[0, 3], [3, 5], [1, 2]]):  # an embedding moves on when its client is not drawn
         gradient = {}
         for key, row in zip(SHAPES, rows, strict=True):
-            for name, g in pull_back(network, key, torch.tensor([row]), deltas(key, 1, seed=number)).items():
+            for name, g in backpropagate_deltas(network, key, torch.tensor([row]), deltas(key, 1, seed=number)).items():
                 gradient[name] = gradient.get(name, 0) + g
-        network, velocity = descend(network, velocity, gradient, lr=0.1, momentum=momentum, weight_decay=decay)
+        network, velocity = sgd_step(network, velocity, gradient, lr=0.1, momentum=momentum, weight_decay=decay)
         optimiser.zero_grad()
         for key, row in zip(SHAPES, rows, strict=True):
             made = explicit(key, row)
@@ -208,15 +215,15 @@ def test_three_steps_are_those_of_torchs_sgd(momentum, decay):
 def halves(method, clients, seed=3):
     """The federation and the server's state before round 1."""
     federation = Federation({c.id: c for c in clients}, method, Settings(rounds=2, seed=seed))
-    return federation, method.server_init(federation.context())
+    return federation, method.server_init(federation.server_context())
 
 
 def replies_of(method, federation, state, ids=None):
     replies = {}
-    with one_thread():
+    with single_torch_thread():
         for i in ids or federation.clients:
             client = federation.clients[i]
-            down = method.dispatch(state, federation.info(i, 1))
+            down = method.dispatch(state, federation.client_info(i, 1))
             replies[i], _ = method.local_update(down, method.client_init(client, 3), client, 5)
     return replies
 
@@ -240,11 +247,13 @@ def test_a_hypernetwork_step_lowers_the_clients_loss_to_first_order():
     replies = replies_of(method, federation, state)
 
     def loss(at):
-        model = method.personal_model(method.dispatch(at, federation.info(client.id, 1)), {}, client, 0)
+        model = method.personal_model(method.dispatch(at, federation.client_info(client.id, 1)), {}, client, 0)
         return F.cross_entropy(model(client.train.x), client.train.y).item()
 
     delta = {n: d[None] for n, d in replies[client.id].tensors["delta"].items()}
-    gradient = pull_back(state["network"], federation.info(client.id, 1).architecture, torch.tensor([0]), delta)
+    gradient = backpropagate_deltas(
+        state["network"], federation.client_info(client.id, 1).architecture, torch.tensor([0]), delta
+    )
     square = sum(float(g.square().sum()) for g in gradient.values())
     predicted = -rate * square / eta
     measured = loss(method.aggregate(state, replies, None)) - loss(state)
@@ -255,7 +264,7 @@ def test_a_hypernetwork_step_lowers_the_clients_loss_to_first_order():
 def test_the_reply_is_what_local_training_took_off():
     client, method = float64_clients(1)[0], PFedHN(lr=0.1, momentum=0.0, weight_decay=0.0, batch_size=0, local_steps=1)
     federation, state = halves(method, [client])
-    theta = method.dispatch(state, federation.info(client.id, 1)).tensors["model"]
+    theta = method.dispatch(state, federation.client_info(client.id, 1)).tensors["model"]
     reply = replies_of(method, federation, state)[client.id]
     assert reply.tensors.keys() == {"delta"}
     net = client.model()
@@ -279,7 +288,7 @@ def test_the_trunk_learns_from_both_architectures_and_heads_from_their_own():
         torch.testing.assert_close(both[name], small[name] + wide[name], rtol=1e-4, atol=1e-6)
     assert small["trunk.0.weight"].any()
     assert wide["trunk.0.weight"].any()
-    keys = {i: federation.info(i, 1).architecture for i in replies}
+    keys = {i: federation.client_info(i, 1).architecture for i in replies}
     assert keys["client-0"] != keys["client-1"]
     assert any(change_.any() for name, change_ in small.items() if name.startswith(f"heads.{keys['client-0']}."))
     assert not any(change_.any() for name, change_ in small.items() if name.startswith(f"heads.{keys['client-1']}."))
@@ -300,7 +309,7 @@ def test_heads_of_a_client_are_its_own_and_the_trunk_is_shared():
     total = [torch.zeros_like(p) for p in explicit.parameters()]
     for i in keys:
         made = explicit(keys[i], rows[i])
-        for name, tensor in method.dispatch(state, federation.info(i, 1)).tensors["model"].items():
+        for name, tensor in method.dispatch(state, federation.client_info(i, 1)).tensors["model"].items():
             torch.testing.assert_close(tensor, made[name].detach())
         optimiser.zero_grad()
         torch.autograd.backward([(made[n] * delta).sum() for n, delta in replies[i].tensors["delta"].items()])
@@ -345,7 +354,7 @@ def test_momentum_carries_clients_that_are_not_drawn():
 def test_blocks_do_not_change_messages_or_the_step(monkeypatch):
     method = PFedHN(**OPTIONS, local_steps=3)
     federation, state = halves(method, mixed_clients(5))
-    infos = [federation.info(i, 1) for i in federation.clients]
+    infos = [federation.client_info(i, 1) for i in federation.clients]
     replies = replies_of(method, federation, state)
     whole = list(method.dispatch_all(state, infos)), method.aggregate(state, replies, None)["network"]
     monkeypatch.setattr(pfedhn, "_BLOCK", 200)  # two small networks
@@ -363,7 +372,9 @@ def test_blocks_do_not_change_messages_or_the_step(monkeypatch):
 def test_initial_networks_differ_between_clients_and_their_norms_let_signals_through():
     method = PFedHN()
     federation, state = halves(method, small_clients())
-    one, other = (method.dispatch(state, federation.info(i, 1)).tensors["model"] for i in ("client-0", "client-1"))
+    one, other = (
+        method.dispatch(state, federation.client_info(i, 1)).tensors["model"] for i in ("client-0", "client-1")
+    )
     assert not torch.allclose(one["head.weight"], other["head.weight"])
     assert one.keys() == {n for n, _ in SmallNet().named_parameters()}
     torch.testing.assert_close(one["body.1.weight"], torch.ones(8), rtol=0, atol=0.3)

@@ -7,7 +7,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms.pfedhn import PFedHN
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import new_module
+from polyfed.core.scratch import build_module
 from polyfed.testing import small_clients
 
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}
@@ -26,12 +26,12 @@ def test_shared_parameters_are_generated_once_and_frozen_ones_stay():
 
     clients = [pf.Client(c.id, Tied, c.train, c.test) for c in small_clients()]
     run = pf.federate(clients, PFedHN(**OPTIONS, local_steps=5), rounds=2, clients_per_round=2, workers=0)
-    down = run.federation.algorithm.dispatch(run.last.state, run.federation.info("client-0", 2))
+    down = run.federation.algorithm.dispatch(run.last.state, run.federation.client_info("client-0", 2))
     assert down.tensors["model"].keys() == {"one.weight", "one.bias", "two.bias", "out.weight"}
     for client in clients:
         model = run.model(client.id)
         assert torch.equal(model.two.weight, model.one.weight)
-        assert torch.equal(model.out.bias, new_module(Tied, 0).out.bias)
+        assert torch.equal(model.out.bias, build_module(Tied, 0).out.bias)
 
 
 @pytest.mark.parametrize("policy", ["local", "recompute"])
@@ -40,7 +40,7 @@ def test_evaluated_is_what_is_generated_with_statistics_of_the_clients_own(polic
     run = pf.federate(small_clients(), method, rounds=1, clients_per_round=1, workers=0)
     for client in small_clients():
         model = run.model(client.id)
-        down = method.dispatch(run.last.state, run.federation.info(client.id, 1, "evaluate"))
+        down = method.dispatch(run.last.state, run.federation.client_info(client.id, 1, "evaluate"))
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.detach(), down.tensors["model"][name])
         if policy == "local" and client.id in run.last.client_states:

@@ -8,9 +8,9 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedAvg, HeurPFedLA, Local, PFedLA, pfedla
 from polyfed.core.algorithm import ClientInfo
-from polyfed.core.tree import num_bytes
+from polyfed.core.tree import safetensors_num_bytes
 from polyfed.hypernetworks import aggregation
-from polyfed.testing import SmallNet, assert_same_run, small_clients
+from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 OPTIONS = {"lr": 0.05, "local_epochs": 2, "batch_size": 8, "momentum": 0.5}
 
@@ -28,7 +28,7 @@ def same_models(one, other, **tolerance):
 
 def started_with(monkeypatch, weight, bias):
     """Hypernetworks whose heads have constant weights and these biases, (N, L, N)."""
-    good = aggregation.create
+    good = aggregation.init_aggregation_hypernetwork
 
     def create(client, sizes, seed):
         made = good(client, sizes, seed)
@@ -36,7 +36,7 @@ def started_with(monkeypatch, weight, bias):
         row = biases[int(client.removeprefix("client-"))]
         return made | {"heads.weight": torch.full_like(made["heads.weight"], weight), "heads.bias": row}
 
-    monkeypatch.setattr(pfedla, "create", create)
+    monkeypatch.setattr(pfedla, "init_aggregation_hypernetwork", create)
 
 
 def own_only(zeros):
@@ -98,7 +98,7 @@ def test_bytes_saved_are_those_of_the_retained_layers(k):
         alpha = method.analysis(state, [client])["alpha"][0]
         kept = sorted(range(3), key=lambda layer: -alpha[layer, row].item())[:k]
         names = [n for layer, names in enumerate(state["layers"].values()) for n in names if layer not in kept]
-        down = num_bytes({f"model/{name}": state["models"][client][name] for name in names})
+        down = safetensors_num_bytes({f"model/{name}": state["models"][client][name] for name in names})
         assert after.history[2]["clients"][client]["bytes_down"] == down
     full = federate(PFedLA(**OPTIONS)).history[2]
     assert after.history[2]["bytes_up"] == full["bytes_up"] == full["bytes_down"]
@@ -118,7 +118,7 @@ def each(state, change):
 
 def all_of(state):
     """The hypernetworks of all clients, one above the other."""
-    return aggregation.stacked(list(state["hypernetworks"].values()))
+    return aggregation.stack_hypernetworks(list(state["hypernetworks"].values()))
 
 
 def replies_of(state, seed=0):
@@ -131,7 +131,9 @@ def replies_of(state, seed=0):
 
 def explicit_mixture(state, networks, row, normalise="relu"):
     """θ̄_i by the definition, every sum written out."""
-    alpha = aggregation.alphas({n: t[row : row + 1] for n, t in networks.items()}, [row], normalise)[0]
+    alpha = aggregation.layer_aggregation_weights({n: t[row : row + 1] for n, t in networks.items()}, [row], normalise)[
+        0
+    ]
     return {
         name: sum(alpha[layer, j] * state["models"][c][name] for j, c in enumerate(state["clients"]))
         for layer, names in enumerate(state["layers"].values())
@@ -141,7 +143,7 @@ def explicit_mixture(state, networks, row, normalise="relu"):
 
 def test_the_default_rate_grows_with_the_number_of_clients():
     by_default, by_hand = (federate(PFedLA(hn_lr=rate, **OPTIONS), clients_per_round=2) for rate in (None, 0.3))
-    assert_same_run(by_default, by_hand)  # of all clients, not of those in the round
+    assert_runs_equal(by_default, by_hand)  # of all clients, not of those in the round
 
 
 @pytest.mark.parametrize("normalise", ["relu", "softmax"])
@@ -151,7 +153,7 @@ def test_the_update_is_that_of_autograd_on_the_explicit_graph(normalise):
     if normalise == "softmax":
         state["hypernetworks"] = each(state, lambda t: 0.1 * t)  # z of about 40 would saturate it
     replies = replies_of(state)
-    after = all_of(pfedla.learned(state, replies, method))
+    after = all_of(pfedla.update_server_state(state, replies, method))
     for row, client in enumerate(state["clients"]):
         leaves = {n: t.clone().requires_grad_() for n, t in all_of(state).items()}
         mixed = explicit_mixture(state, leaves, row, normalise)
@@ -167,7 +169,7 @@ def test_the_update_is_that_of_finite_differences():
     state = trained_state(method)
     replies = replies_of(state)
     networks = all_of(state)
-    step = {n: t - networks[n] for n, t in all_of(pfedla.learned(state, replies, method)).items()}
+    step = {n: t - networks[n] for n, t in all_of(pfedla.update_server_state(state, replies, method)).items()}
     mixed = explicit_mixture(state, networks, 1)
     delta = {n: replies["client-1"][n] - mixed[n] for n in mixed}
 
@@ -202,7 +204,7 @@ def test_a_step_lowers_the_clients_loss_to_first_order():
     for row, client in enumerate(clients):
         down = method.dispatch(state, ClientInfo(client.id))
         reply, _ = method.local_update(down, {}, client, 0)
-        after, networks = pfedla.learned(state, {client.id: reply.tensors["model"]}, method), all_of(state)
+        after, networks = pfedla.update_server_state(state, {client.id: reply.tensors["model"]}, method), all_of(state)
         step = {n: t - networks[n] for n, t in all_of(after).items()}
         squared = sum(float(s.square().sum()) for s in step.values()) / rho**2  # ‖JᵀΔθ‖²
 
@@ -225,9 +227,9 @@ def test_all_clients_of_a_round_see_one_snapshot():
     method = PFedLA(hn_lr=1.0, **OPTIONS)
     state = trained_state(method)
     replies = replies_of(state)
-    together = pfedla.learned(state, replies, method)["hypernetworks"]
+    together = pfedla.update_server_state(state, replies, method)["hypernetworks"]
     for row, client in enumerate(state["clients"]):
-        alone = pfedla.learned(state, {client: replies[client]}, method)
+        alone = pfedla.update_server_state(state, {client: replies[client]}, method)
         for name, tensor in alone["hypernetworks"][client].items():
             torch.testing.assert_close(tensor, together[client][name], rtol=1e-9, atol=1e-12)
         kept = [alone["hypernetworks"][c] is state["hypernetworks"][c] for c in state["clients"]]
@@ -377,4 +379,4 @@ def test_resumed_from_a_checkpoint_of_a_sampled_cohort_goes_on_bit_for_bit(tmp_p
     for stale in (out / "checkpoint" / "round-000004").iterdir():
         stale.write_bytes(b"")
     with pytest.warns(RuntimeWarning, match="damaged"):
-        assert_same_run(whole, pf.resume(out, clients=small_clients(), workers=0))
+        assert_runs_equal(whole, pf.resume(out, clients=small_clients(), workers=0))

@@ -9,9 +9,9 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import HeurPFedLA, PFedLA
 from polyfed.core.scratch import initial_state
-from polyfed.core.seeds import derive
-from polyfed.core.threads import one_thread
-from polyfed.hypernetworks.aggregation import Sizes, create
+from polyfed.core.seeds import derive_seed
+from polyfed.core.threads import single_torch_thread
+from polyfed.hypernetworks.aggregation import HypernetworkSizes, init_aggregation_hypernetwork
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
@@ -39,7 +39,7 @@ class Written:
             {n: t.clone() for n, t in draw.items() if n.startswith("1.r") or n.endswith("tracked")} for _ in members
         ]
         self.theta = [{n: t for n, t in draw.items() if n not in self.buffers[0]} for _ in members]
-        self.networks = [create(c.id, Sizes(4, 3, 6, 5), 3) for c in members]
+        self.networks = [init_aggregation_hypernetwork(c.id, HypernetworkSizes(4, 3, 6, 5), 3) for c in members]
 
     def alpha(self, network):
         """Eq. 4: three layers with ReLU, then one for each layer of the model; rows that sum to 1."""
@@ -94,18 +94,18 @@ class Written:
 def polyfeds(method, members, rounds):
     """State, private states and the networks that are evaluated, after these rounds."""
     federation = Federation({c.id: c for c in members}, method, Settings(rounds=5, seed=3))
-    state, own = method.server_init(federation.context()), {c.id: method.client_init(c, 3) for c in members}
+    state, own = method.server_init(federation.server_context()), {c.id: method.client_init(c, 3) for c in members}
     by_id = {c.id: c for c in members}
     for number, who in enumerate(rounds, 1):
-        down = {i: method.dispatch(state, federation.info(i, number)) for i in who}
+        down = {i: method.dispatch(state, federation.client_info(i, number)) for i in who}
         replies = {}
         for i in who:
-            replies[i], own[i] = method.local_update(down[i], own[i], by_id[i], derive(3, number, i))
-            assert federation.flaw(replies[i], state, down[i]) is None
-        state = method.aggregate(state, replies, federation.context())
+            replies[i], own[i] = method.local_update(down[i], own[i], by_id[i], derive_seed(3, number, i))
+            assert federation.reply_error(replies[i], state, down[i]) is None
+        state = method.aggregate(state, replies, federation.server_context())
     evaluated = {}
     for c in members:
-        message = method.dispatch(state, federation.info(c.id, len(rounds), "evaluate"))
+        message = method.dispatch(state, federation.client_info(c.id, len(rounds), "evaluate"))
         module = method.personal_model(message, own[c.id], c, 3)
         evaluated[c.id] = {n: t.clone() for n, t in module.state_dict().items()}
     return state, evaluated
@@ -120,7 +120,7 @@ def test_rounds_written_out_in_plain_torch_are_the_same(method, k, normalise):
     members = clients()
     options = {"hn_lr": RATE, "normalise": normalise, "embedding_dim": 6, "hidden": 5, "momentum": 0.9, **FULL}
     made = method(**options, **({"k": k} if k else {}))
-    with one_thread():
+    with single_torch_thread():
         state, evaluated = polyfeds(made, members, ROUNDS)
         written, kept = Written(members, k, normalise), set()
         for who in ROUNDS:
@@ -137,6 +137,9 @@ def test_rounds_written_out_in_plain_torch_are_the_same(method, k, normalise):
         for name, tensor in {**start, **(written.buffers[i] if trained else {})}.items():
             torch.testing.assert_close(evaluated[c.id][name], tensor, **tolerance)
     assert state["hypernetworks"].keys() == {"client-0", "client-1", "client-2"}
-    moved = [(written.networks[0][n] - t).abs().max() for n, t in create("client-0", Sizes(4, 3, 6, 5), 3).items()]
+    moved = [
+        (written.networks[0][n] - t).abs().max()
+        for n, t in init_aggregation_hypernetwork("client-0", HypernetworkSizes(4, 3, 6, 5), 3).items()
+    ]
     assert max(moved) > 1e-3
     assert k == 0 or len(kept) > 1  # not the same layers always

@@ -7,7 +7,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import HeurPFedLA, PFedLA, pfedla
 from polyfed.core.algorithm import ClientInfo, ServerContext
-from polyfed.core.tree import decode, encode
+from polyfed.core.tree import deserialize_state, serialize_state
 from polyfed.hypernetworks import aggregation
 from polyfed.testing import SmallNet, small_clients
 
@@ -31,8 +31,8 @@ def test_products_do_not_depend_on_how_tensors_are_cut(monkeypatch, chunk):
     shapes, layers = {"w": (5, 7), "b": (5,), "v": (3,)}, {"one": ["w", "b"], "two": ["v"]}
     models, replies = random_models(shapes), random_models(shapes, 2)
     alpha = torch.rand(2, 2, 3, dtype=torch.float64)
-    mixed = aggregation.mixtures(models, alpha, layers)
-    products = aggregation.inner_products(models, alpha, replies, layers)
+    mixed = aggregation.mix_models(models, alpha, layers)
+    products = aggregation.layer_inner_products(models, alpha, replies, layers)
     for i in range(2):
         for position, names in enumerate(layers.values()):
             for name in names:
@@ -68,8 +68,12 @@ def test_heurpfedla_learns_from_what_the_client_began_with():
         assert 0 < len(down) < len(double[client])
         begun = {**double[client], **down}
         after = {n: t + 0.1 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in begun.items()}
-        leaves = {n: t.clone().requires_grad_() for n, t in aggregation.stacked(list(networks.values())).items()}
-        alpha = aggregation.alphas({n: t[row : row + 1] for n, t in leaves.items()}, [row], "relu")[0]
+        leaves = {
+            n: t.clone().requires_grad_() for n, t in aggregation.stack_hypernetworks(list(networks.values())).items()
+        }
+        alpha = aggregation.layer_aggregation_weights({n: t[row : row + 1] for n, t in leaves.items()}, [row], "relu")[
+            0
+        ]
         mixed = {
             name: sum(alpha[layer, j] * double[c][name] for j, c in enumerate(state["clients"]))
             for layer, names in enumerate(state["layers"].values())
@@ -77,8 +81,8 @@ def test_heurpfedla_learns_from_what_the_client_began_with():
         }
         change = [after[name] - begun[name] for name in mixed]
         ascent = torch.autograd.grad(list(mixed.values()), list(leaves.values()), change)
-        updated = pfedla.learned(state, {client: after}, method, k=1)["hypernetworks"]
-        updated = aggregation.stacked(list(updated.values()))
+        updated = pfedla.update_server_state(state, {client: after}, method, k=1)["hypernetworks"]
+        updated = aggregation.stack_hypernetworks(list(updated.values()))
         for (name, before), step in zip(leaves.items(), ascent, strict=True):
             torch.testing.assert_close(updated[name], before + step, rtol=1e-9, atol=1e-12)
 
@@ -107,7 +111,7 @@ def test_a_shared_tensor_counts_once_in_the_layer_of_its_first_name(layer):
     replies = {c: {n: t + 0.1 for n, t in model.items()} for c, model in state["models"].items()}
     served = torch.zeros(3, len(state["layers"]), 3)
     models = [state["models"][c] for c in state["clients"]]
-    products = aggregation.inner_products(models, served, list(replies.values()), state["layers"])
+    products = aggregation.layer_inner_products(models, served, list(replies.values()), state["layers"])
     position = list(state["layers"]).index(home)
     by_hand = sum(float((models[1][n] * replies["client-0"][n]).sum()) for n in state["layers"][home])
     assert products[0, position, 1].item() == pytest.approx(by_hand, rel=1e-4)
@@ -115,11 +119,11 @@ def test_a_shared_tensor_counts_once_in_the_layer_of_its_first_name(layer):
 
 def test_a_checkpoint_holds_the_initial_model_once():
     initial = federate(PFedLA(**OPTIONS), rounds=1, clients_per_round=1).last.state
-    data = encode(initial)
+    data = serialize_state(initial)
     model = sum(t.nbytes for t in initial["models"]["client-0"].values())
     heads = sum(t.nbytes for network in initial["hypernetworks"].values() for t in network.values())
     assert len(data) < heads + 2 * model + 20_000  # the trained client's, and the one that the other two share
-    again = decode(data)["models"]
+    again = deserialize_state(data)["models"]
     shared = {id(model["head.weight"]) for model in again.values()}
     assert len(shared) == 2
 
@@ -155,11 +159,13 @@ def test_buffers_stay_with_the_client():
 @pytest.mark.parametrize("number", [3, 10, 40])
 def test_weights_do_not_depend_on_who_else_is_asked(number):
     """Bit for bit: the server finds out which layers a client retained by computing its weights again."""
-    sizes = aggregation.Sizes(number, 5, 100, 100)
-    networks = aggregation.stacked([aggregation.create(f"client-{k}", sizes, seed=1) for k in range(number)])
-    together = aggregation.alphas(networks, range(number), "relu")
+    sizes = aggregation.HypernetworkSizes(number, 5, 100, 100)
+    networks = aggregation.stack_hypernetworks(
+        [aggregation.init_aggregation_hypernetwork(f"client-{k}", sizes, seed=1) for k in range(number)]
+    )
+    together = aggregation.layer_aggregation_weights(networks, range(number), "relu")
     for size in (1, 2, number - 1):
-        part = aggregation.alphas({n: t[:size] for n, t in networks.items()}, range(size), "relu")
+        part = aggregation.layer_aggregation_weights({n: t[:size] for n, t in networks.items()}, range(size), "relu")
         assert torch.equal(part, together[:size])
 
 
@@ -168,15 +174,18 @@ def test_hypernetworks_are_stacked_a_few_at_a_time_with_the_same_bits(monkeypatc
     method = PFedLA(**OPTIONS)
     state = federate(method).last.state
     clients, networks = state["clients"], list(state["hypernetworks"].values())
-    assert [range(3)[few] for few, _ in pfedla.hypernetworks(state, clients, method)] == [range(3)]
+    assert [range(3)[few] for few, _ in pfedla.iterate_hypernetworks(state, clients, method)] == [range(3)]
     replies = {client: {n: t + 0.1 for n, t in state["models"][client].items()} for client in clients}
-    alpha, after = pfedla.weights(state, clients, method)[1], pfedla.learned(state, replies, method)
+    alpha, after = (
+        pfedla.aggregation_weights(state, clients, method)[1],
+        pfedla.update_server_state(state, replies, method),
+    )
 
     monkeypatch.setattr(aggregation, "_STACKED", 2 * sum(tensor.numel() for tensor in networks[0].values()))
-    groups = list(pfedla.hypernetworks(state, clients, method))
+    groups = list(pfedla.iterate_hypernetworks(state, clients, method))
     assert [(few, len(own)) for few, own in groups] == [(slice(0, 2), 2), (slice(2, 4), 1)]
-    assert torch.equal(pfedla.weights(state, clients, method)[1], alpha)
-    again = pfedla.learned(state, replies, method)
+    assert torch.equal(pfedla.aggregation_weights(state, clients, method)[1], alpha)
+    again = pfedla.update_server_state(state, replies, method)
     for client, before in zip(clients, networks, strict=True):
         for name, tensor in after["hypernetworks"][client].items():
             assert torch.equal(again["hypernetworks"][client][name], tensor)
@@ -187,23 +196,24 @@ def test_hypernetworks_of_clients_that_have_not_taken_part_are_drawn_when_needed
     """They are N² numbers, which neither the server nor its checkpoints need to hold."""
     method = PFedLA(**OPTIONS)
     everyone = small_clients()
-    first = pfedla.begin(
+    first = pfedla.init_server_state(
         ServerContext(7, 3, tuple(ClientInfo(c.id) for c in everyone), model=everyone[0].model), method
     )
     assert first["hypernetworks"] == {}
-    (_, drawn), (_, again) = (next(pfedla.hypernetworks(first, first["clients"], method)) for _ in range(2))
+    (_, drawn), (_, again) = (next(pfedla.iterate_hypernetworks(first, first["clients"], method)) for _ in range(2))
     for one, other in zip(drawn, again, strict=True):
         assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-    sizes = aggregation.Sizes(3, len(first["layers"]), method.embedding_dim, method.hidden)
-    assert sum(tensor.numel() for tensor in drawn[0].values()) == sizes.numbers
+    sizes = aggregation.HypernetworkSizes(3, len(first["layers"]), method.embedding_dim, method.hidden)
+    assert sum(tensor.numel() for tensor in drawn[0].values()) == sizes.num_parameters
     assert not any(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0] if name != "heads.bias")
 
     held = {**first, "hypernetworks": dict(zip(first["clients"], drawn, strict=True))}
     assert torch.equal(
-        pfedla.weights(first, first["clients"], method)[1], pfedla.weights(held, first["clients"], method)[1]
+        pfedla.aggregation_weights(first, first["clients"], method)[1],
+        pfedla.aggregation_weights(held, first["clients"], method)[1],
     )
     replies = {"client-1": {n: t + 0.1 for n, t in first["models"]["client-1"].items()}}
-    drawing, holding = (pfedla.learned(state, replies, method)["hypernetworks"] for state in (first, held))
+    drawing, holding = (pfedla.update_server_state(state, replies, method)["hypernetworks"] for state in (first, held))
     assert list(drawing) == ["client-1"]
     for name, tensor in holding["client-1"].items():
         assert torch.equal(drawing["client-1"][name], tensor)

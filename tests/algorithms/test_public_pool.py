@@ -65,7 +65,7 @@ def test_a_round_of_fedmd_written_out_in_plain_torch_is_the_same(distance, weigh
     method = FedMD(**FULL, digest_epochs=3, digest_batch_size=0, public_size=20, distance=distance, weighted=weighted)
     federation, state, own, first = play(method, clients, public=pool)
     _, after, trained, replies = play(method, clients, rounds=2, public=pool)
-    down = method.dispatch(state, federation.info("client-0", 2))
+    down = method.dispatch(state, federation.client_info("client-0", 2))
     x, later = (pool.x[down.tensors[group]["rows"].long()] for group in ("digest", "next"))
     assert len(x) == len(later) == 20
     assert not torch.equal(x, later)
@@ -93,7 +93,7 @@ def test_the_public_examples_travel_once_and_are_those_of_the_first_round():
     for once in (True, False):
         method = FedMD(**OPTIONS, pool_once=once)
         federation, state, own, _ = play(method, clients, rounds=2, public=pool)
-        down = method.dispatch(state, federation.info("client-0", 3))
+        down = method.dispatch(state, federation.client_info("client-0", 3))
         assert ("public" in down.tensors) is not once
         assert len(down.tensors["next"]["rows"]) == 30  # all, where there are fewer than asked for
         other = Message({**down.tensors, "public": {"x": pool.x + 0.1}}, down.scalars)
@@ -105,7 +105,7 @@ def test_the_public_examples_travel_once_and_are_those_of_the_first_round():
         if once:
             with pytest.raises(pf.UserError, match="lost them with its private state"):
                 method.local_update(down, method.client_init(clients[0], 3), clients[0], 1)
-    assert method.dispatch(state, federation.info("client-0", 3, "evaluate")).tensors == {}
+    assert method.dispatch(state, federation.client_info("client-0", 3, "evaluate")).tensors == {}
 
 
 def test_who_missed_a_round_learns_the_outputs_of_those_who_did_not():
@@ -165,7 +165,7 @@ def test_a_round_of_feddf_written_out_in_plain_torch_is_the_same():
             q = student(pool.x).softmax(1)
             ((p * (p.log() - q.log())).sum() / len(p)).backward()
             adam.step()
-        sent = method.dispatch(state, federation.info(members[0], 2)).tensors["model"]
+        sent = method.dispatch(state, federation.client_info(members[0], 2)).tensors["model"]
         torch.testing.assert_close(dict(sent), dict(student.state_dict()), rtol=1e-5, atol=1e-5)
 
 
@@ -180,7 +180,7 @@ def test_distillation_brings_the_outputs_of_both_architectures_together():
         found = []
         for c, factory in (("client-0", short), ("client-1", normed)):
             net = factory()
-            net.load_state_dict(method.dispatch(state, federation.info(c, 3)).tensors["model"])
+            net.load_state_dict(method.dispatch(state, federation.client_info(c, 3)).tensors["model"])
             found.append(net.eval()(pool.x).softmax(1).detach())
         return float((found[0] - found[1]).abs().mean())
 

@@ -8,14 +8,14 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedBN, PerFedAvg, PFedHN, PFedLA, PFedMe
 from polyfed.core.algorithm import ClientInfo, Message
 from polyfed.core.scratch import initial_state
-from polyfed.core.threads import one_thread
-from polyfed.core.tree import tensors_of
-from polyfed.simulation.collecting import collect
-from polyfed.simulation.engines.start import start
+from polyfed.core.threads import single_torch_thread
+from polyfed.core.tree import iter_tensors
+from polyfed.simulation.collecting import run_phase
+from polyfed.simulation.engines.start import build_engine
 from polyfed.simulation.engines.work import Engine
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.runs.progress import SilentProgress
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 
@@ -27,17 +27,18 @@ def test_the_rounds_clip_and_schedule_are_those_of_the_fields():
         method = PFedHN(hn_clip=clip, **options)
         run = pf.federate(small_clients(), method, rounds=1, workers=0)
         federation = run.federation
-        start = method.server_init(federation.context())["network"]
+        start = method.server_init(federation.server_context())["network"]
         after = run.last.state["network"]
         squares = [
-            float((a - b).double().square().sum()) for a, b in zip(tensors_of(after), tensors_of(start), strict=True)
+            float((a - b).double().square().sum())
+            for a, b in zip(iter_tensors(after), iter_tensors(start), strict=True)
         ]
         moved[clip] = sum(squares) ** 0.5
     assert 0 < moved[1e-6] <= 3.1e-6 < moved[None]  # the sum of three clients' gradients of norm 1e-6
     method = PFedHN(schedule="exponential", decay=0.5, **options)
-    state = method.server_init(federation.context())
-    told = [method.dispatch(state, federation.info("client-0", t)).scalars["lr"] for t in (1,)]
-    later = method.dispatch(state, ClientInfo("client-0", 2, 3, federation.info("client-0", 1).architecture))
+    state = method.server_init(federation.server_context())
+    told = [method.dispatch(state, federation.client_info("client-0", t)).scalars["lr"] for t in (1,)]
+    later = method.dispatch(state, ClientInfo("client-0", 2, 3, federation.client_info("client-0", 1).architecture))
     assert [*told, later.scalars["lr"]] == pytest.approx([0.1, 0.05])
 
 
@@ -64,7 +65,7 @@ def test_hessian_free_steps_do_not_depend_on_delta(factory):
 
     def step(variant, delta=1e-3):
         method = PerFedAvg(variant=variant, delta=delta, alpha=0.3, batch_size=0, local_steps=1)
-        with one_thread():
+        with single_torch_thread():
             reply, _ = method.local_update(down, {}, client, 5)
         return torch.cat([reply.tensors["model"][n].flatten() for n in sorted(names)])
 
@@ -82,7 +83,7 @@ def test_pfedme_begins_each_round_at_w():
     own = dict(run.last.client_states[client.id])
     assert "model" in own
     without = {group: value for group, value in own.items() if group != "model"}
-    with one_thread():
+    with single_torch_thread():
         replies = [method.local_update(down, private, client, 4)[0].tensors["model"] for private in (own, without)]
     assert all(torch.equal(replies[0][name], replies[1][name]) for name in replies[0])
 
@@ -137,10 +138,10 @@ def test_messages_do_not_outlive_their_block(monkeypatch):
     method = PFedLA(lr=0.05, evaluate_trained=False)
     clients = small_clients(6)
     federation = Federation({c.id: c for c in clients}, method, Settings(rounds=1))
-    at = Checkpoint(0, method.server_init(federation.context()), {})
-    engine = start("inprocess", method, clients, torch.device("cpu"), 0)
-    monkeypatch.setattr(Engine, "block_bytes", 1)
+    at = Checkpoint(0, method.server_init(federation.server_context()), {})
+    engine = build_engine("inprocess", method, clients, torch.device("cpu"), 0)
+    monkeypatch.setattr(Engine, "max_block_bytes", 1)
     monkeypatch.setattr("polyfed.algorithms.pfedla._BLOCK", 1)
-    found = collect(federation, engine, "evaluate", list(federation.clients), 1, at, Silent())
+    found = run_phase(federation, engine, "evaluate", list(federation.clients), 1, at, SilentProgress())
     assert len(found.results) == 6
-    assert not list(tensors_of([result.task.down.tensors for result in found.results.values()]))
+    assert not list(iter_tensors([result.task.message.tensors for result in found.results.values()]))

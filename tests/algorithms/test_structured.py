@@ -10,11 +10,11 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.core import together
-from polyfed.core.algorithm import MODEL_WORDS
+from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.core.code import trust_code
 from polyfed.core.seeds import torch_generator
 
-OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MODEL_WORDS]
+OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS]
 FAST = {"fedavg", "fedhenn", "fedavg_kd"}
 COMMON = {"fedavg_kd": "teacher", "fml": "shared", "fedkd": "shared"}
 """The network that a method brings beside the clients' own."""
@@ -142,9 +142,9 @@ def start(network):
 
 def test_objects_with_logits_are_computed_many_at_once(monkeypatch):
     calls = []
-    real = together.train
+    real = together.train_cohort
     monkeypatch.setattr(
-        "polyfed.simulation.engines.cohort.train", lambda several: calls.append(len(several)) or real(several)
+        "polyfed.simulation.engines.cohort.train_cohort", lambda several: calls.append(len(several)) or real(several)
     )
     runs = []
     for engine in ("inprocess", "cohort"):

@@ -8,7 +8,7 @@ from test_contract import ALIGNING, OF_NETWORKS, SMALL
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, KNNPer
-from polyfed.core.evaluation import out_of_fold, predict
+from polyfed.core.evaluation import out_of_fold_outputs, predict
 from polyfed.testing import AlgorithmContract, small_clients
 
 
@@ -17,7 +17,7 @@ class Contract(AlgorithmContract):
 
 
 def check(method):
-    Contract().test_validation_examples_are_fitted_only_where_said(method)
+    Contract().test_validation_examples_are_fitted_only_where_declared(method)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_scores_of_what_is_fitted_are_out_of_fold(tmp_path):
             found.lam.fill_(0.0 if len(seen) == 1 else 1.0)
             return found
 
-        outputs = out_of_fold(personal, who)
+        outputs = out_of_fold_outputs(personal, who)
         assert sorted(len(part) for part in seen) == [1, 2]
         network, share = run.model(who.id), []
         for lam in (0.0, 1.0):
@@ -124,6 +124,6 @@ def test_groups_stay_in_one_half():
         parts.append(set(of.val.column("patient").tolist()))
         return torch.nn.Identity()
 
-    outputs = out_of_fold(personal, who)
+    outputs = out_of_fold_outputs(personal, who)
     assert torch.equal(outputs, x)
     assert parts[0] & parts[1] == set()

@@ -134,8 +134,8 @@ CKA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": linear_cka,
     "rbf": lambda a, b: rbf_cka(a, rbf_kernel(b)),
     "rbf in blocks": lambda a, b: rbf_cka(a, rbf_kernel(b), block=7),
-    "linear, centred before": lambda a, b: linear_cka(a, CentredFeatures.of(b)),
-    "rbf, centred before": lambda a, b: rbf_cka(a, CentredKernel.of(rbf_kernel(b), block=4), block=7),
+    "linear, centred before": lambda a, b: linear_cka(a, CentredFeatures.from_representation(b)),
+    "rbf, centred before": lambda a, b: rbf_cka(a, CentredKernel.from_kernel(rbf_kernel(b), block=4), block=7),
 }
 
 
@@ -247,12 +247,14 @@ def test_a_target_is_centred_in_blocks(requires_grad: bool) -> None:
     target = rbf_kernel(random(2, 51, 4)).requires_grad_(requires_grad)
     h = torch.eye(51).double() - 1 / 51
     for block in (1, 7, 50, 51, 1000):
-        found = CentredKernel.of(target, block)
+        found = CentredKernel.from_kernel(target, block)
         expected = h @ target.detach() @ h
-        torch.testing.assert_close(found.rows(0, 51).detach(), expected / expected.norm(), rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(found.rows(48, 99), found.rows(0, 51)[48:])
-        assert found.squares.item() == pytest.approx(1)
-        assert not found.scale.requires_grad
+        torch.testing.assert_close(
+            found.centred_rows(0, 51).detach(), expected / expected.norm(), rtol=1e-9, atol=1e-12
+        )
+        torch.testing.assert_close(found.centred_rows(48, 99), found.centred_rows(0, 51)[48:])
+        assert found.squared_norm.item() == pytest.approx(1)
+        assert not found.inverse_norm.requires_grad
 
 
 @pytest.mark.thorough

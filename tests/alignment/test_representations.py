@@ -5,14 +5,14 @@ import torch
 from torch import Tensor, nn
 
 import polyfed as pf
-from polyfed.alignment import linear_cka, noise_like, rad_rows, representations
-from polyfed.alignment.representations import differentiable, representation_name
-from polyfed.alignment.similarity import mean_similarity, pairwise_cka
+from polyfed.alignment import compute_representations, draw_public_rows, linear_cka, noise_like
+from polyfed.alignment.representations import differentiable_representations, representation_module_name
+from polyfed.alignment.similarity import mean_pairwise_cka, pairwise_cka
 from polyfed.core.examples import Examples, Normalise
-from polyfed.core.scratch import new_module
+from polyfed.core.scratch import build_module
 from polyfed.core.seeds import torch_generator
 from polyfed.models import build
-from polyfed.models.split import representation
+from polyfed.models.split import compute_batch_representation
 from polyfed.testing import SmallNet
 
 
@@ -26,7 +26,7 @@ def examples(x: Tensor) -> Examples:
 
 def trained() -> SmallNet:
     """With statistics of its own, dropout on, and one part in the other mode."""
-    net = new_module(SmallNet, 1)
+    net = build_module(SmallNet, 1)
     assert isinstance(net, SmallNet)
     norm = net.body[1]
     assert isinstance(norm, nn.BatchNorm1d)
@@ -54,7 +54,10 @@ def test_representations_are_without_dropout_and_with_running_statistics() -> No
     assert any(modes)
     assert not all(modes)
     state = torch.random.get_rng_state()
-    whole, live = representations(net, examples(x)), differentiable(net, examples(x), torch.arange(200), "head")
+    whole, live = (
+        compute_representations(net, examples(x)),
+        differentiable_representations(net, examples(x), torch.arange(200), "head"),
+    )
     for found, own_statistics in ((whole, False), (live, True)):
         torch.testing.assert_close(found, by_hand(net, x, own_statistics))
     assert [part.training for part in net.modules()] == modes
@@ -71,7 +74,7 @@ def test_gradients_through_batches_are_those_without_checkpoints(sizes: list[int
     rows = torch.randperm(900, generator=torch_generator(3))[:number]
     factor, parameters = random(4, number, 8), list(net.body.parameters())
     buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
-    found = differentiable(net, examples(x), rows, "head")
+    found = differentiable_representations(net, examples(x), rows, "head")
     expected = torch.cat([by_hand(net, part, own_statistics=True) for part in x[rows].split(sizes)])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     one, other = (torch.autograd.grad((a * factor).tanh().sum(), parameters) for a in (found, expected))
@@ -81,10 +84,10 @@ def test_gradients_through_batches_are_those_without_checkpoints(sizes: list[int
 
 
 def test_without_batch_norm_the_batches_are_one_piece() -> None:
-    net, x = new_module(lambda: build("mlp", (6,), 3, hidden=(8, 5)), 1), random(2, 700, 6)
-    module = representation_name(net, examples(x))
-    found = differentiable(net, examples(x), torch.arange(700), module)
-    expected = representation(net, x, module=module)
+    net, x = build_module(lambda: build("mlp", (6,), 3, hidden=(8, 5)), 1), random(2, 700, 6)
+    module = representation_module_name(net, examples(x))
+    found = differentiable_representations(net, examples(x), torch.arange(700), module)
+    expected = compute_batch_representation(net, x, module=module)
     torch.testing.assert_close(found, expected)
     parameters = [p for name, p in net.named_parameters() if not name.startswith(module)]
     one, other = (torch.autograd.grad(a.tanh().sum(), parameters) for a in (found, expected))
@@ -97,7 +100,7 @@ def test_more_than_a_batch_is_run_again_in_the_backward_pass() -> None:
     net.body[0].register_forward_hook(lambda *given: runs.append(len(given[1][0])))
     for number, forward, again in ((256, [256], []), (300, [128, 128, 44], [44, 128, 128])):
         runs.clear()
-        a = differentiable(net, examples(random(2, number, 6)), torch.arange(number), "head")
+        a = differentiable_representations(net, examples(random(2, number, 6)), torch.arange(number), "head")
         assert runs == forward
         torch.autograd.backward(a.sum())
         assert sorted(runs) == sorted(forward + again)
@@ -117,17 +120,17 @@ NETWORKS = [
 def test_networks_of_the_zoo_have_representations(
     name: str, shape: tuple[int, ...], arguments: dict[str, int], width: int | None
 ) -> None:
-    net = new_module(lambda: build(name, shape, 3, **arguments), 5)
+    net = build_module(lambda: build(name, shape, 3, **arguments), 5)
     tokens = torch.randint(1, 50, (5, *shape), generator=torch_generator(1))
     data = examples(tokens if name == "lstm" else random(1, 5, *shape))
-    module = representation_name(net, data)
+    module = representation_module_name(net, data)
     last = net.get_submodule(module)
     assert isinstance(last, nn.Linear)
     assert width is None or last.in_features == width
-    a = representations(net, data)
+    a = compute_representations(net, data)
     assert a.shape == (5, last.in_features)
     rows = torch.tensor([4, 1])
-    found = differentiable(net, data, rows, module)
+    found = differentiable_representations(net, data, rows, module)
     torch.testing.assert_close(found, a[rows], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(last(a), net.eval()(data.batch(torch.arange(5))[0]), rtol=1e-4, atol=1e-5)
     torch.autograd.backward(found.square().sum())
@@ -139,26 +142,28 @@ def test_a_module_can_be_named_and_inputs_are_transformed() -> None:
     images = torch.randint(256, (9, 3, 2, 2), generator=torch_generator(1), dtype=torch.uint8)
     data = Examples(images, torch.zeros(9), torch.tensor([2, 5, 7]), Normalise((0.5,) * 3, (0.2,) * 3))
     inputs = (images[[2, 5, 7]] / 255 - 0.5) / 0.2
-    torch.testing.assert_close(representations(net, data, module="1"), inputs.flatten(1))
-    torch.testing.assert_close(differentiable(net, data, torch.tensor([1]), "1"), inputs[1:2].flatten(1))
-    assert representations(net, data).shape == (3, 8)
+    torch.testing.assert_close(compute_representations(net, data, module="1"), inputs.flatten(1))
+    torch.testing.assert_close(
+        differentiable_representations(net, data, torch.tensor([1]), "1"), inputs[1:2].flatten(1)
+    )
+    assert compute_representations(net, data).shape == (3, 8)
     with pytest.raises(pf.UserError, match="module='2a'"):
-        representations(net, data, module="2a")
+        compute_representations(net, data, module="2a")
 
 
 # -- RAD ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_rows_of_a_round_are_drawn_once_and_depend_on_seed_and_round() -> None:
-    rows = rad_rows(3, 7, 1000, 200)
+    rows = draw_public_rows(3, 7, 1000, 200)
     assert rows.dtype == torch.int32
     assert rows.shape == (200,)
     assert len(set(rows.tolist())) == 200
     assert set(rows.tolist()) <= set(range(1000))
-    assert torch.equal(rows, rad_rows(3, 7, 1000, 200))
-    for other in (rad_rows(3, 8, 1000, 200), rad_rows(4, 7, 1000, 200)):
+    assert torch.equal(rows, draw_public_rows(3, 7, 1000, 200))
+    for other in (draw_public_rows(3, 8, 1000, 200), draw_public_rows(4, 7, 1000, 200)):
         assert 10 < len(set(other.tolist()) & set(rows.tolist())) < 100
-    drawn = torch.cat([rad_rows(0, t, 20, 10) for t in range(200)])
+    drawn = torch.cat([draw_public_rows(0, t, 20, 10) for t in range(200)])
     assert drawn.bincount(minlength=20).float().sub(100).abs().max() < 40  # each as often as any other
 
 
@@ -201,12 +206,12 @@ def test_pairwise_cka_is_linear_cka_of_each_pair(number: int) -> None:
             expected = linear_cka(one[places].double(), other[places].double()).item() if max(i, j) < 3 else 0
             assert table[i, j].item() == pytest.approx(expected, rel=1e-6)
     pairs = [table[i, j].item() for i, j in ((0, 1), (0, 2), (1, 2))]
-    assert mean_similarity(parts[:3]) == pytest.approx(sum(pairs) / 3, abs=1e-8)
+    assert mean_pairwise_cka(parts[:3]) == pytest.approx(sum(pairs) / 3, abs=1e-8)
     assert min(pairs) > 0.01
     assert max(pairs) < 0.99
 
 
 def test_fewer_than_two_networks_have_no_similarity() -> None:
-    assert mean_similarity([]) is None
-    assert mean_similarity([random(1, 5, 2)]) is None
-    assert mean_similarity([random(1, 5, 2)] * 2) == pytest.approx(1)
+    assert mean_pairwise_cka([]) is None
+    assert mean_pairwise_cka([random(1, 5, 2)]) is None
+    assert mean_pairwise_cka([random(1, 5, 2)] * 2) == pytest.approx(1)

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyfed.alignment import Target, cka, linear_cka, mean_features, mean_rbf_kernel, rbf_kernel, reduced
+from polyfed.alignment import (
+    AlignmentTarget,
+    cka,
+    linear_cka,
+    mean_kernel_features,
+    mean_rbf_kernel,
+    principal_components,
+    rbf_kernel,
+)
 from polyfed.core.seeds import torch_generator
 
 WEIGHTS = [0.5, 0.3, 0.2]
@@ -27,26 +35,26 @@ def centred(a: Tensor) -> Tensor:
 
 
 def test_features_have_the_weighted_mean_of_the_kernels() -> None:
-    f = mean_features(parts(), WEIGHTS)
+    f = mean_kernel_features(parts(), WEIGHTS)
     assert f.shape == (20, 43)
     expected = sum(w * a @ a.T for w, a in zip(WEIGHTS, parts(), strict=True))
     torch.testing.assert_close(f @ f.T, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_normalised_representations_enter_with_unit_centred_norm() -> None:
-    f = mean_features(parts(), WEIGHTS, normalise=True)
+    f = mean_kernel_features(parts(), WEIGHTS, normalise=True)
     for part, a, weight in zip(f.split([4, 9, 30], dim=1), parts(), WEIGHTS, strict=True):
         assert torch.linalg.vector_norm(centred(part)).item() == pytest.approx(weight**0.5, rel=1e-5)
         torch.testing.assert_close(part / part.norm(), a / a.norm())
     scaled = [a * scale for a, scale in zip(parts(), (100, 1e-3, 7), strict=True)]
-    torch.testing.assert_close(mean_features(scaled, WEIGHTS, normalise=True), f)
-    assert not torch.allclose(mean_features(scaled, WEIGHTS), mean_features(parts(), WEIGHTS))
+    torch.testing.assert_close(mean_kernel_features(scaled, WEIGHTS, normalise=True), f)
+    assert not torch.allclose(mean_kernel_features(scaled, WEIGHTS), mean_kernel_features(parts(), WEIGHTS))
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -3e4])
 def test_a_constant_representation_does_not_disturb_normalised_ones(value: float) -> None:
     a, dead, other = random(1, 50, 4), torch.full((50, 3), value), random(2, 50, 6)
-    with_it = mean_features([a, dead], [0.5, 0.5], normalise=True)
+    with_it = mean_kernel_features([a, dead], [0.5, 0.5], normalise=True)
     assert with_it.isfinite().all()
     assert linear_cka(other, with_it).item() == pytest.approx(linear_cka(other, a).item(), rel=1e-4)
 
@@ -87,15 +95,19 @@ def test_the_mean_rbf_kernel_is_the_only_matrix_of_its_size(number: int) -> None
 def test_the_whole_rad_is_aligned_with_without_a_copy_of_the_mean_kernel(kind: str) -> None:
     number = 1500
     a, many = random(9, number, 7), [random(seed, number, 400) for seed in (1, 2, 3)]
-    target = Target(mean_features(many, WEIGHTS)) if kind == "linear" else Target(mean_rbf_kernel(many, WEIGHTS), 0.5)
-    first = target.alignment(a)
+    target = (
+        AlignmentTarget(mean_kernel_features(many, WEIGHTS))
+        if kind == "linear"
+        else AlignmentTarget(mean_rbf_kernel(many, WEIGHTS), 0.5)
+    )
+    first = target.cka(a)
     with Counting(min(target.matrix.numel(), 1025**2)) as seen:
-        again = target.alignment(a)
+        again = target.cka(a)
     assert not seen.storages
     assert torch.equal(first, again)
-    torch.testing.assert_close(first, target.alignment(a, torch.arange(number)))
-    other = Target(target.matrix[:20, : 20 if kind == "rbf" else None], target.sigma)
-    torch.testing.assert_close(other.alignment(a[:20]), target.alignment(a[:20], torch.arange(20)))
+    torch.testing.assert_close(first, target.cka(a, torch.arange(number)))
+    other = AlignmentTarget(target.matrix[:20, : 20 if kind == "rbf" else None], target.sigma)
+    torch.testing.assert_close(other.cka(a[:20]), target.cka(a[:20], torch.arange(20)))
 
 
 def of_spectrum(rows: int, width: int, values: Tensor) -> Tensor:
@@ -119,7 +131,7 @@ def test_reduced_has_the_best_kernel_of_that_rank(spectrum: str, width: int, ran
     """The error of HKH is that of the truncated singular value decomposition, the least that there is."""
     values = SPECTRA[spectrum]
     a = of_spectrum(90, width, values)
-    small = reduced(a, rank)
+    small = principal_components(a, rank)
     assert small.shape == (90, rank)
     assert small.dtype == torch.float32
     kernel = centred(a) @ centred(a).T
@@ -127,7 +139,7 @@ def test_reduced_has_the_best_kernel_of_that_rank(spectrum: str, width: int, ran
     error = torch.linalg.matrix_norm(kernel - small.double() @ small.double().T).item()
     slack = 0.05 if spectrum == "nearly flat" and width > 1024 else 1e-3
     assert best * (1 - 1e-4) <= error <= best * (1 + slack) + 1e-6
-    assert torch.equal(small, reduced(a, rank))
+    assert torch.equal(small, principal_components(a, rank))
 
 
 @pytest.mark.parametrize("width", [60, 1100])
@@ -135,28 +147,28 @@ def test_reduced_is_exact_from_the_true_rank_on(width: int) -> None:
     a = of_spectrum(90, width, torch.tensor([3.0, 2.0, 1.0, 0.5], dtype=torch.float64))
     kernel = centred(a) @ centred(a).T
     for rank in (4, 10, width, width + 5):
-        small = reduced(a, rank).double()
+        small = principal_components(a, rank).double()
         assert small.shape[1] <= rank
         torch.testing.assert_close(small @ small.T, kernel, rtol=1e-4, atol=1e-5)
-    less = reduced(a, 3).double()
+    less = principal_components(a, 3).double()
     assert not torch.allclose(less @ less.T, kernel, atol=1e-2)
 
 
 @pytest.mark.parametrize("width", [60, 1100])
 def test_reduced_takes_fewer_examples_than_columns_asked_for(width: int) -> None:
     a = random(1, 8, width)
-    small = reduced(a, 30).double()
+    small = principal_components(a, 30).double()
     torch.testing.assert_close(small @ small.T, centred(a) @ centred(a).T, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [torch.arange(20), torch.tensor([3, 17, 5, 8, 0, 11])])
 def test_alignment_on_some_rows_is_cka_of_the_kernels_parts(rows: Tensor) -> None:
     a = random(9, 20, 7)[rows]
-    f = mean_features(parts(), WEIGHTS)
+    f = mean_kernel_features(parts(), WEIGHTS)
     expected = cka((a @ a.T).double(), (f @ f.T).double()[rows][:, rows]).item()
-    assert Target(f).alignment(a, rows).item() == pytest.approx(expected, rel=1e-4)
-    assert abs(Target(f).alignment(a, rows.flip(0)).item() - expected) > 1e-3
+    assert AlignmentTarget(f).cka(a, rows).item() == pytest.approx(expected, rel=1e-4)
+    assert abs(AlignmentTarget(f).cka(a, rows.flip(0)).item() - expected) > 1e-3
     for sigma in (0.5, 1.5):
         k = mean_rbf_kernel(parts(), WEIGHTS, sigma)
         expected = cka(rbf_kernel(a, sigma).double(), k.double()[rows][:, rows]).item()
-        assert Target(k, sigma).alignment(a, rows).item() == pytest.approx(expected, rel=1e-4)
+        assert AlignmentTarget(k, sigma).cka(a, rows).item() == pytest.approx(expected, rel=1e-4)

@@ -6,7 +6,7 @@ import pytest
 
 from polyfed.cli.commands import options, recipes
 from polyfed.cli.main import main
-from polyfed.simulation.experiment import from_config
+from polyfed.simulation.experiment import build_experiment
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m decides
@@ -36,15 +36,17 @@ def _once(parse):
 @pytest.fixture(scope="module")
 def experiment():
     """The experiment of a recipe, at the paper's scale and its first variant unless said otherwise."""
-    read = functools.cache(recipes.read)
+    read = functools.cache(recipes.read_recipe)
 
     @functools.cache
     def experiment(name, scale="paper", variant=None):
-        return from_config(options.parse([], read(name).configuration(scale, variant), "polyfed run"))
+        return build_experiment(
+            options.parse_configuration([], read(name).configuration(scale, variant), "polyfed run")
+        )
 
     with pytest.MonkeyPatch.context() as patch:  # networks and baselines of many variants are alike
-        patch.setattr(options, "_one_model", _once(options._one_model))
-        patch.setattr(options, "_one_baseline", _once(options._one_baseline))
+        patch.setattr(options, "_complete_model", _once(options._complete_model))
+        patch.setattr(options, "_complete_baseline", _once(options._complete_baseline))
         patch.setattr(options, "options_of", functools.cache(options.options_of))
         yield experiment
 

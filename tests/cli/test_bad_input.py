@@ -340,7 +340,7 @@ def test_all_checkpoints_damaged_is_told_and_nothing_restarts_by_itself(finished
             file.unlink()
         folder.rmdir()
     assert main(["resume", "run", "--quiet"]) == 0, capsys.readouterr().err
-    assert checkpoints.load(finished / "checkpoint")[0].round == 2
+    assert checkpoints.load_newest_checkpoint(finished / "checkpoint")[0].round == 2
 
 
 def test_one_checkpoint_damaged_is_a_warning(finished, capsys):

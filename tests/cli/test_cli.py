@@ -10,7 +10,7 @@ import yaml
 
 from polyfed.cli.main import main
 from polyfed.simulation.runs.directory import read_metrics
-from polyfed.testing import without_times
+from polyfed.testing import without_durations
 
 SMALL = ["--data.clients", "2", "--rounds", "2", "--workers", "0"]
 
@@ -37,7 +37,7 @@ def polyfed(capsys):
 
 
 def metrics(folder):
-    return without_times(read_metrics(folder / "metrics.jsonl"))
+    return without_durations(read_metrics(folder / "metrics.jsonl"))
 
 
 def printed_config(polyfed, *arguments):

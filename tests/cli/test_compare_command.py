@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from polyfed.cli.commands.asked import read_words
+from polyfed.cli.commands.asked import pop_compare_options
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 
@@ -186,7 +186,7 @@ def test_help_and_words(polyfed):
     assert status == 0
     assert "--algorithms NAMES" in out
     words = ["--seeds=3", "--same-data", "--rounds", "2", "--parallel", "2"]
-    asked = read_words(words)
+    asked = pop_compare_options(words)
     assert (asked.seeds, asked.same_data, asked.parallel, words) == ((3,), True, 2, ["--rounds", "2"])
     with pytest.raises(UserError, match="--target must be a number, got 'high'"):
-        read_words(["--target", "high"])
+        pop_compare_options(["--target", "high"])

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo
-from polyfed.alignment import rad_rows
+from polyfed.alignment import draw_public_rows
 from polyfed.cli.commands import recipes as shipped
-from polyfed.cli.commands.recipes import SCALES, recipes
+from polyfed.cli.commands.recipes import SCALES, recipe_files
 from polyfed.data import ClassesPerClient, Dirichlet
 from polyfed.models import ModelSpec
-from polyfed.simulation.experiment import participants
+from polyfed.simulation.experiment import load_participants
 from polyfed.simulation.runs.directory import read_config, read_metrics
 
-read = functools.cache(shipped.read)
-FEDHENN = [name for name in recipes() if name.startswith("fedhenn_")]
+read = functools.cache(shipped.read_recipe)
+FEDHENN = [name for name in recipe_files() if name.startswith("fedhenn_")]
 CHOICES = [(name, scale, variant) for name in FEDHENN for scale in SCALES for variant in read(name).variants]
 SETTINGS = {  # data, clients, classes a client
     "cifar10-100-2": ("cifar10", 100, 2),
@@ -113,9 +113,9 @@ def test_the_rad_of_each_round_is_another_one_at_scale_paper(name):
         assert pool == (20_004 if data["name"] == "sentiment140" else 10_000)
         assert pool >= 2 * size
         assert not (data.get("deal_test") and data.get("global_test"))
-    one, other = (set(rad_rows(0, t, pool, size).tolist()) for t in (1, 2))
+    one, other = (set(draw_public_rows(0, t, pool, size).tolist()) for t in (1, 2))
     assert len(one & other) / size == pytest.approx(size / pool, abs=0.03)
-    seen = set().union(*(rad_rows(0, t, pool, size).tolist() for t in range(1, 41)))
+    seen = set().union(*(draw_public_rows(0, t, pool, size).tolist() for t in range(1, 41)))
     assert len(seen) > 0.99 * pool
 
 
@@ -123,12 +123,14 @@ def test_the_rad_of_each_round_is_another_one_at_scale_paper(name):
 def test_scales_say_what_they_reduce(name):
     recipe = read(name)
     assert tuple(recipe.scales) == SCALES
-    assert recipe.scale() == "cpu"
+    assert recipe.resolve_scale() == "cpu"
     several = any("rank" in v.get("algorithm", {}) for v in recipe.variants.values())
-    assert "two rounds share half of it" in recipe.reduced("paper").replace("\n", " ")
-    assert ("reduced to 128 columns" in recipe.reduced("paper")) == several
-    assert re.search(r"20 clients of 100 .* 50 rounds of 4 epochs .* RAD of 500 .* η_0 (0\.)?1 ", recipe.reduced("cpu"))
-    assert "digits of scikit-learn instead of" in recipe.reduced("smoke")
+    assert "two rounds share half of it" in recipe.reduction_note("paper").replace("\n", " ")
+    assert ("reduced to 128 columns" in recipe.reduction_note("paper")) == several
+    assert re.search(
+        r"20 clients of 100 .* 50 rounds of 4 epochs .* RAD of 500 .* η_0 (0\.)?1 ", recipe.reduction_note("cpu")
+    )
+    assert "digits of scikit-learn instead of" in recipe.reduction_note("smoke")
 
 
 def test_the_cpu_scale(experiment):
@@ -236,7 +238,7 @@ def test_figure_1_drops_clients_or_gives_them_small_networks(experiment):
             used = [networks(kept)[i % len(kept.models)] for i in range(number)]
             assert set(used) <= {full, "cnn_fedhenn1"}
             assert used.count("cnn_fedhenn1") == round(share * number)
-    there = participants(experiment("fedhenn_fig1", "smoke", "dropped-50"))
+    there = load_participants(experiment("fedhenn_fig1", "smoke", "dropped-50"))
     assert (len(there.clients), len(there.unseen)) == (3, 3)
 
 
@@ -256,7 +258,9 @@ def test_figure_3_halves_the_data_of_some_clients(experiment):
             table = experiment("fedhenn_table2", scale, f"cifar10-100-2-{form}")
             assert (found.models, found.algorithm, found.settings) == (table.models, table.algorithm, table.settings)
     for fraction, halved in (("0.4", 2), ("1.0", 5)):
-        sizes = [len(c.train) for c in participants(experiment("fedhenn_fig3", "smoke", f"homo-{fraction}")).clients]
+        sizes = [
+            len(c.train) for c in load_participants(experiment("fedhenn_fig3", "smoke", f"homo-{fraction}")).clients
+        ]
         assert (sizes.count(15), sizes.count(30)) == (halved, 5 - halved)
 
 

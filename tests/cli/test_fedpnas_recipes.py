@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 
 from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedAvg, FedAvgFT, FedDSNAS, FedPNAS
-from polyfed.algorithms.searching import Searching
+from polyfed.algorithms.searching import SupernetMethod
 from polyfed.cli.commands import recipes as shipped
-from polyfed.cli.commands.measures import Finished, measure
-from polyfed.cli.commands.papers import find
-from polyfed.cli.commands.recipes import SCALES, recipes
+from polyfed.cli.commands.measures import RecipeRun, measure_cell
+from polyfed.cli.commands.papers import find_table
+from polyfed.cli.commands.recipes import SCALES, recipe_files
 from polyfed.core.training import LocalTraining
 from polyfed.data import IID
-from polyfed.data.split import split
+from polyfed.data.split import split_rows_by_client
 from polyfed.models import ModelSpec
-from polyfed.search import edge_parameters
+from polyfed.search import count_edge_parameters
 from polyfed.simulation import federation
-from polyfed.simulation.conflicts import conflicts
-from polyfed.simulation.experiment import from_config, participants
+from polyfed.simulation.conflicts import measure_gradient_conflicts
+from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.runs.directory import read_config, read_metrics
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.runs.progress import SilentProgress
 
-read = functools.cache(shipped.read)
-FEDPNAS = [name for name in recipes() if name.startswith("fedpnas_")]
+read = functools.cache(shipped.read_recipe)
+FEDPNAS = [name for name in recipe_files() if name.startswith("fedpnas_")]
 FEDERATIONS = [(name, variant) for name in FEDPNAS for variant in read(name).variants or [None]]
 CHOICES = [(name, scale, variant) for name, variant in FEDERATIONS for scale in SCALES]
 SETTINGS = {  # data, images of a client in the published training set, channels of Table 3
@@ -96,7 +96,7 @@ def test_every_choice_is_a_whole_configuration(name, scale, variant, experiment)
     space = {"channels", "base_cells", "personal_cells", "base_nodes", "personal_nodes", "operations",
              "personal_operations", "join", "stem_stride"}  # fmt: skip
     for baseline in found.baselines.values():
-        fields = shared | (space if isinstance(baseline, Searching) else set())
+        fields = shared | (space if isinstance(baseline, SupernetMethod) else set())
         assert [f for f in sorted(fields) if getattr(baseline, f) != getattr(found.algorithm, f)] == []
 
 
@@ -112,7 +112,7 @@ def test_methods_that_are_compared(name, scale, experiment):
         wanted = methods.get(name, {"feddsnas": FedDSNAS})
         assert {baseline: type(method) for baseline, method in found.baselines.items()} == wanted
         assert found.algorithm.finetune_epochs == 1
-        tuned = {n: m.finetune_epochs for n, m in found.baselines.items() if isinstance(m, Searching)}
+        tuned = {n: m.finetune_epochs for n, m in found.baselines.items() if isinstance(m, SupernetMethod)}
         assert tuned == {n: int(n == "fedpnas") for n in tuned}
 
 
@@ -132,7 +132,7 @@ def test_the_papers_protocol(name, variant, experiment):
     assert (method.channels, method.base_cells, method.personal_cells, method.stem_stride) == (channels, *cells, 1)
     assert (len(method.operations), len(method.personal_operations)) == (9, 9 if whole else 5)
     assert (method.weighted, method.join, method.per) == (False, "sum", "example")
-    searching = [m for m in (method, *found.baselines.values()) if isinstance(m, Searching)]
+    searching = [m for m in (method, *found.baselines.values()) if isinstance(m, SupernetMethod)]
     assert {m.sampler_lr for m in searching} == {None}  # eq. 5: one rate for weights and samplers
 
 
@@ -143,14 +143,14 @@ def test_the_form_of_the_search_space(name, variant, experiment):
     for scale in ("paper", "cpu"):
         found = experiment(name, scale, variant)
         for method in (found.algorithm, *found.baselines.values()):
-            if isinstance(method, Searching):
-                plan = method.plan(3, 10)
+            if isinstance(method, SupernetMethod):
+                plan = method.supernet_plan(3, 10)
                 edges = sum(len(cell.edges) for cell in plan.base + plan.personal)
                 if "table3" in (variant or ""):
                     master = {32: 948_224, 16: 293_888}[method.channels]
-                    assert (edges, edge_parameters(plan)) == (32, master)
+                    assert (edges, count_edge_parameters(plan)) == (32, master)
                 else:
-                    assert f"{edges} edges instead of 32" in read(name).reduced(scale)
+                    assert f"{edges} edges instead of 32" in read(name).reduction_note(scale)
 
 
 def test_the_sweep_of_the_inner_step(experiment):
@@ -174,7 +174,7 @@ def test_the_partition_gives_the_papers_sizes(experiment):
     """Of as many labels as MNIST and CIFAR-10 have for training."""
     for variant, labels, train in (("mnist", 60_000, 10_000), ("cifar10", 50_000, 8_000)):
         found = experiment("fedpnas_fig3", "paper", variant)
-        rows, public = split(np.arange(labels) % 10, found.split, found.partition, seed=0)
+        rows, public = split_rows_by_client(np.arange(labels) % 10, found.split, found.partition, seed=0)
         assert [(len(r.train), len(r.test)) for r in rows] == [(train, 2000)] * 5
         assert len(public) == 0
 
@@ -216,7 +216,7 @@ def test_the_cpu_scale(name, variant, experiment):
     method, settings = found.algorithm, found.settings
     digits = (variant or "").startswith("digits")
     images = (200, 0.4, 333) if name == "fedpnas_eta" else (None, 0.5, None) if digits else (400, 0.4, 667)
-    assert (found.split.examples_per_client, found.split.test_fraction, found.split.num_examples) == images
+    assert (found.split.examples_per_client, found.split.test_fraction, found.split.examples_drawn_per_client) == images
     assert (method.channels, method.stem_stride) == (16, 1 if digits else 2)
     assert (method.local_epochs, method.local_steps) == (2, None)
     assert (method.batch_size, method.lr) == (48, 0.01)
@@ -228,8 +228,8 @@ def test_the_cpu_scale(name, variant, experiment):
     assert (settings.rounds, settings.checkpoint_every) == (rounds, 10)
     assert rounds % settings.evaluate_every == 0
     minibatches = rounds * method.local_epochs * -(-(found.split.examples_per_client or 179) // method.batch_size)
-    assert f"{minibatches} minibatches" in read(name).reduced("cpu")
-    samplers = {n: m.sampler_lr for n, m in found.baselines.items() if isinstance(m, Searching)}
+    assert f"{minibatches} minibatches" in read(name).reduction_note("cpu")
+    samplers = {n: m.sampler_lr for n, m in found.baselines.items() if isinstance(m, SupernetMethod)}
     assert {**samplers, "ca_fedpnas": method.sampler_lr} == {
         n: 0.05 if n.startswith("ca_") else 0.2 for n in (*samplers, "ca_fedpnas")
     }
@@ -239,21 +239,21 @@ def test_the_cpu_scale(name, variant, experiment):
 def test_scales_say_what_they_reduce(name):
     recipe = read(name)
     assert tuple(recipe.scales) == SCALES
-    assert recipe.scale() == "cpu"
-    assert re.search(r"2,000 of each client's .* training images are its test set", recipe.reduced("paper"))
+    assert recipe.resolve_scale() == "cpu"
+    assert re.search(r"2,000 of each client's .* training images are its test set", recipe.reduction_note("paper"))
     assert re.search(
-        r"00 training and \d+ test images .* \d+ rounds of 2 epochs .* stem that halves", recipe.reduced("cpu")
+        r"00 training and \d+ test images .* \d+ rounds of 2 epochs .* stem that halves", recipe.reduction_note("cpu")
     )
-    assert re.search(r"digits of scikit-learn instead of .* 2 rounds", recipe.reduced("smoke"))
+    assert re.search(r"digits of scikit-learn instead of .* 2 rounds", recipe.reduction_note("smoke"))
     hue = name == "fedpnas_table1"
     for scale in ("paper", "cpu"):
-        assert ("; high on CIFAR-10 instead of MNIST" in recipe.reduced(scale)) == hue
+        assert ("; high on CIFAR-10 instead of MNIST" in recipe.reduction_note(scale)) == hue
     assert "per" not in recipe.configuration("cpu")["algorithm"]  # the default: one architecture for each image
-    assert ("without changes of hue" in recipe.reduced("smoke")) == hue
+    assert ("without changes of hue" in recipe.reduction_note("smoke")) == hue
 
 
 def test_sizes_of_a_smoke_run(experiment):
-    clients = participants(experiment("fedpnas_table1", "smoke", "high")).clients
+    clients = load_participants(experiment("fedpnas_table1", "smoke", "high")).clients
     assert [len(c.train) for c in clients] == [20] * 5
     assert [len(c.test) for c in clients] == [13] * 5
 
@@ -297,15 +297,17 @@ def test_cells_of_proposition_1_are_the_analysis_of_the_run(polyfed):
     polyfed("run", "fedpnas_proposition1", "--variant", "digits-early", "--scale", "smoke", "--workers", "0", "--quiet",
             "--out", "run")  # fmt: skip
     folder = polyfed.here / "run"
-    cells = [c for c in find("fedpnas", "Proposition 1").cells if c.row == "digits, a tenth of the rounds"]
-    ours = [measure(cell, Finished(folder, "smoke")) for cell in cells]
-    clients = participants(from_config(read_config(folder))).clients
-    run = federation.resume(folder, clients=clients, progress=Silent())
-    ids, weights = conflicts(run, draws=8)
+    cells = [c for c in find_table("fedpnas", "Proposition 1").cells if c.row == "digits, a tenth of the rounds"]
+    ours = [measure_cell(cell, RecipeRun(folder, "smoke")) for cell in cells]
+    clients = load_participants(build_experiment(read_config(folder))).clients
+    run = federation.resume(folder, clients=clients, progress=SilentProgress())
+    ids, weights = measure_gradient_conflicts(run, draws=8)
     assert len(ids) == 5
     assert ours == [pytest.approx(getattr(weights, name).mean().item()) for name in ("cosine", "federated", "gap")]
-    (one,) = (c for c in find("fedpnas", "proposition1").cells if c.row.endswith("rotate 90") and c.column == "gap")
-    assert measure(one, Finished(folder, "smoke")) == pytest.approx(weights.gap[4].item())
+    (one,) = (
+        c for c in find_table("fedpnas", "proposition1").cells if c.row.endswith("rotate 90") and c.column == "gap"
+    )
+    assert measure_cell(one, RecipeRun(folder, "smoke")) == pytest.approx(weights.cosine_gap[4].item())
     assert len(json.loads((folder / "measured.json").read_text())) == 1
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from polyfed.cli.commands.recipes import read, recipes
+from polyfed.cli.commands.recipes import read_recipe, recipe_files
 from polyfed.simulation.runs.directory import read_config, read_metrics
 
-FLHA = [name for name in recipes() if name.startswith("flha_")]
+FLHA = [name for name in recipe_files() if name.startswith("flha_")]
 
 UNSEEN = ["flha_table6_fig3", "flha_fig7"]
 
@@ -42,7 +42,7 @@ def test_a_run_of_one_round(polyfed):
 def test_smoke_runs_with_all_baselines(polyfed, name):
     """The first and the last variant, and the last in the published form: few and many clients, with and without GNN, GHN
     and standard FL."""
-    names = list(read(name).variants)
+    names = list(read_recipe(name).variants)
     plain = [variant for variant in names if not variant.endswith(("-published", "-unnormalised"))]
     for variant in dict.fromkeys((names[0], plain[-1], *[v for v in names if v.endswith("-published")][-1:])):
         folder = check_run(polyfed, name, variant, "--scale", "smoke")

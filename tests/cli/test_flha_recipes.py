@@ -10,12 +10,12 @@ import pytest
 from polyfed.algorithms import FLHAGHN, FedAvg, Local, PFedHN
 from polyfed.cli.commands import options
 from polyfed.cli.commands import recipes as shipped
-from polyfed.cli.commands.recipes import SCALES, recipes
+from polyfed.cli.commands.recipes import SCALES, recipe_files
 from polyfed.data import IID, Dirichlet
-from polyfed.simulation.experiment import participants
+from polyfed.simulation.experiment import load_participants
 
-read = functools.cache(shipped.read)
-FLHA = [name for name in recipes() if name.startswith("flha_")]
+read = functools.cache(shipped.read_recipe)
+FLHA = [name for name in recipe_files() if name.startswith("flha_")]
 CHOICES = [(name, scale, variant) for name in FLHA for scale in SCALES for variant in (read(name).variants or [None])]
 SWEEP = "flha_appendix_d"  # of the published form
 GHN = [name for name in FLHA if name not in ("flha_upper_bound", SWEEP)]
@@ -73,20 +73,20 @@ def test_they_are_listed_with_their_variants(polyfed):
 def test_scales_say_what_they_reduce(name, experiment):
     recipe = read(name)
     assert tuple(recipe.scales) == SCALES
-    assert recipe.scale() == "cpu"
+    assert recipe.resolve_scale() == "cpu"
     own_test = {0.02: "2 % of each client's training images are", 0.1: "a tenth of each client's training images is"}
     ours = (
         "; not of the paper: norm layers as nodes of the graph, normalise and Kaiming's variance at the start (its rate of "
         "0.009 was found without), momentum 0.9 and gradients clipped at 5 (the variants *-published have none of these)"
     )
-    assert recipe.reduced("paper") == (
+    assert recipe.reduction_note("paper") == (
         f"{own_test[experiment(name).split.test_fraction]} its own test set, and not trained on"
         + (ours if name in GHN else "")
     )
     images = re.escape(f"{IMAGES.get(name, 512):,} instead of") if name != "flha_table5" else "128 training images"
     for words in ("width 8 instead of 64", "40", "rate", images):
-        assert re.search(words, recipe.reduced("cpu"))
-    assert "digits of scikit-learn instead of" in recipe.reduced("smoke")
+        assert re.search(words, recipe.reduction_note("cpu"))
+    assert "digits of scikit-learn instead of" in recipe.reduction_note("smoke")
 
 
 # -- what they hold ---------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_every_choice_is_a_whole_configuration(name, scale, variant, experiment)
     if scale == "paper":
         assert split.examples_per_client is None
         assert found.augment == (config["data"]["name"] not in ("chest_xray14", "fashion_mosaics"))
-        assert not re.search("instead", read(name).reduced("paper"))
+        assert not re.search("instead", read(name).reduction_note("paper"))
     if scale == "cpu":
         bound = name == "flha_upper_bound" and str(variant).startswith(("xray", "mosaics"))
         assert split.clients * split.examples_per_client == (1024 if bound else IMAGES.get(name, 512))
@@ -129,7 +129,7 @@ def test_every_choice_is_a_whole_configuration(name, scale, variant, experiment)
         averages = isinstance(found.algorithm, FedAvg)
         assert found.algorithm.buffers == ("average" if averages else "recompute")
         lrs = {method.lr for method in (found.algorithm, *found.baselines.values())} if name != SWEEP else ()
-        assert all(re.search(rf"\b{lr:g}\b", read(name).reduced(scale)) for lr in lrs), (
+        assert all(re.search(rf"\b{lr:g}\b", read(name).reduction_note(scale)) for lr in lrs), (
             f"`reduced` does not name all of {lrs}"
         )
 
@@ -270,7 +270,7 @@ def test_table_5_deals_training_and_test_images_alike(experiment):
     assert (standard.algorithm, standard.settings.rounds) == (bound.algorithm, bound.settings.rounds)
     assert experiment("flha_table5").config["data"]["name"] == "cifar10"
     # Own test images of a skewed client are as skewed as its training images; the common ones have every class.
-    clients = participants(experiment("flha_table5", "smoke", "alpha0.1")).clients
+    clients = load_participants(experiment("flha_table5", "smoke", "alpha0.1")).clients
     for client in clients:
         train, test = (
             np.bincount(part.labels.numpy(), minlength=10) / len(part) for part in (client.train, client.test)
@@ -288,7 +288,7 @@ def test_table_6_leaves_out_each_architecture_in_turn(experiment):
             found = experiment("flha_table6_fig3", scale, variant)
             assert names(found) == [*ARCHITECTURES[:i], *ARCHITECTURES[i + 1 :], ARCHITECTURES[i]]
             assert (found.split.clients, found.split.unseen) == (4, 1)
-    there = participants(experiment("flha_table6_fig3", "smoke", "without-arch2"))
+    there = load_participants(experiment("flha_table6_fig3", "smoke", "without-arch2"))
     assert [client.model.name for client in there.clients] == ["resnet18", "flha_arch1", "flha_arch3"]
     assert [client.model.name for client in there.unseen] == ["flha_arch2"]
 
@@ -298,7 +298,7 @@ def test_figure_7s_newcomer_is_the_small_network(experiment):
         found = experiment("flha_fig7", scale)
         assert names(found) == [*ARCHITECTURES, "flha_small"]
         assert (found.split.clients, found.split.unseen) == (5, 1)
-    there = participants(experiment("flha_fig7", "smoke"))
+    there = load_participants(experiment("flha_fig7", "smoke"))
     assert [client.model.name for client in there.clients] == ARCHITECTURES
     assert [client.model.name for client in there.unseen] == ["flha_small"]
 
@@ -349,7 +349,7 @@ def test_appendix_b_has_resnet18_and_its_three_hybrids(experiment):
 
 @pytest.mark.parametrize("name", ["flha_table1", "flha_table3"])
 def test_client_k_has_architecture_k_mod_4(name, experiment):
-    there = participants(experiment(name, "smoke", "xray-6.25" if name == "flha_table3" else "cifar10-6.25"))
+    there = load_participants(experiment(name, "smoke", "xray-6.25" if name == "flha_table3" else "cifar10-6.25"))
     assert [client.model.name for client in there.clients] == ARCHITECTURES * 2
     assert {client.model.arguments.get("stem") for client in there.clients} == {
         "xray" if name == "flha_table3" else "cifar"
@@ -361,8 +361,8 @@ def test_client_k_has_architecture_k_mod_4(name, experiment):
 def test_without_cifar_fashion_mnist_takes_its_place(name):
     """As the comments say; the split stays."""
     config = read(name).configuration("cpu")
-    parsed = options.parse(["--data", "fashion_mnist", "--data.path", "F"], config, "polyfed run")["data"]
+    parsed = options.parse_configuration(["--data", "fashion_mnist", "--data.path", "F"], config, "polyfed run")["data"]
     kept = ("clients", "examples_per_client", "test_fraction", "global_test", "unseen")
-    given = {**options.parse([], config, "polyfed run")["data"]}
+    given = {**options.parse_configuration([], config, "polyfed run")["data"]}
     assert {key: parsed[key] for key in kept} == {key: given[key] for key in kept}
     assert (parsed["name"], parsed["path"], parsed["partition"]) == ("fashion_mnist", "F", given["partition"])

@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from polyfed.testing import without_times
+from polyfed.testing import without_durations
 
 RUN = [sys.executable, "-m", "polyfed", "run", "fedavg_digits", "--rounds", "8"]
 
@@ -29,7 +29,7 @@ def whole(tmp_path_factory):
 def assert_same_outcome(one: Path, other: Path):
     for part in (Path(), Path("baselines/local")):
         histories = [
-            without_times([json.loads(line) for line in (out / part / "metrics.jsonl").read_text().splitlines()])
+            without_durations([json.loads(line) for line in (out / part / "metrics.jsonl").read_text().splitlines()])
             for out in (one, other)
         ]
         assert histories[0] == histories[1]

@@ -4,10 +4,10 @@ import pytest
 
 from polyfed.algorithms import REGISTRY
 from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import read
-from polyfed.simulation.experiment import from_config
+from polyfed.cli.commands.recipes import read_recipe
+from polyfed.simulation.experiment import build_experiment
 
-RECIPE, RIVALS = read("leaderboard"), read("rivals")
+RECIPE, RIVALS = read_recipe("leaderboard"), read_recipe("rivals")
 ELSEWHERE = {"local", "fedbn", "heterofl", "fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas"}
 """Local training is the recipe's method; FedBN is FedAvg on networks without norm layers, and HeteroFL nearly so with one
 width; the searches bring a network of their own."""
@@ -17,7 +17,7 @@ def experiment(variant, recipe=RECIPE):
     path = {"data": {"path": "x"}}
     config = recipe.configuration(variant=variant)
     config["data"] = {**config["data"], **(path["data"] if config["data"]["name"] != "digits" else {})}
-    return from_config(options.parse([], config, "polyfed run"))
+    return build_experiment(options.parse_configuration([], config, "polyfed run"))
 
 
 @pytest.mark.parametrize("variant", ["digits-0.1", "architectures", "tweets", "cifar10"])

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from polyfed.algorithms import REGISTRY
-from polyfed.cli.commands.listing import show, summary
-from polyfed.cli.commands.recipes import recipes
+from polyfed.cli.commands.listing import first_sentence, show_choices
+from polyfed.cli.commands.recipes import recipe_files
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
 
@@ -18,7 +18,7 @@ THINGS = {name: thing for registry in KINDS.values() for name, thing in registry
 
 def printed(*kinds, width=80):
     file = io.StringIO()
-    show(kinds, Console(file=file, width=width))
+    show_choices(kinds, Console(file=file, width=width))
     return file.getvalue()
 
 
@@ -29,13 +29,13 @@ def test_the_overview_fits_three_screens_of_forty_lines_with_every_name_in_full(
     first = [line.split()[0] for line in lines if line.strip()]
     assert [first.count(name) for name in THINGS] == [1] * len(THINGS)
     words = " ".join(lines).split()
-    assert all(name in words for name in recipes())
+    assert all(name in words for name in recipe_files())
     assert "polyfed list recipes" in lines[-1]
 
 
 @pytest.mark.parametrize("name", THINGS)
 def test_a_sentence_is_whole(name):
-    sentence = summary(THINGS[name])
+    sentence = first_sentence(THINGS[name])
     assert sentence.endswith(".")
     assert sentence.count("(") == sentence.count(")")
     assert not re.search(r"\b(eqs?|al|e\.g|i\.e|cf|figs?|vs|sec)\.$", sentence, re.IGNORECASE)
@@ -48,14 +48,14 @@ def test_an_abbreviation_ends_no_sentence(word):
         pass
 
     thing.__doc__ = f"The first {word} 3) goes on. The second."
-    assert summary(thing) == f"The first {word} 3) goes on."
+    assert first_sentence(thing) == f"The first {word} 3) goes on."
 
 
 def test_a_symbol_or_a_number_may_begin_the_next_sentence():
     def thing():
         """The first of class C. 3 more."""
 
-    assert summary(thing) == "The first of class C."
+    assert first_sentence(thing) == "The first of class C."
 
 
 def test_details_have_what_the_overview_leaves_out():

@@ -7,11 +7,11 @@ import pytest
 
 from polyfed.algorithms import REGISTRY, FedAvgFT
 from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import load_recipe, recipes
+from polyfed.cli.commands.recipes import load_recipe_configuration, recipe_files
 from polyfed.core.errors import UserError
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
-from polyfed.simulation.experiment import from_config, like
+from polyfed.simulation.experiment import build_experiment, build_method_like
 
 
 @pytest.mark.parametrize(
@@ -41,19 +41,19 @@ def test_every_option_has_a_help_text(section, name, choice):
     ],
 )  # fmt: skip
 def test_types_in_words(kind, words):
-    assert options.in_words(kind) == words
+    assert options.describe_type(kind) == words
 
 
 def test_a_value_that_looks_like_yaml_stays_what_the_option_says():
-    config = options.parse(["--data", "mnist", "--data.path", "1e3"], {}, "polyfed run")
+    config = options.parse_configuration(["--data", "mnist", "--data.path", "1e3"], {}, "polyfed run")
     assert config["data"]["path"] == "1e3"
-    assert options.parse(["--algorithm.lr", "1e-3"], {}, "polyfed run")["algorithm"]["lr"] == 0.001
+    assert options.parse_configuration(["--algorithm.lr", "1e-3"], {}, "polyfed run")["algorithm"]["lr"] == 0.001
 
 
 def test_the_last_of_an_option_given_twice_holds():
-    assert options.parse(["--rounds", "3", "--rounds=4"], {}, "polyfed run")["rounds"] == 4
+    assert options.parse_configuration(["--rounds", "3", "--rounds=4"], {}, "polyfed run")["rounds"] == 4
     words = ["--algorithm", "fedprox", "--algorithm=local"]
-    assert options.parse(words, {}, "polyfed run")["algorithm"]["name"] == "local"
+    assert options.parse_configuration(words, {}, "polyfed run")["algorithm"]["name"] == "local"
 
 
 FEW = {"local", "fedopt", "scaffold", "fedavg_kd", "flha_ghn", "fedhenn", "fedpnas"}
@@ -61,30 +61,30 @@ FEW = {"local", "fedopt", "scaffold", "fedavg_kd", "flha_ghn", "fedhenn", "fedpn
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.thorough) for n in REGISTRY])
 def test_a_configuration_gives_the_same_method_again(name):
-    config = options.parse(["--algorithm", name, "--algorithm.lr", "0.3"], {}, "polyfed run")
-    method = from_config(config).algorithm
+    config = options.parse_configuration(["--algorithm", name, "--algorithm.lr", "0.3"], {}, "polyfed run")
+    method = build_experiment(config).algorithm
     assert type(method) is REGISTRY[name]
     assert method == REGISTRY[name](lr=0.3)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize("name", recipe_files())
 def test_recipes_are_complete(name):
-    recipe = load_recipe(name)
+    recipe = load_recipe_configuration(name)
     assert recipe.pop("description")
-    from_config(options.parse([], recipe, "polyfed run"))
+    build_experiment(options.parse_configuration([], recipe, "polyfed run"))
 
 
 def test_baselines_share_the_local_training_and_keep_their_own_policy():
     method = FedAvgFT(lr=0.7, local_epochs=3, batch_size=5, buffers="recompute", finetune_epochs=9)
-    local, fedprox = like("local", method), like("fedprox", method)
+    local, fedprox = build_method_like("local", method), build_method_like("fedprox", method)
     assert (local.lr, local.local_epochs, local.batch_size, local.buffers) == (0.7, 3, 5, "local")
     assert (fedprox.lr, fedprox.buffers, fedprox.mu) == (0.7, "average", 0.01)
 
 
 def test_incomplete_configurations():
-    config = options.parse([], {}, "polyfed run")
+    config = options.parse_configuration([], {}, "polyfed run")
     with pytest.raises(UserError, match=r"the configuration lacks 'algorithm'; `polyfed run --print-config` shows"):
-        from_config({key: value for key, value in config.items() if key != "algorithm"})
+        build_experiment({key: value for key, value in config.items() if key != "algorithm"})
     with pytest.raises(UserError, match="algorithm has no field 'gone'"):
-        from_config(config | {"algorithm": {"name": "fedavg", "gone": 1}})
+        build_experiment(config | {"algorithm": {"name": "fedavg", "gone": 1}})

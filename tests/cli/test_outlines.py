@@ -8,7 +8,7 @@ import pytest
 from polyfed.algorithms import REGISTRY
 from polyfed.cli import outlines
 from polyfed.cli.commands.options import options_of
-from polyfed.cli.outlines import Registry, outline
+from polyfed.cli.outlines import StaticRegistry, resolve_without_import
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
 
@@ -51,7 +51,7 @@ def test_what_a_method_requires_and_discloses_is_the_same(name):
     ],
 )
 def test_classes_that_no_registry_names_are_the_same(module, name):
-    assert options_of(outline(module, name), "") == options_of(getattr(import_module(module), name), "")
+    assert options_of(resolve_without_import(module, name), "") == options_of(getattr(import_module(module), name), "")
 
 
 @pytest.fixture
@@ -60,13 +60,13 @@ def package(tmp_path, monkeypatch):
     monkeypatch.setattr(outlines, "_PACKAGE", tmp_path)
 
     def write(text):
-        outlines._definitions.cache_clear()
-        outline.cache_clear()
+        outlines._top_level_definitions.cache_clear()
+        resolve_without_import.cache_clear()
         (tmp_path / "made.py").write_text(text)
 
     yield write
-    outlines._definitions.cache_clear()
-    outline.cache_clear()
+    outlines._top_level_definitions.cache_clear()
+    resolve_without_import.cache_clear()
 
 
 def test_no_code_of_a_module_runs(package):
@@ -80,7 +80,7 @@ def test_no_code_of_a_module_runs(package):
         "    raise SystemExit\n"
         "NETS = {'net': net}\n"
     )
-    net = Registry("polyfed.made", "NETS")["net"]
+    net = StaticRegistry("polyfed.made", "NETS")["net"]
     assert [(o.key, o.default) for o in options_of(net, "model")][1:] == [
         ("model.widths", (1, 2)),
         ("model.step", -0.5),
@@ -93,10 +93,10 @@ def test_no_code_of_a_module_runs(package):
 def test_a_registry_that_is_no_literal_dict_is_refused(package):
     package("NETS = dict(net=int)\n")
     with pytest.raises(TypeError, match=r"polyfed\.made\.NETS must be a literal dict, found dict\(net=int\)"):
-        Registry("polyfed.made", "NETS")
+        StaticRegistry("polyfed.made", "NETS")
 
 
 def test_an_expression_that_only_running_the_module_could_tell_is_refused(package):
     package("def net(width: int = [n for n in range(3)][0]): pass\nNETS = {'net': net}\n")
     with pytest.raises(TypeError, match=r"polyfed\.made, line 1: .* cannot be read without importing the module"):
-        Registry("polyfed.made", "NETS")["net"]
+        StaticRegistry("polyfed.made", "NETS")["net"]

@@ -13,7 +13,7 @@ import torch
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.metrics import Metric
 from polyfed.data import Partition
-from polyfed.data.pool import Source, make_pool
+from polyfed.data.pool import Source, build_pooled_dataset
 
 @final
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Blobs(Source):
     def load(self):
         y = torch.arange(self.number) % 2
         x = torch.randn(self.number, 3, generator=torch.Generator().manual_seed(0)) + 2 * y[:, None]
-        return make_pool((x, y), None, ("a", "b"))
+        return build_pooled_dataset((x, y), None, ("a", "b"))
 
 @final
 @dataclass(frozen=True)

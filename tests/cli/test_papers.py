@@ -7,18 +7,18 @@ from statistics import fmean, pstdev
 import pytest
 
 from polyfed.cli.commands import recipes as shipped
-from polyfed.cli.commands.measures import METRICS
-from polyfed.cli.commands.papers import find, papers
-from polyfed.cli.commands.recipes import SCALES, recipes
+from polyfed.cli.commands.measures import CELL_METRICS
+from polyfed.cli.commands.papers import find_table, load_papers
+from polyfed.cli.commands.recipes import SCALES, recipe_files
 
-read = functools.cache(shipped.read)
-TABLES = [table for paper in papers().values() for table in paper.tables.values()]
+read = functools.cache(shipped.read_recipe)
+TABLES = [table for paper in load_papers().values() for table in paper.tables.values()]
 
 
 def figures(paper, table):
     """The paper's figures by row and column."""
     found = {}
-    for cell in find(paper, table).cells:
+    for cell in find_table(paper, table).cells:
         found.setdefault(cell.row, {})[cell.column] = cell.paper
     return found
 
@@ -109,8 +109,8 @@ def test_not_stated_is_not_a_number():
 
 
 def test_every_recipe_of_the_papers_is_in_a_table():
-    known = {name for name in recipes() if name.startswith(tuple(papers()))}
-    assert {recipe for table in TABLES for recipe in table.variants()} == known
+    known = {name for name in recipe_files() if name.startswith(tuple(load_papers()))}
+    assert {recipe for table in TABLES for recipe in table.variants_by_recipe()} == known
     assert len(known) == 32
 
 
@@ -118,7 +118,7 @@ def test_every_recipe_of_the_papers_is_in_a_table():
 def test_every_cell_has_a_run_of_its_method(table):
     methods = {}
     for cell in table.cells:
-        assert cell.metric in METRICS
+        assert cell.metric in CELL_METRICS
         for scale in SCALES if cell.recipe else ():
             key = cell.recipe, scale, cell.variant
             if key not in methods:
@@ -130,8 +130,8 @@ def test_every_cell_has_a_run_of_its_method(table):
 
 def test_variants_without_a_cell_are_ours():
     left = set()
-    for name in {recipe for table in TABLES for recipe in table.variants()}:
-        shown = {v for t in TABLES for v in t.variants().get(name, ())}
+    for name in {recipe for table in TABLES for recipe in table.variants_by_recipe()}:
+        shown = {v for t in TABLES for v in t.variants_by_recipe().get(name, ())}
         left |= {f"{name} {v}" for v in read(name).variants if v not in shown}
     forms = {name for name in left if name.endswith("-published")}
     assert all("fashion" in name or name == "fedhenn_table2 cifar10-100-2-vit" for name in left - forms), left
@@ -139,7 +139,7 @@ def test_variants_without_a_cell_are_ours():
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.paper} {table.name}")
 def test_the_smoke_scale_needs_no_files(table):
-    for recipe, variants in table.variants().items():
+    for recipe, variants in table.variants_by_recipe().items():
         assert {read(recipe).configuration("smoke", v)["data"]["name"] for v in variants} == {"digits"}
 
 
@@ -151,7 +151,7 @@ def test_the_smoke_scale_needs_no_files(table):
     ["fedhenn table1", "fedhenn Table_1", "FedHeNN 1", "fedhenn t1", "fedhenn tab.1", "fedhenn fedhenn_table1"],
 )
 def test_names_may_be_written_as_one_likes(words):
-    assert find(*words.split()) == find("fedhenn", "Table 1")
+    assert find_table(*words.split()) == find_table("fedhenn", "Table 1")
 
 
 @pytest.mark.parametrize(
@@ -159,10 +159,10 @@ def test_names_may_be_written_as_one_likes(words):
     [("Web Table 1", "kernels", "table3"), ("web table 2", "global", "table1"), ("web table 3", "personal", "table2")],
 )
 def test_fedhenns_tables_by_the_numbers_of_its_web_text(web, content, table):
-    assert find("fedhenn", web) == find("fedhenn", content) == find("fedhenn", table)
+    assert find_table("fedhenn", web) == find_table("fedhenn", content) == find_table("fedhenn", table)
 
 
 def test_a_figure_by_its_number_alone_where_there_is_no_such_table():
-    assert find("pfedla", "7").number == "Fig. 7"
-    assert find("pfedla", "1").number == "Table 1"
-    assert find("flha", "7").number == "Table 7"
+    assert find_table("pfedla", "7").printed_name == "Fig. 7"
+    assert find_table("pfedla", "1").printed_name == "Table 1"
+    assert find_table("flha", "7").printed_name == "Table 7"

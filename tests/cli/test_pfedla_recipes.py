@@ -7,17 +7,17 @@ import pytest
 
 from polyfed.cli.commands import options
 from polyfed.cli.commands import recipes as shipped
-from polyfed.data.split import split
-from polyfed.simulation.experiment import from_config
+from polyfed.data.split import split_rows_by_client
+from polyfed.simulation.experiment import build_experiment
 
-read = functools.cache(shipped.read)
+read = functools.cache(shipped.read_recipe)
 LABELS = {"fashion_mnist": (60_000, 10), "emnist": (240_000, 10), "cifar10": (50_000, 10), "cifar100": (50_000, 100)}
 SIZES = {"fashion_mnist": 100, "emnist": 100, "cifar10": 250, "cifar100": 150}
 
 
 @functools.cache
 def experiment(name, scale="paper", variant=None):
-    return from_config(options.parse([], read(name).configuration(scale, variant), "polyfed run"))
+    return build_experiment(options.parse_configuration([], read(name).configuration(scale, variant), "polyfed run"))
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_the_data_sets_suffice(name, seed):
             found = experiment(name, scale, variant)
             data = found.config["data"]["name"]
             number, classes = LABELS[data]
-            rows, _ = split(np.arange(number) % classes, found.split, found.partition, seed)
+            rows, _ = split_rows_by_client(np.arange(number) % classes, found.split, found.partition, seed)
             size = SIZES[data] if scale == "paper" else 40
             assert {len(r.train) for r in rows} == {size}, (variant, scale)
             k = 12 if data == "cifar100" else 4
@@ -53,7 +53,7 @@ def test_classes_are_drawn_at_random_and_dominance_fits_the_papers_local_trainin
 
 
 def test_the_cpu_scale_is_where_aggregation_has_something_to_give():
-    for name in (n for n in shipped.recipes() if n.startswith("pfedla_")):
+    for name in (n for n in shipped.recipe_files() if n.startswith("pfedla_")):
         for variant in read(name).variants:
             found = read(name).configuration("cpu", variant)
             data, method = found["data"], found["algorithm"]

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import read, recipes
-from polyfed.core.seeds import derive
-from polyfed.data.split import split
+from polyfed.cli.commands.recipes import read_recipe, recipe_files
+from polyfed.core.seeds import derive_seed
+from polyfed.data.split import split_rows_by_client
 from polyfed.data.vision import Digits
-from polyfed.simulation.experiment import from_config
+from polyfed.simulation.experiment import build_experiment
 
 SEEDS = range(8)
 # As many labels as the data set has; the images are not needed to deal them.
@@ -24,11 +24,11 @@ LABELS = {
 
 def dealt(name):
     """What each scale and variant of a recipe deals, each different one once."""
-    recipe, seen = read(name), {}
+    recipe, seen = read_recipe(name), {}
     for scale in recipe.scales or [None]:
         for variant in recipe.variants or [None]:
-            parsed = options.parse([], recipe.configuration(scale, variant), "polyfed run")
-            made = from_config(parsed)
+            parsed = options.parse_configuration([], recipe.configuration(scale, variant), "polyfed run")
+            made = build_experiment(parsed)
             kind = type(made.source).__name__
             if kind == "Digits" or kind in LABELS:
                 seen.setdefault(repr((made.source, made.partition, made.split)), (scale, variant, made))
@@ -40,7 +40,9 @@ def check(name, seeds):
         source = experiment.source
         labels = source.load().train.labels.numpy() if isinstance(source, Digits) else LABELS[type(source).__name__]
         for seed in seeds:
-            rows, _ = split(labels, experiment.split, experiment.partition, derive(seed, "partition"))
+            rows, _ = split_rows_by_client(
+                labels, experiment.split, experiment.partition, derive_seed(seed, "partition")
+            )
             assert all(len(client.train) and len(client.test) for client in rows), (scale, variant, seed)
 
 
@@ -49,6 +51,6 @@ def test_the_quickstart_runs_with_every_seed():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize("name", recipe_files())
 def test_every_recipe_can_be_dealt_with_every_seed(name):
     check(name, SEEDS)

@@ -8,12 +8,18 @@ import yaml
 
 from polyfed.algorithms import REGISTRY
 from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import SCALES, load_recipe, merged, read, recipes
+from polyfed.cli.commands.recipes import (
+    SCALES,
+    load_recipe_configuration,
+    merge_configurations,
+    read_recipe,
+    recipe_files,
+)
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.simulation.experiment import from_config, like
+from polyfed.simulation.experiment import build_experiment, build_method_like
 from polyfed.simulation.runs.directory import read_config, read_metrics
-from polyfed.testing import without_times
+from polyfed.testing import without_durations
 
 MINE = """
 description: mine
@@ -82,12 +88,12 @@ def printed(polyfed, *arguments):
     ],
 )
 def test_merging(below, above, expected):
-    assert merged(below, above) == expected
+    assert merge_configurations(below, above) == expected
 
 
 def test_base_then_variant_then_scale_then_the_scales_variant(here):
-    recipe = read("mine.yaml")
-    assert (recipe.description, recipe.variant(), recipe.scale()) == ("mine", "few", "cpu")
+    recipe = read_recipe("mine.yaml")
+    assert (recipe.description, recipe.resolve_variant(), recipe.resolve_scale()) == ("mine", "few", "cpu")
     assert recipe.configuration() == {
         "data": {"clients": 3, "test_fraction": 0.3, "partition": {"name": "classes_per_client", "k": 4}, "name": "digits"},
         "model": "mlp", "algorithm": {"name": "fedprox", "mu": 0.5, "lr": 0.1}, "rounds": 2,
@@ -102,14 +108,19 @@ def test_base_then_variant_then_scale_then_the_scales_variant(here):
         "baselines": ["local"],
     }  # fmt: skip
     assert "baselines" not in recipe.configuration("smoke")
-    assert [recipe.reduced(scale) for scale in (None, *SCALES)] == ["fewer rounds", "", "fewer rounds", "all of it"]
+    assert [recipe.reduction_note(scale) for scale in (None, *SCALES)] == [
+        "fewer rounds",
+        "",
+        "fewer rounds",
+        "all of it",
+    ]
     assert recipe.title("smoke") == "mine.yaml, variant few, scale smoke"
 
 
 def test_a_recipe_without_the_default_scale(here):
     (here / "mine.yaml").write_text("scales: {smoke: {rounds: 1}, paper: }")
-    recipe = read("mine.yaml")
-    assert (recipe.scale(), recipe.variant(), recipe.configuration()) == ("smoke", None, {"rounds": 1})
+    recipe = read_recipe("mine.yaml")
+    assert (recipe.resolve_scale(), recipe.resolve_variant(), recipe.configuration()) == ("smoke", None, {"rounds": 1})
 
 
 def test_scale_and_variant_on_the_command_line(polyfed):
@@ -134,7 +145,7 @@ def test_the_configuration_of_a_run_is_complete_and_repeats_it(polyfed, here):
     assert not {"variants", "scales", "reduced", "description"} & config.keys()
     assert (config["rounds"], config["data"]["clients"], config["model"]["hidden"]) == (2, 6, [5])
     assert polyfed("run", "run", "--quiet", "--workers", "0", "--out", "again")[0] == 0
-    one, two = (without_times(read_metrics(here / name / "metrics.jsonl")) for name in ("run", "again"))
+    one, two = (without_durations(read_metrics(here / name / "metrics.jsonl")) for name in ("run", "again"))
     assert len(one) == 2
     assert one == two
     status, again, err = polyfed("resume", "run", "--quiet")
@@ -213,21 +224,21 @@ def test_refused(polyfed, command, sentence):
 def test_bad_sections(here, content, sentence):
     (here / "bad.yaml").write_text(content)
     with pytest.raises(UserError, match=sentence):
-        load_recipe("bad.yaml")
+        load_recipe_configuration("bad.yaml")
 
 
 # -- baselines as mappings --------------------------------------------------------------------------------------------
 
 
 def baselines_of(entries, *words):
-    return from_config(options.parse([*words], {"baselines": entries}, "polyfed run")).baselines
+    return build_experiment(options.parse_configuration([*words], {"baselines": entries}, "polyfed run")).baselines
 
 
 def test_fields_of_a_baseline_win_over_the_shared_local_training():
     found = baselines_of(["local", {"name": "fedprox", "mu": 1, "lr": "1e-3"}], "--algorithm.lr", "0.5")
     assert (found["local"].lr, found["fedprox"].lr, found["fedprox"].mu) == (0.5, 0.001, 1.0)
     assert baselines_of([], "--baselines", "[{name: fedprox, mu: 1}]")["fedprox"].mu == 1.0
-    assert like("fedprox", REGISTRY["local"](lr=0.5), {"mu": 0.25}) == REGISTRY["fedprox"](lr=0.5, mu=0.25)
+    assert build_method_like("fedprox", REGISTRY["local"](lr=0.5), {"mu": 0.25}) == REGISTRY["fedprox"](lr=0.5, mu=0.25)
 
 
 def test_the_configuration_says_only_what_was_given_and_gives_it_again(polyfed):
@@ -277,20 +288,20 @@ def test_a_baseline_that_is_the_method_itself_is_run_once():
 
 def choices():
     """Those of FLHA-GHN, FedHeNN and FedPNAS are in test_flha_recipes.py, test_fedhenn_recipes.py and so on."""
-    found = [read(name) for name in recipes() if not name.startswith(("flha_", "fedhenn_", "fedpnas_"))]
+    found = [read_recipe(name) for name in recipe_files() if not name.startswith(("flha_", "fedhenn_", "fedpnas_"))]
     return [
         (r.name, scale, variant) for r in found for scale in (r.scales or [None]) for variant in (r.variants or [None])
     ]
 
 
-PFEDLA = [name for name in recipes() if name.startswith("pfedla_")]
+PFEDLA = [name for name in recipe_files() if name.startswith("pfedla_")]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "scale", "variant"), choices())
 def test_every_choice_is_a_whole_configuration(name, scale, variant):
-    parsed = options.parse([], read(name).configuration(scale, variant), "polyfed run")
-    experiment = from_config(parsed)
+    parsed = options.parse_configuration([], read_recipe(name).configuration(scale, variant), "polyfed run")
+    experiment = build_experiment(parsed)
     if scale == "smoke":
         assert parsed["data"]["name"] == "digits"
     if scale == "paper":
@@ -310,11 +321,11 @@ def test_every_choice_is_a_whole_configuration(name, scale, variant):
 
 @pytest.mark.parametrize("name", PFEDLA)
 def test_scales_say_what_they_reduce(name):
-    recipe = read(name)
+    recipe = read_recipe(name)
     assert tuple(recipe.scales) == SCALES
-    assert recipe.reduced("paper").startswith("nothing that the paper states; the rest is polyfed's choice: ")
-    assert recipe.reduced("cpu")
-    assert recipe.reduced("smoke")
+    assert recipe.reduction_note("paper").startswith("nothing that the paper states; the rest is polyfed's choice: ")
+    assert recipe.reduction_note("cpu")
+    assert recipe.reduction_note("smoke")
 
 
 def test_list_shows_scales_variants_and_what_is_reduced(polyfed):
@@ -332,7 +343,7 @@ def test_list_shows_scales_variants_and_what_is_reduced(polyfed):
 @pytest.mark.parametrize("name", PFEDLA)
 def test_a_smoke_run_with_all_baselines(polyfed, here, name):
     """The first and the last variant: the last has BatchNorm, many clients, the largest k, or the other granularity."""
-    variants = list(read(name).variants)
+    variants = list(read_recipe(name).variants)
     for variant in dict.fromkeys((variants[0], variants[-1])):
         status, out, err = polyfed("run", name, "--scale", "smoke", "--variant", variant, "--quiet", "--out", variant)
         assert status == 0, err

@@ -11,31 +11,22 @@ import pytest
 
 from polyfed.algorithms import FedRep
 from polyfed.cli.commands import playing
-from polyfed.cli.commands.measures import Finished, measure
-from polyfed.cli.commands.papers import Cell, find, papers
-from polyfed.cli.commands.recipes import read
-from polyfed.cli.commands.reproduce import Found, _found
+from polyfed.cli.commands.measures import RecipeRun, measure_cell
+from polyfed.cli.commands.papers import PaperCell, find_table, load_papers
+from polyfed.cli.commands.recipes import read_recipe
+from polyfed.cli.commands.reproduce import CellResult, _cell_result
 from polyfed.cli.main import main
 from polyfed.models import MODELS
-from polyfed.simulation.experiment import from_config
+from polyfed.simulation.experiment import build_experiment
 from polyfed.simulation.runs.directory import read_config, read_metrics
-from polyfed.testing import _StopAfter
+from polyfed.testing import _InterruptAfter
 
-TABLES = [table for paper in papers().values() for table in paper.tables.values()]
+TABLES = [table for paper in load_papers().values() for table in paper.tables.values()]
 RUNNABLE = [(table.paper, table.name) for table in TABLES if table.cells]
 FEW = [
-    "fedhenn",
-    "table3",
-    "--scale",
-    "smoke",
-    "--variant",
-    "cifar10-linear",
-    "--workers",
-    "0",
-    "--quiet",
-    "--out",
+    "fedhenn", "table3", "--scale", "smoke", "--variant", "cifar10-linear", "--workers", "0", "--quiet", "--out",
     "here",
-]
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -111,9 +102,9 @@ def test_where_data_lie_is_no_option_of_other_data_in_the_same_folder(polyfed, w
 
 def test_a_missing_source_is_found_before_the_first_run(polyfed, monkeypatch):
     """Digits are there, the other recipe's files are not."""
-    monkeypatch.setattr(playing, "play", lambda *_, **__: pytest.fail("something ran"))
+    monkeypatch.setattr(playing, "run_paper_jobs", lambda *_, **__: pytest.fail("something ran"))
     words = ["flha", "1", "--scale", "smoke", "--variant", "cifar10-25", "--out", "here"]
-    config = read("flha_upper_bound").configuration
+    config = read_recipe("flha_upper_bound").configuration
     lost = {"name": "mnist", "path": "nowhere"}
     monkeypatch.setattr(
         "polyfed.cli.commands.recipes.Recipe.configuration",
@@ -163,7 +154,7 @@ def test_cells_are_what_the_runs_have_and_finished_runs_are_not_repeated(polyfed
     assert re.search(rf"CIFAR-10 +│ linear CKA +│ +{ours:.1f} +│ +94.47 +│ +{ours - 94.47:+.1f}", out)
     assert re.search(r"│ RBF CKA +│ +not run +│ +93.03 +│ +– ", out)
     assert re.search(r"CIFAR-10 with 5 classes \(not in the paper\) +│ linear CKA +│ +not run +│ +not stated", out)
-    assert f"reduced against the paper: {read('fedhenn_table3').reduced('smoke')}" in out
+    assert f"reduced against the paper: {read_recipe('fedhenn_table3').reduction_note('smoke')}" in out
     assert found["CIFAR-10", "RBF CKA"]["ours"] is None
     # at this scale Sentiment140 is the same run
     assert found["Sentiment140", "linear CKA"]["runs"] == [run.name]
@@ -219,7 +210,7 @@ def test_a_stopped_run_is_gone_on_with(polyfed, monkeypatch):
 
     words = [*FEW[:-1], "again"]
     with monkeypatch.context() as patch:
-        patch.setattr("polyfed.simulation.runs.progress.for_terminal", lambda **_: _StopAfter(2))
+        patch.setattr("polyfed.simulation.runs.progress.build_terminal_progress", lambda **_: _InterruptAfter(2))
         assert polyfed("reproduce", *words)[0] == 130
     run = polyfed.here / "again" / "fedhenn_table3-cifar10-linear-seed0"
     assert len(read_metrics(run / "metrics.jsonl")) == 2
@@ -233,7 +224,7 @@ def test_runs_side_by_side_are_those_of_one_after_another(polyfed, monkeypatch):
     words = ["pfedla", "table1", "--scale", "smoke", "--variant", "fashion_mnist-10", "--rounds", "2", "--seeds", "0,1"]
     words += ["--baselines", "[local,fedavg,fedprox]"]
     assert polyfed("reproduce", *words, "--workers", "0", "--out", "one")[0] == 0
-    monkeypatch.setattr("polyfed.comparison.several.usable_cores", lambda: 2)
+    monkeypatch.setattr("polyfed.comparison.several.num_usable_cores", lambda: 2)
     status, _, err = polyfed("reproduce", *words, "--out", "two")
     assert status == 0
     assert err.count(": done") == 8
@@ -261,20 +252,24 @@ def test_runs_side_by_side_are_those_of_one_after_another(polyfed, monkeypatch):
 
 
 def test_few_runs_go_one_after_another(monkeypatch):
-    monkeypatch.setattr("polyfed.comparison.several.usable_cores", lambda: 2)
-    experiment = from_config(read("pfedla_table1").configuration("smoke", "fashion_mnist-10"))
-    job = playing.Job("a run", experiment, Path("here"))
-    assert [playing._processes(job, runs) for runs in (1, 2, 3, 6, 15)] == [1, 1, 1, 2, 2]
+    monkeypatch.setattr("polyfed.comparison.several.num_usable_cores", lambda: 2)
+    experiment = build_experiment(read_recipe("pfedla_table1").configuration("smoke", "fashion_mnist-10"))
+    job = playing.PaperJob("a run", experiment, Path("here"))
+    assert [playing._process_count(job, runs) for runs in (1, 2, 3, 6, 15)] == [1, 1, 1, 2, 2]
     asked = replace(experiment, settings=replace(experiment.settings, workers=2))
-    assert playing._processes(replace(job, experiment=asked), 15) == 1
+    assert playing._process_count(replace(job, experiment=asked), 15) == 1
 
 
 def test_seeds(polyfed):
-    cell = Cell("r", "c", 3.0, None, "3.0", "x", None, "", "score", "%")
-    found = Found(cell, {0: 1.0, 1: 3.0}, ("a", "b"))
-    assert (found.ours, found.spread, found.difference) == (2.0, pytest.approx(math.sqrt(2)), -1.0)
-    assert Found(cell, {0: 1.0}, ("a",)).spread is None
-    assert Found(cell, {}, ()).difference is None
+    cell = PaperCell("r", "c", 3.0, None, "3.0", "x", None, "", "score", "%")
+    found = CellResult(cell, {0: 1.0, 1: 3.0}, ("a", "b"))
+    assert (found.mean_value, found.standard_deviation, found.difference_to_paper) == (
+        2.0,
+        pytest.approx(math.sqrt(2)),
+        -1.0,
+    )
+    assert CellResult(cell, {0: 1.0}, ("a",)).standard_deviation is None
+    assert CellResult(cell, {}, ()).difference_to_paper is None
 
 
 # -- measures, on runs whose numbers are known ------------------------------------------------------------------------
@@ -287,13 +282,13 @@ def run(tmp_path):
     def run(method, *records):
         (tmp_path / "config.yaml").write_text(f"algorithm: {{name: {method}}}\nrounds: {len(records)}\n")
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        return Finished(tmp_path, "smoke")
+        return RecipeRun(tmp_path, "smoke")
 
     return run
 
 
 def cell_of(paper, table, row, column):
-    return next(c for c in find(paper, table).cells if (c.row, c.column) == (row, column))
+    return next(c for c in find_table(paper, table).cells if (c.row, c.column) == (row, column))
 
 
 def test_scores_of_the_clients_of_an_architecture(run):
@@ -301,17 +296,17 @@ def test_scores_of_the_clients_of_an_architecture(run):
     done = run("flha_ghn", {"round": 1, "clients": {}}, {"round": 2, "clients": rows})
     for arch in range(4):
         cell = cell_of("flha", "table1", "12.5 %, FLHA-GHN", f"CIFAR-10, Arch {arch}")
-        assert measure(cell, done) == pytest.approx(100 * (arch + arch + 4) / 20)
+        assert measure_cell(cell, done) == pytest.approx(100 * (arch + arch + 4) / 20)
     upper = cell_of("flha", "table1", "12.5 %, upper bound", "CIFAR-10, Arch 0")
-    assert measure(upper, done) == pytest.approx(35)
-    assert measure(cell_of("flha", "table1", "12.5 %, local training", "CIFAR-10, Arch 0"), done) is None
+    assert measure_cell(upper, done) == pytest.approx(35)
+    assert measure_cell(cell_of("flha", "table1", "12.5 %, local training", "CIFAR-10, Arch 0"), done) is None
 
 
 def test_auc_where_the_task_has_it(run):
     rows = {"client-000": {"global_auc": 0.75}, "client-001": {"global_auc": None}}
     done = run("flha_ghn", {"round": 1, "clients": rows})
-    assert measure(cell_of("flha", "table3", "25 %, FLHA-GHN", "Arch 0"), done) == 75
-    assert measure(cell_of("flha", "table3", "25 %, FLHA-GHN", "Arch 1"), done) is None
+    assert measure_cell(cell_of("flha", "table3", "25 %, FLHA-GHN", "Arch 0"), done) == 75
+    assert measure_cell(cell_of("flha", "table3", "25 %, FLHA-GHN", "Arch 1"), done) is None
 
 
 @pytest.mark.parametrize(("data", "shape"), [("EMNIST", (1, 28, 28)), ("CIFAR10", (3, 32, 32))])
@@ -324,14 +319,14 @@ def test_megabytes_of_the_papers_network_are_the_papers(run, data, shape):
         for r in (1, 2)
     ]
     cell = cell_of("pfedla", "table3", "megabytes", f"{data}, k = 0")
-    assert measure(cell, run("heur_pfedla", *history)) == pytest.approx(cell.paper, abs=0.03)
+    assert measure_cell(cell, run("heur_pfedla", *history)) == pytest.approx(cell.paper, abs=0.03)
 
 
 def test_the_drop_is_of_the_clients_that_keep_their_network(tmp_path):
     """With the figures of the paper's Table 7 as scores it is what section 5.4 says, 2.2 ± 1.4."""
-    folder, table = tmp_path / "out", find("flha", "table7")
+    folder, table = tmp_path / "out", find_table("flha", "table7")
     networks = ["resnet18", "flha_arch1", "flha_arch2", "flha_arch3"]
-    drop, spread = find("flha", "drop").cells
+    drop, spread = find_table("flha", "drop").cells
     assert drop.variants == spread.variants == ("none", "arch3", "arch2", "arch1", "arch0")
     runs = []
     for variant in drop.variants:
@@ -344,15 +339,15 @@ def test_the_drop_is_of_the_clients_that_keep_their_network(tmp_path):
             json.dumps({"algorithm": {"name": "flha_ghn"}, "model": models, "rounds": 1})
         )
         (place / "metrics.jsonl").write_text(json.dumps({"round": 1, "clients": rows}) + "\n")
-        runs.append(Finished(place, "smoke"))
+        runs.append(RecipeRun(place, "smoke"))
     done = replace(runs[0], others=tuple(runs[1:]))
-    assert measure(drop, done) == pytest.approx(27 / 12)
-    assert measure(spread, done) == pytest.approx(spread.paper, abs=0.05)
+    assert measure_cell(drop, done) == pytest.approx(27 / 12)
+    assert measure_cell(spread, done) == pytest.approx(spread.paper, abs=0.05)
 
-    recipes = {"flha_table7": read("flha_table7")}
-    assert _found(drop, recipes, "cpu", [0, 1], folder).by_seed == {0: pytest.approx(27 / 12)}
+    recipes = {"flha_table7": read_recipe("flha_table7")}
+    assert _cell_result(drop, recipes, "cpu", [0, 1], folder).value_by_seed == {0: pytest.approx(27 / 12)}
     shutil.rmtree(runs[-1].folder)  # one of the five is not there
-    assert _found(drop, recipes, "cpu", [0], folder).by_seed == {}
+    assert _cell_result(drop, recipes, "cpu", [0], folder).value_by_seed == {}
 
 
 def test_seconds_are_of_clients_and_server_over_all_rounds(run):
@@ -364,10 +359,10 @@ def test_seconds_are_of_clients_and_server_over_all_rounds(run):
     other.mkdir(parents=True)
     (other / "config.yaml").write_text("algorithm: {name: feddsnas}")
     (other / "metrics.jsonl").write_text(json.dumps({**row, "round": 1, "seconds_clients": 7.0, "seconds_server": 1.0}))
-    assert measure(cell_of("fedpnas", "fig3c", "CIFAR-10, seconds", "CA-FedPNAS"), done) == 12.0
-    assert measure(cell_of("fedpnas", "fig3c", "CIFAR-10, times FedDSNAS", "CA-FedPNAS"), done) == 1.5
-    assert measure(cell_of("fedpnas", "fig3c", "CIFAR-10, times FedDSNAS", "FedDSNAS"), done) == 1.0
-    assert measure(cell_of("fedpnas", "fig3c", "CIFAR-10, seconds", "CA-FedDSNAS"), done) is None
+    assert measure_cell(cell_of("fedpnas", "fig3c", "CIFAR-10, seconds", "CA-FedPNAS"), done) == 12.0
+    assert measure_cell(cell_of("fedpnas", "fig3c", "CIFAR-10, times FedDSNAS", "CA-FedPNAS"), done) == 1.5
+    assert measure_cell(cell_of("fedpnas", "fig3c", "CIFAR-10, times FedDSNAS", "FedDSNAS"), done) == 1.0
+    assert measure_cell(cell_of("fedpnas", "fig3c", "CIFAR-10, seconds", "CA-FedDSNAS"), done) is None
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
@@ -381,7 +376,7 @@ def test_every_table_at_smoke_scale(polyfed, paper, name):
     )
     assert (status, err) == (0, "")
     found = cells(polyfed.here / "here")
-    assert len(found) == len(find(paper, name).cells)
+    assert len(found) == len(find_table(paper, name).cells)
     lacking = {key for key, cell in found.items() if cell["ours"] is None}
     # the small network of this scale has four layers
     by_layer = {row for row, _ in found if row.startswith("layer-wise")}

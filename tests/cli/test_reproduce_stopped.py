@@ -17,7 +17,7 @@ from polyfed.simulation.runs.directory import read_metrics
 TWO_CORES = """
 import sys
 from polyfed.comparison import several
-several.usable_cores = lambda: 2
+several.num_usable_cores = lambda: 2
 from polyfed.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -8,11 +8,11 @@ import torch
 import yaml
 
 import polyfed as pf
-from polyfed.cli.commands.options import parse
+from polyfed.cli.commands.options import parse_configuration
 from polyfed.cli.main import main
-from polyfed.simulation.experiment import from_config, participants
+from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.runs.directory import read_metrics
-from polyfed.testing import without_times
+from polyfed.testing import without_durations
 
 CONFIG = {
     "data": {
@@ -37,7 +37,7 @@ def here(tmp_path, monkeypatch):
 
 def experiment(**data):
     config = {**CONFIG, "data": {**CONFIG["data"], **data}}
-    return from_config(parse([], config, "polyfed run"))
+    return build_experiment(parse_configuration([], config, "polyfed run"))
 
 
 def first_cells(out):
@@ -45,7 +45,7 @@ def first_cells(out):
 
 
 def test_newcomers_are_the_last_clients_with_their_data_and_networks():
-    everyone, found = participants(experiment(unseen=0)), participants(experiment())
+    everyone, found = load_participants(experiment(unseen=0)), load_participants(experiment())
     assert everyone.unseen == ()
     assert [c.id for c in found.clients] == ["client-000", "client-001"]
     assert [c.id for c in found.unseen] == ["client-002", "client-003"]
@@ -63,12 +63,12 @@ def test_a_run_with_newcomers_is_that_of_the_others_alone_and_resumed_without_th
     out = capsys.readouterr().out
     assert first_cells(out) == ["client-000", "client-001", "mean"]
     assert "client-002, client-003 took no part; `polyfed warmstart run` gives unseen clients their networks" in out
-    alone = participants(experiment(unseen=0)).clients[:2]
+    alone = load_participants(experiment(unseen=0)).clients[:2]
     expected = pf.federate(alone, experiment().algorithm, rounds=2, seed=3, workers=0)
-    assert without_times(read_metrics(here / "run/metrics.jsonl")) == without_times(expected.history)
+    assert without_durations(read_metrics(here / "run/metrics.jsonl")) == without_durations(expected.history)
     shutil.rmtree("run/checkpoint/round-000002")
     assert main(["resume", "run", "--quiet"]) == 0
-    assert without_times(read_metrics(here / "run/metrics.jsonl")) == without_times(expected.history)
+    assert without_durations(read_metrics(here / "run/metrics.jsonl")) == without_durations(expected.history)
     names = sorted(file.name for file in Path("run/models").glob("*.safetensors"))
     assert names == [f"client-00{i}.safetensors" for i in (0, 1)]
 

@@ -16,15 +16,15 @@ import yaml
 from safetensors.torch import load_file
 
 import polyfed as pf
-from polyfed.cli.commands.options import parse
+from polyfed.cli.commands.options import parse_configuration
 from polyfed.cli.main import main
-from polyfed.core.code import scope, trust_code
+from polyfed.core.code import temporary_trust, trust_code
 from polyfed.core.evaluation import evaluate
 from polyfed.models import ModelSpec
-from polyfed.simulation.experiment import from_config, participants
-from polyfed.simulation.runs.chain import of_config
+from polyfed.simulation.experiment import build_experiment, load_participants
+from polyfed.simulation.runs.chain import hash_config
 from polyfed.simulation.runs.directory import read_config
-from polyfed.simulation.unseen import as_unseen, compare_curves, load_server, warmstart
+from polyfed.simulation.unseen import build_unseen_client, compare_with_scratch, compute_warm_start, load_trained_server
 
 CONFIG = {
     "data": {
@@ -44,14 +44,14 @@ def two(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
 
 def experiment(**data):
     config = {**CONFIG, "data": {**CONFIG["data"], **data}}
-    return from_config(parse(["--workers", "0"], config, "polyfed run"))
+    return build_experiment(parse_configuration(["--workers", "0"], config, "polyfed run"))
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The run directory of a federation of two clients and two unseen clients."""
     folder = tmp_path_factory.mktemp("warmstart") / "run"
-    found = participants(experiment())
+    found = load_participants(experiment())
     e = experiment()
     pf.federate(
         found.clients, e.algorithm, rounds=2, seed=3, workers=0, out=folder, config=e.config,
@@ -67,7 +67,7 @@ def rewrite(folder, config):
     for file in files:
         content = json.loads(file.read_text())
         owner = content if file.name == "manifest.json" else content["bound"]
-        owner["config_sha256" if owner is content else "config"] = of_config(config)
+        owner["config_sha256" if owner is content else "config"] = hash_config(config)
         file.write_text(json.dumps(content))
 
 
@@ -132,15 +132,15 @@ def spec(*hidden):
 
 
 def started(client, model):
-    changed, _ = as_unseen(model, client.train, test=client.test, id=client.id)
-    return warmstart(load_server("run"), changed)
+    changed, _ = build_unseen_client(model, client.train, test=client.test, id=client.id)
+    return compute_warm_start(load_trained_server("run"), changed)
 
 
 @pytest.mark.thorough
 def test_all_newcomers_get_their_networks(polyfed, here):
     before = files_of(here / "run")
     out = polyfed("run")
-    found = participants(experiment())
+    found = load_participants(experiment())
     for client, model in zip(found.unseen, (spec(12, 12, 12), spec(12)), strict=True):
         expected = started(client, model)
         assert rows(out)[client.id] == [
@@ -163,7 +163,7 @@ def test_one_newcomer_with_another_network_and_file(polyfed, here):
     out = polyfed(
         "run", "--unseen=client-003", "--model", "mlp", "--model.hidden", "[12,20]", "--out", "new.safetensors"
     )
-    (client,) = participants(experiment()).unseen[1:]
+    (client,) = load_participants(experiment()).unseen[1:]
     expected = started(client, spec(12, 20))
     assert list(rows(out)) == ["client-003"]
     generated = 12 * 64 + 12
@@ -177,8 +177,8 @@ def test_one_newcomer_with_another_network_and_file(polyfed, here):
 
 def test_a_client_changes_its_network(polyfed):
     out = polyfed("run", "--client", "client-000", "--model=unseen_nets:narrow")
-    client = participants(experiment()).clients[0]
-    with scope():
+    client = load_participants(experiment()).clients[0]
+    with temporary_trust():
         trust_code("unseen_nets:narrow")
         expected = started(client, ModelSpec("unseen_nets:narrow", {}, (1, 8, 8), 10))
     numbers = ["60", "100 %", f"{expected.before['accuracy']:.3f}", f"{expected.after['accuracy']:.3f}"]
@@ -220,9 +220,9 @@ def test_a_run_made_in_python_serves_own_data(here, polyfed, refused):
 def test_training_goes_on_from_both_starts(polyfed):
     rates = ("--lr", "0.2", "--scratch-lr", "0.1")
     out = polyfed("run", "--unseen", "client-002", "--epochs", "3", *rates, "--plot", "curves.png")
-    client = participants(experiment()).unseen[0]
-    server, expected = load_server("run"), started(client, spec(12, 12, 12))
-    curves = compare_curves(server, expected, 3, lr=0.2, scratch_lr=0.1)
+    client = load_participants(experiment()).unseen[0]
+    server, expected = load_trained_server("run"), started(client, spec(12, 12, 12))
+    curves = compare_with_scratch(server, expected, 3, lr=0.2, scratch_lr=0.1)
     table = rows(out)
     assert [table[str(epoch)] for epoch in range(4)] == [
         [f"{warm:.3f}", f"{scratch:.3f}"] for warm, scratch in zip(curves.warm, curves.scratch, strict=True)
@@ -239,8 +239,8 @@ def test_training_goes_on_from_both_starts(polyfed):
 def test_text_data_and_global_scores(here, polyfed):
     config = read_config("run")
     config["data"] |= {"common_test": 0.2, "global_test": 30}
-    found = participants(from_config(config))
-    pf.federate(found.clients, from_config(config).algorithm, rounds=1, workers=0, out="common", config=config)
+    found = load_participants(build_experiment(config))
+    pf.federate(found.clients, build_experiment(config).algorithm, rounds=1, workers=0, out="common", config=config)
     out = polyfed("common", "--unseen", "client-002")
     assert re.search(r"global +│? ?global|global as", out)
     assert len(rows(out)["client-002"]) == 7

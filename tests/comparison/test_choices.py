@@ -9,8 +9,14 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedProx, Local
 from polyfed.comparison import finals, tuning
-from polyfed.comparison.choices import WEIGHT, Tried, chosen_words, ranked, ranked_alone
-from polyfed.comparison.directory import DESCRIPTION, read
+from polyfed.comparison.choices import (
+    POOLED_LOSS_WEIGHT,
+    SearchRun,
+    format_chosen_fields,
+    rank_runs,
+    rank_runs_for_client,
+)
+from polyfed.comparison.directory import DESCRIPTION, load_comparison
 from polyfed.comparison.reading import Budget
 from polyfed.core.errors import ClientError
 from polyfed.testing import small_clients
@@ -30,7 +36,7 @@ def tried(rate, losses, sizes, dropped=(), scores=None):
          "summary": {"val_auc": {"mean": 0.5 if scores is None else scores[t]}}}
         for t in range(len(next(iter(losses.values()))))
     ]  # fmt: skip
-    return Tried("any", {"lr": rate}, history, Budget(), sizes, "auc", frozenset(dropped))
+    return SearchRun("any", {"lr": rate}, history, Budget(), sizes, "auc", frozenset(dropped))
 
 
 SIZES = {"large": 180, "small": 18}
@@ -41,14 +47,14 @@ def test_a_small_site_does_not_outvote_a_large_one_whatever_the_metric_says():
     nothing; each example counts once."""
     poor = tried(0.003, {"large": [0.6] * 3, "small": [0.4] * 3}, SIZES, scores=[0.9] * 3)
     fair = tried(0.1, {"large": [0.5] * 3, "small": [0.7] * 3}, SIZES, scores=[0.1] * 3)
-    assert ranked([poor, fair], frozenset(SIZES))[0] is fair
+    assert rank_runs([poor, fair], frozenset(SIZES))[0] is fair
 
 
 def test_equal_losses_go_to_the_steadier_and_then_to_the_smaller_rate():
     wild = tried(0.1, {"large": [0.9, 0.5, 0.5, 0.5, 0.9, 0.5]}, SIZES)
     calm = tried(0.3, {"large": [0.9, 0.5, 0.5, 0.5, 0.5, 0.5]}, SIZES)
     less = tried(0.2, {"large": [0.9, 0.5, 0.5, 0.5, 0.5, 0.5]}, SIZES)
-    order = ranked([wild, calm, less], frozenset({"large"}))
+    order = rank_runs([wild, calm, less], frozenset({"large"}))
     assert [one.fields["lr"] for one in order] == [0.2, 0.3, 0.1]
 
 
@@ -56,17 +62,17 @@ def test_each_site_alone_has_its_own_rate_as_far_as_its_examples_say():
     """A large site goes by its own loss. Of a small one the loss of all counts too, as so many examples."""
     low = tried(0.01, {"large": [0.3] * 3, "small": [0.5] * 3}, SIZES)
     high = tried(0.1, {"large": [0.6] * 3, "small": [0.45] * 3}, SIZES)
-    assert ranked_alone([low, high], "large")[0][0] is low
-    assert ranked_alone([low, high], "small")[0][0] is low  # by the loss of all
+    assert rank_runs_for_client([low, high], "large")[0][0] is low
+    assert rank_runs_for_client([low, high], "small")[0][0] is low  # by the loss of all
     clear = tried(0.1, {"large": [0.31] * 3, "small": [0.1] * 3}, SIZES)
-    assert ranked_alone([low, clear], "small")[0][0] is clear
-    assert ranked_alone([low, clear], "large")[0][0] is low
-    assert ranked_alone([low, clear], "nobody") == []
+    assert rank_runs_for_client([low, clear], "small")[0][0] is clear
+    assert rank_runs_for_client([low, clear], "large")[0][0] is low
+    assert rank_runs_for_client([low, clear], "nobody") == []
 
 
 def test_the_round_is_the_sites_own_too():
     one = tried(0.1, {"large": [0.5, 0.4, 0.3, 0.2, 0.1], "small": [0.5, 0.4, 0.5, 3.0, 4.0]}, SIZES)
-    rounds = {client: ranked_alone([one], client)[0][1] for client in SIZES}
+    rounds = {client: rank_runs_for_client([one], client)[0][1] for client in SIZES}
     assert rounds["small"] < rounds["large"] == 5
 
 
@@ -74,21 +80,21 @@ def test_the_round_is_the_sites_own_too():
 def test_a_site_that_explodes_or_fails_has_no_say_in_the_choice_of_the_others(exploded):
     safe = tried(0.01, {"large": [0.5] * 3, "small": [0.6] * 3}, SIZES)
     bold = tried(0.1, {"large": [0.3] * 3, "small": [exploded] * 3}, SIZES)
-    assert ranked_alone([safe, bold], "large")[0][0] is bold
-    assert ranked_alone([safe, bold], "small")[0][0] is safe
-    assert ranked([safe, bold], frozenset(SIZES))[0] is safe
+    assert rank_runs_for_client([safe, bold], "large")[0][0] is bold
+    assert rank_runs_for_client([safe, bold], "small")[0][0] is safe
+    assert rank_runs([safe, bold], frozenset(SIZES))[0] is safe
 
 
 def test_a_site_whose_training_failed_in_a_run_does_not_choose_it():
     safe = tried(0.01, {"large": [0.5] * 3, "small": [0.6] * 3}, SIZES)
     bold = tried(0.1, {"large": [0.3] * 3, "small": [0.1] * 3}, SIZES, dropped=["small"])
-    assert ranked_alone([safe, bold], "small")[0][0] is safe
+    assert rank_runs_for_client([safe, bold], "small")[0][0] is safe
 
 
 def test_words_for_what_was_chosen():
     tuned = {"chosen": {"lr": 0.1}, "by_client": {"a": {"lr": 0.1, "momentum": 0.9}, "b": {"lr": 0.1, "momentum": 0.9}}}
-    assert chosen_words(tuned) == "lr 0.1, momentum 0.9"
-    assert chosen_words({"chosen": {}}) == ""
+    assert format_chosen_fields(tuned) == "lr 0.1, momentum 0.9"
+    assert format_chosen_fields({"chosen": {}}) == ""
 
 
 def favouring(best):
@@ -101,7 +107,7 @@ def favouring(best):
                 for record in one.history:
                     losses = {}
                     for client, rate in best.items():
-                        used = job.method.at(client).lr if isinstance(job.method, Local) else job.method.lr
+                        used = job.method.options_for(client).lr if isinstance(job.method, Local) else job.method.lr
                         losses[client] = math.log(used / rate) ** 2 + 1 / record["round"]
                     set_loss(record, losses)
             return played, failed
@@ -122,7 +128,7 @@ BEST = {"client-0": 0.01, "client-1": 1.0}
 
 def prepare(monkeypatch, best=BEST):
     for module in (tuning, finals):
-        monkeypatch.setattr(module, "play", favouring(best)(module.play))
+        monkeypatch.setattr(module, "run_jobs", favouring(best)(module.run_jobs))
 
 
 def test_local_is_compared_with_a_rate_for_each_client(monkeypatch, tmp_path):
@@ -139,7 +145,7 @@ def test_local_is_compared_with_a_rate_for_each_client(monkeypatch, tmp_path):
     assert any("local at client-0, client-1" in text for text in found.results["warnings"])
     run = found.results["methods"]["local"]["runs"]["0"]
     assert run["rounds"] == {"client-0": 2, "client-1": 2}  # the means of three neighbours have round 2 alone
-    assert read(tmp_path / "a").results == found.results
+    assert load_comparison(tmp_path / "a").results == found.results
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("metrics.jsonl")}
     assert pf.compare(two(), ["fedprox"], **words).results == found.results
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("metrics.jsonl")} == before
@@ -154,15 +160,17 @@ def test_the_search_goes_on_on_either_side_for_clients_that_choose_alone(monkeyp
 
 def test_a_choice_that_diverges_with_another_seed_gives_way_for_that_client_alone(monkeypatch, tmp_path):
     prepare(monkeypatch)
-    good = finals.play
+    good = finals.run_jobs
 
     def diverging(plan, jobs):
         played, failed = good(plan, jobs)
-        wrong = [job for job in played if isinstance(job.method, Local) and job.method.at("client-1").lr == 1.0]
+        wrong = [
+            job for job in played if isinstance(job.method, Local) and job.method.options_for("client-1").lr == 1.0
+        ]
         failure = ClientError(1, "client-1", "local", "diverged")
         return {j: one for j, one in played.items() if j not in wrong}, failed | dict.fromkeys(wrong, failure)
 
-    monkeypatch.setattr(finals, "play", diverging)
+    monkeypatch.setattr(finals, "run_jobs", diverging)
     words = QUICK | {"tune": {"lr": [0.01, 0.1, 1.0]}, "out": tmp_path / "a"}
     found = pf.compare(two(), ["fedprox"], **words)
     told = found.results["tuning"]["methods"]["local"]
@@ -192,15 +200,23 @@ def test_where_each_seed_deals_the_data_again_all_clients_have_one_choice(monkey
     prepare(monkeypatch)
     found = pf.compare(two(), ["fedprox"], **QUICK, tune={"lr": [0.01, 0.1, 1.0]})
     assert "by_client" in found.results["tuning"]["methods"]["local"]
-    from polyfed.comparison.compare import carry_out
-    from polyfed.comparison.contenders import methods_of
-    from polyfed.comparison.plans import Cast, Plan
+    from polyfed.comparison.compare import run_comparison
+    from polyfed.comparison.contenders import select_methods
+    from polyfed.comparison.plans import ClientSet, ComparisonPlan
     from polyfed.simulation.settings import Settings
 
-    casts = {0: Cast(tuple(two())), 1: Cast(tuple(two((torch.zeros(200, 6), torch.arange(200) % 3))))}
-    plan = Plan("", methods_of(["fedprox"]), (0, 1), Settings(rounds=3), casts.__getitem__, parallel=1, quiet=True,
-                search={"lr": [0.01, 0.1, 1.0]})  # fmt: skip
-    told = carry_out(plan).results["tuning"]["methods"]["local"]
+    casts = {0: ClientSet(tuple(two())), 1: ClientSet(tuple(two((torch.zeros(200, 6), torch.arange(200) % 3))))}
+    plan = ComparisonPlan(
+        "",
+        select_methods(["fedprox"]),
+        (0, 1),
+        Settings(rounds=3),
+        casts.__getitem__,
+        parallel_runs=1,
+        quiet=True,
+        search_space={"lr": [0.01, 0.1, 1.0]},
+    )
+    told = run_comparison(plan).results["tuning"]["methods"]["local"]
     assert "by_client" not in told
     assert told["chosen"] == {"lr": 0.1}
 
@@ -230,7 +246,9 @@ def test_a_clients_own_loss_chooses_ends_and_leaves_out_models_of_another_loss()
 
     clients = [pf.Client(c.id, c.model, c.train, c.test, val=c.val, loss=own) for c in small_clients(2)]
     run = pf.federate(clients, Local(lr=0.1), rounds=2)
-    assert all(record["clients"][c]["val_loss"] < 0 for record in run.history for c in run.federation.roster.ids)
+    assert all(
+        record["clients"][c]["val_loss"] < 0 for record in run.history for c in run.federation.client_registry.ids
+    )
     found = pf.compare(clients, ["fedprox"], **QUICK | {"references": True, "seeds": [0]}, tune={"lr": [1e-9, 0.1]})
     assert found.results["references"].keys() == {"pooled"}
     assert any("loss of their own" in sentence for sentence in found.results["left_out"])
@@ -238,4 +256,4 @@ def test_a_clients_own_loss_chooses_ends_and_leaves_out_models_of_another_loss()
 
 
 def test_the_weight_of_all_is_that_of_the_simulation():
-    assert WEIGHT in (5, 10, 20, 50, 100)
+    assert POOLED_LOSS_WEIGHT in (5, 10, 20, 50, 100)

@@ -15,9 +15,9 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import CAFedPNAS, FedAvg, FedProx, Local, PFedLA
-from polyfed.comparison.contenders import methods_of
-from polyfed.comparison.directory import read
-from polyfed.comparison.several import side_by_side
+from polyfed.comparison.contenders import select_methods
+from polyfed.comparison.directory import load_comparison
+from polyfed.comparison.several import run_in_processes
 from polyfed.simulation.runs.directory import read_config
 from polyfed.testing import small_clients
 
@@ -73,7 +73,7 @@ def test_scores_bytes_and_means_are_those_of_the_runs(tmp_path):
     clients = small_clients(3)
     found = pf.compare(clients, {"prox": FedProx(mu=0.5, lr=0.1)}, **QUICK, out=tmp_path / "out")
     content = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert content == read(tmp_path / "out").results == found.results
+    assert content == load_comparison(tmp_path / "out").results == found.results
     assert list(content["methods"]) == ["local", "fedavg", "fedavg_ft", "prox"]
     for label, method in {"prox": FedProx(mu=0.5, lr=0.1), "local": Local(lr=0.1)}.items():
         for seed in (0, 1):
@@ -112,10 +112,10 @@ def test_left_out_with_the_reason_and_compared_unasked():
 
 
 def test_local_training_is_equal_and_taken_over():
-    methods = methods_of([FedProx(lr=0.3, local_epochs=4, batch_size=8, mu=2.0), "pfedla"])
+    methods = select_methods([FedProx(lr=0.3, local_epochs=4, batch_size=8, mu=2.0), "pfedla"])
     assert {type(m) for m in methods.values()} >= {Local, FedAvg, PFedLA}
     assert {(m.lr, m.local_epochs, m.batch_size) for m in methods.values()} == {(0.3, 4, 8)}
-    plain = methods_of(["pfedla", "fedprox"])
+    plain = select_methods(["pfedla", "fedprox"])
     assert len({(m.local_epochs, m.local_steps, m.batch_size) for m in plain.values()}) == 1
     with pytest.raises(pf.UserError, match=r"must train equally in each round, but .*local_epochs=4.*local_epochs=1"):
         pf.compare(small_clients(2), {"a": FedAvg(local_epochs=4), "b": FedProx(local_epochs=1)}, **QUICK)
@@ -123,15 +123,15 @@ def test_local_training_is_equal_and_taken_over():
 
 def test_a_method_with_an_optimiser_of_its_own_keeps_it():
     """The hypernetwork of FLHA-GHN diverges at the rate of a client's network; its relatives share a supernet's."""
-    methods = methods_of([FedAvg(lr=0.3, local_epochs=4, batch_size=8, weight_decay=0.1), "flha_ghn", "fedrep"])
+    methods = select_methods([FedAvg(lr=0.3, local_epochs=4, batch_size=8, weight_decay=0.1), "flha_ghn", "fedrep"])
     ghn, rep = methods["flha_ghn"], methods["fedrep"]
     assert (ghn.lr, ghn.clip_norm, ghn.schedule, ghn.weight_decay) == (0.009, 5.0, "cosine", 0.0)
     assert (ghn.local_epochs, ghn.batch_size) == (4, 8)
     assert (rep.lr, rep.local_epochs, rep.batch_size, rep.weight_decay) == (0.3, 4, 8, 0.1)
-    searching = methods_of([CAFedPNAS(lr=0.002), "feddsnas", "local"])
+    searching = select_methods([CAFedPNAS(lr=0.002), "feddsnas", "local"])
     assert (searching["feddsnas"].lr, searching["feddsnas"].optimizer) == (0.002, "adam")
     assert (searching["local"].lr, searching["local"].optimizer, searching["local"].batch_size) == (0.01, "sgd", 48)
-    behind = methods_of([CAFedPNAS(), FedAvg(lr=0.3, batch_size=48), "local"])  # the first that trains alike
+    behind = select_methods([CAFedPNAS(), FedAvg(lr=0.3, batch_size=48), "local"])  # the first that trains alike
     assert behind["local"].lr == 0.3
 
 
@@ -230,13 +230,13 @@ def test_a_process_that_dies_or_fails_is_told_and_stops_the_others():
 
     start = time.monotonic()
     with pytest.raises(ChildProcessError, match="the process of a died"):
-        list(side_by_side(iter([("a", lambda: os.kill(os.getpid(), signal.SIGKILL)), ("b", late)]), 2))
+        list(run_in_processes(iter([("a", lambda: os.kill(os.getpid(), signal.SIGKILL)), ("b", late)]), 2))
 
     def refused():
         raise pf.UserError("no such file")
 
     with pytest.raises(pf.UserError, match="no such file"):
-        list(side_by_side(iter([("a", refused), ("b", late)]), 2))
+        list(run_in_processes(iter([("a", refused), ("b", late)]), 2))
     assert time.monotonic() - start < 20
 
 
@@ -288,7 +288,7 @@ def test_a_run_that_fails_does_not_stop_the_others(processes):
     def wrong():
         raise pf.ClientError(3, "north", "local", "no power")
 
-    found = dict(side_by_side(iter([("a", wrong), ("b", lambda: 2)]), processes))
+    found = dict(run_in_processes(iter([("a", wrong), ("b", lambda: 2)]), processes))
     assert found["b"] == 2
     assert str(found["a"]) == "round 3, client 'north', phase 'local': no power"
 

@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed import algorithms
 from polyfed.algorithms.averaging import Averaging
 from polyfed.cli.main import main
-from polyfed.comparison.contenders import by_name
+from polyfed.comparison.contenders import build_method_with_training_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +27,15 @@ def plain(monkeypatch):
 
 def test_a_refused_value_is_traced_to_the_method_it_came_from(plain):
     with pytest.raises(pf.UserError) as refused:
-        by_name("plain", pf.algorithms.FedAvg(momentum=0.9))
+        build_method_with_training_of("plain", pf.algorithms.FedAvg(momentum=0.9))
     assert "Plain: momentum must be 0, got 0.9; momentum=0.9 is taken over from fedavg" in str(refused.value)
     assert "give plain a momentum of its own" in str(refused.value)
-    assert by_name("plain", pf.algorithms.FedAvg(momentum=0.9), {"momentum": 0.0}).momentum == 0.0
+    assert build_method_with_training_of("plain", pf.algorithms.FedAvg(momentum=0.9), {"momentum": 0.0}).momentum == 0.0
 
 
 def test_a_refused_value_of_the_methods_own_is_not_blamed_on_another(plain):
     with pytest.raises(pf.UserError) as refused:
-        by_name("plain", pf.algorithms.FedAvg(), {"momentum": 0.5})
+        build_method_with_training_of("plain", pf.algorithms.FedAvg(), {"momentum": 0.5})
     assert str(refused.value) == "Plain: momentum must be 0, got 0.5"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import polyfed as pf
-from polyfed.comparison.continuing import conflict
+from polyfed.comparison.continuing import describe_conflict
 from polyfed.testing import small_clients
 
 CLIENTS = small_clients(2)
@@ -56,9 +56,9 @@ def test_descriptions_of_the_command_line_are_compared_alike():
     before = {"seeds": [0], "experiment": {"methods": {"local": {"lr": 0.1}}, "references": True, "same_data": True}}
     now = {"seeds": [0, 1], "experiment": {"methods": {"local": {"lr": 0.1}, "fedavg": {}}, "references": False,
                                            "same_data": True}}  # fmt: skip
-    assert conflict(before, now) == ""
-    assert conflict(before, {**now, "experiment": {**now["experiment"], "same_data": False}})
-    assert conflict({**before, "resplit": 1}, {**now, "resplit": 2})
+    assert describe_conflict(before, now) == ""
+    assert describe_conflict(before, {**now, "experiment": {**now["experiment"], "same_data": False}})
+    assert describe_conflict({**before, "resplit": 1}, {**now, "resplit": 2})
 
 
 def hospitals(rows=90):
@@ -69,8 +69,10 @@ def hospitals(rows=90):
 
 
 def test_fedhenn_is_compared_on_dealings_of_a_table_with_public_rows():
-    sites = pf.data.table(hospitals(), "ill", "hospital", preprocess="federated", public_fraction=0.2)
-    clients = sites.clients(lambda: torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)))
+    sites = pf.data.split_table(hospitals(), "ill", "hospital", preprocess="federated", public_fraction=0.2)
+    clients = sites.build_clients(
+        lambda: torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    )
     words = {"public": sites.public, "references": False, "metrics": "auc"}
     fedhenn = pf.algorithms.FedHeNN(rad_size=10, rad_batch=10)
     compared = pf.compare(clients, [fedhenn, "fedmd"], resplit=2, **words, **QUICK)

@@ -10,18 +10,18 @@ from scipy import stats
 from polyfed.comparison import influence
 from polyfed.comparison.crossed import (
     ALPHA,
-    LEVEL,
-    Dealt,
+    CONFIDENCE_LEVEL,
+    ResplitDifferences,
+    estimate_by_client,
+    estimate_from_resplits,
+    estimate_mean,
+    estimate_variance_components,
     gain_interval,
-    of_mean,
-    of_sites,
-    of_splits,
-    parts,
     score_interval,
 )
-from polyfed.comparison.curves import Point, first_reaching, within
-from polyfed.comparison.influence import GROUPS, pseudo_values
-from polyfed.core.metrics import METRICS, Metric, metrics_of
+from polyfed.comparison.curves import CurvePoint, first_point_reaching_target, last_point_within_budget
+from polyfed.comparison.influence import NUM_GROUPS, jackknife_pseudo_values
+from polyfed.core.metrics import METRICS, Metric, resolve_metrics
 
 ACCURACY, AUC, R2 = METRICS["accuracy"], METRICS["auc"], METRICS["r2"]
 
@@ -54,14 +54,14 @@ def test_the_variance_of_one_seed_is_delong_s():
     one = np.round(rng.normal(size=60) + positive, 1)  # with ties
     other = np.round(0.5 * one + rng.normal(size=60), 1)
     targets = torch.from_numpy(positive.astype(np.int64))
-    found = parts(AUC, [scored(one)], [scored(other)], targets)
+    found = estimate_variance_components(AUC, [scored(one)], [scored(other)], targets)
     (p1, n1), (p2, n2) = placements(one, positive), placements(other, positive)
-    assert found.value == pytest.approx(p1.mean() - p2.mean())
+    assert found.mean == pytest.approx(p1.mean() - p2.mean())
     m, q, n = len(p1), len(n1), 60
     jackknife = [(d - d.mean()) / (len(d) - 1) for d in (p1 - p2, n1 - n2)]
-    assert found.examples == pytest.approx((n - 1) / n * sum(float((d**2).sum()) for d in jackknife))
+    assert found.example_variance == pytest.approx((n - 1) / n * sum(float((d**2).sum()) for d in jackknife))
     delong = (p1 - p2).var(ddof=1) / m + (n1 - n2).var(ddof=1) / q
-    assert delong < found.examples < 1.06 * delong
+    assert delong < found.example_variance < 1.06 * delong
 
 
 def test_one_seed_of_accuracy_agrees_with_mcnemar():
@@ -70,7 +70,10 @@ def test_one_seed_of_accuracy_agrees_with_mcnemar():
     for only_one, only_other in ((20, 5), (14, 4), (30, 30), (9, 1), (6, 0), (40, 22)):
         ours, theirs = np.ones(200, dtype=bool), np.ones(200, dtype=bool)
         ours[:only_other], theirs[only_other : only_other + only_one] = False, False
-        one = of_mean([parts(ACCURACY, [logits(ours, targets)], [logits(theirs, targets)], targets)], alpha=1 - LEVEL)
+        one = estimate_mean(
+            [estimate_variance_components(ACCURACY, [logits(ours, targets)], [logits(theirs, targets)], targets)],
+            alpha=1 - CONFIDENCE_LEVEL,
+        )
         n = only_one + only_other
         least = min(only_one, only_other)
         mid = min(1.0, 2 * (stats.binom.cdf(least, n, 0.5) - 0.5 * stats.binom.pmf(least, n, 0.5)))
@@ -92,7 +95,7 @@ def test_pseudo_values_are_those_of_leaving_one_out(name):
         outputs, targets = torch.from_numpy(rng.normal(size=(20, 1))), torch.from_numpy(rng.normal(size=(20, 1)))
     else:
         outputs, targets = torch.from_numpy(rng.normal(size=(20, 3))), torch.arange(20) % 3
-    score, values = pseudo_values(metric, outputs, targets)
+    score, values = jackknife_pseudo_values(metric, outputs, targets)
     assert score == pytest.approx(metric(outputs, targets))
     assert values == pytest.approx(np.array(brute(metric, outputs, targets)))
 
@@ -100,9 +103,9 @@ def test_pseudo_values_are_those_of_leaving_one_out(name):
 def test_ranks_and_pairs_give_the_same_areas(monkeypatch):
     rng = np.random.default_rng(11)
     outputs, targets = torch.from_numpy(np.round(rng.normal(size=(60, 4)), 1)), torch.arange(60) % 4
-    by_pairs = pseudo_values(AUC, outputs, targets)
+    by_pairs = jackknife_pseudo_values(AUC, outputs, targets)
     monkeypatch.setattr(influence, "_PAIRS", 0)
-    by_ranks = pseudo_values(AUC, outputs, targets)
+    by_ranks = jackknife_pseudo_values(AUC, outputs, targets)
     assert by_ranks[0] == pytest.approx(by_pairs[0])
     assert by_ranks[1] == pytest.approx(by_pairs[1])
 
@@ -116,11 +119,11 @@ def test_many_examples_are_left_out_in_groups_that_depend_on_the_targets_alone()
 
     targets = torch.from_numpy(np.random.default_rng(2).permutation(np.arange(300) % 3 == 0).astype(np.int64))
     outputs = torch.from_numpy(np.random.default_rng(3).normal(size=(300, 2)))
-    _, values = pseudo_values(Metric("recall", recall), outputs, targets)
-    assert len(values) == GROUPS
+    _, values = jackknife_pseudo_values(Metric("recall", recall), outputs, targets)
+    assert len(values) == NUM_GROUPS
     assert set(calls[1:]) == {294}
-    mean = pseudo_values(Metric("average", lambda o, t: float(o[:, 0].mean())), outputs, targets)[1]
-    assert mean.var(ddof=1) / GROUPS == pytest.approx(outputs[:, 0].numpy().var(ddof=1) / 300, rel=0.5)
+    mean = jackknife_pseudo_values(Metric("average", lambda o, t: float(o[:, 0].mean())), outputs, targets)[1]
+    assert mean.var(ddof=1) / NUM_GROUPS == pytest.approx(outputs[:, 0].numpy().var(ddof=1) / 300, rel=0.5)
 
 
 def test_the_mean_squares_are_those_of_the_table():
@@ -129,20 +132,22 @@ def test_the_mean_squares_are_those_of_the_table():
     targets = torch.from_numpy(rng.integers(0, 2, 30))
     ours, theirs = ([scored(rng.normal(size=30)) for _ in range(3)] for _ in range(2))
     metric = METRICS["brier"]
-    table = np.array([metric.parts(t, targets) - metric.parts(o, targets) for o, t in zip(ours, theirs, strict=True)])
-    found = parts(metric, ours, theirs, targets)
-    assert found.value == pytest.approx(table.mean())  # positive where the loss is lower
+    table = np.array(
+        [metric.per_example(t, targets) - metric.per_example(o, targets) for o, t in zip(ours, theirs, strict=True)]
+    )
+    found = estimate_variance_components(metric, ours, theirs, targets)
+    assert found.mean == pytest.approx(table.mean())  # positive where the loss is lower
     rows, columns, grand = table.mean(axis=1), table.mean(axis=0), table.mean()
     seeds = 30 * ((rows - grand) ** 2).sum() / 2
     examples = 3 * ((columns - grand) ** 2).sum() / 29
     rest = ((table - rows[:, None] - columns + grand) ** 2).sum() / 58
-    assert found.seeds + found.rest == pytest.approx(seeds / 90)
-    assert found.rest == pytest.approx(rest / 90)
-    assert found.examples == pytest.approx(max(examples - rest, 0) / 90)
-    one = of_mean([found])
+    assert found.seed_variance + found.residual_variance == pytest.approx(seeds / 90)
+    assert found.residual_variance == pytest.approx(rest / 90)
+    assert found.example_variance == pytest.approx(max(examples - rest, 0) / 90)
+    one = estimate_mean([found])
     half = math.sqrt(
         stats.t.ppf(1 - ALPHA / 2, 2) ** 2 * seeds / 90
-        + stats.t.ppf(1 - ALPHA / 2, found.freedom) ** 2 * found.examples
+        + stats.t.ppf(1 - ALPHA / 2, found.degrees_of_freedom) ** 2 * found.example_variance
     )
     assert (one.low, one.high) == (pytest.approx(grand - half), pytest.approx(grand + half))
 
@@ -150,15 +155,17 @@ def test_the_mean_squares_are_those_of_the_table():
 def test_what_is_certain_and_what_is_not_defined():
     targets = torch.tensor([0, 1] * 20)
     same = logits(np.ones(40, dtype=bool), targets)
-    equal = of_mean([parts(ACCURACY, [same, same], [same, same], targets)])
+    equal = estimate_mean([estimate_variance_components(ACCURACY, [same, same], [same, same], targets)])
     assert equal.low < 0 < equal.high  # two networks that agree on 40 examples may differ on others
     assert equal.p == 1.0
     one_positive = torch.tensor([1] + [0] * 39)
-    assert parts(AUC, [scored(np.arange(40.0))], None, one_positive) is None
-    assert parts(AUC, [scored(np.arange(40.0))], None, torch.zeros(40, dtype=torch.int64)) is None
+    assert estimate_variance_components(AUC, [scored(np.arange(40.0))], None, one_positive) is None
+    assert (
+        estimate_variance_components(AUC, [scored(np.arange(40.0))], None, torch.zeros(40, dtype=torch.int64)) is None
+    )
     assert score_interval(AUC, [scored(np.arange(40.0))], one_positive) is None
     nan = torch.full((40, 2), float("nan"))
-    assert parts(AUC, [nan], [same], targets) is None
+    assert estimate_variance_components(AUC, [nan], [same], targets) is None
     low, high = score_interval(ACCURACY, [same], targets)[1:]
     assert 0.8 < low < 1.0 < high  # not a certainty of 100 %
 
@@ -168,7 +175,7 @@ def test_an_interval_holds_what_was_seen():
     the middle of the interval is moved by more than its width."""
     targets = torch.arange(10).repeat(10)
     always = [torch.eye(10)[torch.full((100,), said)] for said in range(2)]
-    found = of_mean([parts(ACCURACY, always, None, targets)] * 10)
+    found = estimate_mean([estimate_variance_components(ACCURACY, always, None, targets)] * 10)
     assert found.value == pytest.approx(0.1)
     assert found.low <= found.value <= found.high
 
@@ -188,11 +195,11 @@ def test_p_is_where_the_interval_touches_zero():
     targets = torch.tensor([0, 1] * 40)
     for _ in range(5):
         ours, theirs = ([scored(rng.normal(size=80) + k * targets.numpy()) for _ in range(3)] for k in (1.2, 0.6))
-        one = parts(AUC, ours, theirs, targets)
-        for found in (of_mean([one], tests=2), of_sites([one, one], tests=2)[0]):
-            assert (found.p <= 1 - LEVEL) == (found.low > 0 or found.high < 0)
-        mean = of_mean([one])
-        at = of_mean([one], alpha=min(mean.p, 1.0) * ALPHA / (1 - LEVEL))
+        one = estimate_variance_components(AUC, ours, theirs, targets)
+        for found in (estimate_mean([one], tests=2), estimate_by_client([one, one], tests=2)[0]):
+            assert (found.p <= 1 - CONFIDENCE_LEVEL) == (found.low > 0 or found.high < 0)
+        mean = estimate_mean([one])
+        at = estimate_mean([one], alpha=min(mean.p, 1.0) * ALPHA / (1 - CONFIDENCE_LEVEL))
         assert min(abs(at.low), abs(at.high)) < 1e-6
 
 
@@ -200,21 +207,29 @@ def test_more_sites_methods_and_fewer_seeds_are_wider():
     rng = np.random.default_rng(7)
     targets = torch.tensor([0, 1] * 40)
     outputs = [[scored(rng.normal(size=80)) for _ in range(6)] for _ in range(2)]
-    whole, half = (parts(AUC, outputs[0][:k], outputs[1][:k], targets) for k in (6, 3))
+    whole, half = (estimate_variance_components(AUC, outputs[0][:k], outputs[1][:k], targets) for k in (6, 3))
     width = [
-        e.high - e.low for e in (of_sites([whole])[0], of_sites([whole] * 4)[0], of_sites([whole] * 4, tests=5)[0])
+        e.high - e.low
+        for e in (
+            estimate_by_client([whole])[0],
+            estimate_by_client([whole] * 4)[0],
+            estimate_by_client([whole] * 4, tests=5)[0],
+        )
     ]
     assert width[0] < width[1] < width[2]
-    assert of_mean([whole]).high - of_mean([whole]).low < of_mean([half]).high - of_mean([half]).low
+    assert (
+        estimate_mean([whole]).high - estimate_mean([whole]).low
+        < estimate_mean([half]).high - estimate_mean([half]).low
+    )
 
 
 def test_dealings_share_examples():
     """Nadeau and Bengio 2003, eq. 9: variance (1/K + test/train)·s², K − 1 degrees of freedom."""
     values = [0.02, 0.05, 0.03, 0.06]
-    (found,) = of_splits([Dealt(values, 100, 50)], alpha=0.05)
+    (found,) = estimate_from_resplits([ResplitDifferences(values, 100, 50)], alpha=0.05)
     half = stats.t.ppf(0.975, 3) * math.sqrt(0.75) * np.std(values, ddof=1)
     assert (found.low, found.high) == (pytest.approx(0.04 - half), pytest.approx(0.04 + half))
-    four = of_splits([Dealt(values, 100, 50)] * 4, alpha=0.05)[0]
+    four = estimate_from_resplits([ResplitDifferences(values, 100, 50)] * 4, alpha=0.05)[0]
     assert found.high <= four.high < 0.04 + stats.t.ppf(1 - 0.0125 / 2, 3) * math.sqrt(0.75) * np.std(values, ddof=1)
 
 
@@ -246,9 +261,9 @@ def wrong(name, clients, examples, seeds, repetitions):
     """Share of comparisons with a false claim about the mean, and about a site or more."""
     rng, metric, false = np.random.default_rng([clients, examples, seeds]), METRICS[name], [0, 0]
     for _ in range(repetitions):
-        sites = [parts(metric, *site) for site in drawn(name, clients, examples, seeds, rng)]
-        false[0] += of_mean(sites).p <= 1 - LEVEL
-        false[1] += any(site.p <= 1 - LEVEL for site in of_sites(sites))
+        sites = [estimate_variance_components(metric, *site) for site in drawn(name, clients, examples, seeds, rng)]
+        false[0] += estimate_mean(sites).p <= 1 - CONFIDENCE_LEVEL
+        false[1] += any(site.p <= 1 - CONFIDENCE_LEVEL for site in estimate_by_client(sites))
     return [count / repetitions for count in false]
 
 
@@ -281,7 +296,7 @@ def test_an_interval_over_seeds_alone_would_claim_much():
     """What went before: Student's t over the seeds, which share their test examples. The check above can fail."""
     rng, false = np.random.default_rng(8), 0
     for _ in range(60):
-        sites = [parts(AUC, *site) for site in drawn("auc", 4, 40, 5, rng)]
+        sites = [estimate_variance_components(AUC, *site) for site in drawn("auc", 4, 40, 5, rng)]
         means = np.mean([site.values for site in sites], axis=0)
         false += abs(means.mean()) > stats.t.ppf(0.975, 4) * stats.sem(means)
     assert false / 60 > 0.12
@@ -295,7 +310,7 @@ def test_a_difference_that_is_there_is_found():
         ours, theirs = (
             [scored(hard + rng.normal(0, 0.7, 200) + gain * targets.numpy()) for _ in range(3)] for gain in (2.0, 1.0)
         )
-        found += of_mean([parts(AUC, ours, theirs, targets)]).low > 0
+        found += estimate_mean([estimate_variance_components(AUC, ours, theirs, targets)]).low > 0
     assert found >= 18
 
 
@@ -309,24 +324,26 @@ def test_intervals_of_means_over_many_small_sites_hold_the_truth_where_there_is_
     for _ in range(repeats):
         ours, theirs = rng.uniform(0.8, 1.0, clients), rng.uniform(0.1, 0.5, clients)
         right = [[logits(rng.random(examples) < p, targets) for p in chances] for chances in (ours, theirs)]
-        gain = of_mean([parts(ACCURACY, [o], [t], targets) for o, t in zip(*right, strict=True)])
-        score = of_mean([parts(ACCURACY, [o], None, targets) for o in right[0]])
+        gain = estimate_mean(
+            [estimate_variance_components(ACCURACY, [o], [t], targets) for o, t in zip(*right, strict=True)]
+        )
+        score = estimate_mean([estimate_variance_components(ACCURACY, [o], None, targets) for o in right[0]])
         missed["gain"] += not gain.low <= (ours - theirs).mean() <= gain.high
         missed["score"] += not score.low <= ours.mean() <= score.high
     assert max(missed.values()) < 9, missed
 
 
 def test_budget_and_target_on_a_curve():
-    points = [Point(2, 0.5, 20, 2.0), Point(4, None, 40, 4.0), Point(6, 0.7, 60, 6.0)]
-    assert within(points, "steps", None).round == 6
-    assert within(points, "bytes", 60).round == 6
-    assert within(points, "bytes", 59).round == 4
-    assert within(points, "seconds", 1.9) is None
-    assert first_reaching(points, 0.5).round == 2
-    assert first_reaching(points, 0.6).round == 6
-    assert first_reaching(points, 0.71) is None
-    assert first_reaching(points, None) is None
-    assert first_reaching(points, 0.6, higher_is_better=False).round == 2
+    points = [CurvePoint(2, 0.5, 20, 2.0), CurvePoint(4, None, 40, 4.0), CurvePoint(6, 0.7, 60, 6.0)]
+    assert last_point_within_budget(points, "steps", None).round == 6
+    assert last_point_within_budget(points, "bytes", 60).round == 6
+    assert last_point_within_budget(points, "bytes", 59).round == 4
+    assert last_point_within_budget(points, "seconds", 1.9) is None
+    assert first_point_reaching_target(points, 0.5).round == 2
+    assert first_point_reaching_target(points, 0.6).round == 6
+    assert first_point_reaching_target(points, 0.71) is None
+    assert first_point_reaching_target(points, None) is None
+    assert first_point_reaching_target(points, 0.6, higher_is_better=False).round == 2
 
 
 @pytest.mark.thorough
@@ -338,7 +355,7 @@ def test_any_score_has_an_interval():
     theirs = [torch.from_numpy(rng.normal(size=(90, 3))) for _ in range(2)]
     own = Metric("own", lambda outputs, t: float(outputs.softmax(1).gather(1, t[:, None]).square().mean().sqrt()))
     asked = ["balanced_accuracy", "f1", "average_precision", "ece", "log_loss", "sensitivity_at_80", own]
-    for metric in metrics_of(asked, "classification"):
+    for metric in resolve_metrics(asked, "classification"):
         value, low, high = gain_interval(metric, ours, theirs, targets)
         assert low < value < high, metric.name
         if metric.name not in ("ece",):

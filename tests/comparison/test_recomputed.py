@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.comparison.crossed import of_mean, of_sites, parts
-from polyfed.comparison.directory import read
+from polyfed.comparison.crossed import estimate_by_client, estimate_mean, estimate_variance_components
+from polyfed.comparison.directory import load_comparison
 from polyfed.core.metrics import METRICS
 from polyfed.simulation.runs import predictions
 from polyfed.testing import small_clients
@@ -33,7 +33,7 @@ def test_scores_and_intervals_are_those_of_the_predictions_and_networks_that_are
         clients, ["fedavg"], rounds=2, seeds=[0, 1], tune="none" if validated else {"lr": [20.0]}, references=False,
         parallel=1, quiet=True, out=tmp_path,
     )  # fmt: skip
-    content = read(tmp_path).results
+    content = load_comparison(tmp_path).results
     accuracy, seeds, ids = METRICS["accuracy"], ("0", "1"), [client.id for client in clients]
     outputs, targets = {}, {}
     rounds, compared = set(), []
@@ -45,11 +45,13 @@ def test_scores_and_intervals_are_those_of_the_predictions_and_networks_that_are
                 assert run["round"] == content["tuning"]["rounds"][label]
             for client in clients:
                 whose = run.get("rounds", {}).get(client.id, run["round"])  # alone, each client has a round of its own
-                kept = predictions.read(tmp_path / run["path"], client.id, round=whose)
+                kept = predictions.read_predictions(tmp_path / run["path"], client.id, round=whose)
                 assert kept.round == whose
                 rounds.add(whose)
                 assert torch.equal(kept.targets, client.test.labels)
-                if whose == predictions.read(tmp_path / run["path"], client.id).round:  # that of the kept networks
+                if (
+                    whose == predictions.read_predictions(tmp_path / run["path"], client.id).round
+                ):  # that of the kept networks
                     kept_network = network().eval()
                     file = tmp_path / run["path"] / "models" / f"{client.id}.safetensors"
                     kept_network.load_state_dict(safetensors.torch.load_file(file))
@@ -65,20 +67,20 @@ def test_scores_and_intervals_are_those_of_the_predictions_and_networks_that_are
 
     def site(label, other, client):
         ours, theirs = ([outputs[one, seed, client] for seed in seeds] if one else None for one in (label, other))
-        return parts(accuracy, ours, theirs, targets[client])
+        return estimate_variance_components(accuracy, ours, theirs, targets[client])
 
     others = len(content["methods"]) - 1
     for label, method in content["methods"].items():
         told = method["statistics"]
-        own = of_mean([site(label, None, client) for client in ids])
+        own = estimate_mean([site(label, None, client) for client in ids])
         assert told["mean"] == pytest.approx(own.value)
         assert told["interval"] == pytest.approx(ends(own, 0.0))
         if label == "local":
             continue
         gains = [site(label, "local", client) for client in ids]
-        over_all = of_mean(gains, tests=others)
+        over_all = estimate_mean(gains, tests=others)
         assert told["gain"] == pytest.approx(over_all.value)
         assert told["gain_interval"] == pytest.approx(ends(over_all, -1.0))
-        for client, gain in zip(ids, of_sites(gains, tests=others), strict=True):
+        for client, gain in zip(ids, estimate_by_client(gains, tests=others), strict=True):
             assert told["clients"][client]["gain"] == pytest.approx(gain.value)
             assert told["clients"][client]["gain_interval"] == pytest.approx(ends(gain, -1.0))

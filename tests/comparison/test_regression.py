@@ -6,7 +6,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.comparison.crossed import Estimate
-from polyfed.comparison.evidence import span
+from polyfed.comparison.evidence import interval_ends
 from polyfed.core.metrics import METRICS
 from polyfed.simulation.runs.directory import read_metrics
 
@@ -42,8 +42,8 @@ def test_r2_that_is_asked_for_of_few_examples_has_a_note(test, told):
 
 def test_the_interval_of_an_error_ends_at_0_and_that_of_a_difference_does_not():
     wide = Estimate(0.5, -0.2, 1.2, 0.3)
-    assert span(wide, METRICS["mae"], difference=False) == [0.0, 1.2]
-    assert span(wide, METRICS["mae"], difference=True) == [-0.2, 1.2]
-    assert span(wide, METRICS["r2"], difference=False) == [-0.2, 1.2]
+    assert interval_ends(wide, METRICS["mae"], difference=False) == [0.0, 1.2]
+    assert interval_ends(wide, METRICS["mae"], difference=True) == [-0.2, 1.2]
+    assert interval_ends(wide, METRICS["r2"], difference=False) == [-0.2, 1.2]
     own = pf.Metric("gap", lambda outputs, targets: -1.0, higher_is_better=False)
-    assert span(wide, own, difference=False) == [-0.2, 1.2]
+    assert interval_ends(wide, own, difference=False) == [-0.2, 1.2]

@@ -12,13 +12,13 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedProx
 from polyfed.comparison import finals, tuning
-from polyfed.comparison.compare import carry_out
-from polyfed.comparison.contenders import methods_of
-from polyfed.comparison.directory import read
-from polyfed.comparison.plans import Cast, Plan
+from polyfed.comparison.compare import run_comparison
+from polyfed.comparison.contenders import select_methods
+from polyfed.comparison.directory import load_comparison
+from polyfed.comparison.plans import ClientSet, ComparisonPlan
 from polyfed.core.errors import RoundError
-from polyfed.data.held_out import with_validation
-from polyfed.simulation.fingerprints import fingerprint
+from polyfed.data.held_out import hold_out_validation_sets
+from polyfed.simulation.fingerprints import data_fingerprint
 from polyfed.simulation.runs.directory import read_manifest
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
@@ -107,7 +107,7 @@ def test_a_search_by_optuna_that_was_killed_asks_for_the_same_runs_again(tmp_pat
         return sorted(str(p.relative_to(folder)) for p in folder.glob("tuning/*/*/metrics.jsonl"))
 
     assert searched(out) == searched(tmp_path / "whole")
-    contents = [read(folder).results for folder in (tmp_path / "whole", out)]
+    contents = [load_comparison(folder).results for folder in (tmp_path / "whole", out)]
     assert contents[0]["tuning"] == contents[1]["tuning"]
     for label, method in contents[0]["methods"].items():
         assert method["runs"]["0"]["scores"] == contents[1]["methods"][label]["runs"]["0"]["scores"]
@@ -135,7 +135,7 @@ def test_a_method_that_diverges_with_every_rate_has_failed():
 @pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_where_the_best_diverges_with_another_seed_the_next_best_is_compared(monkeypatch, tmp_path, kept):
     """Of three values of mu the best in the search fails with the second seed, and the next with the first."""
-    good, failing = finals.play, {(0.3, 1), (0.2, 0)}
+    good, failing = finals.run_jobs, {(0.3, 1), (0.2, 0)}
 
     def ranking(plan, jobs):
         played, failed = good(plan, jobs)
@@ -150,8 +150,8 @@ def test_where_the_best_diverges_with_another_seed_the_next_best_is_compared(mon
             j: RoundError("diverged") for j in wrong
         }
 
-    monkeypatch.setattr(tuning, "play", ranking)
-    monkeypatch.setattr(finals, "play", diverging)
+    monkeypatch.setattr(tuning, "run_jobs", ranking)
+    monkeypatch.setattr(finals, "run_jobs", diverging)
     words = QUICK | {"rounds": 1, "tune": {"mu": [0.1, 0.2, 0.3]}, "out": tmp_path / "a" if kept else None}
     found = pf.compare(misleading(), ["fedprox"], **words)
     told = found.results["tuning"]["methods"]["fedprox"]
@@ -200,7 +200,7 @@ def test_values_that_only_the_clients_refuse_are_found_before_anything_is_writte
 def test_values_may_be_numbers_of_numpy_and_mappings(tmp_path):
     words = {**SHORT, "public": torch.randn(20, 6), "out": tmp_path / "a"}
     found = pf.compare(misleading(), ["pfedme"], **words, tune={"k": list(np.array([1, 2])), "lr": [np.float32(0.5)]})
-    assert found.results == read(tmp_path / "a").results
+    assert found.results == load_comparison(tmp_path / "a").results
     teachers = [{"name": "mlp", "hidden": [8]}, "mlp", {"name": "mlp", "hidden": [8]}]
     for asked in ({}, {"trials": 2}):
         told = pf.compare(misleading(), ["fedavg_kd"], **(words | {"out": None}), tune={"teacher": teachers}, **asked)
@@ -210,7 +210,7 @@ def test_values_may_be_numbers_of_numpy_and_mappings(tmp_path):
 
 def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
     """The mean over the clients that are left would."""
-    clients, good = misleading(), tuning.play
+    clients, good = misleading(), tuning.run_jobs
 
     def diverging(plan, jobs):
         played, failed = good(plan, jobs)
@@ -220,7 +220,7 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
                 set_loss(last, {"client-0": None, "client-1": 0.0})
         return played, failed
 
-    monkeypatch.setattr(tuning, "play", diverging)
+    monkeypatch.setattr(tuning, "run_jobs", diverging)
     for asked in ({}, {"trials": 4}):
         found = pf.compare(clients, ["fedprox"], **SHORT, tune={"mu": [0.3, 0.1]}, **asked)
         told = found.results["tuning"]["methods"]["fedprox"]
@@ -230,7 +230,7 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
 
 def test_a_search_is_read_at_the_rounds_at_which_methods_are_compared(monkeypatch, tmp_path):
     """One value is best in the middle and falls, the other is best after all rounds. A directory keeps what was chosen."""
-    clients, good = misleading(), tuning.play
+    clients, good = misleading(), tuning.run_jobs
 
     def falling(plan, jobs):
         played, failed = good(plan, jobs)
@@ -243,7 +243,7 @@ def test_a_search_is_read_at_the_rounds_at_which_methods_are_compared(monkeypatc
                 set_loss(record, loss)
         return played, failed
 
-    monkeypatch.setattr(tuning, "play", falling)
+    monkeypatch.setattr(tuning, "run_jobs", falling)
     words = SHORT | {"rounds": 7, "tune": {"mu": [0.3, 0.1]}}
 
     def chosen(**asked):
@@ -280,13 +280,13 @@ def test_the_data_of_a_seed_are_dealt_once_however_many_runs_there_are():
 
     def cast(seed):
         dealt.append(seed)
-        return Cast(tuple(misleading()))
+        return ClientSet(tuple(misleading()))
 
-    plan = Plan(
-        "", methods_of(["fedprox"]), (0, 1), Settings(rounds=1), cast, parallel=1, quiet=True,
-        search={"mu": [0.1, 1.0]}, trials=3,
+    plan = ComparisonPlan(
+        "", select_methods(["fedprox"]), (0, 1), Settings(rounds=1), cast, parallel_runs=1, quiet=True,
+        search_space={"mu": [0.1, 1.0]}, num_trials=3,
     )  # fmt: skip
-    carry_out(plan)
+    run_comparison(plan)
     assert dealt == [0, 1, 0, 1, 0]  # looked at beforehand, run, and read
 
 
@@ -320,18 +320,20 @@ def test_every_method_is_tuned_unasked_and_trained_on_all_examples_afterwards(tm
     assert len(told["losses"]["fedavg"]) == 2
     trained = read_manifest(tmp_path / "a" / "fedavg" / "seed-0")["data_fingerprint"]
     searched = read_manifest(next((tmp_path / "a" / "tuning" / "fedavg").iterdir()))["data_fingerprint"]
-    assert trained == fingerprint(clients)
-    assert searched == fingerprint(with_validation(clients, seed=0))
-    assert [len(c.train) + len(c.val) for c in with_validation(clients, seed=0)] == [len(c.train) for c in clients]
+    assert trained == data_fingerprint(clients)
+    assert searched == data_fingerprint(hold_out_validation_sets(clients, seed=0))
+    assert [len(c.train) + len(c.val) for c in hold_out_validation_sets(clients, seed=0)] == [
+        len(c.train) for c in clients
+    ]
 
 
 def test_what_is_held_out_has_every_class_and_is_disjoint():
-    for before, after in zip(bare(3), with_validation(bare(3), seed=1), strict=True):
+    for before, after in zip(bare(3), hold_out_validation_sets(bare(3), seed=1), strict=True):
         rows = torch.cat([after.train.x[after.train.index], after.val.x[after.val.index]])
         assert torch.equal(rows.sort(dim=0).values, before.train.x.sort(dim=0).values)
         assert set(after.val.labels.tolist()) == {0, 1, 2}
     tiny = pf.Client("tiny", None, (torch.randn(4, 2), torch.arange(4) % 2), (torch.randn(4, 2), torch.arange(4) % 2))
-    assert with_validation([tiny], seed=0)[0].val is None
+    assert hold_out_validation_sets([tiny], seed=0)[0].val is None
 
 
 def test_a_value_at_the_edge_of_what_was_tried_is_named():

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed.comparison.basis import basis_of, rarest_of
-from polyfed.comparison.reading import Budget, Reading
-from polyfed.comparison.summary import Material, summarise
+from polyfed.comparison.basis import answer_basis, count_rarest_class
+from polyfed.comparison.reading import Budget, ResultCriteria
+from polyfed.comparison.summary import ResultInputs, build_results
 from polyfed.core.metrics import METRICS
 
 SEEDS = (0, 1, 2)
@@ -51,18 +51,19 @@ def made(right, *, metric="accuracy", losses=None, validation=None, simple=None,
         "tuning": {"sentence": "", "by": "validation", "methods": {}, "edge": []},
     }  # fmt: skip
     sizes = {
-        c: {"train": 50, "test": len(targets[c]), "classes": None, "rarest": rarest_of(targets[c])} for c in clients
+        c: {"train": 50, "test": len(targets[c]), "classes": None, "rarest": count_rarest_class(targets[c])}
+        for c in clients
     }
     fitted = {(m, c): outputs_of(rows) for m, of in (simple or {}).items() for c, rows in of.items()}
     own = {m: {c: score(fitted[m, c], targets[c]) for c in of} for m, of in (simple or {}).items()}
     references = {m: {"sentence": "", "alone": True, "runs": {str(s): own[m] for s in seeds}, "scores": own[m],
                       "mean": np.mean([*own[m].values()])} for m in own}  # fmt: skip
-    material = Material(
+    material = ResultInputs(
         description | changes, {str(s): sizes for s in seeds}, None, histories, score,
         lambda label, seed, client, number: outputs[label, seed, client], lambda seed, client: targets[client],
         references, (), lambda name, seed, client: fitted[name, client],
     )  # fmt: skip
-    return summarise(material, Reading())
+    return build_results(material, ResultCriteria())
 
 
 def three_sites(number=400):
@@ -175,8 +176,8 @@ def test_a_budget_that_is_asked_for_is_the_question():
     right = three_sites()
     material = made(right, losses={"local": FALLING})
     assert material["budget"]["kind"] == "best"
-    assert not Budget().asked
-    assert all(Budget(kind).asked for kind in ("steps", "bytes", "seconds"))
+    assert not Budget().is_fixed
+    assert all(Budget(kind).is_fixed for kind in ("steps", "bytes", "seconds"))
 
 
 def test_methods_that_were_not_tuned_are_named_on_top():
@@ -223,8 +224,8 @@ def test_without_predictions_nothing_is_decided_and_that_is_said():
                 "train_loss": None, "best_round": None, "clients": {"north": {"accuracy": 0.5}},
                 "summary": {"accuracy": {"mean": 0.5}}}]  # fmt: skip
     data = {"0": {"north": {"train": 1, "test": 10, "classes": None}}}
-    material = Material(description, data, None, {(m, 0): history for m in right}, METRICS["accuracy"])
-    content = summarise(material, Reading(Budget("steps")))
+    material = ResultInputs(description, data, None, {(m, 0): history for m in right}, METRICS["accuracy"])
+    content = build_results(material, ResultCriteria(Budget("steps")))
     assert content["verdicts"] == [
         "mean over clients: not decided: one seed (10 test examples)",
         "north: not decided: one seed (10 test examples)",
@@ -259,7 +260,7 @@ def test_a_client_without_a_score_by_one_method_takes_its_mean():
         "methods": {m: {"name": m} for m in right}, "same_clients": True, "settings": {"rounds": 1},
     }  # fmt: skip
     data = {"0": {c: {"train": 1, "test": 10, "classes": None} for c in right["local"]}}
-    content = summarise(Material(description, data, None, histories, METRICS["accuracy"]), Reading())
+    content = build_results(ResultInputs(description, data, None, histories, METRICS["accuracy"]), ResultCriteria())
     assert content["methods"]["fed"]["statistics"]["mean"] is None
     assert content["notes"][0] == "fed has no score for east with seed 0, and so no mean next to the others"
 
@@ -352,7 +353,7 @@ def test_dealt_anew_the_rivals_count_too():
     ([[1, 0], [1, 0], [1, 1]], (1, 1)), ([[1, 1], [1, 1]], (0, 0)),
 ])  # fmt: skip
 def test_the_rarest_class_is_counted(targets, rarest):
-    assert rarest_of(torch.tensor(targets)) == rarest
+    assert count_rarest_class(torch.tensor(targets)) == rarest
 
 
 def test_events_are_told_where_they_limit_the_score():
@@ -368,7 +369,7 @@ def test_what_events_are_called():
     def words(classes, rarest, task="classification", names=None):
         row = {"test": 54, "classes": [1] * classes, "rarest": rarest}
         content = {"data": {"0": {"a": row}}, "task": task, "class_names": names}
-        return basis_of(content, ["a"], by_class=True).words
+        return answer_basis(content, ["a"], by_class=True).sentence
 
     assert words(2, [4, 0]) == "54 test examples, 4 of the rarer class"
     assert words(2, [4, 0], names=["healthy", "ill"]) == "54 test examples, 4 of the rarer class (healthy)"

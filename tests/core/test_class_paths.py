@@ -10,10 +10,10 @@ from torch import nn
 import polyfed
 from polyfed.cli.commands import recipes
 from polyfed.core.class_paths import stable_path
-from polyfed.core.scratch import initial_state, scratch
+from polyfed.core.scratch import cached_module, initial_state
 from polyfed.models import MODELS, build
 from polyfed.models.vit import VisionTransformer
-from polyfed.simulation.experiment import from_config, participants
+from polyfed.simulation.experiment import build_experiment, load_participants
 
 # name -> (fingerprint, sum of absolute values of the first weights with seed 0), before any file moved
 NETWORKS = {
@@ -57,15 +57,15 @@ def test_every_built_in_network_is_fixed():
 def test_fingerprint_and_first_weights_stay(name):
     factory = partial(build, name, SHAPES.get(name, (3, 32, 32)), 10)
     fingerprint, size = NETWORKS[name]
-    assert scratch(factory).architecture == fingerprint
+    assert cached_module(factory).architecture == fingerprint
     assert size_of_first_weights(factory) == pytest.approx(size, rel=1e-5)
 
 
 def test_the_quickstart_s_clients_start_as_they_did():
-    experiment = from_config(recipes.read("quickstart").configuration(None, None))
+    experiment = build_experiment(recipes.read_recipe("quickstart").configuration(None, None))
     starts = {
-        (scratch(c.model).architecture, round(size_of_first_weights(c.model), 2))
-        for c in participants(experiment).clients
+        (cached_module(c.model).architecture, round(size_of_first_weights(c.model), 2))
+        for c in load_participants(experiment).clients
     }
     assert starts == QUICKSTART
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyfed.core.algorithm import Message
-from polyfed.core.compressed import Broadcast, compress, decompress, forms_after
-from polyfed.core.compression import COMPRESSIONS, LONGEST_VECTOR, Int8, TopK, compression
+from polyfed.core.compressed import BroadcastCompressor, compress_message, decompress_message, decompressed_specs
+from polyfed.core.compression import COMPRESSORS, MAX_UNCOMPRESSED_VECTOR, Int8, TopK, parse_compressor
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import encode, spec
+from polyfed.core.tree import serialize_state, state_dict_spec
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -24,8 +24,8 @@ def drawn(*shape, seed=0, dtype=torch.float32):
 def sent(tensor, before=None, how=None, seed=0):
     """A tensor after its way, and the message that travelled."""
     known = Message({} if before is None else {"model": {"w": before}})
-    travelling = compress(Message({"model": {"w": tensor}}), known, how or Int8(), seed)
-    return decompress(travelling, known, how or Int8()).tensors["model"]["w"], travelling
+    travelling = compress_message(Message({"model": {"w": tensor}}), known, how or Int8(), seed)
+    return decompress_message(travelling, known, how or Int8()).tensors["model"]["w"], travelling
 
 
 # -- int8 --------------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_the_largest_change_arrives_as_it_is_and_none_exceeds_it():
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.arange(100), torch.arange(100) > 3, torch.tensor(1.5), drawn(15), drawn(3, 5), drawn(LONGEST_VECTOR),
+        torch.arange(100), torch.arange(100) > 3, torch.tensor(1.5), drawn(15), drawn(3, 5), drawn(MAX_UNCOMPRESSED_VECTOR),
         torch.full((20, 20), math.nan), torch.full((20, 20), -math.inf), torch.zeros(0, 5), 1e300 * drawn(5, 5).double(),
     ],
     ids=lambda t: f"{t.dtype}{tuple(t.shape)}",
@@ -97,12 +97,13 @@ def test_draws_differ_by_seed_tensor_and_group_and_by_nothing_else():
     tensor = drawn(16, 16)
     tree = {"a": tensor, "b": tensor}
     one, again, other = (
-        compress(Message({"g": tree, "h": {"b": tensor, "a": tensor}}), Message(), Int8(), seed) for seed in (1, 1, 2)
+        compress_message(Message({"g": tree, "h": {"b": tensor, "a": tensor}}), Message(), Int8(), seed)
+        for seed in (1, 1, 2)
     )
     steps = [t for m in (one, other) for g in m.tensors.values() for t in g.values() if t.dtype == torch.int8]
     assert len({bytes(t.numpy().tobytes()) for t in steps}) == 8
-    assert encode(dict(one.tensors)) == encode(dict(again.tensors))
-    alone = compress(Message({"h": {"a": tensor}}), Message(), Int8(), 1)
+    assert serialize_state(dict(one.tensors)) == serialize_state(dict(again.tensors))
+    alone = compress_message(Message({"h": {"a": tensor}}), Message(), Int8(), 1)
     assert torch.equal(alone.tensors["h"]["a:float32"], one.tensors["h"]["a:float32"])
 
 
@@ -136,7 +137,7 @@ def test_the_entries_that_changed_most_travel_and_no_others(dtype, share, shape)
     assert group["w:topk"].dtype == {16: torch.uint8, 300: torch.uint16}.get(entries, torch.int32)
 
 
-@pytest.mark.parametrize("shape", [(15,), (3, 5), (LONGEST_VECTOR,)])
+@pytest.mark.parametrize("shape", [(15,), (3, 5), (MAX_UNCOMPRESSED_VECTOR,)])
 def test_small_tensors_and_vectors_travel_whole(shape):
     """A statistic of a norm layer that stays behind its weights would spoil the network."""
     tensor = drawn(*shape)
@@ -167,9 +168,9 @@ def test_groups_of_several_types_keep_their_values():
     known = {str(dtype): drawn(10, 10, dtype=dtype) for dtype in FLOATS}
     tree = {name: t + 1 for name, t in known.items()}
     down, how = Message({"g": known}), TopK(0.2)
-    travelling = compress(Message({"g": tree}), down, how, 0)
+    travelling = compress_message(Message({"g": tree}), down, how, 0)
     assert travelling.tensors["g"][":values"].dtype == torch.float64
-    for name, found in decompress(travelling, down, how).tensors["g"].items():
+    for name, found in decompress_message(travelling, down, how).tensors["g"].items():
         moved = found != known[name]
         assert int(moved.sum()) == 20
         assert torch.equal(found[moved], tree[name][moved])
@@ -198,29 +199,29 @@ def test_every_message_comes_back_with_its_names_in_order_and_its_forms(up, down
         {g: {n: torch.zeros_like(t) for n, t in tree.items()} for g, tree in up.items()} if answer else down
     )
     message = Message(up, {"n": 3})
-    before = encode([up, dict(known.tensors)])
-    travelling = compress(message, known, how, 7)
-    found = decompress(travelling, known, how)
-    assert encode([up, dict(known.tensors)]) == before
+    before = serialize_state([up, dict(known.tensors)])
+    travelling = compress_message(message, known, how, 7)
+    found = decompress_message(travelling, known, how)
+    assert serialize_state([up, dict(known.tensors)]) == before
     assert list(found.tensors) == list(up)
     assert found.scalars == {"n": 3}
     for group, tree in up.items():
-        assert list(spec(found.tensors[group]).items()) == list(spec(tree).items())
-    forms = {g: spec(tree) for g, tree in travelling.tensors.items()}
-    assert forms_after(forms, known, how) == {g: spec(tree) for g, tree in up.items()}
+        assert list(state_dict_spec(found.tensors[group]).items()) == list(state_dict_spec(tree).items())
+    forms = {g: state_dict_spec(tree) for g, tree in travelling.tensors.items()}
+    assert decompressed_specs(forms, known, how) == {g: state_dict_spec(tree) for g, tree in up.items()}
 
 
 def test_what_goes_down_is_compressed_once_for_all_and_does_not_depend_on_the_others():
     shared, own = {"w": drawn(10, 10)}, {"w": drawn(10, 10, seed=1)}
-    sending = Broadcast(Int8(), seed=3)
+    sending = BroadcastCompressor(Int8(), seed=3)
     (first, a), (_, b), (_, c) = (sending(Message({"model": tree})) for tree in (shared, dict(shared), own))
     assert a.tensors["model"]["w"] is b.tensors["model"]["w"]
     assert list(first.tensors["model"]) == ["w:float32", ":scales"]
-    alone = Broadcast(Int8(), seed=3)(Message({"model": own}))[1]
+    alone = BroadcastCompressor(Int8(), seed=3)(Message({"model": own}))[1]
     assert torch.equal(alone.tensors["model"]["w"], c.tensors["model"]["w"])
     assert not torch.equal(alone.tensors["model"]["w"], own["w"])
     assert not torch.equal(
-        Broadcast(Int8(), seed=4)(Message({"model": own}))[1].tensors["model"]["w"], c.tensors["model"]["w"]
+        BroadcastCompressor(Int8(), seed=4)(Message({"model": own}))[1].tensors["model"]["w"], c.tensors["model"]["w"]
     )
 
 
@@ -228,13 +229,13 @@ def test_public_examples_go_down_as_they_are():
     """FedHeNN's clients check that they stay the same."""
     x = drawn(40, 6)
     for group in ("public", "rad"):
-        travelling, arrived = Broadcast(Int8(), 0)(Message({group: {"x": x}}))
+        travelling, arrived = BroadcastCompressor(Int8(), 0)(Message({group: {"x": x}}))
         assert arrived.tensors[group]["x"] is travelling.tensors[group]["x:"] is x
 
 
 def test_without_compression_messages_are_themselves():
     message = Message({"model": {"w": drawn(10, 10)}})
-    assert all(one is message for one in Broadcast(None, 0)(message))
+    assert all(one is message for one in BroadcastCompressor(None, 0)(message))
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -242,9 +243,9 @@ def test_without_compression_messages_are_themselves():
 
 @pytest.mark.parametrize(("text", "how"), [("int8", Int8()), ("topk:0.1", TopK(0.1)), ("topk:1", TopK(1.0))])
 def test_a_compression_is_named_by_its_text(text, how):
-    assert compression(text) == how
-    assert compression(str(how)) == how
-    assert text.partition(":")[0] in COMPRESSIONS
+    assert parse_compressor(text) == how
+    assert parse_compressor(str(how)) == how
+    assert text.partition(":")[0] in COMPRESSORS
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_a_compression_is_named_by_its_text(text, how):
 )
 def test_other_texts_are_refused(text, sentence):
     with pytest.raises(UserError, match=sentence):
-        compression(text)
+        parse_compressor(text)
 
 
 # -- what no sender makes ----------------------------------------------------------------------------------------------
@@ -362,11 +363,11 @@ HOSTILE = {
 @pytest.mark.parametrize(("how", "kind"), [(how, kind) for how, kinds in HOSTILE.items() for kind in kinds])
 def test_a_hostile_message_is_refused_with_a_sentence(how, kind):
     change, sentence = HOSTILE[how][kind]
-    honest = compress(UP, DOWN, how, 0)
-    decompress(honest, DOWN, how)
+    honest = compress_message(UP, DOWN, how, 0)
+    decompress_message(honest, DOWN, how)
     hostile = Message({"model": change(dict(honest.tensors["model"]))})
     with pytest.raises(ValueError, match=f"^group 'model': .*{sentence}"):
-        decompress(hostile, DOWN, how)
+        decompress_message(hostile, DOWN, how)
 
 
 def test_forms_are_refused_before_anything_is_made():
@@ -377,6 +378,6 @@ def test_forms_are_refused_before_anything_is_made():
     ):
         how = TopK(0.1) if "w:topk" in forms else Int8()
         with pytest.raises(ValueError, match=sentence):
-            forms_after({"model": forms}, DOWN, how)
+            decompressed_specs({"model": forms}, DOWN, how)
     claimed = {"w:float32": ((10**6, 10**6), I8), ":scales": ((1,), F32)}  # what the method takes decides
-    assert forms_after({"model": claimed}, DOWN, Int8()) == {"model": {"w": ((10**6, 10**6), F32)}}
+    assert decompressed_specs({"model": claimed}, DOWN, Int8()) == {"model": {"w": ((10**6, 10**6), F32)}}

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.core.buffers import recompute
-from polyfed.core.evaluation import evaluate, predict, summarise
+from polyfed.core.buffers import recompute_norm_statistics
+from polyfed.core.evaluation import evaluate, predict, summarise_clients
 from polyfed.core.examples import Examples, Normalise
 from polyfed.core.metrics import METRICS
 from polyfed.core.seeds import torch_generator
@@ -54,7 +54,7 @@ def test_predictions_keep_the_order_and_use_evaluation_mode():
 
 def test_summary_is_over_clients_that_have_the_metric():
     metrics = {"a": {"accuracy": 0.0, "loss": 1.0}, "b": {"accuracy": 1.0, "loss": None}, "c": {"accuracy": 0.5}}
-    found = summarise(metrics, {"a": 1, "b": 2, "c": 1})
+    found = summarise_clients(metrics, {"a": 1, "b": 2, "c": 1})
     assert found["accuracy"] == pytest.approx(
         {"mean": 0.5, "weighted_mean": 0.625, "std": np.std([0, 1, 0.5]), "min": 0.0, "p10": 0.1, "p90": 0.9}
     )
@@ -72,7 +72,7 @@ def test_recomputed_statistics_are_those_of_all_examples_whatever_their_order(or
     else:
         x = torch.cat([torch.zeros(128, 2), torch.full((2, 2), 10.0)])
     model = batch_norm_net()
-    recompute(model, Examples(x, torch.zeros(len(x), dtype=torch.int64)))
+    recompute_norm_statistics(model, Examples(x, torch.zeros(len(x), dtype=torch.int64)))
     hidden = model[0](x).detach()
     torch.testing.assert_close(model[1].running_mean, hidden.mean(0), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model[1].running_var, hidden.var(0), rtol=1e-4, atol=1e-4)
@@ -84,7 +84,7 @@ def test_recomputed_statistics_of_convolutions_and_instance_norms():
     data = Examples(x, torch.zeros(150, dtype=torch.int64))
     batch, instance = nn.BatchNorm2d(2, momentum=0.3), nn.InstanceNorm2d(2, track_running_stats=True)
     for norm in (batch, instance):
-        recompute(norm, data)
+        recompute_norm_statistics(norm, data)
     torch.testing.assert_close(batch.running_mean, x.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.running_var, x.transpose(0, 1).flatten(1).var(1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(instance.running_mean, x.mean((2, 3)).mean(0), rtol=1e-4, atol=1e-5)

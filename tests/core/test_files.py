@@ -17,8 +17,8 @@ import torch
 
 from polyfed.core import files
 from polyfed.core.errors import UserError
-from polyfed.core.files import check_file, open_file, open_lock, read_file, read_text_file, user_path
-from polyfed.core.stored import read_npy, read_npz, read_tensors
+from polyfed.core.files import check_file, expand_user_path, open_file, open_lock_file, read_file, read_text_file
+from polyfed.core.stored import read_npy, read_npz, read_safetensors
 from tests.special_files import endless, folder, nowhere, pipe, sparse
 
 SOURCE = Path(files.__file__).parents[1]
@@ -50,7 +50,9 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("make", SPECIAL, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("read", [read_file, read_text_file, check_file, open_file, read_tensors, read_npz, read_npy])
+@pytest.mark.parametrize(
+    "read", [read_file, read_text_file, check_file, open_file, read_safetensors, read_npz, read_npy]
+)
 def test_what_is_no_regular_file_of_a_sane_size_is_a_sentence(tmp_path, make, read):
     make(tmp_path / "file")
     with pytest.raises(UserError, match=f"^cannot read .*file: .*{SPECIAL[make]}"):
@@ -98,7 +100,7 @@ def test_regular_files_and_links_to_them_are_read(tmp_path):
 def test_a_pipe_in_place_of_a_lock_is_not_waited_for(tmp_path):
     pipe(tmp_path / ".lock")
     with pytest.raises(UserError, match="it is a named pipe"):
-        open_lock(tmp_path / ".lock")
+        open_lock_file(tmp_path / ".lock")
 
 
 # -- what headers claim ----------------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ def test_an_archive_that_unpacks_to_more_than_is_sane(tmp_path):
         archive.writestr("x.npy", header((2**20,)) + bytes(2**23))
     assert (tmp_path / "a.npz").stat().st_size < 2**15
     with pytest.raises(UserError, match=r"would unpack to 8 MiB, and at most 1 MiB are read of it"):
-        read_npz(tmp_path / "a.npz", most=2**20)
+        read_npz(tmp_path / "a.npz", max_bytes=2**20)
     assert read_npz(tmp_path / "a.npz")["x"].shape == (2**20,)
 
 
@@ -171,17 +173,17 @@ def packed(told, rest=b""):
 def test_tensors_whose_header_lies(tmp_path, content):
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"."):
-        read_tensors(tmp_path / "a.safetensors")
+        read_safetensors(tmp_path / "a.safetensors")
 
 
 def test_whole_tensors_are_read(tmp_path):
     tensors = {"w": torch.arange(6.0).view(2, 3), "e": torch.zeros(0, 2), "n": torch.tensor(3)}
     (tmp_path / "a.safetensors").write_bytes(safetensors.torch.save(tensors, {"made": "by a test"}))
-    found = read_tensors(tmp_path / "a.safetensors")
+    found = read_safetensors(tmp_path / "a.safetensors")
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     (tmp_path / "none.safetensors").write_bytes(safetensors.torch.save({}))
-    assert read_tensors(tmp_path / "none.safetensors") == {}
+    assert read_safetensors(tmp_path / "none.safetensors") == {}
 
 
 # -- paths -----------------------------------------------------------------------------------------------------------
@@ -190,15 +192,15 @@ def test_whole_tensors_are_read(tmp_path):
 @pytest.mark.parametrize("path", ["", " ", "\t", "a\0b", "~no-such-user-here/runs", 3, None])
 def test_what_is_no_path_is_refused(path):
     with pytest.raises(UserError, match=r"^out "):
-        user_path(path, "out")
+        expand_user_path(path, "out")
 
 
 def test_the_home_folder_is_meant_by_a_tilde(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert user_path("~/runs/a") == tmp_path / "runs/a"
-    assert user_path(Path("~")) == tmp_path
-    assert user_path("runs/~a") == Path("runs/~a")
-    assert user_path(".") == Path()
+    assert expand_user_path("~/runs/a") == tmp_path / "runs/a"
+    assert expand_user_path(Path("~")) == tmp_path
+    assert expand_user_path("runs/~a") == Path("runs/~a")
+    assert expand_user_path(".") == Path()
 
 
 # -- every reader ----------------------------------------------------------------------------------------------------
@@ -228,6 +230,7 @@ ALLOWED = {  # file -> how many such calls, and why
     "core/stored.py": (3, "a stream of `open_file`"),
     "data/images.py": (1, "bytes in memory, or a stream of `open_file`"),
     "data/files.py": (4, "after `check_file` of the same path"),
+    "data/lazy.py": (2, "`read_bytes` of encoded images, which is guarded"),
     "data/frames.py": (1, "after `open_file` of the same path"),
     "simulation/runs/parquet.py": (2, "a stream of `open_file`"),
     "simulation/runs/chain.py": (1, "a stream of `open_file`"),
@@ -236,8 +239,6 @@ ALLOWED = {  # file -> how many such calls, and why
     "simulation/tracking.py": (1, "a logger is opened"),
     "simulation/federation.py": (1, "a run directory is opened"),
     "deploy/server.py": (2, "a run directory is opened"),
-    "simulation/resuming.py": (1, "`read_text` of a run directory, which is guarded"),
-    "simulation/runs/directory.py": (2, "its own `read_text`, which is guarded"),
     "report/export/folder.py": (1, "templates that polyfed ships"),
 }
 

@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples, Normalise, as_examples
 from polyfed.data.own import Npz, Parquet
 from polyfed.data.shifts import Shift
-from polyfed.simulation.unseen import as_unseen
+from polyfed.simulation.unseen import build_unseen_client
 
 SETS = ("train", "test", "val", "global_test")
 LABELS = torch.arange(20) % 2
@@ -107,7 +107,7 @@ def test_public_examples():
 
 def test_a_newcomer_is_told_the_row_of_its_own_data():
     with pytest.raises(UserError, match="client 'late': data inputs: row 17, column 0 is inf"):
-        as_unseen(line, data((17, 0, torch.inf)), id="late")
+        build_unseen_client(line, data((17, 0, torch.inf)), id="late")
 
 
 def test_only_the_rows_of_the_client_count_and_by_their_position_in_its_set():
@@ -203,6 +203,6 @@ def test_ids_become_plain_strings(id):
 
 @pytest.mark.parametrize("given", [np.str_("north"), np.int64(7)])
 def test_numpys_strings_and_numbers_seed_as_pythons_do(given):
-    from polyfed.core.seeds import derive
+    from polyfed.core.seeds import derive_seed
 
-    assert derive(0, given) == derive(0, given.item())
+    assert derive_seed(0, given) == derive_seed(0, given.item())

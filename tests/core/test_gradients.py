@@ -6,12 +6,12 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, REGISTRY, Local
-from polyfed.core.algorithm import MODEL_WORDS
+from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.core.examples import Examples
 from polyfed.core.seeds import torch_generator
 from polyfed.core.training import fit
-from polyfed.simulation.unseen import load_server
-from polyfed.testing import small_clients, without_times
+from polyfed.simulation.unseen import load_trained_server
+from polyfed.testing import small_clients, without_durations
 
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 FAST = ("fedavg_ft", "per_fedavg", "flha_ghn")
@@ -31,7 +31,7 @@ def images():
 def run_and_model(name):
     """A run of one round of a method on its small clients, and the model of one of them."""
     method, options = REGISTRY[name], {"rounds": 1, "workers": 0}
-    if not method.requires & MODEL_WORDS:
+    if not method.requires & MODEL_REQUIREMENTS:
         clients, method = images(), method(**IMAGES)
     else:
         clients, method = small_clients(), method(batch_size=8, **(ALIGNING if "fedhenn" in name else {}))
@@ -52,7 +52,7 @@ def test_a_run_and_its_models_do_not_depend_on_the_mode_of_the_caller(name, mode
         again = run.model("client-1")
         assert torch.is_grad_enabled() is False, "the caller's mode is as before"
     outside, expected = run_and_model(name)
-    assert without_times(run.history) == without_times(outside.history)
+    assert without_durations(run.history) == without_durations(outside.history)
     for found in (model, again):
         assert not any(p.is_inference() for p in found.parameters())
         for key, value in expected.state_dict().items():
@@ -94,6 +94,6 @@ def test_a_newcomer(mode, tmp_path):
     expected = run.warmstart(Built, data).model.state_dict()
     with MODES[mode]():
         found = run.warmstart(Built, data)
-        loaded = load_server(tmp_path / "run")
+        loaded = load_trained_server(tmp_path / "run")
     assert torch.equal(found.model.state_dict()["line.weight"], expected["line.weight"])
     assert not any(t.is_inference() for t in loaded.state["ghn"].values())

@@ -9,7 +9,7 @@ from torch import nn
 
 from polyfed.algorithms import Local
 from polyfed.core.examples import Examples
-from polyfed.core.layout import arrange
+from polyfed.core.layout import to_preferred_memory_format
 from polyfed.core.training import fit
 from polyfed.models import flha_arch2
 
@@ -17,7 +17,7 @@ IMAGES = torch.zeros(2, 4, 8, 8)
 
 
 def last(module, x=IMAGES):
-    return arrange(module, x).is_contiguous(memory_format=torch.channels_last)
+    return to_preferred_memory_format(module, x).is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(

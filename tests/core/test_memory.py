@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from polyfed.core.memory import keep_kernels, keep_memory
+from polyfed.core.memory import enlarge_kernel_cache, tune_malloc
 
 resource = pytest.importorskip("resource")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a matter of glibc")
 def test_memory_is_taken_from_the_system_once():
-    if not keep_memory():
+    if not tune_malloc():
         pytest.skip("another C library than glibc")
 
     def faults():
@@ -55,5 +55,5 @@ def test_the_environment_decides_how_many_kernels_are_kept(monkeypatch):
         monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
         if asked is not None:
             monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", asked)
-        keep_kernels()
+        enlarge_kernel_cache()
         assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == kept

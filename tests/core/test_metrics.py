@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import polyfed as pf
-from polyfed.core.metrics import METRICS, Metric, metrics_of, named, unsendable
+from polyfed.core.metrics import METRICS, Metric, metric_by_name, resolve_metrics, unpicklable_metric_error
 from polyfed.core.seeds import torch_generator
 
 G = torch_generator(5)
@@ -71,7 +71,7 @@ def test_scores_of_ranks_are_those_of_scikit_learn_where_many_values_are_equal(n
 def test_sensitivity_is_the_best_point_of_the_roc_curve_with_that_specificity(percent):
     false, true, _ = sk.roc_curve(Y["two"], SHARE["two"][:, 1], drop_intermediate=False)
     best = true[false <= 1 - percent / 100 + 1e-9].max()
-    assert named(f"sensitivity_at_{percent:g}")(*TWO) == pytest.approx(best)
+    assert metric_by_name(f"sensitivity_at_{percent:g}")(*TWO) == pytest.approx(best)
 
 
 def test_calibration_error_by_hand():
@@ -89,8 +89,8 @@ def test_values_of_single_examples_have_the_metric_as_their_mean(name):
     metric = METRICS[name]
     for kind, data in DATA.items():
         task = {"numbers": "regression", "labels": "multilabel"}.get(kind, "classification")
-        if metric.parts is not None and task in metric.tasks:
-            values = metric.parts(*data)
+        if metric.per_example is not None and task in metric.tasks:
+            values = metric.per_example(*data)
             assert values.shape == (len(data[1]),)
             assert metric.function(*data) == pytest.approx(values.mean())
             assert metric(*(part[:1] for part in data)) == values[0]
@@ -134,17 +134,22 @@ worse.higher_is_better = False
 
 def test_metrics_are_names_functions_and_objects():
     cost = Metric("cost", own, higher_is_better=False, unit="%")
-    found = metrics_of(["f1", own, cost, "sensitivity_at_specificity", worse], "classification")
+    found = resolve_metrics(["f1", own, cost, "sensitivity_at_specificity", worse], "classification")
     assert [m.name for m in found] == ["f1", "own", "cost", "sensitivity_at_90", "worse"]
     assert [m.higher_is_better for m in found] == [True, True, False, True, False]
-    assert metrics_of("brier", "multilabel") == (METRICS["brier"],)
-    assert metrics_of(own, "regression")[0](torch.ones(2, 1), torch.zeros(2, 1)) == 2.0
+    assert resolve_metrics("brier", "multilabel") == (METRICS["brier"],)
+    assert resolve_metrics(own, "regression")[0](torch.ones(2, 1), torch.zeros(2, 1)) == 2.0
     assert pf.Metric is Metric
 
 
 def test_built_in_metrics_can_be_sent_to_another_process():
-    assert unsendable([*METRICS.values(), named("sensitivity_at_85"), *metrics_of(own, "regression")]) is None
-    assert "metric 'local' cannot be sent" in unsendable([Metric("local", lambda outputs, targets: 0.0)])
+    assert (
+        unpicklable_metric_error(
+            [*METRICS.values(), metric_by_name("sensitivity_at_85"), *resolve_metrics(own, "regression")]
+        )
+        is None
+    )
+    assert "metric 'local' cannot be sent" in unpicklable_metric_error([Metric("local", lambda outputs, targets: 0.0)])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +166,7 @@ def test_built_in_metrics_can_be_sent_to_another_process():
 )
 def test_what_is_asked_for_is_checked(asked, sentence):
     with pytest.raises(pf.UserError, match=sentence):
-        metrics_of(asked, "classification")
+        resolve_metrics(asked, "classification")
 
 
 @pytest.mark.parametrize(

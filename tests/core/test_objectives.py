@@ -10,18 +10,18 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, FedFomo, Local
-from polyfed.core.code import scope, trust_code
+from polyfed.core.code import temporary_trust, trust_code
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.examples import Examples
-from polyfed.core.objectives import objective, sampling_weights
-from polyfed.core.scratch import new_module
+from polyfed.core.objectives import build_loss, sampling_weights
+from polyfed.core.scratch import build_module
 from polyfed.core.seeds import torch_generator
 from polyfed.core.training import fit
-from polyfed.simulation.checks import check_training
-from polyfed.simulation.engines.start import unsendable
-from polyfed.simulation.engines.store import place, tensor_of
-from polyfed.simulation.fingerprints import fingerprint
-from polyfed.testing import SmallNet, assert_same_run, small_clients
+from polyfed.simulation.checks import check_training_options
+from polyfed.simulation.engines.start import unpicklable_client_error
+from polyfed.simulation.engines.store import store_clients, unflatten_tensor
+from polyfed.simulation.fingerprints import data_fingerprint
+from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 DOUBLE = torch.float64
 
@@ -36,7 +36,7 @@ def test_weights_of_classes_are_in_the_loss(smoothing):
     """Σ w(y_i) l_i / Σ w(y_i), written out."""
     logits, y = torch.randn(6, 3, dtype=DOUBLE, generator=torch_generator(1)), torch.tensor([0, 0, 0, 1, 1, 2])
     w = torch.tensor([0.5, 1.0, 3.0], dtype=DOUBLE)
-    found = objective(data(), "classification", None, smoothing, (0.5, 1.0, 3.0))(logits, y)
+    found = build_loss(data(), "classification", None, smoothing, (0.5, 1.0, 3.0))(logits, y)
     log_p = logits.log_softmax(1)
     hard = -(w[y] * log_p[torch.arange(6), y]).sum()
     smooth = -(w * log_p).sum() / 3
@@ -48,13 +48,13 @@ def test_balanced_weights():
     y = torch.tensor([0] * 6 + [1] * 3 + [3])
     examples = Examples(torch.zeros(10, 1), y)
     logits = torch.randn(10, 4, dtype=DOUBLE, generator=torch_generator(2))
-    loss = objective(examples, "classification", class_weights="balanced")
+    loss = build_loss(examples, "classification", class_weights="balanced")
     each = -logits.log_softmax(1)[torch.arange(10), y]
     expected = (each[:6].mean() + each[6:9].mean() + each[9]) / 3
     torch.testing.assert_close(loss(logits, y), expected)
     several = Examples(torch.zeros(4, 1), torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]))
     z = torch.randn(4, 2, dtype=DOUBLE, generator=torch_generator(3))
-    found = objective(several, "multilabel", class_weights="balanced")(z, several.y.double())
+    found = build_loss(several, "multilabel", class_weights="balanced")(z, several.y.double())
     p = torch.sigmoid(z)
     expected = -(3 * several.y * p.log() + (1 - several.y) * (1 - p).log()).mean()  # three of four are negative
     torch.testing.assert_close(found, expected)
@@ -80,13 +80,13 @@ def test_a_clients_own_loss_is_trained_on_by_every_method(name):
         more = {"alpha": 0.0, "teacher": "polyfed.testing:SmallNet", "teacher_rounds": 1}
     method = REGISTRY[name](lr=0.1, batch_size=8, momentum=0.0, **more)
     public = torch.randn(24, 6, generator=torch_generator(1)) if "public_data" in method.requires else None
-    with scope():
+    with temporary_trust():
         trust_code("polyfed.testing:SmallNet")
         runs = [
             pf.federate(clients, method, rounds=2, workers=0, public=public)
             for clients in (small_clients(), own(small_clients(), nn.CrossEntropyLoss()))
         ]
-        assert_same_run(*runs)
+        assert_runs_equal(*runs)
         other = pf.federate(own(small_clients(), lambda z, y: 5 * F.cross_entropy(z, y)), method, rounds=2, workers=0,
                             public=public)  # fmt: skip
     name = "head.weight"
@@ -96,16 +96,16 @@ def test_a_clients_own_loss_is_trained_on_by_every_method(name):
 
 def test_an_own_loss_is_kept_where_clients_are_placed_and_told_apart():
     clients = own(small_clients(), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])))
-    (flat, *_) = place(clients, put=lambda large: large)
-    assert flat.client(tensor_of).loss is clients[0].loss
+    (flat, *_) = store_clients(clients, put=lambda large: large)
+    assert flat.restore(unflatten_tensor).loss is clients[0].loss
     others = own(small_clients(), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0])))
-    prints = {fingerprint(c) for c in (clients, others, small_clients(), own(small_clients(), F.cross_entropy))}
+    prints = {data_fingerprint(c) for c in (clients, others, small_clients(), own(small_clients(), F.cross_entropy))}
     assert len(prints) == 4
-    assert unsendable(clients) is None
-    assert "the loss" in unsendable(own(small_clients(), lambda z, y: z.sum()))
+    assert unpicklable_client_error(clients) is None
+    assert "the loss" in unpicklable_client_error(own(small_clients(), lambda z, y: z.sum()))
     weighted = pf.federate(clients, FedAvg(lr=0.1), rounds=1, workers=0)
     same = pf.federate(small_clients(), FedAvg(lr=0.1, class_weights=(1.0, 2.0, 3.0)), rounds=1, workers=0)
-    assert_same_run(weighted, same)
+    assert_runs_equal(weighted, same)
 
 
 def test_losses_and_weights_that_do_not_fit_are_refused():
@@ -122,11 +122,11 @@ def test_losses_and_weights_that_do_not_fit_are_refused():
         "a", lambda: nn.Linear(6, 1), (one[0].train.x, one[0].train.x[:, 0]), one[0].test, task="regression"
     )
     with pytest.raises(UserError, match="regression, which has no classes"):
-        check_training([line], FedAvg(class_weights="balanced"))
+        check_training_options([line], FedAvg(class_weights="balanced"))
     with pytest.raises(UserError, match="draws classes alike"):
-        check_training([line], FedAvg(sampler="balanced"))
+        check_training_options([line], FedAvg(sampler="balanced"))
     with pytest.raises(UserError, match="no column 'w'"):
-        check_training(one, FedAvg(sampler="w"))
+        check_training_options(one, FedAvg(sampler="w"))
     for bad in ((-1.0,), "even", (math.nan,)):
         with pytest.raises(UserError, match="class_weights must be"):
             FedAvg(class_weights=bad)
@@ -172,7 +172,7 @@ def test_early_stopping_is_the_rule_and_never_exceeds_the_budget():
     client = stopping()
 
     def validation(epochs):
-        model = new_module(client.model, 0)
+        model = build_module(client.model, 0)
         fit(model, client, Local(local_epochs=epochs, batch_size=5), lr=3.0, seed=1)
         return F.cross_entropy(model(client.val.x), client.val.y).item()
 
@@ -184,12 +184,12 @@ def test_early_stopping_is_the_rule_and_never_exceeds_the_budget():
             break
     assert end < 12
     for budget in (1, end - 1, end, 12):
-        model, plain = (new_module(client.model, 0) for _ in range(2))
+        model, plain = (build_module(client.model, 0) for _ in range(2))
         found = fit(model, client, Local(local_epochs=budget, batch_size=5, patience=2), lr=3.0, seed=1)
         assert found.steps == 4 * min(budget, end)
         fit(plain, client, Local(local_epochs=min(budget, end), batch_size=5), lr=3.0, seed=1)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    counted = fit(new_module(client.model, 0), client, Local(local_steps=7, batch_size=5, patience=1), lr=3.0, seed=1)
+    counted = fit(build_module(client.model, 0), client, Local(local_steps=7, batch_size=5, patience=1), lr=3.0, seed=1)
     assert counted.steps <= 7
 
 
@@ -198,8 +198,8 @@ def test_early_stopping_needs_validation_examples():
     with pytest.raises(UserError, match="patience=1 needs validation examples, and client 'client-0' has none"):
         pf.federate(clients, FedAvg(patience=1), rounds=1, workers=0)
     with pytest.raises(UserError, match="examples without a client"):
-        fit(new_module(SmallNet, 0), data(), Local(patience=1), lr=0.1, seed=0)
+        fit(build_module(SmallNet, 0), data(), Local(patience=1), lr=0.1, seed=0)
     with pytest.raises(UserError, match="has no validation examples to stop by"):
-        fit(new_module(SmallNet, 0), clients[0], Local(patience=1), lr=0.1, seed=0)
+        fit(build_module(SmallNet, 0), clients[0], Local(patience=1), lr=0.1, seed=0)
     run = pf.federate(small_clients(), FedFomo(patience=1, local_epochs=3), rounds=2, workers=0)
     assert run.history[-1]["train_loss"] is not None

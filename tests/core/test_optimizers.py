@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.core.optimizers import SGD, Adam, Group
+from polyfed.core.optimizers import SGD, Adam, ParameterGroup
 from polyfed.core.seeds import torch_generator
 
 KINDS = {
@@ -31,7 +31,7 @@ def parameters():
 def test_steps_are_those_of_torch(ours, theirs, options, dtype):
     """Two groups; the last parameter has a gradient in every second step only, the first none before the third."""
     mine, reference = ([nn.Parameter(p.to(dtype)) for p in parameters()] for _ in range(2))
-    optimizer = ours([Group(mine[:2], lr=0.1), Group(mine[2:], lr=0.03)], **options)
+    optimizer = ours([ParameterGroup(mine[:2], lr=0.1), ParameterGroup(mine[2:], lr=0.03)], **options)
     other = theirs([{"params": reference[:2], "lr": 0.1}, {"params": reference[2:], "lr": 0.03}], **options)
     generator = torch_generator(4)
     for step in range(7):
@@ -51,7 +51,7 @@ def test_steps_are_those_of_torch(ours, theirs, options, dtype):
 def test_sparse_gradients_are_taken_as_by_torch():
     tables = [nn.Embedding(5, 2, sparse=True) for _ in range(2)]
     tables[1].load_state_dict(tables[0].state_dict())
-    optimizers = SGD([Group(list(tables[0].parameters()), 0.5)]), torch.optim.SGD(tables[1].parameters(), 0.5)
+    optimizers = SGD([ParameterGroup(list(tables[0].parameters()), 0.5)]), torch.optim.SGD(tables[1].parameters(), 0.5)
     for table, optimizer in zip(tables, optimizers, strict=True):
         table(torch.tensor([1, 1, 3])).square().sum().backward()
         optimizer.step()
@@ -62,10 +62,10 @@ def test_sparse_gradients_are_taken_as_by_torch():
 def test_a_step_does_not_import_the_compiler():
     code = """
 import sys, torch
-from polyfed.core.optimizers import SGD, Adam, Group
+from polyfed.core.optimizers import SGD, Adam, ParameterGroup
 for kind in (SGD, Adam):
     weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = kind([Group([weight], 0.1)])
+    optimizer = kind([ParameterGroup([weight], 0.1)])
     optimizer.zero_grad()
     weight.sum().backward()
     optimizer.step()

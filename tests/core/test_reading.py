@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import polyfed as pf
 from polyfed.core.errors import UserError
-from polyfed.core.examples import ByPart, Examples, Normalise
-from polyfed.core.inputs import leaves
+from polyfed.core.examples import Examples, Normalise, PartwiseTransform
+from polyfed.core.inputs import named_leaves
 from polyfed.data import as_examples
-from polyfed.simulation.checks import check_models
+from polyfed.simulation.checks import check_networks_run
 
 LABELS = [0, 1, 0, 1]
 PIXELS = np.arange(4 * 6, dtype=np.uint8).reshape(4, 2, 3)
@@ -33,10 +33,10 @@ class Rows(torch.utils.data.Dataset):
 
 def test_a_pair_whose_inputs_are_a_structure():
     examples = as_examples(({"pixels": PIXELS, "more": (np.ones((4, 2)), [[1], [2], [3], [4]])}, LABELS))
-    assert {name: (part.dtype, tuple(part.shape)) for name, part in leaves(examples.x)} == {
+    assert {name: (part.dtype, tuple(part.shape)) for name, part in named_leaves(examples.x)} == {
         "more/0": (torch.float32, (4, 2)), "more/1": (torch.int64, (4, 1)), "pixels": (torch.uint8, (4, 1, 2, 3)),
     }  # fmt: skip
-    assert examples.transform == ByPart({"pixels": Normalise((0.0,), (1.0,))})
+    assert examples.transform == PartwiseTransform({"pixels": Normalise((0.0,), (1.0,))})
     x, _ = examples.batch(torch.tensor([3]))
     torch.testing.assert_close(x["pixels"], torch.from_numpy(PIXELS[3:]).unsqueeze(1) / 255)
 
@@ -141,7 +141,7 @@ def test_a_network_that_does_not_take_a_column_says_which():
     with pytest.raises(
         pf.UserError, match=r"'north'.*fails on.*age: .*keyword arguments.*unexpected keyword argument 'age'"
     ):
-        check_models([one])
+        check_networks_run([one])
 
 
 def test_pandas_frames_and_series():
@@ -155,7 +155,10 @@ def test_pandas_frames_and_series():
     assert both.x["table"].tolist() == [[1], [2], [3], [4]]
     assert as_examples(frame[["a"]], labelled=False).x.shape == (4, 1)
     for given, sentence in (
-        (frame, "train: a pandas DataFrame alone does not say what is to be predicted; give a pair.*pf.data.table"),
+        (
+            frame,
+            "train: a pandas DataFrame alone does not say what is to be predicted; give a pair.*pf.data.split_table",
+        ),
         (frame["y"], "a pandas Series alone"),
         (
             (frame[["a", "sex"]], frame["y"]),
@@ -228,7 +231,7 @@ def test_texts_as_labels_name_numpy_unique():
     assert "None" not in str(told.value)
     with pytest.raises(UserError, match="column 'seen' of the pandas Series holds datetime64"):
         pf.Client("c", None, (x, dates.rename("seen")), (x, dates))
-    with pytest.raises(UserError, match=r"they hold texts: make numbers of them before; pf.data.table"):
+    with pytest.raises(UserError, match=r"they hold texts: make numbers of them before; pf.data.split_table"):
         pf.Client("c", None, ([["a"]] * 10, [0, 1] * 5), (x, [0, 1] * 5))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.core.replaced import call_with
+from polyfed.core.replaced import call_with_tensors
 
 
 class TwoNames(nn.Module):
@@ -49,7 +49,7 @@ def test_a_shared_tensor_is_replaced_in_all_its_places_by_any_of_its_names(name)
         {**{n: p.detach() for n, p in net.named_parameters()}, "a.weight": new[name], "a.bias": new["a.bias"]}
     )
     wanted.tied.weight = wanted.a.weight
-    assert torch.equal(call_with(net, new, (x,), {}), wanted(x))
+    assert torch.equal(call_with_tensors(net, new, (x,), {}), wanted(x))
     after = places(net)
     assert after.keys() == before.keys()
     assert all(after[place] is before[place] for place in before)
@@ -58,7 +58,7 @@ def test_a_shared_tensor_is_replaced_in_all_its_places_by_any_of_its_names(name)
 def test_a_shared_buffer_is_replaced_and_restored():
     net = TwoNames().eval()
     before, x = places(net), torch.randn(3, 2)
-    shifted = call_with(net, {"norm.running_mean": torch.ones(2)}, (x,), {})
+    shifted = call_with_tensors(net, {"norm.running_mean": torch.ones(2)}, (x,), {})
     plain = net(x)
     assert torch.allclose(shifted - plain, 1 - 1 / torch.sqrt(torch.ones(()) + net.norm.eps), atol=1e-6)
     assert all(tensor is before[place] for place, tensor in places(net).items())
@@ -67,9 +67,9 @@ def test_a_shared_buffer_is_replaced_and_restored():
 def test_gradients_reach_the_replacement_and_a_failure_restores_too():
     net = TwoNames().eval()
     before, new = places(net), torch.randn(2, 2, requires_grad=True)
-    call_with(net, {"a.weight": new}, (torch.randn(3, 2),), {}).sum().backward()
+    call_with_tensors(net, {"a.weight": new}, (torch.randn(3, 2),), {}).sum().backward()
     assert new.grad is not None
     assert net.a.weight.grad is None
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        call_with(net, {"a.weight": new}, (torch.randn(3, 5),), {})
+        call_with_tensors(net, {"a.weight": new}, (torch.randn(3, 5),), {})
     assert all(tensor is before[place] for place, tensor in places(net).items())

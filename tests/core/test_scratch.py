@@ -10,8 +10,8 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import fill, initial_state, new_module, scratch
-from polyfed.testing import SmallNet, assert_same_run, small_clients
+from polyfed.core.scratch import build_module, cached_module, fill_module, initial_state
+from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 
 class Signed(nn.Module):
@@ -36,7 +36,7 @@ class Printed(nn.Module):
 
 def test_attributes_and_functions_tell_architectures_apart():
     kinds = [lambda: Signed(), lambda: Signed(-1), lambda: Signed(activation=torch.relu), lambda: Signed()]
-    names = [scratch(kind).architecture for kind in kinds]
+    names = [cached_module(kind).architecture for kind in kinds]
     assert names[0] == names[3]
     assert len(set(names)) == 3
     clients = [pf.Client(c.id, kind, c.train, c.test) for c, kind in zip(small_clients(2), kinds[:2], strict=True)]
@@ -45,7 +45,7 @@ def test_attributes_and_functions_tell_architectures_apart():
 
 
 def test_a_printed_address_is_no_part_of_an_architecture():
-    assert scratch(lambda: Printed()).architecture == scratch(lambda: Printed()).architecture
+    assert cached_module(lambda: Printed()).architecture == cached_module(lambda: Printed()).architecture
 
 
 def test_the_draw_of_an_architecture_depends_on_the_seed_only():
@@ -57,14 +57,14 @@ def test_the_draw_of_an_architecture_depends_on_the_seed_only():
 
 
 def test_fill_wants_every_tensor_and_no_other():
-    module, state = new_module(SmallNet, 0), initial_state(SmallNet, 0)
-    fill(module, state)
+    module, state = build_module(SmallNet, 0), initial_state(SmallNet, 0)
+    fill_module(module, state)
     with pytest.raises(ValueError, match=r"missing \['head.bias'\]"):
-        fill(module, {n: t for n, t in state.items() if n != "head.bias"})
+        fill_module(module, {n: t for n, t in state.items() if n != "head.bias"})
     with pytest.raises(ValueError, match=r"unknown \['tail'\]"):
-        fill(module, state, {"tail": torch.ones(1)})
+        fill_module(module, state, {"tail": torch.ones(1)})
     with pytest.raises(ValueError, match=r"'head.bias' is \(1,\), the model has \(3,\)"):
-        fill(module, {**state, "head.bias": torch.ones(1)})
+        fill_module(module, {**state, "head.bias": torch.ones(1)})
 
 
 def tied():
@@ -79,7 +79,7 @@ def test_tied_weights_stay_tied(workers, tmp_path):
     run = pf.federate(clients, FedAvg(lr=0.1), rounds=2, workers=workers, out=tmp_path / "run")
     model = run.model("client-0")
     assert model[0].weight is model[2].weight
-    assert_same_run(run, pf.federate(clients, FedAvg(lr=0.1), rounds=2, workers=0))
+    assert_runs_equal(run, pf.federate(clients, FedAvg(lr=0.1), rounds=2, workers=0))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_tied_weights_stay_tied(workers, tmp_path):
 )
 def test_factories_that_give_no_network(factory, sentence):
     with pytest.raises(UserError, match=sentence):
-        new_module(factory, 0)
+        build_module(factory, 0)
 
 
 def test_federations_in_two_threads_do_not_disturb_one_another():
@@ -108,7 +108,7 @@ def test_federations_in_two_threads_do_not_disturb_one_another():
         thread.join()
     assert len(found) == 3
     for run in found:
-        assert_same_run(alone, run)
+        assert_runs_equal(alone, run)
 
 
 class Untidy(nn.Module):
@@ -132,12 +132,12 @@ class Untidy(nn.Module):
 
 
 def test_a_scratch_module_holds_the_same_objects_whatever_was_done_with_it():
-    net = scratch(Untidy).module
+    net = cached_module(Untidy).module
     weight, hidden, mean = net.layer.weight, net.hidden, net.mean
     net(torch.ones(2, 2)).sum().backward()
     net.layer._parameters["weight"] = torch.zeros(2, 2)  # a method that put another tensor in, and failed
     net.layer.bias.requires_grad_(False)
-    again = scratch(Untidy).module
+    again = cached_module(Untidy).module
     assert again is net
     assert (net.layer.weight is weight, net.hidden is hidden, net.mean is mean) == (True, True, True)
     assert (net.seen, net.count, hasattr(net, "last"), len(net.layer._forward_hooks)) == ([], 0, False, 0)
@@ -153,9 +153,9 @@ def test_hooks_and_attributes_of_the_network_itself_stay():
         layer.table = torch.arange(3)
         return layer
 
-    net = scratch(factory).module
+    net = cached_module(factory).module
     table, out = net.table, net(torch.ones(1, 2))
-    assert torch.equal(scratch(factory).module(torch.ones(1, 2)), out)
+    assert torch.equal(cached_module(factory).module(torch.ones(1, 2)), out)
     assert net.table is table
 
 
@@ -168,6 +168,6 @@ def test_a_network_that_adds_a_layer_as_it_runs():
             self.more = nn.Linear(2, 2)
             return self.more(super().forward(x))
 
-    scratch(Growing).module(torch.ones(1, 2))
+    cached_module(Growing).module(torch.ones(1, 2))
     with pytest.raises(UserError, match="adds or removes the layer 'more' itself; build all layers in __init__"):
-        scratch(Growing)
+        cached_module(Growing)

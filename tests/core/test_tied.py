@@ -8,8 +8,14 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import fill, initial_state, scratch, settled, whole_state
-from polyfed.core.tied import first_names, further_names, names_by_first, tie_buffers, under_first_names
+from polyfed.core.scratch import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
+from polyfed.core.tied import (
+    all_names_by_first_name,
+    first_name_by_alias,
+    first_name_by_name,
+    rename_to_first_names,
+    retie_buffers,
+)
 from polyfed.testing import small_clients
 
 
@@ -50,42 +56,44 @@ FROM_FIRST = {tied: {"2.weight": "0.weight"}, shared: {"2.weight": "0.weight", "
 @pytest.mark.parametrize("factory", [tied, shared, untied, TwoNorms])
 def test_the_first_name_is_that_of_named_parameters(factory):
     module = factory()
-    assert list(first_names(module)) == list(module.state_dict())
-    once = {*first_names(module).values()}
+    assert list(first_name_by_name(module)) == list(module.state_dict())
+    once = {*first_name_by_name(module).values()}
     parameters = {name for name, _ in module.named_parameters()}
     assert parameters <= once
     assert once - parameters <= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    assert further_names(module) == FROM_FIRST.get(factory, further_names(module))
-    assert {name for names in names_by_first(module).values() for name in names[1:]} == set(further_names(module))
-    assert list(whole_state(module)) == [n for n, first in first_names(module).items() if n == first]
-    assert initial_state(factory, 3).keys() == whole_state(module).keys()
+    assert first_name_by_alias(module) == FROM_FIRST.get(factory, first_name_by_alias(module))
+    assert {name for names in all_names_by_first_name(module).values() for name in names[1:]} == set(
+        first_name_by_alias(module)
+    )
+    assert list(trainable_state(module)) == [n for n, first in first_name_by_name(module).items() if n == first]
+    assert initial_state(factory, 3).keys() == trainable_state(module).keys()
 
 
 def test_buffers_of_several_names_are_one_and_are_not_put_back():
-    net = scratch(TwoNorms)
+    net = cached_module(TwoNorms)
     assert set(net.buffers) == {"mask", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     net.module.norm.running_mean.fill_(5.0)
-    assert settled(net.module).norm.running_mean.tolist() == [5.0] * 6  # it is persistent under one of its names
+    assert reset_for_eval(net.module).norm.running_mean.tolist() == [5.0] * 6  # it is persistent under one of its names
     module = TwoNorms()
     module.same_mask = module.same_mask.clone()  # as after a move to another device
-    tie_buffers(module, {"same_mask": "mask", "again.weight": "norm.weight"})
+    retie_buffers(module, {"same_mask": "mask", "again.weight": "norm.weight"})
     assert module.same_mask is module.mask
 
 
 def test_a_tree_may_have_any_of_the_names_but_not_two_values():
-    module, state = tied(), whole_state(tied())
+    module, state = tied(), trainable_state(tied())
     further = {("2.weight" if name == "0.weight" else name): tensor for name, tensor in state.items()}
     both = {**state, **further}
     for tree in (state, further, both, {**both, "2.weight": both["0.weight"].clone()}):
-        fill(module, tree)
+        fill_module(module, tree)
         assert module[2].weight is module[0].weight
         assert torch.equal(module[0].weight, state["0.weight"])
     with pytest.raises(ValueError, match=r"'0.weight' and '2.weight' are one tensor in it, and have two values"):
-        fill(module, {**both, "2.weight": both["0.weight"] + 1})
+        fill_module(module, {**both, "2.weight": both["0.weight"] + 1})
     with pytest.raises(ValueError, match=r"missing \['0.weight'\]"):
-        fill(module, {name: tensor for name, tensor in state.items() if name != "0.weight"})
+        fill_module(module, {name: tensor for name, tensor in state.items() if name != "0.weight"})
     gone = dict.fromkeys(["0.weight", "2.weight"], torch.full((6, 6), torch.nan))
-    assert set(under_first_names(module, gone)) == {"0.weight"}  # a network that diverged
+    assert set(rename_to_first_names(module, gone)) == {"0.weight"}  # a network that diverged
 
 
 def test_a_network_to_take_away_has_all_names():
@@ -100,7 +108,7 @@ def test_a_network_to_take_away_has_all_names():
 
 
 def test_tied_and_untied_are_two_architectures():
-    assert scratch(tied).architecture != scratch(untied).architecture
+    assert cached_module(tied).architecture != cached_module(untied).architecture
     one, *others = small_clients()
     clients = [pf.Client(c.id, tied if c is one else untied, c.train, c.test) for c in (one, *others)]
     with pytest.raises(UserError, match="needs one architecture"):
@@ -181,7 +189,7 @@ def test_parameters_that_share_memory_and_are_not_one_are_refused(way):
 )
 def test_other_ways_to_share_are_refused(way, sentence):
     with pytest.raises(UserError, match=sentence):
-        scratch(lambda: Odd(way))
+        cached_module(lambda: Odd(way))
 
 
 @pytest.mark.parametrize("way", ["side_by_side", "every_other", "constants", "both_frozen"])
@@ -200,7 +208,7 @@ def test_a_rate_by_any_name_of_a_tied_weight():
             before, after = initial_state(tied, 0)["0.weight"], run.model("client-0")[0].weight
             moved[pattern, engine] = not torch.allclose(before, after, atol=1e-6)
     assert moved == {(p, e): p == "3.weight" for p, e in moved}
-    assert FedAvg(lr_by_name={"b": 2.0, "a": 3.0}).factor("a", "b") == 2.0
+    assert FedAvg(lr_by_name={"b": 2.0, "a": 3.0}).lr_factor("a", "b") == 2.0
 
 
 def test_a_run_that_kept_tied_weights_twice_is_not_resumed_and_says_why(tmp_path, monkeypatch):
@@ -209,7 +217,7 @@ def test_a_run_that_kept_tied_weights_twice_is_not_resumed_and_says_why(tmp_path
         return clients, pf.federate(clients, FedAvg(), rounds=1, workers=0, **words)
 
     with monkeypatch.context() as former:  # its names of architectures, and of what it saved
-        former.setattr("polyfed.core.scratch.further_names", lambda module: {})
+        former.setattr("polyfed.core.scratch.first_name_by_alias", lambda module: {})
         federated(out=tmp_path / "run")
     clients, _ = federated()
     with pytest.raises(

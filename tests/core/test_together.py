@@ -7,12 +7,27 @@ from torch import nn
 
 from polyfed.algorithms import FedAvg
 from polyfed.core.examples import Examples, Normalise
-from polyfed.core.gathered import FitCall, Half, OfClient, Parked, fill_named, gathering, half, whole_state
-from polyfed.core.stacked import CannotStackError, Stacked, obstacle
-from polyfed.core.stacked_layers import pooled
-from polyfed.core.stacked_lstm import lstm
-from polyfed.core.streams import Streams, plan
-from polyfed.core.together import _trial, groups, outputs_of, same_form, train
+from polyfed.core.gathered import (
+    CallDeferred,
+    DeferredRun,
+    FitCall,
+    PerClientTerm,
+    copy_named_tensors,
+    current_deferred_run,
+    deferring_calls,
+    full_state,
+)
+from polyfed.core.stacked import CannotStackError, Stacked, stacking_obstacle
+from polyfed.core.stacked_layers import max_pool_channels_last
+from polyfed.core.stacked_lstm import run_stacked_lstm
+from polyfed.core.streams import CohortBatches, plan_batch_sizes
+from polyfed.core.together import (
+    _try_training_together,
+    group_fit_calls,
+    group_predict_calls,
+    predict_cohort,
+    train_cohort,
+)
 from polyfed.core.training import fit
 
 
@@ -90,16 +105,27 @@ def calls_of(make, data, options, **more):
     for seed, mine in enumerate(data):
         torch.manual_seed(seed)
         other = make().double()
-        task = {"task": "classification", "penalty": None, "gradient": None, "batches_per_step": 1, "reported": "loss"}
+        task = {
+            "task": "classification",
+            "penalty": None,
+            "gradient": None,
+            "batches_per_step": 1,
+            "reported_loss": "loss",
+        }
         given = {key: value(seed) if callable(value) else value for key, value in more.items()}
-        calls.append(FitCall(module, whole_state(other), trained, mine, options, 0.1, seed, **{**task, **given}))
+        calls.append(FitCall(module, full_state(other), trained, mine, options, 0.1, seed, **{**task, **given}))
         alone.append(other)
     return calls, alone
 
 
 def assert_as_alone(calls, alone):
-    for call, found, other in zip(calls, train(calls), alone, strict=True):
-        kept = {"penalty": call.penalty, "gradient": call.gradient, "task": call.task, "reported": call.reported}
+    for call, found, other in zip(calls, train_cohort(calls), alone, strict=True):
+        kept = {
+            "penalty": call.penalty,
+            "gradient": call.gradient,
+            "task": call.task,
+            "reported_loss": call.reported_loss,
+        }
         fitted = fit(other, call.examples, call.options, lr=call.lr, seed=call.seed, **kept)
         assert found.steps == fitted.steps
         assert found.loss == pytest.approx(fitted.loss, rel=1e-5)
@@ -132,7 +158,7 @@ def test_options_are_those_of_training_alone(options):
 def test_pooling_is_that_of_torch(part):
     """Also of numbers that are equal, of which the same one gets the slope."""
     x = torch.randint(0, 3, (4, 2, 7, 8)).double().requires_grad_()
-    found, own = pooled(part, x), part(x)
+    found, own = max_pool_channels_last(part, x), part(x)
     assert torch.equal(found, own)
     weights = torch.randn_like(own)
     slopes = [torch.autograd.grad((out * weights).sum(), x)[0] for out in (found, own)]
@@ -154,8 +180,8 @@ def squares(weights, anchors):
 def test_a_penalty_is_each_clients_own():
     data = [examples((4,), number, seed) for seed, number in enumerate((5, 6, 3))]
     more = {
-        "penalty": lambda seed: OfClient(squares, [torch.full((3, 4), seed).double(), torch.zeros(3).double()]),
-        "reported": "total",
+        "penalty": lambda seed: PerClientTerm(squares, [torch.full((3, 4), seed).double(), torch.zeros(3).double()]),
+        "reported_loss": "total",
     }
     assert_as_alone(*calls_of(lambda: nn.Linear(4, 3), data, FedAvg(batch_size=4, local_epochs=2), **more))
 
@@ -175,7 +201,9 @@ def test_minibatches_come_as_alone(more):
     make = lambda: nn.Sequential(nn.Flatten(), nn.Linear(4, 3))  # noqa: E731
     if isinstance(more.get("transform"), Normalise):
         data = [Examples((200 * d.x.abs()).to(torch.uint8), d.y, d.index, d.transform) for d in data]
-        batches = next(iter(Streams(data, [1, 2, 3], [plan(len(d), 4, 1, None, 1, False) for d in data])))[0]
+        batches = next(
+            iter(CohortBatches(data, [1, 2, 3], [plan_batch_sizes(len(d), 4, 1, None, 1, False) for d in data]))
+        )[0]
         assert batches[0].x.dtype == torch.float32
         return
     assert_as_alone(*calls_of(make, data, FedAvg(batch_size=4, local_epochs=2)))
@@ -185,7 +213,7 @@ def test_a_client_with_nan_spoils_no_other():
     data = [examples((4,), 6, seed) for seed in range(3)]
     data[1].x[2] = float("nan")
     calls, alone = calls_of(lambda: nn.Linear(4, 3), data, FedAvg(batch_size=4))
-    found = train(calls)
+    found = train_cohort(calls)
     assert torch.isnan(found[1].state["weight"]).all()
     for place in (0, 2):
         fit(alone[place], data[place], calls[place].options, lr=0.1, seed=place)
@@ -197,18 +225,18 @@ def test_what_cannot_be_computed_together_is_noticed(how):
     data = [examples((4,), 6, seed) for seed in range(3)]
     known = next(one for one in ("reads numbers", "draws random", "changes attributes", "something else") if one in how)
     calls, _ = calls_of(lambda: Own(known), data, FedAvg())
-    assert obstacle(calls[0].module) is None
-    assert how in str(_trial(calls[:2]))
+    assert stacking_obstacle(calls[0].module) is None
+    assert how in str(_try_training_together(calls[:2]))
     with pytest.raises(CannotStackError, match=how):
-        train(calls)
+        train_cohort(calls)
 
 
 def test_layers_with_weights_that_are_not_known_are_named():
     hooked = nn.Linear(2, 2)
     hooked.register_forward_hook(lambda *_: None)
-    assert obstacle(nn.GRU(2, 2)) == "GRU has weights of its own"
-    assert obstacle(hooked) == "Linear has hooks"
-    assert obstacle(nn.LSTM(2, 2, bidirectional=True)) == "LSTM has options that are computed alone"
+    assert stacking_obstacle(nn.GRU(2, 2)) == "GRU has weights of its own"
+    assert stacking_obstacle(hooked) == "Linear has hooks"
+    assert stacking_obstacle(nn.LSTM(2, 2, bidirectional=True)) == "LSTM has options that are computed alone"
 
 
 def test_the_derivative_of_an_lstm_is_that_of_finite_differences():
@@ -216,7 +244,7 @@ def test_the_derivative_of_an_lstm_is_that_of_finite_differences():
     names = [name for name, _ in part.named_parameters()]
 
     def outputs(x, *own):
-        out, (h, c) = lstm(part, dict(zip(names, own, strict=True)), x)
+        out, (h, c) = run_stacked_lstm(part, dict(zip(names, own, strict=True)), x)
         return out, h, c
 
     def drawn(*shape):
@@ -233,10 +261,10 @@ def test_groups_have_one_network_and_the_same_options():
     calls, _ = calls_of(lambda: nn.Linear(4, 3), data, FedAvg(batch_size=4))
     others, _ = calls_of(lambda: nn.Linear(4, 3), data[:2], FedAvg(batch_size=2))
     meeting, _ = calls_of(make, data, FedAvg(batch_size=4))
-    assert groups([*calls, *others]) == [[0, 1, 2, 3], [4, 5]]
-    assert groups(meeting) == [[0, 1, 2, 3]]
+    assert group_fit_calls([*calls, *others]) == [[0, 1, 2, 3], [4, 5]]
+    assert group_fit_calls(meeting) == [[0, 1, 2, 3]]
     lonely, _ = calls_of(make, [examples((4,), number, 1) for number in (5, 1, 7)], FedAvg(batch_size=4))
-    assert groups(lonely) == [[0, 2], [1]]  # which BatchNorm refuses
+    assert group_fit_calls(lonely) == [[0, 2], [1]]  # which BatchNorm refuses
 
 
 def test_outputs_together_are_those_alone():
@@ -247,8 +275,8 @@ def test_outputs_together_are_those_alone():
     for same in (False, True):
         asked = [type("Call", (), {"module": c.module, "state": calls[0 if same else i].state, "sets": sets[i]})()
                  for i, c in enumerate(calls)]  # fmt: skip
-        assert same_form(asked) == [[0, 1, 2]]
-        for i, found in enumerate(outputs_of(asked)):
+        assert group_predict_calls(asked) == [[0, 1, 2]]
+        for i, found in enumerate(predict_cohort(asked)):
             network = alone[0 if same else i].eval()
             for mine, data in zip(found, sets[i], strict=True):
                 torch.testing.assert_close(mine, network(data.x).float().detach())
@@ -260,40 +288,40 @@ def test_buffers_that_no_layer_knows_must_be_equal():
 
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     module.register_buffer("shift", torch.zeros(1))
-    states = [{**whole_state(module), "shift": torch.full((1,), float(k))} for k in range(2)]
+    states = [{**full_state(module), "shift": torch.full((1,), float(k))} for k in range(2)]
     with pytest.raises(CannotStackError, match="'shift' differs"):
         Stacked(module, states)
-    assert obstacle(Shifted(2, 2)) == "Shifted has weights of its own"
+    assert stacking_obstacle(Shifted(2, 2)) == "Shifted has weights of its own"
 
 
 def test_a_half_is_parked_and_gets_what_was_found():
-    module, data, one = nn.Linear(4, 3).double(), examples((4,), 6, 1), Half()
+    module, data, one = nn.Linear(4, 3).double(), examples((4,), 6, 1), DeferredRun()
     for number in (1, 2):
-        one.begin()
+        one.restart()
         try:
-            with gathering(one):
-                assert half() is one
+            with deferring_calls(one):
+                assert current_deferred_run() is one
                 fitted = fit(module, data, FedAvg(), lr=0.1, seed=0)
-        except Parked:
+        except CallDeferred:
             assert number == 1
-            one.found += train([one.waiting])
-    assert half() is None
+            one.results += train_cohort([one.pending_call])
+    assert current_deferred_run() is None
     assert fitted.steps == 1
-    torch.testing.assert_close(module.weight.data, one.found[0].state["weight"])
+    torch.testing.assert_close(module.weight.data, one.results[0].state["weight"])
 
 
 def test_training_alone_is_left_in_place():
     """With a function of the method's own, or an option that is not known to be the same for many."""
     data = examples((4,), 6, 1)
     for options, more in ((FedAvg(), {"penalty": lambda: torch.zeros(())}), (FedAvg(precision="bf16"), {})):
-        module, one = nn.Linear(4, 3), Half(only_first=True)
-        with pytest.raises(Parked), gathering(one):
+        module, one = nn.Linear(4, 3), DeferredRun(stop_at_first_call=True)
+        with pytest.raises(CallDeferred), deferring_calls(one):
             fit(module, data, options, lr=0.1, seed=0, **more)
-        assert one.waiting is None
+        assert one.pending_call is None
 
 
 def test_only_what_differs_is_copied_into_a_module():
     module = nn.Linear(4, 3)
     before = module.weight._version
-    fill_named(module, whole_state(module))
+    copy_named_tensors(module, full_state(module))
     assert module.weight._version == before

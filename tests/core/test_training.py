@@ -13,8 +13,8 @@ from polyfed.core import precision
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
 from polyfed.core.precision import check_precision
-from polyfed.core.scratch import new_module
-from polyfed.core.seeds import derive, torch_generator
+from polyfed.core.scratch import build_module
+from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.training import LocalTraining, fit
 from polyfed.models import ModelSpec
 
@@ -41,9 +41,9 @@ OPTIMISERS = [
 @pytest.mark.parametrize(("options", "optimizer"), OPTIMISERS)
 def test_fit_is_the_loop_that_anyone_would_write(options, optimizer):
     examples, epochs, size = data(), 3, 8
-    ours, theirs = new_module(net, 0), new_module(net, 0)
+    ours, theirs = build_module(net, 0), build_module(net, 0)
     found = fit(ours, examples, FedAvg(local_epochs=epochs, batch_size=size, **options), lr=0.1, seed=5)
-    generator, losses = torch_generator(derive(5, "batches")), []
+    generator, losses = torch_generator(derive_seed(5, "batches")), []
     steps = optimizer(list(theirs.parameters()))
     for _ in range(epochs):
         for rows in torch.randperm(len(examples), generator=generator).split(size):
@@ -60,11 +60,11 @@ def test_fit_is_the_loop_that_anyone_would_write(options, optimizer):
 
 def test_local_steps_counts_minibatches_across_epochs():
     counted = []
-    model = new_module(net, 0)
+    model = build_module(net, 0)
     model.register_forward_hook(lambda *_: counted.append(1))
     fit(model, data(), FedAvg(local_steps=7, local_epochs=99, batch_size=8), lr=0.1, seed=0)
     assert len(counted) == 7  # 23 examples are 3 batches an epoch
-    few, many = new_module(net, 0), new_module(net, 0)
+    few, many = build_module(net, 0), build_module(net, 0)
     fit(few, data(), FedAvg(local_steps=6, batch_size=8), lr=0.1, seed=0)
     fit(many, data(), FedAvg(local_epochs=2, batch_size=8), lr=0.1, seed=0)
     assert all(torch.equal(a, b) for a, b in zip(few.parameters(), many.parameters(), strict=True))
@@ -89,7 +89,7 @@ def test_each_example_is_seen_once_an_epoch():
 
 
 def test_clipping_bounds_the_step():
-    model, before = new_module(net, 0), new_module(net, 0)
+    model, before = build_module(net, 0), build_module(net, 0)
     fit(model, data(), FedAvg(local_steps=1, batch_size=0, clip_norm=0.01), lr=1.0, seed=0)
     pairs = zip(model.parameters(), before.parameters(), strict=True)
     norm = sum((a - b).square().sum() for a, b in pairs).sqrt().item()
@@ -98,8 +98,8 @@ def test_clipping_bounds_the_step():
 
 def test_label_smoothing_reaches_the_loss():
     options = [FedAvg(local_steps=1, batch_size=0, label_smoothing=s) for s in (0.0, 0.5)]
-    plain, smooth = (fit(new_module(net, 0), data(), o, lr=0.1, seed=0).loss for o in options)
-    model, examples = new_module(net, 0), data()
+    plain, smooth = (fit(build_module(net, 0), data(), o, lr=0.1, seed=0).loss for o in options)
+    model, examples = build_module(net, 0), data()
     expected = F.cross_entropy(model(examples.x), examples.y, label_smoothing=0.5).item()
     assert plain != smooth
     assert smooth == pytest.approx(expected, rel=1e-6)
@@ -107,7 +107,7 @@ def test_label_smoothing_reaches_the_loss():
 
 def test_a_loss_of_the_methods_own_gets_inputs_outputs_and_targets():
     """Written out, the task's own loss trains as it does by itself; and what it returns is what is reported."""
-    ours, theirs, seen = new_module(net, 0), new_module(net, 0), []
+    ours, theirs, seen = build_module(net, 0), build_module(net, 0), []
 
     def loss(batch):
         seen.append((batch.inputs, batch.outputs, batch.targets))
@@ -118,7 +118,7 @@ def test_a_loss_of_the_methods_own_gets_inputs_outputs_and_targets():
     assert reported == fit(theirs, data(), FedAvg(batch_size=8), lr=0.1, seed=5)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert [len(x) for x, _, _ in seen] == [8, 8, 7]
-    torch.testing.assert_close(seen[0][1], new_module(net, 0)(seen[0][0]))
+    torch.testing.assert_close(seen[0][1], build_module(net, 0)(seen[0][0]))
     assert torch.cat([y for _, _, y in seen]).bincount().tolist() == data().y.bincount().tolist()
     assert fit(ours, data(), FedAvg(), lr=0.1, seed=0, loss=lambda batch: 0 * batch.outputs.sum() + 7).loss == 7
 
@@ -174,7 +174,7 @@ def test_networks_overfit_32_examples(name):
     shape = (1, 16, 16)
     x = torch.randn(32, *shape, generator=torch_generator(3))
     examples = Examples(x, torch.arange(32) % 4)
-    model = new_module(ModelSpec(name, {}, shape, 4), 0)
+    model = build_module(ModelSpec(name, {}, shape, 4), 0)
     fit(model, examples, FedAvg(local_epochs=60, batch_size=8, momentum=0.9), lr=0.02, seed=0)
     assert (model(x).argmax(1) == examples.y).float().mean().item() >= 0.95
 
@@ -182,11 +182,11 @@ def test_networks_overfit_32_examples(name):
 def test_multilabel_and_regression_losses():
     x = torch.randn(40, 3, generator=torch_generator(3))
     several = Examples(x, (x > 0).float())
-    model = new_module(lambda: nn.Linear(3, 3), 0)
+    model = build_module(lambda: nn.Linear(3, 3), 0)
     first = fit(model, several, Local(local_epochs=1), lr=0.5, seed=0, task="multilabel").loss
     assert fit(model, several, Local(local_epochs=30), lr=0.5, seed=0, task="multilabel").loss < first
     line = Examples(x, x @ torch.tensor([[1.0], [2.0], [-1.0]]))
-    model = new_module(lambda: nn.Linear(3, 1), 0)
+    model = build_module(lambda: nn.Linear(3, 1), 0)
     fit(model, line, Local(local_epochs=100), lr=0.2, seed=0, task="regression")
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[1.0, 2.0, -1.0]]), atol=1e-3, rtol=0)
 
@@ -231,7 +231,7 @@ def test_learning_rates_by_parameter(optimizer):
         with torch.no_grad():
             line.weight.fill_(0.0), line.bias.fill_(0.0)
         options = Local(batch_size=0, optimizer=optimizer)
-        fit(line, data, options, lr=0.1, seed=0, task="regression", rate=rate)
+        fit(line, data, options, lr=0.1, seed=0, task="regression", lr_factor=rate)
         moved[key] = (line.weight.item(), line.bias.item())
     assert moved["some"][0] == pytest.approx(0.5 * moved["none"][0])
     assert moved["some"][0] != 0.0
@@ -241,7 +241,7 @@ def test_learning_rates_by_parameter(optimizer):
 
 def test_a_loss_gets_the_representation_that_it_asks_for():
     """What the head is given; and its gradient reaches the body."""
-    model, seen = new_module(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), 0), []
+    model, seen = build_module(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), 0), []
 
     def loss(batch):
         seen.append((batch.inputs, batch.representation.detach().clone()))
@@ -268,11 +268,11 @@ def test_which_loss_is_reported():
     """The task's own, the one that is trained on, or that with the penalty; the training is the same."""
     models, found = [], []
     for reported in ("task", "loss", "total"):
-        model = new_module(net, 0)
+        model = build_module(net, 0)
         ways = {"loss": lambda batch: 0 * batch.outputs.sum() + 7, "penalty": lambda: torch.tensor(2.0)}
-        found.append(fit(model, data(), FedAvg(batch_size=0), lr=0.1, seed=0, reported=reported, **ways).loss)
+        found.append(fit(model, data(), FedAvg(batch_size=0), lr=0.1, seed=0, reported_loss=reported, **ways).loss)
         models.append(model)
-    plain = fit(new_module(net, 0), data(), FedAvg(batch_size=0), lr=0.1, seed=0)
+    plain = fit(build_module(net, 0), data(), FedAvg(batch_size=0), lr=0.1, seed=0)
     assert found == [pytest.approx(plain.loss), 7, 9]
     for model in models[1:]:
         assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), model.parameters(), strict=True))

@@ -12,11 +12,11 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, FedProx, Local, PerFedAvg, PFedMe
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.optimizers import Adam, FromTorch, Group, optimizer_of
-from polyfed.core.scratch import new_module
-from polyfed.core.seeds import derive, torch_generator
+from polyfed.core.optimizers import Adam, ParameterGroup, TorchOptimiser, build_optimizer
+from polyfed.core.scratch import build_module
+from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.training import fit
-from polyfed.testing import assert_same_run, small_clients
+from polyfed.testing import assert_runs_equal, small_clients
 
 DOUBLE = torch.float64
 
@@ -31,14 +31,14 @@ def net():
 
 
 def trained(options, examples=None, seed=5, **more):
-    model = new_module(net, 0)
+    model = build_module(net, 0)
     found = fit(model, examples or data(), options, lr=0.1, seed=seed, **more)
     return model, found
 
 
 def by_hand(make, epochs=2, size=8, weight=None, rate=lambda step: 1.0):
     """A plain loop over the same minibatches."""
-    model, examples, generator = new_module(net, 0), data(), torch_generator(derive(5, "batches"))
+    model, examples, generator = build_module(net, 0), data(), torch_generator(derive_seed(5, "batches"))
     optimizer, step = make(model), 0
     full = [group["lr"] for group in optimizer.param_groups]
     for _ in range(epochs):
@@ -91,10 +91,10 @@ def test_optimisers_are_torchs_bit_for_bit(options, theirs, their_options):
 
 
 def test_adamw_steps_without_the_compiler_as_torch_does():
-    assert type(optimizer_of([Group([], 0.1)], "AdamW")) is Adam
+    assert type(build_optimizer([ParameterGroup([], 0.1)], "AdamW")) is Adam
     generator = torch_generator(2)
     mine, other = (nn.Parameter(torch.ones(4, 3)) for _ in range(2))
-    ours = optimizer_of([Group([mine], 0.1)], "adamw", weight_decay=0.3)
+    ours = build_optimizer([ParameterGroup([mine], 0.1)], "adamw", weight_decay=0.3)
     theirs = torch.optim.AdamW([other], lr=0.1, weight_decay=0.3)
     for _ in range(5):
         slope = torch.randn(4, 3, generator=generator)
@@ -116,7 +116,7 @@ def test_optimisers_that_do_not_fit_are_refused():
         with pytest.raises(UserError, match=sentence):
             FedAvg(**options)
     with pytest.raises(UserError, match="RMSprop does not take these options"):
-        FromTorch([Group([nn.Parameter(torch.ones(1))], 0.1)], torch.optim.RMSprop, {"alpha": -1.0})
+        TorchOptimiser([ParameterGroup([nn.Parameter(torch.ones(1))], 0.1)], torch.optim.RMSprop, {"alpha": -1.0})
 
 
 @pytest.mark.parametrize("more", [{}, {"clip_norm": 0.05}, {"momentum": 0.9}], ids=str)
@@ -137,7 +137,7 @@ def test_accumulation_counts_steps_and_takes_a_penalty_once():
     assert_close(*whole)
     found = []
     for size, accumulate in ((4, 3), (12, 1)):
-        model, calls = new_module(net, 0), []
+        model, calls = build_module(net, 0), []
 
         def penalty(model=model, calls=calls):
             calls.append(1)
@@ -238,4 +238,4 @@ def test_options_are_written_and_read_again(tmp_path):
     run = pf.federate(clients, method, rounds=2, workers=0, out=tmp_path / "run")
     again = pf.resume(tmp_path / "run", clients=clients)
     assert again.federation.algorithm == method
-    assert_same_run(run, again)
+    assert_runs_equal(run, again)

@@ -10,15 +10,15 @@ from polyfed.core import fixed
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.core.tree import (
+    IncompatibleTensorsError,
     RunningMean,
-    UnlikeTreesError,
     check_scalars,
-    decode,
-    encode,
-    mismatch,
-    not_finite,
-    num_bytes,
-    spec,
+    deserialize_state,
+    first_nonfinite,
+    safetensors_num_bytes,
+    serialize_state,
+    spec_mismatch,
+    state_dict_spec,
     weighted_mean,
 )
 
@@ -40,7 +40,7 @@ names = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_siz
 @given(st.dictionaries(names, tensors, max_size=8))
 @settings(max_examples=200, deadline=None)
 def test_num_bytes_is_the_size_of_the_file(tree):
-    assert num_bytes(tree) == (len(safetensors.torch.save(tree)) if tree else 0)
+    assert safetensors_num_bytes(tree) == (len(safetensors.torch.save(tree)) if tree else 0)
 
 
 scalars = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -65,35 +65,35 @@ def equal(a, b):
 @given(nested)
 @settings(max_examples=200, deadline=None)
 def test_encode_and_decode_are_inverse(value):
-    assert equal(decode(encode({"value": value})), {"value": value})
+    assert equal(deserialize_state(serialize_state({"value": value})), {"value": value})
 
 
 def test_tensors_that_share_memory_or_are_views_survive():
     base = torch.arange(12.0).view(3, 4)
     value = {"a": base, "b": base, "row": base[1], "column": base[:, 1], "a/b": torch.ones(1), "x": {"y": base.t()}}
-    assert equal(decode(encode(value)), value)
+    assert equal(deserialize_state(serialize_state(value)), value)
     clash = {"a": {"b": torch.zeros(1)}, "a/b": torch.ones(1)}
-    assert equal(decode(encode(clash)), clash)
+    assert equal(deserialize_state(serialize_state(clash)), clash)
 
 
 def test_shared_tensors_travel_by_name():
     big = torch.zeros(1000)
-    data = encode({"model": {"w": big}}, shared={id(big): "t1"})
+    data = serialize_state({"model": {"w": big}}, shared={id(big): "t1"})
     assert len(data) < 500
-    assert decode(data, shared={"t1": big})["model"]["w"] is big
+    assert deserialize_state(data, shared={"t1": big})["model"]["w"] is big
 
 
 @pytest.mark.parametrize("value", [{"a": object()}, {1: 2}, {"a": {"b": {3}}}])
 def test_what_cannot_be_kept_is_refused_with_its_path(value):
     with pytest.raises(TypeError, match="state at"):
-        encode(value)
+        serialize_state(value)
 
 
 @pytest.mark.parametrize("cut", [0, 4, 9, 60, -1])
 def test_half_a_state_is_refused(cut):
-    data = encode({"w": torch.ones(5)})
+    data = serialize_state({"w": torch.ones(5)})
     with pytest.raises(UserError, match="not a complete polyfed state"):
-        decode(data[:cut])
+        deserialize_state(data[:cut])
 
 
 def test_mean_is_weighted_keeps_types_and_ignores_order():
@@ -154,23 +154,23 @@ def test_mean_refuses_weights_that_are_none(weights):
 
 
 def test_mismatch_names_the_tensor_and_the_reason():
-    expected = spec({"w": torch.zeros(2, 3), "b": torch.zeros(3)})
+    expected = state_dict_spec({"w": torch.zeros(2, 3), "b": torch.zeros(3)})
     good = {"w": torch.ones(2, 3), "b": torch.ones(3)}
-    assert mismatch(good, expected) is None
-    assert "'b' is missing" in mismatch({"w": good["w"]}, expected)
-    assert "'x' is unexpected" in mismatch({**good, "x": good["b"]}, expected)
-    assert "'w' has shape (3, 2)" in mismatch({**good, "w": torch.ones(3, 2)}, expected)
-    assert "'b' has dtype torch.float64" in mismatch({**good, "b": good["b"].double()}, expected)
-    assert mismatch({"a": torch.zeros(5, 3)}, {"a": ((None, 3), torch.float32)}) is None
+    assert spec_mismatch(good, expected) is None
+    assert "'b' is missing" in spec_mismatch({"w": good["w"]}, expected)
+    assert "'x' is unexpected" in spec_mismatch({**good, "x": good["b"]}, expected)
+    assert "'w' has shape (3, 2)" in spec_mismatch({**good, "w": torch.ones(3, 2)}, expected)
+    assert "'b' has dtype torch.float64" in spec_mismatch({**good, "b": good["b"].double()}, expected)
+    assert spec_mismatch({"a": torch.zeros(5, 3)}, {"a": ((None, 3), torch.float32)}) is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_not_finite_finds_one_bad_value(value):
     tree = {"a": torch.ones(1000), "n": torch.tensor([1]), "b": torch.ones(1000)}
-    assert not_finite(tree) is None
+    assert first_nonfinite(tree) is None
     tree["b"][77] = value
-    assert not_finite(tree) == "b"
-    assert not_finite({"big": torch.full((4,), 3e38)}) is None  # the sum overflows, the values do not
+    assert first_nonfinite(tree) == "b"
+    assert first_nonfinite({"big": torch.full((4,), 3e38)}) is None  # the sum overflows, the values do not
 
 
 def shares(dtype, seed=0):
@@ -189,12 +189,12 @@ def test_a_running_mean_is_the_sum_of_shares(dtype):
         mean = RunningMean(told)
         for i, tree in trees.items():
             mean.add(i, tree, weights[i])
-        assert mean.value()["w"].dtype == dtype
+        assert mean.mean()["w"].dtype == dtype
         torch.testing.assert_close(
-            mean.value()["w"], expected.to(dtype), rtol=1e-13 if dtype == torch.float64 else 0, atol=0
+            mean.mean()["w"], expected.to(dtype), rtol=1e-13 if dtype == torch.float64 else 0, atol=0
         )
-        assert mean.value()["n"] == round(sum(k * weights[f"c{k}"] for k in range(5)) / total) == 3
-        assert mean.ids == list(trees)
+        assert mean.mean()["n"] == round(sum(k * weights[f"c{k}"] for k in range(5)) / total) == 3
+        assert mean.client_ids == list(trees)
 
 
 WHOLE = {
@@ -211,8 +211,8 @@ def test_the_mean_of_whole_numbers_is_that_of_a_secure_sum(dtype):
     for weights in ((1, 1), (1, 1, 1), (7, 70, 700), (3, 5)):
         trees = [{"n": torch.randint(low, 1 + (dtype != torch.bool) * 40 + 1, (60,), generator=generator).to(dtype)}
                  for _ in weights]  # fmt: skip
-        words = [fixed.encode({"m": tree}, n, len(weights)) for tree, n in zip(trees, weights, strict=True)]
-        (secure, _) = fixed.decode(sum(words[1:], words[0]), fixed.Layout.of({"m": trees[0]}))
+        words = [fixed.to_fixed_point({"m": tree}, n, len(weights)) for tree, n in zip(trees, weights, strict=True)]
+        (secure, _) = fixed.mean_from_fixed_point(sum(words[1:], words[0]), fixed.SumLayout.of_groups({"m": trees[0]}))
         names = [f"c{k}" for k in range(len(weights))]
         plain = weighted_mean(dict(zip(names, trees, strict=True)), dict(zip(names, weights, strict=True)))
         assert torch.equal(plain["n"], secure["m"]["n"])
@@ -229,7 +229,7 @@ def test_the_running_mean_of_equal_trees_is_that_tree(dtype, told):
     mean = RunningMean(weights | {"missing": 5.0} if told else None)
     for i, weight in weights.items():
         mean.add(i, tree, weight)
-    assert torch.equal(mean.value()["w"], tree["w"])
+    assert torch.equal(mean.mean()["w"], tree["w"])
 
 
 def test_what_a_running_mean_refuses():
@@ -238,13 +238,13 @@ def test_what_a_running_mean_refuses():
     with pytest.raises(ValueError, match="'a' comes after 'b'; add trees in the order of their ids"):
         mean.add("a", {"w": torch.zeros(2)})
     with pytest.raises(
-        UnlikeTreesError, match=r"of 'c' are not those of 'b': tensor 'w' has shape \(3,\), expected \(2,\)"
+        IncompatibleTensorsError, match=r"of 'c' are not those of 'b': tensor 'w' has shape \(3,\), expected \(2,\)"
     ):
         mean.add("c", {"w": torch.zeros(3)})
     with pytest.raises(ValueError, match="weights must be finite, not negative"):
         mean.add("c", {"w": torch.zeros(2)}, float("nan"))
     with pytest.raises(ValueError, match="the mean of no trees"):
-        RunningMean().value()
+        RunningMean().mean()
 
 
 def test_scalars_are_finite_numbers():

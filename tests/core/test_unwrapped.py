@@ -6,8 +6,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg
-from polyfed.core.scratch import new_module, scratch
-from polyfed.testing import assert_same_run
+from polyfed.core.scratch import build_module, cached_module
+from polyfed.testing import assert_runs_equal
 
 X, Y = torch.randn(12, 4), torch.arange(12) % 3
 
@@ -56,10 +56,10 @@ FORMS = [parallel, compiled, both, in_place, forward_alone, parts]
 
 @pytest.mark.parametrize("factory", FORMS)
 def test_the_network_inside_is_the_network(factory):
-    network = new_module(factory, seed=0)
+    network = build_module(factory, seed=0)
     assert type(network) is Net
     assert list(network.state_dict()) == list(Net().state_dict())
-    assert scratch(factory).architecture == scratch(Net).architecture
+    assert cached_module(factory).architecture == cached_module(Net).architecture
     seen = []
     network.out.register_forward_pre_hook(lambda module, inputs: seen.append(inputs))
     network(X)
@@ -70,9 +70,9 @@ def test_a_forward_that_its_class_compiles():
     class Decorated(Net):
         forward = torch.compile(Net.forward, backend="eager")
 
-    network = new_module(Decorated, seed=0)
+    network = build_module(Decorated, seed=0)
     assert not hasattr(network.forward, "_torchdynamo_orig_callable")
-    assert torch.equal(network(X), new_module(Net, seed=0)(X))
+    assert torch.equal(network(X), build_module(Net, seed=0)(X))
 
 
 def test_clients_with_and_without_a_wrapper_have_one_architecture():
@@ -80,4 +80,4 @@ def test_clients_with_and_without_a_wrapper_have_one_architecture():
         clients = [pf.Client(f"c{i}", factory, (X + i, Y), (2 * X - 7, Y)) for i, factory in enumerate(factories)]
         return pf.federate(clients, FedAvg(), rounds=1, workers=0)
 
-    assert_same_run(run(Net, Net, Net), run(compiled, Net, parallel))
+    assert_runs_equal(run(Net, Net, Net), run(compiled, Net, parallel))

@@ -8,9 +8,9 @@ import pytest
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.data import ListedClasses, Split, make_clients
-from polyfed.data.dealing import values_of
+from polyfed.data.dealing import unique_values_as_texts
 from polyfed.data.partitions import IID, Natural
-from polyfed.data.split import split
+from polyfed.data.split import split_rows_by_client
 from polyfed.data.vision import Digits
 from polyfed.simulation.runs.directory import read_config, read_metrics
 
@@ -25,7 +25,7 @@ def column(values=SITES):
 def sites_of(config, partition=None, values=SITES, seed=0):
     """Id -> the sites among its rows."""
     found = column(values)
-    rows, _ = split(np.zeros(100, int), config, partition or Natural("site"), seed, found)
+    rows, _ = split_rows_by_client(np.zeros(100, int), config, partition or Natural("site"), seed, found)
     return {client.id: set(found["site"][np.concatenate([client.train, client.test])].tolist()) for client in rows}
 
 
@@ -55,7 +55,7 @@ def test_too_few_clients_are_refused_by_the_names_of_those_left_out():
     with pytest.raises(
         UserError, match=r"leave out '4', '5', '6', '7', '8' and 3 more; .*order largest, first or random"
     ):
-        split(np.zeros(12, int), Split(clients=4), Natural("site"), 0, many)
+        split_rows_by_client(np.zeros(12, int), Split(clients=4), Natural("site"), 0, many)
 
 
 def test_too_many_clients_are_refused():
@@ -76,13 +76,15 @@ def test_too_many_clients_are_refused():
     ],
 )  # fmt: skip
 def test_other_values_become_texts(values, ids):
-    found = [client.id for client in split(np.zeros(100, int), Split(), Natural("site"), 0, column(values))[0]]
+    found = [
+        client.id for client in split_rows_by_client(np.zeros(100, int), Split(), Natural("site"), 0, column(values))[0]
+    ]
     assert found == ids
     assert all(type(name) is str for name in found)
 
 
 def test_values_of_one_text_are_one_client():
-    texts, _, which, sizes = values_of(np.array([1, "1", "a"], object), "site")
+    texts, _, which, sizes = unique_values_as_texts(np.array([1, "1", "a"], object), "site")
     assert texts == ("1", "a")
     assert (which.tolist(), sizes.tolist()) == ([0, 0, 1], [2, 1])
 
@@ -92,12 +94,12 @@ def test_values_of_one_text_are_one_client():
 )
 def test_a_row_without_a_value_is_refused(values):
     with pytest.raises(UserError, match="column 'site' has no value in 1 of 3 rows; fill it in, or drop these rows"):
-        values_of(np.array(values), "site")
+        unique_values_as_texts(np.array(values), "site")
 
 
 def test_a_column_has_one_value_per_example():
     with pytest.raises(UserError, match=re.escape("column 'site' has shape (3, 2), not one value per example")):
-        values_of(np.zeros((3, 2)), "site")
+        unique_values_as_texts(np.zeros((3, 2)), "site")
 
 
 def test_other_partitions_number_their_clients():

@@ -10,14 +10,23 @@ import torch
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.data import Examples, PadCropFlip, Pool, Shift, Split, class_counts, draw_class_table, make_clients
+from polyfed.data import (
+    Examples,
+    PadCropFlip,
+    PooledDataset,
+    Shift,
+    Split,
+    class_counts,
+    draw_class_counts,
+    make_clients,
+)
 from polyfed.data.partitions import IID, ClassesPerClient
 from polyfed.data.vision import Digits
-from polyfed.simulation.fingerprints import fingerprint
+from polyfed.simulation.fingerprints import data_fingerprint
 
 
 @pytest.fixture(scope="module")
-def pool() -> Pool:
+def pool() -> PooledDataset:
     return Digits(common_test=0.2).load()
 
 
@@ -78,17 +87,17 @@ def test_a_missing_or_too_small_common_test_set_is_said(pool):
 def test_pool_checks_labels_and_columns():
     x = torch.zeros(3, 2)
     with pytest.raises(UserError, match="labels run from 0 to 2; with 2 classes they must run from 0 to 1"):
-        Pool(Examples(x, torch.tensor([0, 1, 2])), None, ("a", "b"))
+        PooledDataset(Examples(x, torch.tensor([0, 1, 2])), None, ("a", "b"))
     with pytest.raises(UserError, match="no training examples"):
-        Pool(Examples(x[:0], torch.zeros(0, dtype=torch.int64)), None, ("a",))
+        PooledDataset(Examples(x[:0], torch.zeros(0, dtype=torch.int64)), None, ("a",))
     with pytest.raises(UserError, match="column 'user' has 2 values for 3"):
-        Pool(Examples(x, torch.tensor([0, 1, 0])), None, ("a", "b"), columns={"user": np.zeros(2)})
+        PooledDataset(Examples(x, torch.tensor([0, 1, 0])), None, ("a", "b"), columns={"user": np.zeros(2)})
     with pytest.raises(UserError, match="must be one whole number per example"):
-        Pool(Examples(x, torch.zeros(3)), None, ("a",))
+        PooledDataset(Examples(x, torch.zeros(3)), None, ("a",))
     with pytest.raises(UserError, match="must be 0 or 1"):
-        Pool(Examples(x, torch.full((3, 2), 0.5)), None, ("a", "b"), "multilabel")
+        PooledDataset(Examples(x, torch.full((3, 2), 0.5)), None, ("a", "b"), "multilabel")
     with pytest.raises(UserError, match=r"2 labels need \(num, 2\)"):
-        Pool(Examples(x, torch.zeros(3, 3)), None, ("a", "b"), "multilabel")
+        PooledDataset(Examples(x, torch.zeros(3, 3)), None, ("a", "b"), "multilabel")
 
 
 def test_pool_fingerprint_follows_the_content(pool):
@@ -102,21 +111,21 @@ def test_class_table_is_drawn_and_repeatable(pool, tmp_path, suffix):
     clients, _ = make_clients(pool, Split(12), ClassesPerClient(3), 0)
     counts = class_counts(pool.train.labels.numpy(), [client.rows for client in clients], 10)
     file = tmp_path / f"table{suffix}"
-    draw_class_table(counts, pool.class_names, file)
+    draw_class_counts(counts, pool.class_names, file)
     content = file.read_bytes()
     assert content[:5] in (b"\x89PNG\r", b"<?xml")
-    draw_class_table(counts, pool.class_names, file)
+    draw_class_counts(counts, pool.class_names, file)
     assert file.read_bytes() == content
-    draw_class_table(np.ones((500, 100), int), list(map(str, range(100))), tmp_path / "large.png")
+    draw_class_counts(np.ones((500, 100), int), list(map(str, range(100))), tmp_path / "large.png")
 
 
 def test_class_table_refuses_what_does_not_fit(tmp_path):
     with pytest.raises(UserError, match=r"must end in .png or .svg, got '.*table.gif'"):
-        draw_class_table(np.ones((2, 2)), "ab", tmp_path / "table.gif")
+        draw_class_counts(np.ones((2, 2)), "ab", tmp_path / "table.gif")
     with pytest.raises(UserError, match=r"\(2, 2\) do not fit 3 classes"):
-        draw_class_table(np.ones((2, 2)), "abc", tmp_path / "table.png")
+        draw_class_counts(np.ones((2, 2)), "abc", tmp_path / "table.png")
     with pytest.raises(UserError, match="cannot write the picture"):
-        draw_class_table(np.ones((2, 2)), "ab", tmp_path / "missing" / "table.png")
+        draw_class_counts(np.ones((2, 2)), "ab", tmp_path / "missing" / "table.png")
 
 
 @pytest.mark.slow
@@ -146,4 +155,4 @@ def test_clients_have_the_columns_of_the_pool():
     with pytest.raises(UserError, match="the examples have no column 'user'"):
         others[0].test.column("user")
     made = [[Client(c.id, None, c.train, c.test, c.val) for c in found] for found in (clients, others)]
-    assert fingerprint(made[0]) == fingerprint(made[1])
+    assert data_fingerprint(made[0]) == data_fingerprint(made[1])

@@ -10,8 +10,15 @@ import torch
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.typed import from_json
-from polyfed.data.features import Column, Prepared, encode, fitted, fitted_again, from_description
+from polyfed.core.typed import parse_json
+from polyfed.data.features import (
+    Column,
+    TablePreprocessor,
+    encode_table,
+    fit_preprocessor,
+    preprocessor_from_json,
+    refit_preprocessors,
+)
 from polyfed.data.frames import read_table
 
 COLUMNS = (
@@ -20,7 +27,7 @@ COLUMNS = (
     Column("dose"),
     Column("stage", ("1", "2", "3")),
 )
-LIKE = Prepared(COLUMNS, (0.0, 0.0), (1.0, 1.0))
+LIKE = TablePreprocessor(COLUMNS, (0.0, 0.0), (1.0, 1.0))
 
 
 def rows(number=60, seed=0):
@@ -36,7 +43,7 @@ def rows(number=60, seed=0):
 
 
 def stored(frame):
-    x = encode(read_table(frame), COLUMNS)
+    x = encode_table(read_table(frame), COLUMNS)
     return Examples(x, torch.zeros(len(x), dtype=torch.int64))
 
 
@@ -61,36 +68,36 @@ def test_the_inputs_are_those_of_scikit_learn():
     expected = np.delete(
         reference.transform(test.fillna({"sex": "none"})), 2, axis=1
     )  # the imputed value beside its mark
-    found = fitted(LIKE, [stored(train)])(stored(test).x)
+    found = fit_preprocessor(LIKE, [stored(train)])(stored(test).x)
     assert found.dtype == torch.float32
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
-    assert len(LIKE.features) == expected.shape[1]
+    assert len(LIKE.feature_names) == expected.shape[1]
 
 
 def test_sums_over_sites_give_what_all_rows_in_one_place_give():
     parts = [rows(size, seed) for seed, size in enumerate((5, 40, 17))]
-    together = fitted(LIKE, [stored(part) for part in parts], "federated")
-    alone = fitted(LIKE, [stored(pd.concat(parts))])
+    together = fit_preprocessor(LIKE, [stored(part) for part in parts], "federated")
+    alone = fit_preprocessor(LIKE, [stored(pd.concat(parts))])
     np.testing.assert_allclose(together.mean, alone.mean, rtol=1e-12)
     np.testing.assert_allclose(together.spread, alone.spread, rtol=1e-12)
 
 
 def test_a_column_without_values_or_spread_at_a_site_is_0_in_all_rows():
     frame = rows(20).assign(age=np.nan, dose=7)
-    own = fitted(LIKE, [stored(frame)])
+    own = fit_preprocessor(LIKE, [stored(frame)])
     assert own.mean == (0.0, 7.0)
     assert own.spread == (0.0, 0.0)
     for later in (frame, frame.assign(dose=1e6), frame.assign(age=81.0)):
         for x in (stored(later).x, stored(later).x.float()):
             assert own(x)[:, :2].abs().max() == 0
             assert torch.isfinite(own(x)).all()
-    assert own.constants_changed(stored(frame).x) == ()
-    assert own.constants_changed(stored(frame.assign(dose=8, age=81.0)).x) == ("age", "dose")
-    assert from_description(json.loads(json.dumps(own.described()))) == own
+    assert own.changed_constant_columns(stored(frame).x) == ()
+    assert own.changed_constant_columns(stored(frame.assign(dose=8, age=81.0)).x) == ("age", "dose")
+    assert preprocessor_from_json(json.loads(json.dumps(own.to_json_dict()))) == own
 
 
 def test_unknown_categories_give_zeros_and_are_told():
-    ready = fitted(LIKE, [stored(rows())])
+    ready = fit_preprocessor(LIKE, [stored(rows())])
     with pytest.warns(UserWarning, match="column 'stage' has '4', which the table of the run did not have"):
         x = ready.encode(
             [{"age": 50, "sex": "f", "dose": 1, "stage": 4}, {"age": 50, "sex": "f", "dose": 1, "stage": 3}]
@@ -103,28 +110,28 @@ def test_unknown_categories_give_zeros_and_are_told():
 
 
 def test_it_can_be_saved_as_json_and_copied():
-    ready = fitted(LIKE, [stored(rows())])
+    ready = fit_preprocessor(LIKE, [stored(rows())])
     x = stored(rows(4, 3)).x
     expected = ready(x)
-    for other in (from_description(from_json(json.dumps(ready.described()))), copy.deepcopy(ready)):
+    for other in (preprocessor_from_json(parse_json(json.dumps(ready.to_json_dict()))), copy.deepcopy(ready)):
         assert other == ready
         assert torch.equal(other(x), expected)
-    for broken in ({}, {**ready.described(), "columns": [{"name": 3}]}, {**ready.described(), "mean": [1.0]}, 7):
+    for broken in ({}, {**ready.to_json_dict(), "columns": [{"name": 3}]}, {**ready.to_json_dict(), "mean": [1.0]}, 7):
         with pytest.raises(UserError):
-            from_description(broken)
+            preprocessor_from_json(broken)
 
 
 def test_fitted_again_follows_the_training_rows_of_its_scope():
-    site = fitted(LIKE, [stored(rows())])
+    site = fit_preprocessor(LIKE, [stored(rows())])
     a, b = stored(rows(30, 5)), stored(rows(10, 6))
 
     def with_transform(examples, transform):
         return Examples(examples.x, examples.y, transform=transform)
 
-    own = fitted_again(
+    own = refit_preprocessors(
         {"a": with_transform(a, site), "b": with_transform(b, site), "c": Examples(torch.ones(2), torch.ones(2))}
     )
-    assert own == {"a": fitted(LIKE, [a]), "b": fitted(LIKE, [b])}
-    shared = fitted(LIKE, [a], "federated")
-    both = fitted_again({"a": with_transform(a, shared), "b": with_transform(b, shared)})
-    assert both["a"] == both["b"] == fitted(LIKE, [a, b], "federated")
+    assert own == {"a": fit_preprocessor(LIKE, [a]), "b": fit_preprocessor(LIKE, [b])}
+    shared = fit_preprocessor(LIKE, [a], "federated")
+    both = refit_preprocessors({"a": with_transform(a, shared), "b": with_transform(b, shared)})
+    assert both["a"] == both["b"] == fit_preprocessor(LIKE, [a, b], "federated")

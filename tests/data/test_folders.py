@@ -11,8 +11,8 @@ from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.data import PadCropFlip, Split, make_clients
 from polyfed.data.folders import ImageFolder, ImageTable
-from polyfed.data.joined import differ, joined
-from polyfed.data.lazy import InArrow, write_arrow
+from polyfed.data.joined import concat_examples, describe_mismatch
+from polyfed.data.lazy import EncodedArrowImages, write_arrow_images
 from polyfed.data.own import Parquet
 from polyfed.data.partitions import IID, Natural
 from polyfed.simulation.runs.directory import read_config, read_metrics
@@ -112,7 +112,7 @@ def same(lazy, loaded):
     for part, other in ((lazy.train, loaded.train), (lazy.test, loaded.test)):
         if other is not None:
             rows = torch.tensor([len(part) - 1, 0, 0])
-            assert torch.equal(part.transform.pixels(part.x[rows]), other.x[rows])
+            assert torch.equal(part.transform.decode_pixels(part.x[rows]), other.x[rows])
             assert torch.equal(part.batch(rows)[1], other.batch(rows)[1])
     assert lazy.input_shape == loaded.input_shape
     assert lazy.class_names == loaded.class_names
@@ -170,10 +170,10 @@ def test_equal_lazy_pictures_are_found_as_in_memory(folder):
 
 def test_lazy_pictures_of_two_sets_are_not_mixed(folder):
     a, b = (ImageFolder(str(folder / "a" / site), 8, lazy=True).load().train for site in ("north", "south"))
-    assert differ(a, b) == "inputs are prepared by different transforms"
+    assert describe_mismatch(a, b) == "inputs are prepared by different transforms"
     with pytest.raises(UserError, match="of other images than their transform decodes"):
         a.transform(b.x)
-    assert differ(a, joined([a, a])) == ""
+    assert describe_mismatch(a, concat_examples([a, a])) == ""
 
 
 def test_lazy_pictures_that_fail_are_named(folder):
@@ -188,9 +188,9 @@ def test_lazy_pictures_that_fail_are_named(folder):
         source.load()
     (folder / "x.arrow").write_bytes(b"junk")
     with pytest.raises(UserError, match="cannot be read as an Arrow file of images"):
-        len(InArrow(str(folder / "x.arrow")))
+        len(EncodedArrowImages(str(folder / "x.arrow")))
     with pytest.raises(UserError, match="cannot be read as Parquet"):
-        write_arrow([path], "image", folder / "y.arrow")
+        write_arrow_images([path], "image", folder / "y.arrow")
     assert not (folder / "y.arrow").exists()
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from polyfed.cli.commands import options
 from polyfed.core.errors import UserError
 from polyfed.data import PARTITIONS, ListedClasses
-from polyfed.simulation.experiment import from_config
+from polyfed.simulation.experiment import build_experiment
 
 
 @st.composite
@@ -89,9 +89,11 @@ def test_it_is_registered_and_takes_lists_from_files_and_options():
     data = {"data": {"clients": 2, "partition": {"name": "listed_classes", "classes": lists}}}
     words = ["--data.partition", "listed_classes", "--data.partition.classes", "[[0, 1], [2]]", "--data.clients=2"]
     for given_words, config in (([], data), (words, {})):
-        parsed = options.parse(given_words, config, "polyfed run")
-        assert from_config(parsed).partition == ListedClasses(((0, 1), (2,)))
+        parsed = options.parse_configuration(given_words, config, "polyfed run")
+        assert build_experiment(parsed).partition == ListedClasses(((0, 1), (2,)))
     with pytest.raises(
         UserError, match=r"--data\.partition\.classes must be a list such as \[\[0, 1\], \[2, 3\]\], got"
     ):
-        options.parse(["--data.partition", "listed_classes", "--data.partition.classes", "[0, 1]"], {}, "polyfed run")
+        options.parse_configuration(
+            ["--data.partition", "listed_classes", "--data.partition.classes", "[0, 1]"], {}, "polyfed run"
+        )

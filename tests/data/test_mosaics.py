@@ -6,14 +6,14 @@ import torch
 
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
-from polyfed.data.mosaics import FashionMosaics, mosaics
+from polyfed.data.mosaics import FashionMosaics, build_mosaics
 
 
 def test_places_and_labels_by_loops():
     """Pictures of one grey level each, which tell their class; an empty place is black."""
     x = torch.arange(1, 21, dtype=torch.uint8)[:, None, None, None].expand(20, 1, 6, 4).clone()
     y = torch.arange(20) % 5
-    made, labels = mosaics(x, y, 300, filled=0.4, seed=1, classes=5)
+    made, labels = build_mosaics(x, y, 300, filled=0.4, seed=1, classes=5)
     assert (made.shape, made.dtype, labels.shape) == ((300, 1, 6, 4), torch.uint8, (300, 5))
     for picture, told in zip(made[:, 0], labels, strict=True):
         there = set()
@@ -23,15 +23,15 @@ def test_places_and_labels_by_loops():
             there |= {(level - 1) % 5} if level else set()
         assert told.nonzero().flatten().tolist() == sorted(there)
     assert float((labels.sum(1) == 0).float().mean()) == pytest.approx(0.6**4, abs=0.06)
-    again, _ = mosaics(x, y, 300, filled=0.4, seed=1, classes=5)
-    other, _ = mosaics(x, y, 300, filled=0.4, seed=2, classes=5)
+    again, _ = build_mosaics(x, y, 300, filled=0.4, seed=1, classes=5)
+    other, _ = build_mosaics(x, y, 300, filled=0.4, seed=2, classes=5)
     assert torch.equal(made, again)
     assert not torch.equal(made, other)
 
 
 def test_a_picture_is_made_half_as_large_by_means():
     x = torch.randint(0, 256, (1, 1, 4, 4), generator=torch_generator(0), dtype=torch.uint8)
-    made, _ = mosaics(x, torch.tensor([0]), 1, filled=1, seed=0, classes=1)
+    made, _ = build_mosaics(x, torch.tensor([0]), 1, filled=1, seed=0, classes=1)
     wanted = [
         [round(float(x[0, 0, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].float().mean())) for j in (0, 1)] for i in (0, 1)
     ]

@@ -13,11 +13,11 @@ def test_what_is_printed_of_a_table_holds_no_row():
         "ill": [0, 1] * 10,
         "site": list("ab") * 10,
     }
-    sites = pf.data.table(rows, "ill", "site")
-    clients = sites.clients(lambda: torch.nn.Linear(3, 2))
+    sites = pf.data.split_table(rows, "ill", "site")
+    clients = sites.build_clients(lambda: torch.nn.Linear(3, 2))
     assert str(sites) == "Sites(a: 7 rows to train and 3 to test, b: 7 rows to train and 3 to test)"
     assert "7 of inputs torch.float32 of shape (2,), labels torch.int64 of shape ()" in repr(clients[0])
-    for shown in (sites, sites.parts[0], sites.pool, clients, clients[0].train):
+    for shown in (sites, sites.client_data[0], sites.dataset, clients, clients[0].train):
         assert "61.4375" not in repr(shown)
         assert "array(" not in repr(getattr(shown, "train", shown))
         assert "tensor(" not in repr(shown)
@@ -30,6 +30,6 @@ def test_sites_named_by_numbers_are_listed_as_numbers(tmp_path, monkeypatch, cap
     assert main(["data", "--data", "table", "--data.path", "t.csv", "--data.target", "ill", "--data.site", "site"]) == 0
     shown = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert shown == [str(number) for number in range(1, 13)]
-    clients = pf.data.table("t.csv", "ill", "site").clients(lambda: torch.nn.Linear(1, 2))
+    clients = pf.data.split_table("t.csv", "ill", "site").build_clients(lambda: torch.nn.Linear(1, 2))
     run = pf.federate(clients, "local", rounds=1, workers=0)
     assert [row["client"] for row in run.table()] == [*map(str, range(1, 13)), "mean"]

@@ -7,7 +7,7 @@ import torch
 import polyfed as pf
 from polyfed.core.errors import UserError
 from polyfed.data import Examples, Normalise
-from polyfed.data.resplit import resplit
+from polyfed.data.resplit import resplit_clients
 
 STORE = torch.arange(300.0).view(100, 3), torch.arange(100) % 4
 
@@ -48,7 +48,7 @@ def everything(client):
 @pytest.mark.parametrize("make", [views, copies])
 def test_each_client_keeps_its_examples_and_sizes(make):
     before = make()
-    for dealt in resplit(before, splits=4):
+    for dealt in resplit_clients(before, splits=4):
         assert [c.id for c in dealt] == ["north", "south"]
         for old, new in zip(before, dealt, strict=True):
             assert [len(p) for p in (new.train, new.val, new.test)] == [30, 8, 12]
@@ -58,7 +58,7 @@ def test_each_client_keeps_its_examples_and_sizes(make):
 
 def test_classes_keep_their_shares():
     """12 of 50 test examples, of which each of four classes has 12 or 13: three of each."""
-    for dealt in resplit(views(), splits=5):
+    for dealt in resplit_clients(views(), splits=5):
         for client in dealt:
             assert client.test.labels.bincount(minlength=4).tolist() == [3, 3, 3, 3]
             assert client.val.labels.bincount(minlength=4).tolist() == [2, 2, 2, 2]
@@ -67,17 +67,17 @@ def test_classes_keep_their_shares():
 def test_a_class_of_two_is_trained_on_too():
     x, y = torch.randn(20, 2), torch.tensor([1, 1] + [0] * 18)
     client = pf.Client("north", None, (x[:10], y[:10]), (x[10:], y[10:]))
-    for (dealt,) in resplit([client], splits=10):
+    for (dealt,) in resplit_clients([client], splits=10):
         assert dealt.train.labels.sum() == 1
 
 
 def test_views_stay_views():
     before = views()
-    for dealt in resplit(before, splits=2):
+    for dealt in resplit_clients(before, splits=2):
         for old, new in zip(before, dealt, strict=True):
             assert new.train.x is old.train.x
             assert new.test.x is old.train.x
-    one, other = resplit(copies(), splits=2)
+    one, other = resplit_clients(copies(), splits=2)
     assert one[0].train.x is other[0].test.x  # put together once
 
 
@@ -87,7 +87,7 @@ def test_targets_that_a_client_makes_floats_do_not_copy_the_inputs(task):
     y = y if task == "regression" else torch.stack([y, 1 - y], 1)
     parts = [Examples(x, y, index=rows) for rows in torch.arange(20).split([12, 8])]
     client = pf.Client("north", None, *parts, task=task)
-    for (dealt,) in resplit([client], splits=2):
+    for (dealt,) in resplit_clients([client], splits=2):
         assert dealt.train.x is x
         assert torch.equal(dealt.train.labels.reshape(12, -1)[:, 0].long(), y.reshape(20, -1)[dealt.train.index, 0])
 
@@ -96,16 +96,16 @@ def test_splits_differ_and_the_same_seed_gives_the_same():
     def rows(found):
         return [tuple(c.test.index.tolist()) for dealt in found for c in dealt]
 
-    first = rows(resplit(views(), splits=3))
+    first = rows(resplit_clients(views(), splits=3))
     assert len(set(first)) == 6
-    assert rows(resplit(views(), splits=3)) == first
-    assert set(rows(resplit(views(), splits=3, seed=1))).isdisjoint(first)
-    assert rows(resplit(views(), splits=5))[:6] == first
-    assert rows(resplit(views()[::-1], splits=3)) == [first[k] for k in (1, 0, 3, 2, 5, 4)]
+    assert rows(resplit_clients(views(), splits=3)) == first
+    assert set(rows(resplit_clients(views(), splits=3, seed=1))).isdisjoint(first)
+    assert rows(resplit_clients(views(), splits=5))[:6] == first
+    assert rows(resplit_clients(views()[::-1], splits=3)) == [first[k] for k in (1, 0, 3, 2, 5, 4)]
 
 
 def test_training_examples_alone_are_augmented():
-    for dealt in resplit(views(augment=flip), splits=2):
+    for dealt in resplit_clients(views(augment=flip), splits=2):
         for client in dealt:
             assert client.train.augment is flip
             assert client.test.augment is client.val.augment is None
@@ -114,12 +114,12 @@ def test_training_examples_alone_are_augmented():
 def test_what_else_a_client_has_stays():
     before = pf.Client("north", lambda: torch.nn.Linear(3, 1), (STORE[0][:9], STORE[0][:9, 0]),
                        (STORE[0][9:12], STORE[0][9:12, 0]), task="regression")  # fmt: skip
-    for (dealt,) in resplit([before], splits=2):
+    for (dealt,) in resplit_clients([before], splits=2):
         assert dealt.model is before.model
         assert dealt.task == "regression"
         assert dealt.val is None
     kept = views()[0]
-    assert resplit([kept], splits=2)[0][0].global_test is kept.global_test
+    assert resplit_clients([kept], splits=2)[0][0].global_test is kept.global_test
 
 
 def images(transform=None, size=8):
@@ -138,13 +138,13 @@ def images(transform=None, size=8):
 )
 def test_sets_of_another_form_are_refused(train, test, sentence):
     with pytest.raises(UserError, match=sentence):
-        resplit([pf.Client("north", None, train, test)], splits=2)
+        resplit_clients([pf.Client("north", None, train, test)], splits=2)
 
 
 @pytest.mark.parametrize("splits", [1, 0, -3, 2.0, True, "5"])
 def test_fewer_than_two_splits_are_refused(splits):
     with pytest.raises(UserError, match=f"at least 2, got {splits!r}"):
-        resplit(views(), splits)
+        resplit_clients(views(), splits)
 
 
 def test_an_example_in_two_sets_is_refused():
@@ -152,12 +152,12 @@ def test_an_example_in_two_sets_is_refused():
     common = x[80:], y[80:]
     shared = [pf.Client(n, None, (x[k:80:2], y[k:80:2]), common) for k, n in enumerate(("north", "south"))]
     with pytest.raises(UserError, match="test of client 'north' and test of client 'south' hold the same example"):
-        resplit(shared, splits=2)
+        resplit_clients(shared, splits=2)
     with pytest.raises(UserError, match="train of client 'north' and test of client 'north'"):
-        resplit([pf.Client("north", None, STORE, STORE)], splits=2)
+        resplit_clients([pf.Client("north", None, STORE, STORE)], splits=2)
     index = torch.tensor([0, 1, 2]), torch.tensor([2, 3])
     with pytest.raises(UserError, match="hold the same example"):
-        resplit([pf.Client("north", None, *(Examples(*STORE, index=rows) for rows in index))], splits=2)
+        resplit_clients([pf.Client("north", None, *(Examples(*STORE, index=rows) for rows in index))], splits=2)
 
 
 def test_columns_stay_with_their_examples():
@@ -169,7 +169,7 @@ def test_columns_stay_with_their_examples():
         return Examples(x, torch.from_numpy(numbers % 2), columns={"number": numbers})
 
     client = pf.Client("north", None, part(0, 20), part(100, 10), part(200, 6))
-    for (again,) in resplit([client], splits=3):
+    for (again,) in resplit_clients([client], splits=3):
         for examples in (again.train, again.val, again.test):
             rows = torch.arange(len(examples))
             assert examples.batch(rows)[0][:, 0].tolist() == examples.column("number").tolist()

@@ -134,7 +134,7 @@ def test_labels_turn_by_client_and_leave_the_common_store_alone():
         for part in ("train", "test", "val"):
             labels = getattr(own, part).labels
             assert torch.equal(getattr(other, part).labels, (labels + i % 2) % 10)
-        assert torch.equal(other.test.stored, torch.rot90(own.test.stored, i % 2, (2, 3)))
+        assert torch.equal(other.test.raw_inputs, torch.rot90(own.test.raw_inputs, i % 2, (2, 3)))
     assert torch.equal(pool.train.labels, before)
 
 

@@ -159,11 +159,11 @@ def test_the_hub_s_client_does_not_retry_without_network(monkeypatch):
 
     from polyfed.data import hub
 
-    monkeypatch.setattr(hub, "_resolves", lambda: False)
+    monkeypatch.setattr(hub, "_hub_name_resolves", lambda: False)
     before = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
     start = time.perf_counter()
     with pytest.raises(UserError, match="cannot load 'polyfed/none'"):
-        hub.hub_tables("polyfed/none", "give --data.path")
+        hub.load_hub_tables("polyfed/none", "give --data.path")
     assert time.perf_counter() - start < 5
     after = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
     assert after == before

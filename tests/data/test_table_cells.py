@@ -7,7 +7,7 @@ import torch
 
 import polyfed as pf
 from polyfed.core.errors import UserError
-from polyfed.data.resplit import resplit
+from polyfed.data.resplit import resplit_clients
 
 
 def linear(sites):
@@ -29,9 +29,9 @@ def with_constant(site_rows=20):
 def test_columns_that_do_not_vary_at_a_site_reach_networks_as_0_with_a_warning():
     frame = with_constant()
     with pytest.warns(UserWarning, match=r"for which networks get 0: site 'd': 'age'\. Give more rows") as told:
-        sites = pf.data.table(frame, "y", "site")
+        sites = pf.data.split_table(frame, "y", "site")
     assert len(told) == 1
-    clients = sites.clients(lambda: torch.nn.Linear(2, 2))
+    clients = sites.build_clients(lambda: torch.nn.Linear(2, 2))
     assert clients[2].test.batch(torch.arange(1))[0].abs().max() == 0
     assert clients[1].train.batch(torch.arange(5))[0][:, 1].abs().max() == 0
     run = pf.federate(clients, "fedavg", rounds=1, workers=0)
@@ -43,10 +43,10 @@ def test_columns_that_do_not_vary_at_a_site_reach_networks_as_0_with_a_warning()
 
 
 def test_columns_that_vary_somewhere_keep_their_scale_by_sums_over_all_sites(recwarn):
-    sites = pf.data.table(with_constant(), "y", "site", preprocess="federated")
-    assert all(spread > 0 for spread in sites.parts[0].train.transform.spread)
+    sites = pf.data.split_table(with_constant(), "y", "site", preprocess="federated")
+    assert all(spread > 0 for spread in sites.client_data[0].train.transform.spread)
     frame = with_constant().assign(chol=0.0)
-    common = pf.data.table(frame, "y", "site", preprocess="federated").parts[0].train.transform
+    common = pf.data.split_table(frame, "y", "site", preprocess="federated").client_data[0].train.transform
     assert common.spread[1] == 0
     assert not [w for w in recwarn if "networks get 0" in str(w.message)]
 
@@ -54,9 +54,9 @@ def test_columns_that_vary_somewhere_keep_their_scale_by_sums_over_all_sites(rec
 def test_rows_that_are_dealt_again_are_told_of_too(recwarn):
     table = with_constant().query("site != 'd'").reset_index(drop=True)
     table.loc[25, "chol"] = 300.0
-    clients = pf.data.table(table, "y", "site", seed=1).clients(lambda: torch.nn.Linear(2, 2))
+    clients = pf.data.split_table(table, "y", "site", seed=1).build_clients(lambda: torch.nn.Linear(2, 2))
     recwarn.clear()
-    dealt = resplit(clients, 8)
+    dealt = resplit_clients(clients, 8)
     odd = [b for _, b in dealt if not b.train.transform.spread[1]]
     assert 0 < len(odd) < 8
     assert len([w for w in recwarn if "networks get 0: site 'b': 'chol'" in str(w.message)]) == 1
@@ -88,8 +88,8 @@ def in_every_form(rows, folder):
 def test_texts_that_stand_for_no_value_are_known_in_every_form_of_a_table(tmp_path):
     for missing in (["?", "-9"], "?,-9", np.array(["?", "-9"]), ("?", -9)):
         for form, rows in in_every_form(MARKED, tmp_path).items():
-            pool = pf.data.table(rows, "ill", None, missing=missing).pool
-            assert [(c.name, c.categories, c.missing) for c in pool.prepared.columns] == [
+            pool = pf.data.split_table(rows, "ill", None, missing=missing).dataset
+            assert [(c.name, c.categories, c.missing) for c in pool.preprocessor.columns] == [
                 ("age", None, True), ("flag", None, True), ("dose", None, True), ("sex", ("f", "m"), True),
                 ("row", None, False),
             ], form  # fmt: skip
@@ -104,31 +104,31 @@ def test_a_message_names_the_option_in_every_form(tmp_path):
         rows = {"chol": marked, "ill": [0, 1] * 30}
         for form, source in in_every_form(rows, tmp_path).items():
             with pytest.raises(UserError, match=r"--data.missing \? \(in Python missing=\['\?'\]\)") as told:
-                pf.data.table(source, "ill", None)
+                pf.data.split_table(source, "ill", None)
             assert "'chol' holds numbers" in str(told.value), form
 
 
 def test_texts_that_are_numbers_are_numbers_and_a_category_that_is_a_sign_is_told_of():
     rows = {"age": ["61", "70.5", None, "50"] * 5, "flag": ["y", "n", "?", "?"] * 5, "n": range(20), "ill": [0, 1] * 10}
     with pytest.warns(UserWarning, match=r"column 'flag' has the category '\?'; .* missing=\['\?'\]"):
-        sites = pf.data.table(rows, "ill", None)
-    assert sites.features[:2] == ("age", "n")
-    assert pf.data.table(rows, "ill", None, categorical="age", missing="?").features[1:4] == (
+        sites = pf.data.split_table(rows, "ill", None)
+    assert sites.feature_names[:2] == ("age", "n")
+    assert pf.data.split_table(rows, "ill", None, categorical="age", missing="?").feature_names[1:4] == (
         "age=50",
         "age=61",
         "age=70.5",
     )
     commas = {"age": ["61", "70,5", None, "50"] * 5, "n": range(20), "ill": [0, 1] * 10}
-    assert pf.data.table(commas, "ill", None, decimal=",").pool.train.x[1, 0] == 70.5
+    assert pf.data.split_table(commas, "ill", None, decimal=",").dataset.train.x[1, 0] == 70.5
     with pytest.raises(UserError, match=r"give --data.decimal , \(in Python decimal=','\)"):
-        pf.data.table(commas, "ill", None)
+        pf.data.split_table(commas, "ill", None)
     with pytest.raises(UserError, match="column 'age' has no value in any row"):
-        pf.data.table({**rows, "age": ["?"] * 20}, "ill", None, missing="?")
+        pf.data.split_table({**rows, "age": ["?"] * 20}, "ill", None, missing="?")
 
 
 def test_new_rows_with_a_text_among_numbers_are_refused_with_the_row():
-    sites = pf.data.table({"age": range(20), "ill": [0, 1] * 10}, "ill", None, name="n")
-    run = pf.federate(sites.clients(linear(sites)), "local", rounds=1, workers=0)
+    sites = pf.data.split_table({"age": range(20), "ill": [0, 1] * 10}, "ill", None, name="n")
+    run = pf.federate(sites.build_clients(linear(sites)), "local", rounds=1, workers=0)
     assert torch.equal(run.predict("n", {"age": ["4", None]}), run.predict("n", {"age": [4, np.nan]}))
     with pytest.raises(
         UserError, match=r"column 'age' must hold numbers, .*'\?' in row 2; leave cells without a value"

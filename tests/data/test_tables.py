@@ -11,10 +11,10 @@ import polyfed as pf
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
 from polyfed.data import Split, make_clients
-from polyfed.data.features import Prepared, fitted
-from polyfed.data.held_out import with_validation
+from polyfed.data.features import TablePreprocessor, fit_preprocessor
+from polyfed.data.held_out import hold_out_validation_sets
 from polyfed.data.partitions import Natural
-from polyfed.data.resplit import public_prepared_again, resplit
+from polyfed.data.resplit import prepare_public_like_clients, resplit_clients
 from polyfed.data.tables import TableFile
 
 
@@ -63,11 +63,11 @@ def write(tmp_path, data, name="a.csv", **options):
 )
 def test_a_file_is_read_as_the_frame_is(tmp_path, name, options, fields):
     data = frame()
-    expected = TableFile(target="ill", site="hospital", drop="cost,patient").of(_read(data))
+    expected = TableFile(target="ill", site="hospital", drop="cost,patient").build_dataset(_read(data))
     path = write(tmp_path, data, name, **options)
     pool = TableFile(path, "ill", "hospital", drop=["cost", "patient"], **fields).load()
-    assert pool.prepared == expected.prepared
-    assert pool.prepared.features == (
+    assert pool.preprocessor == expected.preprocessor
+    assert pool.preprocessor.feature_names == (
         "age", "lab", "age is missing", "sex=f", "sex=m", "ward=a", "ward=b", "ward=(missing)"
     )  # fmt: skip
     assert torch.equal(pool.train.x.nan_to_num(-1), expected.train.x.nan_to_num(-1))
@@ -130,7 +130,7 @@ def test_the_encoding_of_a_file_can_be_given(tmp_path):
     path = write(tmp_path, "größe,h,y\n1,x,0\n2,x,1\n", encoding="latin-1")
     with pytest.raises(UserError, match=r"cannot be read as text in utf-8 .*--data.encoding latin-1"):
         TableFile(path, "y", "h").load()
-    assert TableFile(path, "y", "h", encoding="latin-1").load().prepared.features == ("größe",)
+    assert TableFile(path, "y", "h", encoding="latin-1").load().preprocessor.feature_names == ("größe",)
 
 
 def test_an_identifier_and_copies_are_told(tmp_path):
@@ -146,7 +146,7 @@ def test_the_task_follows_the_target():
     data = frame().assign(score=[0, 1, 2, 3] * 20, a=[0, 1] * 40, b=[1.0, 0.0] * 40)
 
     def pool(target, **fields):
-        return TableFile(target=target, site="hospital", columns="sex", **fields).of(_read(data))
+        return TableFile(target=target, site="hospital", columns="sex", **fields).build_dataset(_read(data))
 
     assert (pool("score").task, pool("score").class_names) == ("classification", ("0", "1", "2", "3"))
     assert pool("b").class_names == ("0", "1")
@@ -161,35 +161,39 @@ def test_the_task_follows_the_target():
 
 
 def test_preprocessing_is_fitted_on_the_training_rows_of_each_site():
-    sites = pf.data.table(frame(), "ill", "hospital", drop=["cost", "patient"], val_fraction=0.1)
-    clients = sites.clients(linear(sites))
+    sites = pf.data.split_table(frame(), "ill", "hospital", drop=["cost", "patient"], val_fraction=0.1)
+    clients = sites.build_clients(linear(sites))
     assert [c.id for c in clients] == ["north", "south", "west"]
     for client in clients:
-        assert client.train.transform == fitted(sites.pool.prepared, [client.train])
+        assert client.train.transform == fit_preprocessor(sites.dataset.preprocessor, [client.train])
         assert client.test.transform == client.val.transform == client.train.transform
         x = client.train.batch(torch.arange(len(client.train)))[0]
         known = x[:, 2] == 0
         assert abs(float(x[known, 0].mean())) < 1e-6
-    shared = pf.data.table(frame(), "ill", "hospital", drop="cost,patient", preprocess="federated")
-    assert len({part.train.transform for part in shared.parts}) == 1
+    shared = pf.data.split_table(frame(), "ill", "hospital", drop="cost,patient", preprocess="federated")
+    assert len({part.train.transform for part in shared.client_data}) == 1
 
 
 def test_it_is_fitted_again_where_examples_are_dealt_again():
-    sites = pf.data.table(frame(), "ill", "hospital", drop=["cost", "patient"])
-    clients = sites.clients(linear(sites))
-    for again in (*resplit(clients, 2), with_validation(clients, seed=1)):
+    sites = pf.data.split_table(frame(), "ill", "hospital", drop=["cost", "patient"])
+    clients = sites.build_clients(linear(sites))
+    for again in (*resplit_clients(clients, 2), hold_out_validation_sets(clients, seed=1)):
         for client in again:
-            assert client.test.transform == client.train.transform == fitted(sites.pool.prepared, [client.train])
+            assert (
+                client.test.transform
+                == client.train.transform
+                == fit_preprocessor(sites.dataset.preprocessor, [client.train])
+            )
 
 
 def test_numbers_that_float32_cannot_hold_keep_their_digits():
     data = frame().assign(taken=1e9 + np.arange(80) * 0.5)
-    sites = pf.data.table(data, "ill", "hospital", columns="taken")
-    assert sites.pool.train.x.dtype == torch.float64
-    x = sites.parts[0].train.batch(torch.arange(5))[0]
+    sites = pf.data.split_table(data, "ill", "hospital", columns="taken")
+    assert sites.dataset.train.x.dtype == torch.float64
+    x = sites.client_data[0].train.batch(torch.arange(5))[0]
     assert x.dtype == torch.float32
     assert len(x.unique()) == 5
-    assert pf.data.table(data, "ill", "hospital", columns="age").pool.train.x.dtype == torch.float32
+    assert pf.data.split_table(data, "ill", "hospital", columns="age").dataset.train.x.dtype == torch.float32
 
 
 def sets_of(clients, column="patient"):
@@ -205,40 +209,41 @@ def sets_of(clients, column="patient"):
 
 def test_a_group_is_never_in_two_sets_even_of_two_sites():
     data = frame(200)
-    sites = pf.data.table(data, "ill", "hospital", group="patient", drop="cost", val_fraction=0.2)
-    clients = sites.clients(linear(sites))
+    sites = pf.data.split_table(data, "ill", "hospital", group="patient", drop="cost", val_fraction=0.2)
+    clients = sites.build_clients(linear(sites))
     shared = data.groupby("patient").hospital.nunique()
     assert (shared > 1).sum() > 10
-    assert "patient" not in sites.features
+    assert "patient" not in sites.feature_names
     bare = [pf.Client(c.id, c.model, c.train, c.test) for c in clients]
-    for again in (clients, *resplit(clients, 3), with_validation(bare, seed=0)):
+    for again in (clients, *resplit_clients(clients, 3), hold_out_validation_sets(bare, seed=0)):
         assert all(len(kinds) == 1 for kinds in sets_of(again).values())
         assert all(len(c.train) and len(c.val) and len(c.test) for c in again)
-    ungrouped = pf.data.table(data, "ill", "hospital", drop="cost,patient", val_fraction=0.2)
-    without = [(len(p.train), len(p.test)) for p in ungrouped.parts]
+    ungrouped = pf.data.split_table(data, "ill", "hospital", drop="cost,patient", val_fraction=0.2)
+    without = [(len(p.train), len(p.test)) for p in ungrouped.client_data]
     assert all(
-        abs(len(p.test) - test) <= 0.2 * (train + test) for p, (train, test) in zip(sites.parts, without, strict=True)
+        abs(len(p.test) - test) <= 0.2 * (train + test)
+        for p, (train, test) in zip(sites.client_data, without, strict=True)
     )
-    pool = TableFile(target="ill", group="patient", site="hospital").of(_read(data))
+    pool = TableFile(target="ill", group="patient", site="hospital").build_dataset(_read(data))
     with pytest.raises(UserError, match="examples_per_client=5 draws single examples, which a group does not allow"):
         make_clients(pool, Split(examples_per_client=5), Natural("hospital"), 0)
 
 
 def test_networks_by_the_names_of_sites():
-    sites = pf.data.table(frame(), "ill", "hospital", drop=["cost", "patient"])
+    sites = pf.data.split_table(frame(), "ill", "hospital", drop=["cost", "patient"])
     networks = {name: linear(sites) for name in ("west", "north", "south")}
-    assert all(client.model is networks[client.id] for client in sites.clients(networks))
+    assert all(client.model is networks[client.id] for client in sites.build_clients(networks))
     with pytest.raises(UserError, match="model gives no network for 'west'; it names north, south"):
-        sites.clients({name: networks[name] for name in ("north", "south")})
+        sites.build_clients({name: networks[name] for name in ("north", "south")})
     with pytest.raises(UserError, match="names a network for 'nort', which is no client; did you mean north"):
-        sites.clients({**networks, "nort": networks["north"]})
+        sites.build_clients({**networks, "nort": networks["north"]})
 
 
 def test_a_run_predicts_for_raw_rows_as_it_evaluated():
     data = frame()
-    sites = pf.data.table(data, "ill", "hospital", drop=["cost", "patient"])
-    run = pf.federate(sites.clients(linear(sites)), pf.algorithms.Local(lr=0.5), rounds=5, workers=0)
-    rows = data.iloc[sites.parts[0].rows.test]
+    sites = pf.data.split_table(data, "ill", "hospital", drop=["cost", "patient"])
+    run = pf.federate(sites.build_clients(linear(sites)), pf.algorithms.Local(lr=0.5), rounds=5, workers=0)
+    rows = data.iloc[sites.client_data[0].rows.test]
     outputs = run.predictions("north").outputs
     columns = ["ward", "sex", "lab", "age"]
     assert torch.equal(run.predict("north", rows), outputs)
@@ -249,27 +254,27 @@ def test_a_run_predicts_for_raw_rows_as_it_evaluated():
 
 def test_regression_is_learned_and_predicted_in_its_unit():
     data = frame(200)
-    sites = pf.data.table(data, "cost", "hospital", columns="age")
+    sites = pf.data.split_table(data, "cost", "hospital", columns="age")
     method = pf.algorithms.FedAvg(lr=0.1, local_epochs=3, batch_size=16)
-    run = pf.federate(sites.clients(linear(sites)), method, rounds=10, workers=0)
-    part = sites.parts[0]
+    run = pf.federate(sites.build_clients(linear(sites)), method, rounds=10, workers=0)
+    part = sites.client_data[0]
     rows = data.iloc[part.rows.test]
     known = rows[rows.age.notna()]
     error = run.predict("north", known)[:, 0].numpy() - known.cost.to_numpy()
     assert np.sqrt((error**2).mean()) < 0.5 * data.cost.std()  # of the mean it is 1
     assert abs(float(part.train.labels.mean())) < 0.5
-    assert isinstance(part.train.transform, Prepared)
+    assert isinstance(part.train.transform, TablePreprocessor)
 
 
 def test_a_frame_that_is_none_is_refused():
     with pytest.raises(UserError, match=r"a table must be a pandas frame, a mapping .*, got int"):
-        pf.data.table(5, "a", "b")
+        pf.data.split_table(5, "a", "b")
     with pytest.raises(UserError, match="a column of the frame is called 0; names must be texts"):
-        pf.data.table(pd.DataFrame([[1, 2]]), "a", "b")
+        pf.data.split_table(pd.DataFrame([[1, 2]]), "a", "b")
     with pytest.raises(UserError, match=re.escape("cannot be read as a table")):
-        pf.data.table(frame().assign(sex=[1, "f"] * 40), "ill", "hospital")
+        pf.data.split_table(frame().assign(sex=[1, "f"] * 40), "ill", "hospital")
     with pytest.raises(UserError, match="table has no option 'gruop'; did you mean group"):
-        pf.data.table(frame(), "ill", "hospital", gruop="patient")
+        pf.data.split_table(frame(), "ill", "hospital", gruop="patient")
 
 
 def test_a_group_must_be_a_column():
@@ -279,15 +284,15 @@ def test_a_group_must_be_a_column():
 
 
 def test_public_rows_are_prepared_as_clients_are_after_each_dealing():
-    sites = pf.data.table(
+    sites = pf.data.split_table(
         frame(), "ill", "hospital", drop=["cost", "patient"], preprocess="federated", public_fraction=0.2
     )
-    clients = sites.clients(linear(sites))
+    clients = sites.build_clients(linear(sites))
     assert sites.public.transform == clients[0].train.transform
-    for again in (*resplit(clients, 3), with_validation(clients, seed=1)):
-        now = public_prepared_again(sites.public, again)
+    for again in (*resplit_clients(clients, 3), hold_out_validation_sets(clients, seed=1)):
+        now = prepare_public_like_clients(sites.public, again)
         assert now.transform == again[0].train.transform
         assert now.transform != sites.public.transform
     bare = Examples(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
-    assert public_prepared_again(bare, clients) is bare
-    assert public_prepared_again(None, clients) is None
+    assert prepare_public_like_clients(bare, clients) is bare
+    assert prepare_public_like_clients(None, clients) is None

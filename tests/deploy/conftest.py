@@ -16,10 +16,10 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from polyfed.algorithms import FedAvg
 from polyfed.deploy import flower
-from polyfed.deploy.flower import client_app, serve
-from polyfed.deploy.project import write_key
-from polyfed.simulation.runs.configuration import described
-from polyfed.simulation.runs.progress import Silent
+from polyfed.deploy.flower import client_app, run_deployment
+from polyfed.deploy.project import write_key_pair
+from polyfed.simulation.runs.configuration import describe_method_and_settings
+from polyfed.simulation.runs.progress import SilentProgress
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 
@@ -48,7 +48,7 @@ NAMES = "client-0,client-1,client-2"
 
 def configuration(method, **words):
     """The words of a deployment with this method, as Flower gives them."""
-    fields = described(method, Settings(rounds=1))["algorithm"]
+    fields = describe_method_and_settings(method, Settings(rounds=1))["algorithm"]
     told = {f"algorithm.{name}": "null" if value is None else value for name, value in fields.items()}
     told = {name: str(value) if isinstance(value, list | dict) else value for name, value in told.items()}
     return {"rounds": 3, "seed": 3, "on-error": "raise", "allow-disclosure": True, **told, **words}
@@ -163,7 +163,7 @@ def run(tmp_path, nodes, monkeypatch):
             **words,
             "out": str(tmp_path / words.get("out", "run")),
         }
-        return serve(grid, configuration(method or FedAvg(lr=0.05), **given), progress or Silent())
+        return run_deployment(grid, configuration(method or FedAvg(lr=0.05), **given), progress or SilentProgress())
 
     return play
 
@@ -173,7 +173,7 @@ def keys(tmp_path_factory):
     """Registered keys of four sites."""
     folder = tmp_path_factory.mktemp("keys")
     for number in range(4):
-        write_key(folder / f"client-{number}.key")
+        write_key_pair(folder / f"client-{number}.key")
     return folder
 
 
@@ -203,10 +203,10 @@ def secure_play(tmp_path, monkeypatch):
     def run(grid, method=None, progress=None, out="run", **words):
         given = {"secure": True, "allow-disclosure": False, "file": str(tmp_path / "server.py"), **words}
         sites = ",".join(node.name for node in grid.nodes.values())
-        return serve(
+        return run_deployment(
             grid,
             configuration(method or FedAvg(lr=0.05), sites=sites, out=str(tmp_path / out), **given),
-            progress or Silent(),
+            progress or SilentProgress(),
         )
 
     return run

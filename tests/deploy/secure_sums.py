@@ -6,12 +6,19 @@ from functools import cache
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from polyfed.deploy.secure.keys import signer
-from polyfed.deploy.secure.masking import Sum, advertise, hand_out, mask, share, unseal_boxes
-from polyfed.deploy.secure.opening import unmasked
+from polyfed.deploy.secure.keys import signing_function
+from polyfed.deploy.secure.masking import (
+    SumId,
+    advertise_keys,
+    decrypt_share_boxes,
+    mask_words,
+    release_unmasking_shares,
+    share_secrets,
+)
+from polyfed.deploy.secure.opening import unmask_sum
 
 STEPS = ("advertise", "share", "mask", "hand out")
-WHICH = Sum("run-a", 1)
+WHICH = SumId("run-a", 1)
 
 
 @cache
@@ -29,7 +36,7 @@ class Server:
 
     names: tuple[str, ...]
     threshold: int
-    which: Sum = WHICH
+    which: SumId = WHICH
     states: dict = field(default_factory=dict)
     adverts: list = field(default_factory=list)
     boxes: dict = field(default_factory=dict)
@@ -38,14 +45,14 @@ class Server:
 
     def advertise(self, names):
         for name in names:
-            self.states[name], advert = advertise(self.which, name, signer(registered(name)))
+            self.states[name], advert = advertise_keys(self.which, name, signing_function(registered(name)))
             self.adverts.append(advert)
         return self
 
     def share(self, names):
         for name in names:
-            self.states[name], self.boxes[name] = share(
-                self.states[name], self.adverts, self.threshold, peers(self.names), demanded=self.threshold
+            self.states[name], self.boxes[name] = share_secrets(
+                self.states[name], self.adverts, self.threshold, peers(self.names), owner_threshold=self.threshold
             )
         return self
 
@@ -54,20 +61,20 @@ class Server:
 
     def mask(self, words):
         for name, x in words.items():
-            self.states[name] = unseal_boxes(self.states[name], self.boxes_for(name))
-            self.masked[name] = mask(self.states[name], x)
+            self.states[name] = decrypt_share_boxes(self.states[name], self.boxes_for(name))
+            self.masked[name] = mask_words(self.states[name], x)
         return self
 
     def hand_out(self, names, survivors=None):
         listed = sorted(self.masked) if survivors is None else survivors
         for name in names:
-            self.handed[name] = hand_out(self.states[name], listed)
+            self.handed[name] = release_unmasking_shares(self.states[name], listed)
         return self
 
     def sum(self, survivors=None):
         listed = sorted(self.masked) if survivors is None else survivors
         total = sum((self.masked[name] for name in listed), np.zeros(5, np.uint64))
-        return unmasked(self.which, self.adverts, self.threshold, self.boxes, listed, total, self.handed)
+        return unmask_sum(self.which, self.adverts, self.threshold, self.boxes, listed, total, self.handed)
 
 
 def names(number):

@@ -6,9 +6,9 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.core.errors import UserError
-from polyfed.deploy.flower import serve
-from polyfed.simulation.runs.progress import Silent
-from polyfed.testing import small_clients, without_times
+from polyfed.deploy.flower import run_deployment
+from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.testing import small_clients, without_durations
 
 from .conftest import MemoryGrid, configuration
 
@@ -55,7 +55,7 @@ def deployed(tmp_path, nodes, clients, method, **words):
         "file": str(tmp_path / "server.py"),
         "out": str(tmp_path / "run"),
     }
-    return serve(MemoryGrid(nodes(clients)), configuration(method, **given, **words), Silent())
+    return run_deployment(MemoryGrid(nodes(clients)), configuration(method, **given, **words), SilentProgress())
 
 
 @pytest.mark.parametrize("mode", ["svd", pytest.param("stack", marks=pytest.mark.slow),
@@ -67,7 +67,7 @@ def test_sites_of_different_ranks(tmp_path, nodes, monkeypatch, mode):
     method = FedAvg(lr=0.05, adapters=mode, optimizer="adamw", lr_by_name={"*lora_B*": 2.0}, class_weights=(1, 2, 1))
     run = deployed(tmp_path, nodes, clients, method)
     other = pf.federate(clients, method, rounds=3, seed=3, workers=0)
-    assert without_times(run.history) == without_times(other.history)
+    assert without_durations(run.history) == without_durations(other.history)
     assert run.last.state["model"].keys() == other.last.state["model"].keys()
     for name, tensor in other.last.state["model"].items():
         assert torch.equal(run.last.state["model"][name], tensor)

@@ -12,16 +12,22 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, Local
 from polyfed.core.algorithm import CONSENT, DISCLOSURES
 from polyfed.core.errors import ClientError, UserError
-from polyfed.deploy.agreeing import MOMENTS, as_agreed, common_of, described, keep_agreed
-from polyfed.deploy.flower import from_record, to_record
-from polyfed.deploy.private import NotItsOwnError
+from polyfed.deploy.agreeing import (
+    MOMENTS_NAME,
+    apply_common_preprocessing,
+    parse_common_preprocessing,
+    save_common_preprocessing,
+    summarize_schema,
+)
+from polyfed.deploy.flower import envelope_from_record, envelope_to_record
+from polyfed.deploy.private import InvalidSiteStateError
 from polyfed.deploy.secure import RefusalError
-from polyfed.deploy.wire import Letter
+from polyfed.deploy.wire import Envelope
 from polyfed.models import ModelSpec
-from polyfed.simulation.preparing import Moments, agree
+from polyfed.simulation.preparing import Moments, fit_common_preprocessing
 
 from .conftest import ALL, MemoryGrid
-from .test_faults import _StopAfter
+from .test_faults import _InterruptAfter
 from .test_parity import assert_same
 
 CATEGORIES = {"a": ["f", "m"], "b": ["f", "x"], "c": ["m", "f"]}
@@ -51,7 +57,9 @@ def rows(name, number=40, target="ill", **changes):
 
 def client(name, target="ill", model=Net, table=None, **options):
     given = {"preprocess": "federated", "val_fraction": 0.1, "name": name, **options}
-    return pf.data.table(rows(name, target=target) if table is None else table, target, None, **given).clients(model)[0]
+    return pf.data.split_table(
+        rows(name, target=target) if table is None else table, target, None, **given
+    ).build_clients(model)[0]
 
 
 @pytest.fixture
@@ -84,26 +92,26 @@ def test_sites_prepare_as_a_simulation_does_bit_for_bit(tmp_path, play, target, 
     assert_same(tmp_path, found, other)
     assert found.out is not None
     manifest = json.loads((found.out / "manifest.json").read_text())
-    agreed = agree(clients, seed=3)
+    agreed = fit_common_preprocessing(clients, seed=3)
     assert manifest["preparation"] == agreed.facts
     ready = other.federation.clients["a"].train.transform
     assert ready == agreed.prepared
-    assert ready.features == ("age", "lab", "dose", "age is missing", "sex=f", "sex=m", "sex=x", "sex=(missing)")
+    assert ready.feature_names == ("age", "lab", "dose", "age is missing", "sex=f", "sex=m", "sex=x", "sex=(missing)")
     for name in "abc":  # and so does `predict` at each site
         (file,) = (tmp_path / "sites" / name / "state").glob("*/models/*.preprocessing.json")
-        assert json.loads(file.read_text()) == json.loads(json.dumps(ready.described()))
+        assert json.loads(file.read_text()) == json.loads(json.dumps(ready.to_json_dict()))
     kinds = [kind for _, kind, _ in grid.seen if kind != "reply"]
     assert kinds.count("query") == 6  # each site is introduced twice
 
 
 def test_the_sums_are_those_of_one_table_of_all_rows():
     clients = [client(name) for name in "abc"]
-    found = agree(clients).prepared
+    found = fit_common_preprocessing(clients).prepared
     values = np.concatenate([c.train.x[c.train.index].numpy()[:, [0, 2, 3]] for c in clients])
     np.testing.assert_allclose(found.mean, np.nanmean(values, axis=0), rtol=1e-12)
     np.testing.assert_allclose(found.spread, np.nanstd(values, axis=0), rtol=1e-12)
     assert found.classes == ("no", "perhaps", "yes")
-    scaled = agree([client(name, "cost") for name in "abc"]).prepared
+    scaled = fit_common_preprocessing([client(name, "cost") for name in "abc"]).prepared
     raw = np.concatenate([c.train.labels.numpy() for c in (client(name, "cost") for name in "abc")])
     np.testing.assert_allclose(scaled.target, [(raw.mean(), raw.std())], rtol=1e-6)
 
@@ -111,9 +119,9 @@ def test_the_sums_are_those_of_one_table_of_all_rows():
 def test_a_resumed_run_does_not_ask_again(tmp_path, play):
     clients = [client(name) for name in "abc"]
     with pytest.raises(KeyboardInterrupt):
-        play(*clients, progress=_StopAfter(2), rounds=4)
+        play(*clients, progress=_InterruptAfter(2), rounds=4)
     found, grid = play(*clients, resume=True)
-    asked = [from_record(record).head for _, kind, record in grid.seen if kind != "reply"]
+    asked = [envelope_from_record(record).head for _, kind, record in grid.seen if kind != "reply"]
     assert {head["kind"] for head in asked} == {"introduce", "task"}
     assert {head["algorithm"]["name"] for head in asked} == {"fedavg"}
     assert_same(tmp_path, found, pf.federate(clients, FedAvg(lr=0.05), rounds=4, seed=3, workers=0))
@@ -136,7 +144,7 @@ def test_secure_sums_give_the_same_up_to_fixed_point(tmp_path, secure_grid, secu
     assert (tuple(told["mean"]), tuple(told["spread"])) == (ready.mean, ready.spread)  # of the same words
     assert told["columns"] is None  # their hashes are equal, and no name has gone up
     assert "sex" not in "".join(str(record.config_records) for _, kind, record in grid.seen if kind == "reply")
-    sent = [from_record(record).body.tensors for _, kind, record in grid.seen if kind == "reply"]
+    sent = [envelope_from_record(record).body.tensors for _, kind, record in grid.seen if kind == "reply"]
     assert not any("moments" in tensors for tensors in sent)
     assert found.last.round == 3
 
@@ -206,11 +214,11 @@ def hostile(change, step="task"):
         honest = node.app
 
         def app(message, context):
-            asked = from_record(message.content).head
+            asked = envelope_from_record(message.content).head
             reply = honest(message, context)
-            if asked["kind"] == step and asked["algorithm"]["name"] == MOMENTS and reply.has_content():
-                letter = from_record(reply.content)
-                reply.content = to_record(change(letter))
+            if asked["kind"] == step and asked["algorithm"]["name"] == MOMENTS_NAME and reply.has_content():
+                letter = envelope_from_record(reply.content)
+                reply.content = envelope_to_record(change(letter))
             return reply
 
         node.app = app
@@ -222,7 +230,7 @@ def with_tensor(name, value):
     def change(letter):
         group = dict(letter.body.tensors["moments"])
         group[name] = value(group[name])
-        return Letter(letter.head, pf.Message({"moments": group}, letter.body.scalars))
+        return Envelope(letter.head, pf.Message({"moments": group}, letter.body.scalars))
 
     return change
 
@@ -254,7 +262,7 @@ def test_a_negative_sum_of_squares_is_refused(play):
 
 def told_as(**changes):
     def change(letter):
-        return Letter({**letter.head, "table": {**letter.head["table"], **changes}})
+        return Envelope({**letter.head, "table": {**letter.head["table"], **changes}})
 
     return change
 
@@ -262,7 +270,7 @@ def told_as(**changes):
 def schema_as(**changes):
     def change(letter):
         table = letter.head["table"]
-        return Letter({**letter.head, "table": {**table, "whole": "x", "schema": {**table["schema"], **changes}}})
+        return Envelope({**letter.head, "table": {**table, "whole": "x", "schema": {**table["schema"], **changes}}})
 
     return change
 
@@ -273,9 +281,9 @@ MANY = [{"name": f"c{k}", "categories": [], "missing": False} for k in range(120
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda letter: Letter({**letter.head, "table": 3}), "what it tells of its table cannot be read"),
-        (lambda letter: Letter({**letter.head, "table": {}}), "it does not tell what its table is like"),
-        (lambda letter: Letter({**letter.head, "refused": "no\nline"}), "does not take part: no line"),
+        (lambda letter: Envelope({**letter.head, "table": 3}), "what it tells of its table cannot be read"),
+        (lambda letter: Envelope({**letter.head, "table": {}}), "it does not tell what its table is like"),
+        (lambda letter: Envelope({**letter.head, "refused": "no\nline"}), "does not take part: no line"),
         (told_as(numbers=-1), "its table has -1 columns of numbers; at most 5000"),
         (told_as(numbers=10**9), "its table has 1000000000 columns of numbers; at most 5000"),
         (told_as(numbers=True), "what it tells of its table cannot be read"),
@@ -302,51 +310,54 @@ def test_a_table_that_no_honest_site_tells_is_refused(play, change, sentence):
 def test_a_site_takes_no_preprocessing_that_is_none(tmp_path, field, value):
     own = client("a")
     told = {"columns": None, "classes": None, "mean": [1.0] * 3, "spread": [1.0] * 3, "target": []}
-    assert common_of(own.train.transform, told).mean == (1.0,) * 3
+    assert parse_common_preprocessing(own.train.transform, told).mean == (1.0,) * 3
     if (field, value) in (("target", []), ("mean", [0.0, -1.0, 0.0])):
         return
     with pytest.raises(RefusalError, match="does not suit its table"):
-        keep_agreed(tmp_path, {**told, field: value}, own)
+        save_common_preprocessing(tmp_path, {**told, field: value}, own)
 
 
 def test_a_site_keeps_to_the_preprocessing_that_it_began_with(tmp_path):
     own = client("a")
     told = {"columns": None, "classes": None, "mean": [1.0] * 3, "spread": [2.0] * 3, "target": []}
-    keep_agreed(tmp_path / "run", told, own)
-    keep_agreed(tmp_path / "run", told, own)
-    assert as_agreed(own, tmp_path / "run").train.transform.spread == (2.0,) * 3
+    save_common_preprocessing(tmp_path / "run", told, own)
+    save_common_preprocessing(tmp_path / "run", told, own)
+    assert apply_common_preprocessing(own, tmp_path / "run").train.transform.spread == (2.0,) * 3
     with pytest.raises(RefusalError, match="is not that with which it began"):
-        keep_agreed(tmp_path / "run", {**told, "mean": [0.0] * 3}, own)
+        save_common_preprocessing(tmp_path / "run", {**told, "mean": [0.0] * 3}, own)
     (tmp_path / "run/preprocessing.json").write_text("{}")
-    with pytest.raises(NotItsOwnError, match=r"run/preprocessing.json, is lost or damaged"):
-        as_agreed(own, tmp_path / "run")
+    with pytest.raises(InvalidSiteStateError, match=r"run/preprocessing.json, is lost or damaged"):
+        apply_common_preprocessing(own, tmp_path / "run")
 
 
 def test_a_site_whose_owner_does_not_ask_for_it_sends_no_sums(play, nodes):
     (node,) = nodes([client("a", preprocess="site")]).values()
     grid = MemoryGrid({101: node})
-    from polyfed.deploy.node import read_site
+    from polyfed.deploy.node import build_site
 
-    site = read_site(node.config)
-    head = {"protocol": 6, "run": "r", "algorithm": {"name": MOMENTS}, "client": "a"}
+    site = build_site(node.config)
+    head = {"protocol": 6, "run": "r", "algorithm": {"name": MOMENTS_NAME}, "client": "a"}
     for kind in ("prepare", "task"):
         asked = {**head, "kind": kind, "phase": "local", "round": 1, "seed": 0, "run_seed": 0, "state": None, "keep": 0}
-        assert "do not ask for preprocessing from sums" in site.answer(Letter(asked)).head["refused"]
+        assert "do not ask for preprocessing from sums" in site.answer_envelope(Envelope(asked)).head["refused"]
     assert grid.nodes
 
 
 def test_names_go_up_only_where_they_may():
     own = client("a")
-    assert "schema" not in described(own, "run", named=False)
-    assert "sex" not in json.dumps(described(own, "run", named=False))
-    assert described(own, "run", named=True)["schema"]["columns"][1]["categories"] == ["f", "m"]
-    assert described(own, "run", named=False)["whole"] != described(own, "other", named=False)["whole"]
+    assert "schema" not in summarize_schema(own, "run", with_names=False)
+    assert "sex" not in json.dumps(summarize_schema(own, "run", with_names=False))
+    assert summarize_schema(own, "run", with_names=True)["schema"]["columns"][1]["categories"] == ["f", "m"]
+    assert (
+        summarize_schema(own, "run", with_names=False)["whole"]
+        != summarize_schema(own, "other", with_names=False)["whole"]
+    )
 
 
 def test_a_built_in_network_is_made_for_the_table_of_all():
     def spec(name):
-        sites = pf.data.table(rows(name), "ill", None, name=name, preprocess="federated")
-        return sites.clients(ModelSpec("mlp", {}, (sites.num_features,), sites.num_outputs))[0]
+        sites = pf.data.split_table(rows(name), "ill", None, name=name, preprocess="federated")
+        return sites.build_clients(ModelSpec("mlp", {}, (sites.num_features,), sites.num_outputs))[0]
 
     run = pf.federate([spec(name) for name in "abc"], FedAvg(lr=0.05), rounds=1, workers=0)
     assert run.federation.clients["a"].model == ModelSpec("mlp", {}, (8,), 3)
@@ -356,7 +367,7 @@ def test_disclosed_is_all_of_what_sites_tell(play):
     """Of a row nothing goes up: no reply before round 1 holds a value of the table."""
     clients = [client(name) for name in "abc"]
     _, grid = play(*clients, disclose=ALL)
-    texts = [json.dumps(from_record(record).head) for _, kind, record in grid.seen if kind == "reply"]
+    texts = [json.dumps(envelope_from_record(record).head) for _, kind, record in grid.seen if kind == "reply"]
     told = [text for text in texts if '"table"' in text or '"prepares"' in text]
     values = {f"{value:.6g}"[:6] for c in clients for value in c.train.x[:, 2].tolist()}
     assert told

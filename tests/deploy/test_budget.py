@@ -13,13 +13,13 @@ from scipy.stats import norm
 import polyfed as pf
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.deploy.budget import epsilon, spend
-from polyfed.deploy.node import read_site
-from polyfed.deploy.privacy import Protection
-from polyfed.deploy.wire import PROTOCOL, Letter
+from polyfed.deploy.budget import compute_epsilon, spend_budget
+from polyfed.deploy.node import build_site
+from polyfed.deploy.privacy import ReplyProtection
+from polyfed.deploy.wire import PROTOCOL, Envelope
 from polyfed.testing import SmallNet, small_clients
 
-NOISY = Protection(clip_norm=1.0, noise_multiplier=4.0, max_epsilon=4.6)
+NOISY = ReplyProtection(clip_norm=1.0, noise_multiplier=4.0, max_epsilon=4.6)
 
 
 @pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-9])
@@ -27,7 +27,7 @@ NOISY = Protection(clip_norm=1.0, noise_multiplier=4.0, max_epsilon=4.6)
 def test_one_message_costs_what_the_gaussian_mechanism_does(multiplier, delta):
     """delta(epsilon) = Φ(mu/2 − epsilon/mu) − e^epsilon·Φ(−mu/2 − epsilon/mu), mu = 2/z (Balle and Wang 2018): never less
     than that, and not more by a part in 10^6."""
-    mu, found = 2 / multiplier, epsilon({multiplier: 1}, delta)
+    mu, found = 2 / multiplier, compute_epsilon({multiplier: 1}, delta)
 
     def exact(e):
         return norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu)
@@ -47,7 +47,7 @@ def test_one_message_costs_what_the_gaussian_mechanism_does(multiplier, delta):
 )
 def test_accountants_of_others_come_to_the_same_from_above(messages, exact):
     """Privacy loss distributions of dp-accounting, message by message, to 10^-4; its Rényi accountant is above both."""
-    found, numeric, renyi = epsilon(messages, 1e-5), PLDAccountant(), RdpAccountant()
+    found, numeric, renyi = compute_epsilon(messages, 1e-5), PLDAccountant(), RdpAccountant()
     for accountant in (numeric, renyi):
         for multiplier, number in messages.items():
             accountant.compose(GaussianDpEvent(multiplier / 2), number)
@@ -59,28 +59,30 @@ def test_accountants_of_others_come_to_the_same_from_above(messages, exact):
 
 def test_more_messages_and_less_noise_cost_more():
     for z in (0.01, 0.5, 3.0, 60.0):
-        costs = [epsilon({z: number}, 1e-5) for number in (1, 2, 5, 50, 5000)]
+        costs = [compute_epsilon({z: number}, 1e-5) for number in (1, 2, 5, 50, 5000)]
         assert costs == sorted(set(costs))
-    costs = [epsilon({z: 10}, 1e-5) for z in (1e-9, 1e-3, 0.1, 1.0, 10.0, 30.0)]
+    costs = [compute_epsilon({z: 10}, 1e-5) for z in (1e-9, 1e-3, 0.1, 1.0, 10.0, 30.0)]
     assert costs == sorted(set(costs), reverse=True)
-    assert epsilon({4.0: 7}, 1e-6) > epsilon({4.0: 7}, 1e-5)
-    assert epsilon({4.0: 2, 8.0: 8}, 1e-5) == pytest.approx(epsilon({4.0: 4}, 1e-5)), "mu² is not additive"
-    assert epsilon({4.0: 2, 0.0: 1}, 1e-5) == math.inf
-    assert epsilon({4.0: 2, 1e-300: 1}, 1e-5) == math.inf
-    assert epsilon({0.0: 0}, 1e-5) == 0
+    assert compute_epsilon({4.0: 7}, 1e-6) > compute_epsilon({4.0: 7}, 1e-5)
+    assert compute_epsilon({4.0: 2, 8.0: 8}, 1e-5) == pytest.approx(compute_epsilon({4.0: 4}, 1e-5)), (
+        "mu² is not additive"
+    )
+    assert compute_epsilon({4.0: 2, 0.0: 1}, 1e-5) == math.inf
+    assert compute_epsilon({4.0: 2, 1e-300: 1}, 1e-5) == math.inf
+    assert compute_epsilon({0.0: 0}, 1e-5) == 0
 
 
 def answers(nodes, client, **words):
     """What the site of this client answers when the server asks for an update; it is closed once its budget is spent."""
     config = {"clip-norm": 1.0, "noise-multiplier": 4.0, "max-epsilon": 4.6, "disclose": "", **words}
     config = {name: value for name, value in config.items() if value is not None}
-    site = read_site(nodes([client], **config)[101].config)
+    site = build_site(nodes([client], **config)[101].config)
     state = {name: tensor.clone() for name, tensor in client.model().state_dict().items()}
     algorithm = {"name": "fedavg", "weighted": False}
     answers.runs = getattr(answers, "runs", 0) + 1  # a run of its own: the server names them as it likes
     head = {"kind": "task", "protocol": PROTOCOL, "run": f"a{answers.runs}", "algorithm": algorithm, "phase": "local",
             "round": 1, "client": client.id, "seed": 1, "run_seed": 1, "state": None, "keep": 0}  # fmt: skip
-    return site.answer(Letter(head, Message({"model": state}, {"lr": 0.1})))
+    return site.answer_envelope(Envelope(head, Message({"model": state}, {"lr": 0.1})))
 
 
 class Wider(SmallNet):
@@ -110,7 +112,7 @@ def changed(how):
 @pytest.mark.parametrize("how", ["nothing", "network", "a test example", "order", "fewer rows", "no val"])
 def test_a_budget_that_is_spent_stays_spent(tmp_path, nodes, how):
     """Four messages of z = 4 cost less than 4.6, five more, whatever changes between them."""
-    assert epsilon({4.0: 4}, 1e-5) < 4.6 < epsilon({4.0: 5}, 1e-5)
+    assert compute_epsilon({4.0: 4}, 1e-5) < 4.6 < compute_epsilon({4.0: 5}, 1e-5)
     for _ in range(4):
         assert answers(nodes, small_clients()[0]).body.tensors
     refused = answers(nodes, changed(how))
@@ -129,18 +131,18 @@ def test_what_left_without_noise_is_counted(tmp_path, nodes):
     assert answers(nodes, client, **{"noise-multiplier": 0.0, "max-epsilon": None}).body.tensors
     assert "refused" in answers(nodes, client).head
     with pytest.raises(UserError, match=r"would be inf .1 messages have left without noise."):
-        spend(tmp_path / "sites" / "client-0" / "state" / "privacy.json", "data", NOISY)
+        spend_budget(tmp_path / "sites" / "client-0" / "state" / "privacy.json", "data", NOISY)
 
 
 def test_the_book_is_closed_when_the_budget_is_spent(tmp_path):
     book = tmp_path / "privacy.json"
-    spent = [spend(book, "data", NOISY) for _ in range(4)]
-    assert spent == [epsilon({4.0: number}, 1e-5) for number in (1, 2, 3, 4)]
+    spent = [spend_budget(book, "data", NOISY) for _ in range(4)]
+    assert spent == [compute_epsilon({4.0: number}, 1e-5) for number in (1, 2, 3, 4)]
     before = book.read_text()
     with pytest.raises(UserError, match=r"above max-epsilon = 4.6 of the data set 'data'; nothing more is sent"):
-        spend(book, "data", NOISY)
+        spend_budget(book, "data", NOISY)
     assert book.read_text() == before
-    assert spend(book, "other", NOISY) == spent[0]
+    assert spend_budget(book, "other", NOISY) == spent[0]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_a_damaged_book_is_no_new_budget(tmp_path, content):
     book = tmp_path / "privacy.json"
     book.write_text(content)
     with pytest.raises(UserError, match=r"is damaged .*put back a copy of it"):
-        spend(book, "data", NOISY)
+        spend_budget(book, "data", NOISY)
     assert book.read_text() == content
 
 
@@ -165,45 +167,45 @@ def test_a_lost_book_is_no_new_budget(tmp_path, nodes):
     book.unlink()
     assert "UserError" in answers(nodes, client).head["refused"]
     with pytest.raises(UserError, match="is missing, and runs beside it have sent messages"):
-        spend(book, "data", NOISY)
+        spend_budget(book, "data", NOISY)
 
 
 def test_an_older_copy_of_the_book_is_no_new_budget(tmp_path):
     book = tmp_path / "privacy.json"
-    spend(book, "data", NOISY)
+    spend_budget(book, "data", NOISY)
     older = book.read_bytes()
-    spend(book, "data", NOISY)
+    spend_budget(book, "data", NOISY)
     newest = book.read_bytes()
     for spoilt in (older, newest.replace(b": 2}", b": 1}"), newest.replace(b'"data"', b'"other"')):
         book.write_bytes(spoilt)
         with pytest.raises(
             UserError, match=r"and 2 have left: it is an older copy or was changed; put back the newest"
         ):
-            spend(book, "data", NOISY)
+            spend_budget(book, "data", NOISY)
         assert book.read_bytes() == spoilt
     book.write_bytes(newest)
-    assert spend(book, "data", NOISY) == epsilon({4.0: 3}, 1e-5)
+    assert spend_budget(book, "data", NOISY) == compute_epsilon({4.0: 3}, 1e-5)
     book.unlink()
     with pytest.raises(UserError, match="is missing, and runs beside it have sent messages"):
-        spend(book, "data", NOISY)
+        spend_budget(book, "data", NOISY)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"data": "two"}'])
 def test_a_damaged_count_beside_the_book_opens_nothing(tmp_path, content):
     book, count = tmp_path / "privacy.json", tmp_path / "privacy-count.json"
-    spend(book, "data", NOISY)
+    spend_budget(book, "data", NOISY)
     count.write_text(content)
     with pytest.raises(UserError, match=r"privacy-count.json is damaged .* remove it if that book is the newest"):
-        spend(book, "data", NOISY)
+        spend_budget(book, "data", NOISY)
     count.unlink()  # as a book of an earlier version has none
-    spend(book, "data", NOISY)
+    spend_budget(book, "data", NOISY)
 
 
 def test_a_site_that_dies_between_book_and_count_goes_on(tmp_path, monkeypatch):
     """The book is written first: what is counted has been entered."""
     from polyfed.deploy import budget
 
-    book, write, written = tmp_path / "privacy.json", budget.replace_file, []
+    book, write, written = tmp_path / "privacy.json", budget.write_file_atomically, []
 
     def dies(path, content):
         if written and path.name == "privacy-count.json":
@@ -211,10 +213,10 @@ def test_a_site_that_dies_between_book_and_count_goes_on(tmp_path, monkeypatch):
         written.append(path.name)
         write(path, content)
 
-    spend(book, "data", NOISY)
+    spend_budget(book, "data", NOISY)
     written.append("a message")
-    monkeypatch.setattr(budget, "replace_file", dies)
+    monkeypatch.setattr(budget, "write_file_atomically", dies)
     with pytest.raises(OSError, match="killed"):
-        spend(book, "data", NOISY)
+        spend_budget(book, "data", NOISY)
     monkeypatch.undo()
-    assert spend(book, "data", NOISY) == epsilon({4.0: 3}, 1e-5)
+    assert spend_budget(book, "data", NOISY) == compute_epsilon({4.0: 3}, 1e-5)

@@ -9,8 +9,8 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedDF, FedGH, FedHeNN, FedMD, FedPNAS, FedProto, FedTGP, HeteroFL, LGFedAvg
 from polyfed.core.errors import UserError
-from polyfed.deploy.claims import check_family, check_inputs, check_widths
-from polyfed.deploy.flower import from_record
+from polyfed.deploy.claims import check_same_input_specs, check_same_representation_width, check_width_family
+from polyfed.deploy.flower import envelope_from_record
 from polyfed.testing import small_clients
 
 from .conftest import MemoryGrid
@@ -23,7 +23,7 @@ def network(layers):
 @pytest.mark.parametrize("method", [FedProto, FedTGP, FedGH, LGFedAvg])
 def test_representations_of_other_widths_are_refused_before_round_1(nodes, run, method):
     one, two, *_ = small_clients()
-    features = one.train.one_input[0].numel()
+    features = one.train.first_input[0].numel()
 
     def clients(width):
         for client, hidden in ((one, 4), (two, width)):
@@ -39,7 +39,7 @@ def test_representations_of_other_widths_are_refused_before_round_1(nodes, run, 
 @pytest.mark.parametrize("width", [None, True, 0, "4", [4]])
 def test_a_site_that_tells_no_width_is_refused(width):
     with pytest.raises(UserError, match="site 'b' does not tell how many numbers"):
-        check_widths({"a": {"width": 4}, "b": {"width": width}}, "fedproto")
+        check_same_representation_width({"a": {"width": 4}, "b": {"width": width}}, "fedproto")
 
 
 OF_PUBLIC = {
@@ -82,7 +82,7 @@ def test_public_examples_of_the_form_of_the_inputs_are_taken_and_a_run_goes_on(n
     assert run(grid=grid, method=method, file=file, rounds=1).last.round == 1
     grid.seen.clear()
     assert run(grid=grid, method=method, file=file, resume=True).last.round == 1
-    heads = [from_record(record).head for _, kind, record in grid.seen if kind == "query"]
+    heads = [envelope_from_record(record).head for _, kind, record in grid.seen if kind == "query"]
     assert len(heads) == 3
     assert not any("public" in head for head in heads), "its checkpoint has the public examples"
 
@@ -142,7 +142,7 @@ def test_inputs_of_another_type_are_refused_before_round_1(tmp_path, nodes, run,
 def test_a_run_that_began_before_inputs_were_compared_goes_on(nodes, run, family, monkeypatch):
     grid, method = MemoryGrid(nodes(image_clients((torch.uint8, torch.float32)))), HeteroFL(lr=1e-5)
     with monkeypatch.context() as older:
-        older.setattr("polyfed.deploy.server.check_inputs", lambda told, name: None)
+        older.setattr("polyfed.deploy.server.check_same_input_specs", lambda told, name: None)
         assert run(grid=grid, method=method, rounds=1, **family).last.round == 1
     assert run(grid=grid, method=method, resume=True, **family).last.round == 1
 
@@ -150,7 +150,7 @@ def test_a_run_that_began_before_inputs_were_compared_goes_on(nodes, run, family
 @pytest.mark.parametrize("form", [None, {}, [], "float32", 4])
 def test_a_site_that_tells_no_form_of_its_inputs_is_refused(form):
     with pytest.raises(UserError, match="site 'b' does not tell the form of its inputs"):
-        check_inputs({"a": {"inputs": {"x": ["float32", [4]]}}, "b": {"inputs": form}}, "heterofl")
+        check_same_input_specs({"a": {"inputs": {"x": ["float32", [4]]}}, "b": {"inputs": form}}, "heterofl")
 
 
 @pytest.mark.parametrize(("outputs", "odd"), [((3, 4), "'client-1'"), ((3, 3), r"'[0-9a-f]+ of architectures\(\)'")])
@@ -165,7 +165,7 @@ def test_other_numbers_of_outputs_are_refused_before_round_1(tmp_path, nodes, ru
 def test_networks_that_are_no_family_are_refused_with_the_names_of_their_sites():
     kinds = {"north": "a", "south": "b"}
     with pytest.raises(UserError, match="the networks of 'north' and 'south' are no family"):
-        check_family(
+        check_width_family(
             {"a": partial(nn.Linear, 2, 3), "b": partial(nn.Linear, 2, 3, bias=False)}, kinds, (2,), "heterofl"
         )
 
@@ -180,11 +180,11 @@ def test_networks_that_are_no_family_are_refused_with_the_names_of_their_sites()
 def test_outputs_of_networks_for_tokens_and_of_double_precision_are_compared(make, inputs):
     kinds = {"north": "a", "south": "b"}
     with pytest.raises(UserError, match="that of 'south' has 4, that of 'north' 3"):
-        check_family({"a": partial(make, 3), "b": partial(make, 4)}, kinds, inputs, "heterofl")
+        check_width_family({"a": partial(make, 3), "b": partial(make, 4)}, kinds, inputs, "heterofl")
 
 
 @pytest.mark.parametrize("inputs", [(5,), (10**12,)])
 def test_networks_that_only_their_sites_can_try_are_left_to_them(inputs):
     """A site may lie about its form: the server makes no example of terabytes."""
     models = {"a": partial(nn.Linear, 4, 3), "b": partial(nn.Linear, 4, 4)}
-    check_family(models, {"north": "a", "south": "b"}, inputs, "heterofl")
+    check_width_family(models, {"north": "a", "south": "b"}, inputs, "heterofl")

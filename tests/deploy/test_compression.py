@@ -8,24 +8,24 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import FedAvg, PFedLA
 from polyfed.core.algorithm import Message as Body
-from polyfed.core.compressed import compress
+from polyfed.core.compressed import compress_message
 from polyfed.core.compression import Int8, TopK
 from polyfed.core.errors import UserError
-from polyfed.core.threads import one_thread
-from polyfed.core.tree import encode
+from polyfed.core.threads import single_torch_thread
+from polyfed.core.tree import serialize_state
 from polyfed.deploy import flower, wire
-from polyfed.deploy.flower import from_record, serve
-from polyfed.deploy.privacy import Protection, protect
-from polyfed.deploy.records import parts_in
-from polyfed.deploy.server import Server, prepare
+from polyfed.deploy.flower import envelope_from_record, run_deployment
+from polyfed.deploy.privacy import ReplyProtection, clip_and_add_noise
+from polyfed.deploy.records import parse_record
+from polyfed.deploy.server import DeploymentServer, configure_server
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.runs.progress import SilentProgress
 from polyfed.simulation.settings import Settings
-from polyfed.testing import small_clients, without_times
+from polyfed.testing import small_clients, without_durations
 
 from .conftest import ONE, MemoryGrid, configuration
-from .test_faults import _StopAfter, instead
+from .test_faults import _InterruptAfter, instead
 from .test_parity import assert_same, cases, deployed
 
 BOTH, SPARSE = {"compress": "int8", "compress-down": "int8"}, {"compress": "topk:0.2"}
@@ -53,10 +53,10 @@ def test_a_deployment_that_compresses_gives_the_bits_and_bytes_of_a_simulation(t
     assert_same(tmp_path, run, simulated(clients, method, how, public, rounds=2))
     sizes = {"down": [], "up": []}
     for _, kind, record in grid.seen:
-        letter = from_record(record)
+        letter = envelope_from_record(record)
         if kind == "train" or (kind == "reply" and letter.head.get("phase") == "local"):
             sizes["down" if kind == "train" else "up"].append(letter.body.nbytes)
-            wire = sum(map(len, parts_in(record)[2].values()))
+            wire = sum(map(len, parse_record(record)[2].values()))
             headers = 200 + 12 * sum(
                 len(tree) for tree in letter.body.tensors.values()
             )  # of files by group; their order
@@ -84,16 +84,20 @@ def test_a_site_rounds_after_it_has_clipped(tmp_path, nodes):
         tmp_path, lambda c: nodes(c, **{"clip-norm": 0.1}), clients, method, ONE, rounds=1, compress="int8"
     )
     federation = Federation({c.id: c for c in clients}, method, Settings(rounds=1, seed=3, compress="int8"))
-    with one_thread():
-        (tasks,) = federation.tasks("local", list(federation.clients), 1, federation.begin())
+    with single_torch_thread():
+        (tasks,) = federation.build_task_blocks("local", list(federation.clients), 1, federation.initial_checkpoint())
         results = list(InProcessEngine(method, clients, torch.device("cpu")).run(tasks))
     letters = {
-        one.head["client"]: one for _, kind, r in grid.seen if kind == "reply" and (one := from_record(r)).body.tensors
+        one.head["client"]: one
+        for _, kind, r in grid.seen
+        if kind == "reply" and (one := envelope_from_record(r)).body.tensors
     }
     for result in results:
-        let_out = protect(result.reply, result.task.down, Protection(clip_norm=0.1))
-        expected = compress(let_out, result.task.down, Int8(), result.task.reply_seed)
-        assert encode(dict(letters[result.task.client].body.tensors)) == encode(dict(expected.tensors))
+        let_out = clip_and_add_noise(result.reply, result.task.message, ReplyProtection(clip_norm=0.1))
+        expected = compress_message(let_out, result.task.message, Int8(), result.task.reply_seed)
+        assert serialize_state(dict(letters[result.task.client].body.tensors)) == serialize_state(
+            dict(expected.tensors)
+        )
 
 
 # -- a hostile site ----------------------------------------------------------------------------------------------------
@@ -152,12 +156,12 @@ def test_a_hostile_reply_costs_the_round_of_that_site_only(run, kind):
 
 def test_the_form_of_a_compressed_reply_is_checked_before_its_tensors_are_read(run, monkeypatch):
     """Four bytes for one: a reply that the method does not take is not unpacked."""
-    read, unpack = [], wire.unpack_tree
+    read, unpack = [], wire.unpack_tensors
     change = WRONG["a larger tensor"][1]
 
     def spoil(node):
         instead(change)(node)
-        monkeypatch.setattr(wire, "unpack_tree", lambda data: read.append(len(data)) or unpack(data))
+        monkeypatch.setattr(wire, "unpack_tensors", lambda data: read.append(len(data)) or unpack(data))
 
     found = run(spoil, rounds=1, compress="int8")
     assert "is missing" in found.history[0]["failures"][0]["reason"]
@@ -175,12 +179,16 @@ def test_the_form_of_a_compressed_reply_is_checked_before_its_tensors_are_read(r
     }.items(),
 )
 def test_a_site_refuses_what_it_cannot_open(tmp_path, nodes, monkeypatch, kind, sentence):
-    honest, post = Server.order, flower.to_record
+    honest, post = DeploymentServer.task_head, flower.envelope_to_record
     if kind == "an unknown compression":
-        monkeypatch.setattr(Server, "order", lambda self, task: {**honest(self, task), "compress_down": "zip"})
+        monkeypatch.setattr(
+            DeploymentServer, "task_head", lambda self, task: {**honest(self, task), "compress_down": "zip"}
+        )
     else:
         bad = entries(lambda n, t: t * float("nan") if n == ":scales" else t)
-        monkeypatch.setattr(flower, "to_record", lambda le: post(bad(le) if le.head.get("phase") == "local" else le))
+        monkeypatch.setattr(
+            flower, "envelope_to_record", lambda le: post(bad(le) if le.head.get("phase") == "local" else le)
+        )
     words = {"rounds": 1, "on-error": "skip", **BOTH}
     with pytest.raises(pf.RoundError, match=sentence):
         deployed(tmp_path, nodes, small_clients(2), FedAvg(), ONE, **words)
@@ -191,12 +199,12 @@ def test_a_site_refuses_what_it_cannot_open(tmp_path, nodes, monkeypatch, kind, 
 
 def test_the_configuration_of_a_server_takes_both_directions():
     words = {"sites": "north,south", "out": "run", "rounds": 3, "algorithm.name": "local"}
-    assert prepare({**words, **BOTH}).settings == Settings(
+    assert configure_server({**words, **BOTH}).settings == Settings(
         rounds=3, on_error="skip", compress="int8", compress_down="int8"
     )
-    assert prepare({**words, "compress": "topk:0.01"}).settings.compress == str(TopK(0.01))
+    assert configure_server({**words, "compress": "topk:0.01"}).settings.compress == str(TopK(0.01))
     with pytest.raises(UserError, match="unknown compression 'zip'"):
-        prepare({**words, "compress": "zip"})
+        configure_server({**words, "compress": "zip"})
 
 
 @pytest.mark.slow
@@ -207,6 +215,6 @@ def test_a_deployment_goes_on_as_it_compressed(tmp_path, nodes):
     words = {"sites": "client-0,client-1", "out": str(tmp_path / "run"), "file": str(tmp_path / "server.py")}
     grid = MemoryGrid(nodes(clients))
     with pytest.raises(KeyboardInterrupt):
-        serve(grid, configuration(method, **words, **SPARSE), _StopAfter(1))
-    again = serve(grid, {**words, "resume": True, "allow-disclosure": True}, Silent())
-    assert without_times(again.history) == without_times(simulated(clients, method, SPARSE).history)
+        run_deployment(grid, configuration(method, **words, **SPARSE), _InterruptAfter(1))
+    again = run_deployment(grid, {**words, "resume": True, "allow-disclosure": True}, SilentProgress())
+    assert without_durations(again.history) == without_durations(simulated(clients, method, SPARSE).history)

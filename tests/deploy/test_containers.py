@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyfed.deploy.doctor.network import check_server
-from polyfed.deploy.doctor.nodes import words_of
-from polyfed.deploy.doctor.places import _options, read_unit
-from polyfed.deploy.project import create
+from polyfed.deploy.doctor.network import check_tls_server
+from polyfed.deploy.doctor.nodes import parse_node_config
+from polyfed.deploy.doctor.places import _parse_options, read_systemd_unit
+from polyfed.deploy.project import create_project
 from polyfed.deploy.supernode import SiteProcess
-from polyfed.deploy.trial import environment
+from polyfed.deploy.trial import flower_environment
 
 from .patients import free_port, server_files, write
 
@@ -90,8 +90,8 @@ def flaws(text):
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyfed.deploy.project._catalogue", lambda path: path.write_text("{}"))
-        return create(tmp_path_factory.mktemp("containers") / "federation", ["north"])
+        patch.setattr("polyfed.deploy.project._write_catalogue", lambda path: path.write_text("{}"))
+        return create_project(tmp_path_factory.mktemp("containers") / "federation", ["north"])
 
 
 def text_of(project, name):
@@ -155,15 +155,15 @@ def test_versions_are_those_of_the_repository(project):
 
 def test_containers_start_what_the_units_start(project):
     """The options of the units, but for the host, which is the container's, and what compose.yaml tells a site."""
-    server = _options(entry(text_of(project, "server"))[3:])
-    unit = read_unit(project.path / "server" / "superlink.service").options
+    server = _parse_options(entry(text_of(project, "server"))[3:])
+    unit = read_systemd_unit(project.path / "server" / "superlink.service").options
     assert {**server, "--host": "127.0.0.1"} == unit
-    site = _options(entry(text_of(project, "site"))[4:])
+    site = _parse_options(entry(text_of(project, "site"))[4:])
     services = yaml.safe_load((project.path / "containers" / "compose.yaml").read_text())["services"]
-    told = _options(services["site"]["command"])
-    unit = read_unit(project.path / "site" / "supernode.service").options
+    told = _parse_options(services["site"]["command"])
+    unit = read_systemd_unit(project.path / "site" / "supernode.service").options
     assert {**site, **told}.keys() == unit.keys()
-    assert words_of(told["--node-config"]).keys() == words_of(unit["--node-config"]).keys()
+    assert parse_node_config(told["--node-config"]).keys() == parse_node_config(unit["--node-config"]).keys()
     assert entry(text_of(project, "site"))[:4] == ["python", "-P", "-m", "polyfed.deploy.supernode"]
     parser = importlib.import_module("flwr.supernode.cli.flower_supernode")._parse_args_run_supernode()
     parsed = parser.parse_args([*entry(text_of(project, "site"))[4:], *services["site"]["command"]])
@@ -231,8 +231,8 @@ def test_the_server_s_command_serves(project, tmp_path):
     assert words[0] == "python"
     log = tmp_path / "log"
     with log.open("wb") as output, subprocess.Popen(
-        [sys.executable, *words[1:]], env=environment(state / "superlink", {"HOME": str(state)}), cwd=state, stdout=output,
-        stderr=output,
+        [sys.executable, *words[1:]], env=flower_environment(state / "superlink", {"HOME": str(state)}), cwd=state,
+        stdout=output, stderr=output,
     ) as process:  # fmt: skip
         try:
             deadline = time.monotonic() + 60
@@ -244,7 +244,7 @@ def test_the_server_s_command_serves(project, tmp_path):
                     break
                 except OSError:
                     time.sleep(0.2)
-            found = list(check_server("server", "127.0.0.1", int(port), etc / "ca.crt"))
+            found = list(check_tls_server("server", "127.0.0.1", int(port), etc / "ca.crt"))
         finally:
             process.terminate()
             assert process.wait(30) is not None

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from polyfed.cli.main import main
-from polyfed.deploy.doctor.network import address_of, check_free, check_server
-from polyfed.deploy.doctor.places import kinds_of, read_unit
-from polyfed.deploy.project import Project, create, write_certificates, write_key
+from polyfed.deploy.doctor.network import check_port_free, check_tls_server, parse_address
+from polyfed.deploy.doctor.places import detect_folder_kinds, read_systemd_unit
+from polyfed.deploy.project import Project, create_project, write_key_pair, write_trial_certificates
 
 from .patients import NODE, UNIT, Authority, free_port, server_files, serving, write
 from .test_doctor_files import said
@@ -44,7 +44,7 @@ def wrongs(lines):
 def test_a_server_that_answers(tmp_path):
     folder = server_files(tmp_path / "x")
     with serving(folder) as port:
-        found = list(check_server("server", "127.0.0.1", port, folder / "ca.crt"))
+        found = list(check_tls_server("server", "127.0.0.1", port, folder / "ca.crt"))
     assert [one.level for one in found] == ["ok", "ok"]
     assert "agree to a few seconds" in found[1].text
 
@@ -63,7 +63,7 @@ def test_clocks_that_differ(tmp_path, ahead, sentence):
     """Flower refuses a site 5 s ahead of the server, or 305 s behind."""
     folder = server_files(tmp_path / "x")
     with serving(folder, ahead=ahead) as port:
-        found = said(check_server("server", "127.0.0.1", port, folder / "ca.crt"))
+        found = said(check_tls_server("server", "127.0.0.1", port, folder / "ca.crt"))
     assert bool(found) == bool(sentence), found
     assert all(sentence in one for one in found)
 
@@ -71,7 +71,7 @@ def test_clocks_that_differ(tmp_path, ahead, sentence):
 def test_a_server_that_does_not_tell_the_time(tmp_path):
     folder = server_files(tmp_path / "x")
     with serving(folder, date=False) as port:
-        found = list(check_server("server", "127.0.0.1", port, folder / "ca.crt"))
+        found = list(check_tls_server("server", "127.0.0.1", port, folder / "ca.crt"))
     assert "does not tell its time" in found[1].text
 
 
@@ -86,9 +86,9 @@ def test_servers_that_a_site_cannot_use(tmp_path, monkeypatch):
         (None, "speaks no TLS"),
     ):
         with serving(served) as port:
-            found = said(check_server("server", "127.0.0.1", port, folder / "ca.crt"))
+            found = said(check_tls_server("server", "127.0.0.1", port, folder / "ca.crt"))
         assert any(sentence in one for one in found), found
-    (told,) = said(check_server("server", "127.0.0.1", free_port(), folder / "ca.crt"))
+    (told,) = said(check_tls_server("server", "127.0.0.1", free_port(), folder / "ca.crt"))
     assert "takes no connection (Connection refused)" in told
 
     def fails(error):
@@ -96,7 +96,7 @@ def test_servers_that_a_site_cannot_use(tmp_path, monkeypatch):
             raise error
 
         monkeypatch.setattr(socket, "create_connection", connect)
-        (told,) = said(check_server("server", "federation.example.org", 443, folder / "ca.crt"))
+        (told,) = said(check_tls_server("server", "federation.example.org", 443, folder / "ca.crt"))
         return told
 
     assert "is not known here" in fails(socket.gaierror(-2, "Name or service not known"))
@@ -104,25 +104,25 @@ def test_servers_that_a_site_cannot_use(tmp_path, monkeypatch):
 
 
 def test_ports(monkeypatch):
-    assert [one.level for one in check_free("port", "127.0.0.1", free_port(), "x")] == ["ok"]
+    assert [one.level for one in check_port_free("port", "127.0.0.1", free_port(), "x")] == ["ok"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        (told,) = said(check_free("port", "127.0.0.1", taken.getsockname()[1], "choose another --port"))
+        (told,) = said(check_port_free("port", "127.0.0.1", taken.getsockname()[1], "choose another --port"))
     assert "is taken by another program; choose another --port" in told
-    (told,) = said(check_free("port", "192.0.2.1", free_port(), "x"))
+    (told,) = said(check_port_free("port", "192.0.2.1", free_port(), "x"))
     assert "nothing can listen on" in told
 
     def refuse(self, address):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(socket.socket, "bind", refuse)
-    (told,) = said(check_free("port", "127.0.0.1", 443, "x"))
+    (told,) = said(check_port_free("port", "127.0.0.1", 443, "x"))
     assert "443 is a port for root alone" in told
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "host:99999999999"])
 def test_what_is_no_address(text):
     with pytest.raises(ValueError, match="is no address"):
-        address_of(text)
+        parse_address(text)
 
 
 # -- projects and trials --------------------------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ def test_what_is_no_address(text):
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A project as `polyfed flower init` writes it, but for the catalogue, which takes torch."""
-    monkeypatch.setattr("polyfed.deploy.project._catalogue", lambda path: path.write_text("{}"))
-    return create(tmp_path / "federation", ["north", "south"])
+    monkeypatch.setattr("polyfed.deploy.project._write_catalogue", lambda path: path.write_text("{}"))
+    return create_project(tmp_path / "federation", ["north", "south"])
 
 
 def test_a_new_project_is_well(project, doctor):
@@ -143,12 +143,14 @@ def test_a_new_project_is_well(project, doctor):
 
 
 def test_faults_of_a_project(project, doctor):
-    write_certificates(project.certificates)
-    (project.certificates / "south.key").write_bytes((project.certificates / "north.key").read_bytes())
-    (project.certificates / "south.key.pub").write_bytes((project.certificates / "north.key.pub").read_bytes())
-    project.certificates.chmod(0o755)
-    project.site.unlink()
-    file = project.app / "pyproject.toml"
+    write_trial_certificates(project.certificates_folder)
+    (project.certificates_folder / "south.key").write_bytes((project.certificates_folder / "north.key").read_bytes())
+    (project.certificates_folder / "south.key.pub").write_bytes(
+        (project.certificates_folder / "north.key.pub").read_bytes()
+    )
+    project.certificates_folder.chmod(0o755)
+    project.site_file.unlink()
+    file = project.app_folder / "pyproject.toml"
     file.write_text(file.read_text().replace("rounds = 10", "rounds = 0"))
     (project.path / "trial").mkdir(mode=0o755)
     (project.path / "trial" / "trial.json").write_text("{")
@@ -171,7 +173,7 @@ def running(project, port, **processes):
 
 
 def test_a_trial_that_runs(project, doctor):
-    with serving(project.certificates) as port:
+    with serving(project.certificates_folder) as port:
         folder = running(project, port, superlink=os.getpid(), north=os.getpid())
         for place in (project.path, folder):
             status, lines = doctor(place)
@@ -189,7 +191,7 @@ def ended():
 def test_a_trial_that_was_killed_or_has_lost_a_site(project, doctor):
     folder = running(project, free_port(), superlink=ended(), north=ended())
     assert "it was killed: none of its processes runs" in "\n".join(wrongs(doctor(project.path)[1]))
-    with serving(project.certificates) as port:
+    with serving(project.certificates_folder) as port:
         told = {"port": port, "sites": ["north"], "processes": {"superlink": os.getpid(), "north": ended()}}
         (folder / "trial.json").write_text(json.dumps(told))
         _, lines = doctor(project.path)
@@ -227,7 +229,7 @@ def test_a_server_before_it_is_started_and_while_it_runs(server, doctor):
 def test_faults_of_a_server(server, doctor, tmp_path):
     unit = with_unit(server) / "superlink.service"
     text = unit.read_text()
-    write_key(server / "north.key")
+    write_key_pair(server / "north.key")
     write(server, ca_key="x", east_pub="x")
     unit.write_text(text.replace(" --enable-supernode-auth", " --insecure").replace("127.0.0.1", "0.0.0.0"))
     _, lines = doctor(server, "--address", "other.example.org")
@@ -265,7 +267,7 @@ def test_a_server_without_a_unit_has_files_under_their_usual_names(server, docto
 def site(tmp_path):
     other = server_files(tmp_path / "server")
     folder = write(tmp_path / "site", site_py=SITE, ca_crt=(other / "ca.crt").read_bytes())
-    write_key(folder / "site.key")
+    write_key_pair(folder / "site.key")
     (folder / "state").mkdir(mode=0o700)
     (folder / "keys").mkdir()
     (folder / "keys" / "north.pub").write_bytes((folder / "site.key.pub").read_bytes())
@@ -324,15 +326,17 @@ def test_a_machine_that_is_both_is_examined_as_both(site, server, doctor):
 
 
 def test_the_units_of_a_project_can_be_read(project):
-    assert [*map(kinds_of, (project.path, project.path / "server", project.path / "site"))] == [
+    assert [*map(detect_folder_kinds, (project.path, project.path / "server", project.path / "site"))] == [
         ("project",), ("server",), ("site",)
     ]  # fmt: skip
-    unit = read_unit(project.path / "server" / "superlink.service")
+    unit = read_systemd_unit(project.path / "server" / "superlink.service")
     assert unit.options["--host"] == "127.0.0.1"
     assert unit.options["--enable-supernode-auth"] == ""
     assert unit.environment["FLWR_HOME"] == "/var/lib/polyfed/superlink"
-    assert 'client-id="north"' in read_unit(project.path / "site" / "supernode.service").options["--node-config"]
-    assert Project(project.path).sites() == ["north", "south"]
+    assert (
+        'client-id="north"' in read_systemd_unit(project.path / "site" / "supernode.service").options["--node-config"]
+    )
+    assert Project(project.path).read_site_names() == ["north", "south"]
 
 
 def test_it_answers_without_torch_and_flower(project):

@@ -11,13 +11,23 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from polyfed.cli.commands.doctor import OF_SETTINGS, check_configuration
+from polyfed.cli.commands.doctor import SETTINGS_KEYS, check_server_configuration
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.deploy.doctor.certificates import check_authority, check_certificate, check_peers, check_site_key
-from polyfed.deploy.doctor.machine import check_program, check_state, check_token, check_versions
-from polyfed.deploy.doctor.nodes import WORDS, check_functions, check_words, words_of
-from polyfed.deploy.project import write_certificates, write_key
+from polyfed.deploy.doctor.certificates import (
+    check_authority_file,
+    check_peer_keys,
+    check_server_certificate,
+    check_site_key,
+)
+from polyfed.deploy.doctor.machine import (
+    check_package_versions,
+    check_state_folder,
+    check_token_file,
+    check_unit_program,
+)
+from polyfed.deploy.doctor.nodes import NODE_CONFIG_TYPES, check_functions_defined, check_node_config, parse_node_config
+from polyfed.deploy.project import write_key_pair, write_trial_certificates
 
 from .patients import PEM, Authority, server_files, write
 
@@ -28,8 +38,10 @@ def said(findings, level="wrong"):
 
 def of_server(folder, host="127.0.0.1"):
     return [
-        *check_authority("certificates", folder / "ca.crt"),
-        *check_certificate("certificates", folder / "server.pem", folder / "server.key", folder / "ca.crt", host),
+        *check_authority_file("certificates", folder / "ca.crt"),
+        *check_server_certificate(
+            "certificates", folder / "server.pem", folder / "server.key", folder / "ca.crt", host
+        ),
     ]
 
 
@@ -39,7 +51,7 @@ def of_server(folder, host="127.0.0.1"):
 def test_certificates_that_are_well(tmp_path):
     for folder, host in ((server_files(tmp_path / "a"), "127.0.0.1"), (server_files(tmp_path / "b"), "localhost")):
         assert not said(of_server(folder, host))
-    write_certificates(tmp_path / "trial")
+    write_trial_certificates(tmp_path / "trial")
     for host in ("127.0.0.1", "localhost", "::1"):
         assert not said(of_server(tmp_path / "trial", host))
     below = Authority("below", above := Authority())
@@ -120,7 +132,7 @@ def damaged(pem, rng):
 @pytest.mark.parametrize("number", [10, pytest.param(800, marks=pytest.mark.slow)])
 def test_damaged_certificates_and_keys_are_findings(tmp_path, number):
     rng, folder = random.Random(number), server_files(tmp_path / "x")
-    write_key(folder / "site.key")
+    write_key_pair(folder / "site.key")
     sound = {folder / n: (folder / n).read_bytes() for n in ("ca.crt", "server.pem", "server.key", "site.key")}
     for _ in range(number):
         file = rng.choice(list(sound))
@@ -134,17 +146,17 @@ def test_damaged_certificates_and_keys_are_findings(tmp_path, number):
 
 def test_keys_of_sites(tmp_path):
     key = tmp_path / "north.key"
-    write_key(key)
+    write_key_pair(key)
     assert not said(check_site_key("keys", key))
-    write_key(tmp_path / "south.key")
-    assert not said(check_peers("keys", tmp_path, "north", key))
+    write_key_pair(tmp_path / "south.key")
+    assert not said(check_peer_keys("keys", tmp_path, "north", key))
     (tmp_path / "east.pub").write_text("x")
-    assert any("east.pub is no public key" in one for one in said(check_peers("keys", tmp_path, "north", key)))
+    assert any("east.pub is no public key" in one for one in said(check_peer_keys("keys", tmp_path, "north", key)))
     (tmp_path / "east.pub").write_bytes((tmp_path / "south.key.pub").read_bytes())
-    assert any("one key or one name" in one for one in said(check_peers("keys", tmp_path, "north", key)))
-    assert any("has no west.pub" in one for one in said(check_peers("keys", tmp_path, "west", key)))
-    assert any("is not that of" in one for one in said(check_peers("keys", tmp_path, "south", key)))
-    assert any("holds no public keys" in one for one in said(check_peers("keys", tmp_path / "none", "north", key)))
+    assert any("one key or one name" in one for one in said(check_peer_keys("keys", tmp_path, "north", key)))
+    assert any("has no west.pub" in one for one in said(check_peer_keys("keys", tmp_path, "west", key)))
+    assert any("is not that of" in one for one in said(check_peer_keys("keys", tmp_path, "south", key)))
+    assert any("holds no public keys" in one for one in said(check_peer_keys("keys", tmp_path / "none", "north", key)))
     key.with_name("north.key.pub").write_bytes((tmp_path / "south.key.pub").read_bytes())
     assert any("is not the public half of" in one for one in said(check_site_key("keys", key)))
     key.chmod(0o640)
@@ -158,11 +170,11 @@ def test_keys_of_sites(tmp_path):
 
 def test_tokens(tmp_path):
     file = write(tmp_path, control_token="0" * 64) / "control.token"
-    assert not said(check_token("token", file))
+    assert not said(check_token_file("token", file))
     file.chmod(0o644)
-    assert any("chmod 600" in one for one in said(check_token("token", file)))
+    assert any("chmod 600" in one for one in said(check_token_file("token", file)))
     file.write_text("short")
-    assert any("at least 32 letters" in one for one in said(check_token("token", file)))
+    assert any("at least 32 letters" in one for one in said(check_token_file("token", file)))
 
 
 # -- the machine --------------------------------------------------------------------------------------------------------
@@ -175,30 +187,30 @@ def disk(monkeypatch, free=2**40, files=10):
 
 def test_disks_that_are_full(tmp_path, monkeypatch):
     state = tmp_path / "state"
-    assert not said(check_state("disk", state))
+    assert not said(check_state_folder("disk", state))
     disk(monkeypatch, free=2**29)
-    assert "has 0.5 GiB left on its disk, and should have 1.0 GiB" in said(check_state("disk", state))[0]
+    assert "has 0.5 GiB left on its disk, and should have 1.0 GiB" in said(check_state_folder("disk", state))[0]
     disk(monkeypatch, files=0)
-    assert "no more files (inodes)" in said(check_state("disk", state))[0]
+    assert "no more files (inodes)" in said(check_state_folder("disk", state))[0]
     disk(monkeypatch, free=2**31)
     file = state / "run" / "private" / "round-000001.state"
     file.parent.mkdir(parents=True)
     state.chmod(0o700)
-    assert not said(check_state("disk", state))
+    assert not said(check_state_folder("disk", state))
     with file.open("wb") as opened:
         opened.truncate(2**30)  # of which the disk keeps nothing
-    assert "should have 3.0 GiB" in said(check_state("disk", state))[0]
+    assert "should have 3.0 GiB" in said(check_state_folder("disk", state))[0]
 
 
 def test_folders_that_others_can_enter_or_nobody_write_to(tmp_path, monkeypatch):
     state = tmp_path / "state"
     state.mkdir(mode=0o755)
-    assert "others can enter" in said(check_state("disk", state))[0]
+    assert "others can enter" in said(check_state_folder("disk", state))[0]
     state.chmod(0o700)
     monkeypatch.setattr("polyfed.deploy.doctor.machine.os.access", lambda path, how: False)
-    assert "cannot write to" in said(check_state("disk", state))[0]
+    assert "cannot write to" in said(check_state_folder("disk", state))[0]
     (tmp_path / "file").touch()
-    assert "is no folder" in said(check_state("disk", tmp_path / "file"))[0]
+    assert "is no folder" in said(check_state_folder("disk", tmp_path / "file"))[0]
 
 
 def test_files_of_another_user_are_told(tmp_path, monkeypatch):
@@ -208,22 +220,22 @@ def test_files_of_another_user_are_told(tmp_path, monkeypatch):
 
 
 def test_programs_of_units(tmp_path):
-    assert "does not exist" in said(check_program("unit", tmp_path / "python"))[0]
+    assert "does not exist" in said(check_unit_program("unit", tmp_path / "python"))[0]
     (tmp_path / "python").touch(mode=0o600)
     if os.getuid():
-        assert "cannot execute" in said(check_program("unit", tmp_path / "python"))[0]
+        assert "cannot execute" in said(check_unit_program("unit", tmp_path / "python"))[0]
     (tmp_path / "python").chmod(0o755)
-    assert "are those of" in said(check_program("unit", tmp_path / "python"), "note")[0]
+    assert "are those of" in said(check_unit_program("unit", tmp_path / "python"), "note")[0]
 
 
 @pytest.mark.parametrize(
     ("package", "found"), [("flwr", "1.40.2"), ("flwr", "1.43.0"), ("torch", "2.5.1+cpu"), ("numpy", "1.9")]
 )
 def test_versions_that_do_not_fit(monkeypatch, package, found):
-    assert not said(check_versions("versions", 5))
+    assert not said(check_package_versions("versions", 5))
     true = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: found if name == package else true(name))
-    (told,) = said(check_versions("versions", 5))
+    (told,) = said(check_package_versions("versions", 5))
     assert f"{package} is {found}, and polyfed needs" in told
 
 
@@ -236,11 +248,11 @@ def test_what_is_not_installed_and_another_python(monkeypatch):
         return true(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    assert "flwr is not installed; pip install 'polyfed[flower]'" in said(check_versions("versions", 5))[0]
+    assert "flwr is not installed; pip install 'polyfed[flower]'" in said(check_package_versions("versions", 5))[0]
     monkeypatch.undo()
     monkeypatch.setattr("polyfed.deploy.doctor.machine.sys.version_info", (3, 9, 1))
-    assert "Python is 3.9.1, and polyfed needs" in said(check_versions("versions", 5))[0]
-    assert "protocol 5" in said(check_versions("versions", 5), "note")[0]
+    assert "Python is 3.9.1, and polyfed needs" in said(check_package_versions("versions", 5))[0]
+    assert "protocol 5" in said(check_package_versions("versions", 5), "note")[0]
 
 
 # -- words ----------------------------------------------------------------------------------------------------------------
@@ -251,7 +263,7 @@ SOUND = {"client-id": "north", "site": "/x/site.py", "state-dir": "/x/state"}
 def test_the_words_of_a_site_are_those_that_a_site_knows():
     from polyfed.deploy import node
 
-    assert set(WORDS) == node._KEYS | node._FLOWERS
+    assert set(NODE_CONFIG_TYPES) == node._KEYS | node._FLOWER_KEYS
 
 
 @pytest.mark.parametrize(
@@ -268,26 +280,28 @@ def test_the_words_of_a_site_are_those_that_a_site_knows():
     ],
 )  # fmt: skip
 def test_words_of_a_site_that_do_not_fit(words, sentence):
-    assert not said(check_words("configuration", SOUND))
-    assert any(sentence in one for one in said(check_words("configuration", SOUND | words)))
+    assert not said(check_node_config("configuration", SOUND))
+    assert any(sentence in one for one in said(check_node_config("configuration", SOUND | words)))
 
 
 def test_words_are_read_as_flower_reads_them():
     from flwr.common.config import parse_config_args
 
     text = 'client-id="north" secure=true delta=1e-5 secure-threshold=3 site="/a b/site.py"'
-    assert words_of(text) == parse_config_args([text])
+    assert parse_node_config(text) == parse_config_args([text])
     with pytest.raises(ValueError, match=r"TOML|value"):
-        words_of("client-id=north")
+        parse_node_config("client-id=north")
 
 
 def test_python_files_are_read_and_not_executed(tmp_path):
     file = write(tmp_path, site_py="import sys\nsys.exit('executed')\ndef client(): ...\n") / "site.py"
-    assert not said(check_functions("site.py", file, {"client": "data"}))
-    assert "calls functions when it is read" in said(check_functions("site.py", file, {}), "note")[0]
-    assert "does not define model(), the network" in said(check_functions("x", file, {"model": "the network"}))[0]
+    assert not said(check_functions_defined("site.py", file, {"client": "data"}))
+    assert "calls functions when it is read" in said(check_functions_defined("site.py", file, {}), "note")[0]
+    assert (
+        "does not define model(), the network" in said(check_functions_defined("x", file, {"model": "the network"}))[0]
+    )
     file.write_text("def client(:")
-    assert "is no Python" in said(check_functions("site.py", file, {"client": "data"}))[0]
+    assert "is no Python" in said(check_functions_defined("site.py", file, {"client": "data"}))[0]
 
 
 def config(**words):
@@ -322,29 +336,29 @@ def config(**words):
     ],
 )
 def test_words_of_a_server_that_do_not_fit(tmp_path, words, sentence):
-    found = said(check_configuration({**config(), **words}, tmp_path / "pyproject.toml"))
+    found = said(check_server_configuration({**config(), **words}, tmp_path / "pyproject.toml"))
     assert any(sentence in one for one in found), found
 
 
 def test_the_words_of_a_server_are_those_that_it_knows(tmp_path):
-    from polyfed.deploy.server import prepare
+    from polyfed.deploy.server import configure_server
 
     with pytest.raises(UserError) as told:
-        prepare({"sites": "a", "out": "x", "xyzzy": 1})
+        configure_server({"sites": "a", "out": "x", "xyzzy": 1})
     known = set(str(told.value).partition("Choices: ")[2].split(", "))
-    assert set(OF_SETTINGS) < known
+    assert set(SETTINGS_KEYS) < known
     file = write(tmp_path, server_py="def model(): ...") / "server.py"
-    given = {key: "x" for key in known if key not in {*OF_SETTINGS, "algorithm.name", "sites"}}
-    found = said(check_configuration({**config(), **given, "file": str(file)}, tmp_path / "p"))
+    given = {key: "x" for key in known if key not in {*SETTINGS_KEYS, "algorithm.name", "sites"}}
+    found = said(check_server_configuration({**config(), **given, "file": str(file)}, tmp_path / "p"))
     assert not any("no word of it" in one for one in found)
-    assert not said(check_configuration({**config(), "file": str(file)}, tmp_path / "p"))
+    assert not said(check_server_configuration({**config(), "file": str(file)}, tmp_path / "p"))
 
 
 def test_consent_is_a_note(tmp_path):
     file = write(tmp_path, server_py="def model(): ...") / "server.py"
-    notes = said(check_configuration({**config(), "file": str(file)}, tmp_path / "p"), "note")
+    notes = said(check_server_configuration({**config(), "file": str(file)}, tmp_path / "p"), "note")
     assert any("fedavg discloses weights" in one for one in notes)
-    assert not said(check_configuration({**config(), "file": str(file), "secure": True}, tmp_path / "p"), "note")
+    assert not said(check_server_configuration({**config(), "file": str(file), "secure": True}, tmp_path / "p"), "note")
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path, capsys):

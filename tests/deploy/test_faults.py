@@ -11,11 +11,11 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, Local, PFedLA
 from polyfed.core.algorithm import Message as Body
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.deploy.flower import client_app, from_record, to_record
-from polyfed.deploy.wire import Letter
+from polyfed.deploy.flower import client_app, envelope_from_record, envelope_to_record
+from polyfed.deploy.wire import Envelope
 from polyfed.simulation.engines.work import Engine
-from polyfed.simulation.runs.progress import Silent
-from polyfed.testing import _StopAfter, small_clients, without_times
+from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.testing import _InterruptAfter, small_clients, without_durations
 
 from .conftest import NAMES, MemoryGrid
 from .test_parity import models_of
@@ -31,10 +31,10 @@ def instead(change, kind="train"):
             reply = good(message, context)
             if message.metadata.message_type != kind:
                 return reply
-            new = change(from_record(reply.content))
+            new = change(envelope_from_record(reply.content))
             if new is None or isinstance(new, Error):
                 return new and Message(new, reply_to=message)
-            return Message(to_record(new) if isinstance(new, Letter) else new, reply_to=message)
+            return Message(envelope_to_record(new) if isinstance(new, Envelope) else new, reply_to=message)
 
         node.app = app
 
@@ -168,7 +168,7 @@ def anew(node, reply):
 @pytest.mark.parametrize("reply", [False, True], ids=["before it replied", "after it"])
 def test_a_supernode_that_starts_anew_is_not_waited_for(run, nodes, monkeypatch, reply):
     """It may be back before Flower notices that it was away, and knows nothing of the message."""
-    monkeypatch.setattr("polyfed.deploy.flower._LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("polyfed.deploy.flower._NODE_CHECK_SECONDS", 0.1)
     grid = MemoryGrid(nodes(small_clients()))
     anew(next(iter(grid.nodes.values())), reply)
     began = time.monotonic()
@@ -182,7 +182,7 @@ def test_a_supernode_that_starts_anew_is_not_waited_for(run, nodes, monkeypatch,
 @pytest.mark.slow
 def test_sites_that_hang_share_one_limit_of_time(run, nodes, monkeypatch):
     """Messages of any size go to all sites at once."""
-    monkeypatch.setattr(Engine, "block_bytes", 1)
+    monkeypatch.setattr(Engine, "max_block_bytes", 1)
     grid = MemoryGrid(nodes(small_clients()))
     for node in list(grid.nodes.values())[:2]:
         instead(lambda letter: None)(node)
@@ -261,18 +261,18 @@ def test_a_site_that_comes_back_as_another_node_is_found(run, nodes):
     assert not found.history[2]["failures"]
 
 
-class _Told(Silent.__base__):
+class _Told(SilentProgress.__base__):
     """Calls something after each round."""
 
     def __init__(self, call):
         self._call = call
 
-    def round(self, record):
+    def finish_round(self, record):
         self._call(record)
 
-    def start(self, title, rounds, done): ...
+    def start(self, title, rounds, rounds_done): ...
 
-    def client(self, phase, done, total): ...
+    def update_clients(self, phase, clients_done, total): ...
 
     def say(self, sentence): ...
 
@@ -333,7 +333,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, run, nodes, when):
     whole = pf.federate(small_clients(), method, rounds=4, seed=3, workers=0)
     grid = MemoryGrid(nodes(small_clients()))
     with pytest.raises(KeyboardInterrupt):
-        run(grid=grid, method=method, rounds=4, progress=_StopAfter(when), **{"checkpoint-every": 2})
+        run(grid=grid, method=method, rounds=4, progress=_InterruptAfter(when), **{"checkpoint-every": 2})
     for folder in (
         tmp_path / "run" / "checkpoint"
     ).iterdir():  # as after kill -9: what was saved on the way out is lost
@@ -342,7 +342,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, run, nodes, when):
                 file.unlink()
             folder.rmdir()
     found = run(grid=grid, method=method, resume=True, file="")  # the server's file is that of the run
-    assert without_times(found.history) == without_times(whole.history)
+    assert without_durations(found.history) == without_durations(whole.history)
     ours, theirs = models_of(tmp_path, "client-1"), whole.model("client-1").state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -350,7 +350,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, run, nodes, when):
 def test_a_site_that_lost_its_private_state_says_so(tmp_path, run, nodes):
     grid = MemoryGrid(nodes(small_clients()))
     with pytest.raises(KeyboardInterrupt):
-        run(grid=grid, method=Local(lr=0.05), rounds=4, progress=_StopAfter(2), **{"on-error": "raise"})
+        run(grid=grid, method=Local(lr=0.05), rounds=4, progress=_InterruptAfter(2), **{"on-error": "raise"})
     for file in (tmp_path / "sites" / "client-0").glob("state/*/private/*"):
         file.unlink()
     with pytest.raises(ClientError, match=r"state after round 2 is lost: .*/round-000002.state cannot be read"):
@@ -359,7 +359,7 @@ def test_a_site_that_lost_its_private_state_says_so(tmp_path, run, nodes):
 
 def test_a_site_with_other_data_cannot_go_on(run, nodes):
     with pytest.raises(KeyboardInterrupt):
-        run(grid=MemoryGrid(nodes(small_clients())), rounds=4, progress=_StopAfter(2))
+        run(grid=MemoryGrid(nodes(small_clients())), rounds=4, progress=_InterruptAfter(2))
     changed = [pf.Client(c.id, c.model, (c.train.x + 1, c.train.y), c.test) for c in small_clients()]
     with pytest.raises(UserError, match="'client-0' does not take part: its data or network are not those with which"):
         run(grid=MemoryGrid(nodes(changed)), resume=True)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyfed.deploy.frames import BrokenError, Frame, FrameError, receive, send
+from polyfed.deploy.frames import BrokenStreamError, Frame, FrameError, receive_frame, send_frame
 
 NUMBERS = st.floats(allow_nan=False) | st.integers(-(2**63), 2**63 - 1)
 LINE = ">4sIQ"
@@ -37,19 +37,19 @@ def test_a_frame_comes_as_it_was_sent(head, scalars, groups):
     frame = Frame("letter", head, scalars, groups)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        send(ours, frame)
-        send(ours, Frame("again"))
-        found = receive(theirs)
+        send_frame(ours, frame)
+        send_frame(ours, Frame("again"))
+        found = receive_frame(theirs)
         assert found == frame
         assert list(found.groups) == list(groups)
         assert all(type(found.scalars[name]) is type(value) for name, value in scalars.items())
-        assert receive(theirs) == Frame("again")
+        assert receive_frame(theirs) == Frame("again")
 
 
 def test_numbers_that_are_not_finite_come_too(pair):
     ours, theirs = pair
-    send(ours, Frame("letter", scalars={"a": math.nan, "b": -math.inf}))
-    found = receive(theirs).scalars
+    send_frame(ours, Frame("letter", scalars={"a": math.nan, "b": -math.inf}))
+    found = receive_frame(theirs).scalars
     assert math.isnan(found["a"])
     assert found["b"] == -math.inf
 
@@ -57,9 +57,9 @@ def test_numbers_that_are_not_finite_come_too(pair):
 def test_a_frame_larger_than_what_a_socket_holds(pair):
     ours, theirs = pair
     frame = Frame("letter", "{}", {}, {"model": os.urandom(3 * 2**20), "more": b"x" * 2**20})
-    thread = threading.Thread(target=send, args=(ours, frame))
+    thread = threading.Thread(target=send_frame, args=(ours, frame))
     thread.start()
-    assert receive(theirs) == frame
+    assert receive_frame(theirs) == frame
     thread.join()
 
 
@@ -91,11 +91,11 @@ def test_a_damaged_frame_is_told_and_the_next_one_read(pair, case):
     thread = threading.Thread(target=ours.sendall, args=(DAMAGED[case],))
     thread.start()
     with pytest.raises(FrameError) as caught:
-        receive(theirs)
+        receive_frame(theirs)
     thread.join()
     assert type(caught.value) is FrameError
-    send(ours, Frame("letter", "next"))
-    assert receive(theirs).head == "next"
+    send_frame(ours, Frame("letter", "next"))
+    assert receive_frame(theirs).head == "next"
 
 
 BROKEN = {
@@ -113,15 +113,15 @@ def test_what_is_no_frame_ends_the_connection(pair, case):
     ours, theirs = pair
     ours.sendall(BROKEN[case])
     ours.shutdown(socket.SHUT_WR)
-    with pytest.raises(BrokenError):
-        receive(theirs)
+    with pytest.raises(BrokenStreamError):
+        receive_frame(theirs)
 
 
 def test_an_end_between_frames_is_no_fault(pair):
     ours, theirs = pair
     ours.close()
     with pytest.raises(EOFError):
-        receive(theirs)
+        receive_frame(theirs)
 
 
 def test_memory_is_taken_as_bytes_come_not_as_they_are_announced(pair):
@@ -129,8 +129,8 @@ def test_memory_is_taken_as_bytes_come_not_as_they_are_announced(pair):
     ours.sendall(framed({**GOOD, "groups": [["a", 2**33]]}, b"abc", length=2**33))
     ours.shutdown(socket.SHUT_WR)
     tracemalloc.start()
-    with pytest.raises(BrokenError):
-        receive(theirs)
+    with pytest.raises(BrokenStreamError):
+        receive_frame(theirs)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 * 2**20
@@ -139,7 +139,7 @@ def test_memory_is_taken_as_bytes_come_not_as_they_are_announced(pair):
 def test_what_would_not_be_read_is_not_sent(pair):
     ours, theirs = pair
     with pytest.raises(FrameError, match="at most") as caught:
-        send(ours, Frame("letter", "x" * (16 * 2**20)))
+        send_frame(ours, Frame("letter", "x" * (16 * 2**20)))
     assert type(caught.value) is FrameError, "the connection is as good as before"
-    send(ours, Frame("letter", "next"))
-    assert receive(theirs).head == "next"
+    send_frame(ours, Frame("letter", "next"))
+    assert receive_frame(theirs).head == "next"

@@ -14,16 +14,16 @@ from polyfed.algorithms import FedAvg, FedAvgKD, FedFomo, FedHeNN, FedRep
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.deploy import wire
-from polyfed.deploy.flower import FlowerEngine, from_record, to_record
-from polyfed.deploy.replies import result_of
-from polyfed.deploy.server import prepare
-from polyfed.deploy.wire import Letter, Packed, form_of, pack_tree, unpack_tree
-from polyfed.simulation.engines.work import Task
+from polyfed.deploy.flower import FlowerEngine, envelope_from_record, envelope_to_record
+from polyfed.deploy.replies import parse_result
+from polyfed.deploy.server import configure_server
+from polyfed.deploy.wire import Envelope, PackedEnvelope, pack_tensors, read_tensor_specs, unpack_tensors
+from polyfed.simulation.engines.work import ClientTask
 from polyfed.simulation.settings import Settings
 from polyfed.testing import SmallNet, small_clients
 
 from .conftest import MemoryGrid, configuration
-from .test_faults import _StopAfter, _Told, head, instead
+from .test_faults import _InterruptAfter, _Told, head, instead
 
 pytestmark = pytest.mark.slow  # .ci/run has it
 
@@ -36,9 +36,9 @@ def engine_of(tmp_path, method=None):
     """The server's end for one site, and a task of it."""
     (tmp_path / "server.py").write_text("from polyfed.testing import SmallNet as model\n")
     words = {"sites": "client-0", "out": str(tmp_path / "run"), "file": str(tmp_path / "server.py")}
-    server = dataclasses.replace(prepare(configuration(method or FedAvg(), **words)), run="a")
+    server = dataclasses.replace(configure_server(configuration(method or FedAvg(), **words)), run="a")
     engine = FlowerEngine(None, SimpleNamespace(told={"client-0": {"num_examples": 20}}), server)
-    return engine, Task("local", 1, "client-0", DOWN, None, 1, 1)
+    return engine, ClientTask("local", 1, "client-0", DOWN, None, 1, 1)
 
 
 def record(text=None, scalars=None, groups=None):
@@ -75,11 +75,11 @@ LARGE = {
     "nested": (lambda: record("[" * 60_000), "is not JSON"),
     "nested tensors": (lambda: record(groups={"model": header(b"[" * 10**6)}), "cannot be read"),
     "64 MB of another shape": (
-        lambda: record(groups={"model": pack_tree({**STATE, "head.weight": torch.zeros(2**24)})}),
+        lambda: record(groups={"model": pack_tensors({**STATE, "head.weight": torch.zeros(2**24)})}),
         "tensor 'head.weight' has shape (16777216,), expected (3, 8)",
     ),
     "64 MB too much": (
-        lambda: record(groups={"model": pack_tree({**STATE, "more": torch.zeros(2**24)})}),
+        lambda: record(groups={"model": pack_tensors({**STATE, "more": torch.zeros(2**24)})}),
         "tensor 'more' is unexpected",
     ),
 }
@@ -90,12 +90,12 @@ def test_a_large_reply_costs_no_more_than_it_brought(tmp_path, monkeypatch, case
     """Within a second of this process and 200 MB, of which 64 are the copy of the largest reply; nothing is unpacked."""
     made, sentence = LARGE[case]
     engine, task = engine_of(tmp_path)
-    engine._state = {"model": STATE}
+    engine._server_state = {"model": STATE}
     answer = SimpleNamespace(content=made(), has_error=lambda: False)
-    monkeypatch.setattr(wire, "unpack_tree", lambda data: pytest.fail("tensors are unpacked"))
+    monkeypatch.setattr(wire, "unpack_tensors", lambda data: pytest.fail("tensors are unpacked"))
     tracemalloc.start()
     began = time.process_time()
-    found = engine._result(task, engine._packed(answer))
+    found = engine._parse_answer(task, engine._unpack_answer(answer))
     seconds, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert sentence in found.failure.reason
@@ -131,13 +131,13 @@ def test_every_part_of_a_reply_counts_against_the_limit(tmp_path):
 @pytest.mark.parametrize("method", [FedAvg(), FedAvgKD(teacher_rounds=2), FedRep(), FedFomo(), FedHeNN()])
 def test_what_methods_can_tell_from_names_is_told_before_tensors_are_read(tmp_path, monkeypatch, method):
     """FedFomo looks at the clients asked for: those few numbers are read before the model is."""
-    monkeypatch.setattr(Packed, "body", lambda packed: pytest.fail("tensors are unpacked"))
+    monkeypatch.setattr(PackedEnvelope, "unpack_body", lambda packed: pytest.fail("tensors are unpacked"))
     state = {
         "fedavg": {"model": STATE}, "fedavg_kd": {"model": STATE, "rounds_left": 1}, "fedrep": {"model": STATE},
         "fedfomo": {"model": STATE, "models": [STATE, STATE, STATE]}, "fedhenn": {"public": None},
     }[type(method).__name__.lower().replace("avgkd", "avg_kd")]  # fmt: skip
     server = SimpleNamespace(algorithm=method, run="a", settings=Settings(rounds=1))
-    task = Task("local", 1, "client-0", DOWN, None, 1, 1)
+    task = ClientTask("local", 1, "client-0", DOWN, None, 1, 1)
     large = torch.zeros(2**20)
     fomo = {"model": STATE, "request": {"clients": torch.tensor([1, 2])}}
     several = {"nothing it knows": {"other": {"w": torch.ones(3)}}}
@@ -158,10 +158,10 @@ def test_what_methods_can_tell_from_names_is_told_before_tensors_are_read(tmp_pa
             "a model": {**fomo, "model": {**STATE, "head.weight": large}},
         }
     for case, wrong in several.items():
-        groups = {name: pack_tree(tree) for name, tree in wrong.items()}
-        packed = Packed(json.dumps(HEAD), {"num_examples": 20, "capacity": 9}, groups)
+        groups = {name: pack_tensors(tree) for name, tree in wrong.items()}
+        packed = PackedEnvelope(json.dumps(HEAD), {"num_examples": 20, "capacity": 9}, groups)
         with pytest.raises(UserError) as told:
-            result_of(task, packed, server, {"num_examples": 20}, state)
+            parse_result(task, packed, server, {"num_examples": 20}, state)
         assert len(str(told.value)) < 400, case
 
 
@@ -175,8 +175,12 @@ def test_what_two_methods_can_only_tell_from_values_is_taken_where_it_is_right()
         (FedHeNN(), {"public": None}, {"representations": {"a": torch.ones(2 * FedHeNN().rad_size, 4)}}),
     ):
         server = SimpleNamespace(algorithm=method, run="a", settings=Settings(rounds=1))
-        packed = Packed(json.dumps(HEAD), {"num_examples": 20}, {name: pack_tree(tree) for name, tree in reply.items()})
-        found = result_of(Task("local", 1, "client-0", DOWN, None, 1, 1), packed, server, {"num_examples": 20}, state)
+        packed = PackedEnvelope(
+            json.dumps(HEAD), {"num_examples": 20}, {name: pack_tensors(tree) for name, tree in reply.items()}
+        )
+        found = parse_result(
+            ClientTask("local", 1, "client-0", DOWN, None, 1, 1), packed, server, {"num_examples": 20}, state
+        )
         assert found.reply.tensors.keys() == reply.keys()
 
 
@@ -188,10 +192,12 @@ def test_a_reply_over_which_a_method_stumbles_is_refused():
             return {"model": reply.tensors["model"]["w"].names_of_a_module}
 
     server = SimpleNamespace(algorithm=Stumbles(), run="a", settings=Settings(rounds=1))
-    task = Task("local", 1, "client-0", DOWN, None, 1, 1)
-    for groups, error in (({}, "KeyError"), ({"model": pack_tree({"w": torch.ones(1)})}, "AttributeError")):
+    task = ClientTask("local", 1, "client-0", DOWN, None, 1, 1)
+    for groups, error in (({}, "KeyError"), ({"model": pack_tensors({"w": torch.ones(1)})}, "AttributeError")):
         with pytest.raises(UserError, match=rf"the method cannot check its form .{error}."):
-            result_of(task, Packed(json.dumps(HEAD), {"num_examples": 20}, groups), server, {"num_examples": 20}, None)
+            parse_result(
+                task, PackedEnvelope(json.dumps(HEAD), {"num_examples": 20}, groups), server, {"num_examples": 20}, None
+            )
 
 
 @pytest.mark.parametrize(
@@ -209,29 +215,29 @@ def test_a_reply_over_which_a_method_stumbles_is_refused():
     ],
 )  # fmt: skip
 def test_a_header_that_lies_is_refused(content):
-    for read in (form_of, unpack_tree):
+    for read in (read_tensor_specs, unpack_tensors):
         with pytest.raises(UserError, match="cannot be read"):
             read(header(content, bytes(4)))
 
 
 def test_every_type_of_tensor_has_a_form():
-    types = set(wire._TYPES.values()) - {torch.uint16, torch.uint32, torch.uint64}
+    types = set(wire._DTYPES.values()) - {torch.uint16, torch.uint32, torch.uint64}
     for dtype in sorted(types, key=str):
         tree = {
             "b": torch.zeros(2, 3, dtype=dtype),
             "a": torch.zeros((), dtype=dtype),
             "c": torch.zeros(0, 5, dtype=dtype),
         }
-        packed = pack_tree(tree)
-        assert form_of(packed) == {name: (tuple(t.shape), dtype) for name, t in tree.items()}
-        assert list(unpack_tree(packed)) == ["b", "a", "c"]
+        packed = pack_tensors(tree)
+        assert read_tensor_specs(packed) == {name: (tuple(t.shape), dtype) for name, t in tree.items()}
+        assert list(unpack_tensors(packed)) == ["b", "a", "c"]
 
 
 def test_a_head_from_the_server_may_be_larger_than_one_from_a_site():
-    letter = Letter({"algorithm": "x" * 100_000})
-    assert from_record(to_record(letter)).head == letter.head
+    letter = Envelope({"algorithm": "x" * 100_000})
+    assert envelope_from_record(envelope_to_record(letter)).head == letter.head
     with pytest.raises(UserError, match="at most 65536 are read"):
-        from_record(to_record(letter), wire.HEAD_BYTES)
+        envelope_from_record(envelope_to_record(letter), wire.SITE_HEAD_BYTES)
 
 
 # -- claims ------------------------------------------------------------------------------------------------------------
@@ -278,7 +284,7 @@ def test_a_site_that_comes_back_as_it_was_takes_part(run, nodes):
 def test_a_resumed_run_knows_what_its_sites_said(run, nodes):
     grid = MemoryGrid(nodes(small_clients()))
     with pytest.raises(KeyboardInterrupt):
-        run(grid=grid, rounds=4, progress=_StopAfter(2))
+        run(grid=grid, rounds=4, progress=_InterruptAfter(2))
     instead(head(num_examples=10**12), "query")(grid.nodes[101])
     with pytest.raises(UserError, match="'client-0' does not take part: its num_examples is 1000000000000, and was 20"):
         run(grid=grid, resume=True)

@@ -32,9 +32,9 @@ from polyfed.algorithms import FedAvg
 from polyfed.core.errors import UserError
 from polyfed.deploy import link, supernode
 from polyfed.deploy import trial as trials
-from polyfed.deploy.internals import parts
-from polyfed.deploy.link import TokenPlugin, read_token
-from polyfed.deploy.project import create
+from polyfed.deploy.internals import load_flower_internals
+from polyfed.deploy.link import TokenPlugin, read_control_token
+from polyfed.deploy.project import create_project
 from polyfed.testing import small_clients
 
 from .conftest import ONE
@@ -98,7 +98,7 @@ def test_why_a_supernode_is_refused_is_in_the_log(caplog, ahead, signed, told):
     request = SimpleNamespace(
         headers={**headers, TIMESTAMP_HEADER: stamp}, state=state, client=SimpleNamespace(host="10.0.0.9")
     )
-    check = link.explained(node_auth.authenticate_node)
+    check = link.log_refusals(node_auth.authenticate_node)
     if told is None:
         check(request)
         assert caplog.messages == []
@@ -112,18 +112,18 @@ def test_why_a_supernode_is_refused_is_in_the_log(caplog, ahead, signed, told):
 def test_a_token_that_others_can_read_is_none(tmp_path):
     file = tmp_path / "token"
     with pytest.raises(UserError, match="cannot be read"):
-        read_token(file)
+        read_control_token(file)
     file.write_text(f"{TOKEN}\n")
     for mode in (0o644, 0o640, 0o604, 0o602):
         file.chmod(mode)
         with pytest.raises(UserError, match="others can read or write"):
-            read_token(file)
+            read_control_token(file)
     file.chmod(0o600)
-    assert read_token(file) == TOKEN
+    assert read_control_token(file) == TOKEN
     for short in ("", "abc", "a b" * 20, "ä" * 40):
         file.write_text(short)
         with pytest.raises(UserError, match="must hold at least 32 letters"):
-            read_token(file)
+            read_control_token(file)
 
 
 def test_a_link_without_a_token_does_not_start(tmp_path):
@@ -142,17 +142,17 @@ def test_a_link_without_a_token_does_not_start(tmp_path):
 @pytest.fixture
 def started(tmp_path, monkeypatch):
     """What a trial of two sites would start: name -> (command, environment); no process is started, but the token stored."""
-    project, found = create(tmp_path / "federation", ["north", "south"]), {}
+    project, found = create_project(tmp_path / "federation", ["north", "south"]), {}
 
     def popen(command, log, own):
         found[log.stem] = (list(command), dict(own))
         return SimpleNamespace(pid=1, poll=lambda: 0, wait=lambda timeout: 0, returncode=0)
 
-    monkeypatch.setattr(trials, "_popen", popen)
-    monkeypatch.setattr(trials, "_open", lambda port: port == 18000 and "superlink" in found)
-    login = trials._login
-    monkeypatch.setattr(trials, "_login", lambda home, address, token, keys: login(home, address, token))
-    with trials.trial(project, ["north", "south"], port=18000, node_config='disclose="accuracy"'):
+    monkeypatch.setattr(trials, "_open_process", popen)
+    monkeypatch.setattr(trials, "_is_port_open", lambda port: port == 18000 and "superlink" in found)
+    login = trials._log_in
+    monkeypatch.setattr(trials, "_log_in", lambda home, address, token, keys: login(home, address, token))
+    with trials.start_trial(project, ["north", "south"], port=18000, node_config='disclose="accuracy"'):
         pass
     return project, found
 
@@ -184,7 +184,7 @@ def test_a_trial_starts_a_superlink_that_asks_for_the_token(started, monkeypatch
     assert (config.host, config.enable_supernode_auth, config.insecure) == ("127.0.0.1", True, False)
     assert config.database == str(project.path / "trial" / "state.db")
     app = create_app(config, module.SuperLinkLifespan)
-    token = read_token(project.path / "trial" / "control.token")
+    token = read_control_token(project.path / "trial" / "control.token")
     assert token not in " ".join(command) + str(own), "every user can read the words of a process"
     paths = [path for path in app.openapi()["paths"] if path.startswith("/v1/control/")]
     assert {"/v1/control/start-run", "/v1/control/register-node"} < set(paths)
@@ -206,10 +206,10 @@ def test_a_trial_starts_supernodes_that_both_kinds_understand(started):
     for site in ("north", "south"):
         command, own = found[site]
         assert command[:4] == [sys.executable, "-P", "-m", "polyfed.deploy.supernode"]
-        ours, strange = supernode._parser().parse_known_args(command[4:])
+        ours, strange = supernode._build_parser().parse_known_args(command[4:])
         assert not strange
         assert theirs.parse_args(command[4:]).node_config == ours.node_config
-        config = json.loads(supernode._config(ours.node_config, parts()["words"]))
+        config = json.loads(supernode._node_config_json(ours.node_config, load_flower_internals()["words"]))
         assert (config["client-id"], config["disclose"], own["POLYFED_SITE"]) == (site, "accuracy", site)
         assert config["state-dir"] == str(project.path / "trial" / "sites" / site)
         assert Path(own["POLYFED_AFTER"]).exists(), "it may connect now"
@@ -226,7 +226,7 @@ def test_flowers_own_commands_send_the_token(started):
     plugin.store = store
     plugin.load_tokens()
     sent = plugin.write_tokens_to_metadata([])
-    assert TokenPlugin(read_token(folder / "control.token")).validate_tokens_in_metadata(sent)[0]
+    assert TokenPlugin(read_control_token(folder / "control.token")).validate_tokens_in_metadata(sent)[0]
 
 
 def test_folders_of_a_trial_are_closed(started):
@@ -242,7 +242,7 @@ def test_folders_of_a_trial_are_closed(started):
 def test_processes_of_a_trial_write_for_their_owner_alone(tmp_path):
     log = tmp_path / "log"
     words = [sys.executable, "-c", "import os, sys; print(oct(os.umask(0)))"]
-    assert trials._popen(words, log, dict(os.environ)).wait() == 0
+    assert trials._open_process(words, log, dict(os.environ)).wait() == 0
     assert log.read_text().strip() == "0o77"
 
 
@@ -266,7 +266,7 @@ UNITS = {"superlink": "server/superlink.service", "supernode": "site/supernode.s
 @pytest.fixture
 def units(tmp_path):
     """The units of a project: name -> (path, settings of [Service], words of ExecStart)."""
-    project, found = create(tmp_path / "federation", ["north"]), {}
+    project, found = create_project(tmp_path / "federation", ["north"]), {}
     for name, place in UNITS.items():
         reader = configparser.RawConfigParser(strict=True)
         reader.optionxform = str
@@ -304,12 +304,12 @@ def test_units_start_what_flower_understands(units, tmp_path, monkeypatch):
     words = units["supernode"][2]
     assert words[:4] == ["/opt/polyfed/bin/python", "-P", "-m", "polyfed.deploy.supernode"]
     theirs = importlib.import_module("flwr.supernode.cli.flower_supernode")._parse_args_run_supernode()
-    ours, strange = supernode._parser().parse_known_args(words[4:])
+    ours, strange = supernode._build_parser().parse_known_args(words[4:])
     assert not strange
     for parsed in (ours, theirs.parse_args(words[4:])):  # which takes over where Flower has changed
         assert str(parsed.auth_supernode_private_key) == "/etc/polyfed/site.key"
         assert not parsed.insecure
-    config = json.loads(supernode._config(ours.node_config, parts()["words"]))
+    config = json.loads(supernode._node_config_json(ours.node_config, load_flower_internals()["words"]))
     assert config == {"client-id": "north", "site": "/etc/polyfed/site.py", "state-dir": "/var/lib/polyfed/state"}
 
 
@@ -332,21 +332,21 @@ def test_systemd_understands_the_units(units, tmp_path, name):
 @pytest.mark.slow
 def test_a_stranger_on_this_machine_starts_no_run(tmp_path):
     """A real SuperLink: another user has the certificate and the address, but not the token."""
-    project = create(tmp_path / "federation", ["north"])
-    port = next(n for n in range(19000, 60000, 50) if not any(trials._open(n + k) for k in range(4)))
-    with trials.trial(project, ["north"], port=port):
+    project = create_project(tmp_path / "federation", ["north"])
+    port = next(n for n in range(19000, 60000, 50) if not any(trials._is_port_open(n + k) for k in range(4)))
+    with trials.start_trial(project, ["north"], port=port):
         stranger = tmp_path / "stranger"
-        trials.write_connection(stranger, f"127.0.0.1:{port}", str(project.certificates / "ca.crt"))
+        trials.write_flower_config(stranger, f"127.0.0.1:{port}", str(project.certificates_folder / "ca.crt"))
         owner = project.path / "trial" / "home"
-        for words in (["run", str(project.app), "fed"], ["list", "fed"], ["supernode", "list", "fed"]):
-            assert trials.flwr(stranger, words).returncode != 0, words
+        for words in (["run", str(project.app_folder), "fed"], ["list", "fed"], ["supernode", "list", "fed"]):
+            assert trials.run_flwr(stranger, words).returncode != 0, words
         other = tmp_path / "token"
         other.write_text("f" * 64)
         other.chmod(0o600)
-        trials._login(stranger, f"127.0.0.1:{port}", other)
-        assert trials.flwr(stranger, ["run", str(project.app), "fed"]).returncode != 0
-        runs = trials.flwr(owner, ["list", "fed", "--format", "json"])
+        trials._log_in(stranger, f"127.0.0.1:{port}", other)
+        assert trials.run_flwr(stranger, ["run", str(project.app_folder), "fed"]).returncode != 0
+        runs = trials.run_flwr(owner, ["list", "fed", "--format", "json"])
         assert runs.returncode == 0, runs.stderr
         assert '"run-id"' not in runs.stdout, "a run was started"
-        assert trials.flwr(owner, ["supernode", "list", "fed"]).returncode == 0
+        assert trials.run_flwr(owner, ["supernode", "list", "fed"]).returncode == 0
     assert not {k: v for k, v in modes(project.path / "trial").items() if "home" not in k.split("/")[0]}

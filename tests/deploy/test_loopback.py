@@ -20,9 +20,9 @@ import polyfed as pf
 from polyfed.algorithms import FedHeNN, PFedLA
 from polyfed.core.errors import RoundError
 from polyfed.deploy import trial as trials
-from polyfed.deploy.project import Project, create, write_certificates, write_key
+from polyfed.deploy.project import Project, create_project, write_key_pair, write_trial_certificates
 from polyfed.simulation.runs.directory import read_manifest, read_metrics
-from polyfed.testing import small_clients, without_times
+from polyfed.testing import small_clients, without_durations
 
 pytestmark = pytest.mark.slow
 
@@ -34,14 +34,14 @@ import polyfed.deploy.site as at_site
 from polyfed.testing import small_clients
 
 NAME = os.environ["POLYFED_SITE"]
-read_state = at_site.read_state
+read_private_state = at_site.read_private_state
 
 def slow(*words):
     if os.path.exists("%s/slow-" + NAME):
         time.sleep(float(open("%s/slow-" + NAME).read()))
-    return read_state(*words)
+    return read_private_state(*words)
 
-at_site.read_state = slow
+at_site.read_private_state = slow
 
 def client():
     return {c.id: c for c in small_clients(4)}[NAME]
@@ -52,7 +52,7 @@ def client():
 def port():
     """One that is free, with room for the SuperNodes above it."""
     for number in range(18000, 60000, 50):
-        if not any(trials._open(n) for n in range(number, number + 8)):
+        if not any(trials._is_port_open(n) for n in range(number, number + 8)):
             return number
     raise AssertionError("no free port")
 
@@ -60,8 +60,8 @@ def port():
 @pytest.fixture
 def small(tmp_path):
     """A project of the library's small clients; a file slow-NAME in its folder makes a site wait before it works."""
-    project = create(tmp_path / "federation", ["client-0", "client-1"])
-    project.site.write_text(SMALL_SITE % (project.path, project.path))
+    project = create_project(tmp_path / "federation", ["client-0", "client-1"])
+    project.site_file.write_text(SMALL_SITE % (project.path, project.path))
     (project.path / "server" / "server.py").write_text("from polyfed.testing import SmallNet as model\n")
     return project
 
@@ -96,12 +96,12 @@ def simulated(rounds, number=2):
 @pytest.fixture
 def watched(small, port):
     """The project, while its trial runs and SuperNodes that end are started again."""
-    with trials.trial(small, small.sites(), port, DISCLOSE + "allow-disclosure=true") as trial:
+    with trials.start_trial(small, small.sites(), port, DISCLOSE + "allow-disclosure=true") as trial:
         stop = threading.Event()
 
         def watch():
             while not stop.wait(1.0):
-                trial.watch()
+                trial.restart_ended_supernodes()
 
         thread = threading.Thread(target=watch)
         thread.start()
@@ -141,13 +141,13 @@ def test_a_project_as_it_is_written_learns_and_gives_the_bits_of_a_simulation(tm
         finally:
             up.send_signal(signal.SIGTERM)
             assert up.wait(60) == 130
-    assert not [n for n in range(port, port + 3) if trials._open(n)], "a process still listens"
+    assert not [n for n in range(port, port + 3) if trials._is_port_open(n)], "a process still listens"
     clients = _clients_of(Project(folder), ["north", "south"])
     method = FedHeNN(eta0=1.0, rad_size=128, rad_batch=32, normalise=True, lr=0.05, local_epochs=2, batch_size=16)
     public = torch.tensor(load_digits().images[400:] / 16.0, dtype=torch.float32).unsqueeze(1)
     run = pf.federate(clients, method, rounds=3, workers=0, public=public)
     found = read_metrics(folder / "runs" / "run-1" / "metrics.jsonl")
-    assert without_times(found) == without_times(run.history)
+    assert without_durations(found) == without_durations(run.history)
     same_models(Project(folder), folder / "runs" / "run-1", run)
 
 
@@ -206,7 +206,7 @@ def test_a_superlink_that_is_killed_costs_the_rounds_since_the_checkpoint_only(w
         time.sleep(1.0)
         os.killpg(link.running.pid, signal.SIGKILL)
         link.running.wait()
-        link.running = trials._popen(link.command, link.log, link.environment)
+        link.running = trials._open_process(link.command, link.log, link.environment)
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -221,7 +221,7 @@ def test_a_superlink_that_is_killed_costs_the_rounds_since_the_checkpoint_only(w
     again = command("run", str(project.path), "--allow-disclosure", "--resume", str(out))
     assert again.returncode == 0, again.stderr[-3000:]
     whole = simulated(6)
-    assert without_times(read_metrics(out / "metrics.jsonl")) == without_times(whole.history)
+    assert without_durations(read_metrics(out / "metrics.jsonl")) == without_durations(whole.history)
     same_models(project, out, whole)
 
 
@@ -238,8 +238,8 @@ def test_strangers_are_refused(watched, tmp_path, port):
     whose site claims another name."""
     project, trial = watched
     link, node = f"127.0.0.1:{port}", list(trial.processes[1].command)
-    write_key(tmp_path / "other.key")
-    write_certificates(tmp_path / "unknown")
+    write_key_pair(tmp_path / "other.key")
+    write_trial_certificates(tmp_path / "unknown")
     where = [*node[:4], "--superlink", link]
     authority = ["--root-certificates", str(project.certificates / "ca.crt")]
     cases = {
@@ -252,7 +252,7 @@ def test_strangers_are_refused(watched, tmp_path, port):
         ],
     }  # fmt: skip
     for case, words in cases.items():
-        own = trials.environment(tmp_path / "home" / case)
+        own = trials.flower_environment(tmp_path / "home" / case)
         Path(own["FLWR_HOME"]).mkdir(parents=True)
         began = time.monotonic()
         # Into a file: a pipe would be held open by a child of the SuperNode, which outlives it.
@@ -306,8 +306,8 @@ def test_a_site_that_hangs_is_left_behind(watched):
 
 
 def test_a_superlink_that_ends_is_reported(small, port):
-    with trials.trial(small, small.sites(), port) as trial:
-        os.killpg(trial.processes[0].running.pid, signal.SIGKILL)
-        trial.processes[0].running.wait()
+    with trials.start_trial(small, small.sites(), port) as trial:
+        os.killpg(trial.processes[0].popen.pid, signal.SIGKILL)
+        trial.processes[0].popen.wait()
         with pytest.raises(RoundError, match="the SuperLink has ended"):
-            trial.watch()
+            trial.restart_ended_supernodes()

@@ -12,13 +12,13 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.core.algorithm import Message as Sent
 from polyfed.core.errors import UserError
-from polyfed.deploy.flower import from_record, to_record
-from polyfed.deploy.node import read_site
-from polyfed.deploy.records import parts_in
-from polyfed.deploy.wire import PROTOCOL, Letter
+from polyfed.deploy.flower import envelope_from_record, envelope_to_record
+from polyfed.deploy.node import build_site
+from polyfed.deploy.records import parse_record
+from polyfed.deploy.wire import PROTOCOL, Envelope
 from polyfed.simulation.runs import parquet
 from polyfed.simulation.runs.directory import read_config, read_manifest
-from polyfed.testing import small_clients, without_times
+from polyfed.testing import small_clients, without_durations
 
 from .conftest import ALL, MemoryGrid
 
@@ -32,7 +32,7 @@ def test_sites_compute_what_the_server_asks_for_as_a_simulation_does(tmp_path, r
     other = pf.federate(
         small_clients(), FedAvg(lr=0.05), rounds=3, seed=3, workers=0, metrics=["brier", "auc", "sensitivity_at_85"]
     )
-    assert without_times(found.history) == without_times(other.history)
+    assert without_durations(found.history) == without_durations(other.history)
     assert found.best_round == other.best_round
     assert read_manifest(tmp_path / "run")["score"]["higher_is_better"] is False
     assert read_config(tmp_path / "run")["metrics"] == ["brier", "auc", "sensitivity_at_85"]
@@ -46,7 +46,7 @@ def test_a_site_tells_only_the_metrics_that_its_owner_discloses(run, nodes):
     told = {
         name
         for _, kind, record in grid.seen
-        if kind == "reply" and (head := from_record(record).head)
+        if kind == "reply" and (head := envelope_from_record(record).head)
         for part in (head, head.get("evaluation", {}))
         for name in part.get("metrics", {})
     }
@@ -59,21 +59,21 @@ def test_predictions_stay_at_the_site(tmp_path, run, nodes):
     found = run(grid=grid, **{"evaluate-every": 2})
     other = pf.federate(small_clients(), FedAvg(lr=0.05), rounds=3, seed=3, workers=0)
     everything = b"".join(
-        str(dict(record["head"])).encode() + b"".join(parts_in(record)[2].values()) for _, _, record in grid.seen
+        str(dict(record["head"])).encode() + b"".join(parse_record(record)[2].values()) for _, _, record in grid.seen
     )
     for client in small_clients():
         (file,) = (tmp_path / "sites" / client.id / "state").glob("*/predictions/*.parquet")
         assert file.name == f"{client.id}.parquet"
-        assert parquet.rounds(file, "test") == [3]
+        assert parquet.list_rounds(file, "test") == [3]
         for split in ("test", "val"):
-            outputs, targets, _ = parquet.read(file, split, 3)
+            outputs, targets, _ = parquet.read_outputs_and_targets(file, split, 3)
             assert torch.equal(outputs, other.predictions(client.id, split).outputs)
             assert torch.equal(targets, getattr(client, split).labels)
             assert outputs.numpy().tobytes()[:32] not in everything
         assert all(
             not letter.body.tensors
             for _, kind, record in grid.seen
-            if kind == "reply" and (letter := from_record(record)).head.get("phase") == "evaluate"
+            if kind == "reply" and (letter := envelope_from_record(record)).head.get("phase") == "evaluate"
         )
     assert not (tmp_path / "run" / "predictions").exists()
     with pytest.raises(UserError, match="the predictions of 'client-0' are at its site"):
@@ -104,9 +104,9 @@ def test_a_site_refuses_metrics_that_it_does_not_have(nodes, names):
         "round": 1, "client": "client-0", "seed": 1, "run_seed": 1, "state": None, "keep": 0, "metrics": names,
     }  # fmt: skip
     grid = MemoryGrid({101: node})
-    (number,) = grid.push_messages([Message(to_record(Letter(head)), 101, "evaluate")])
+    (number,) = grid.push_messages([Message(envelope_to_record(Envelope(head)), 101, "evaluate")])
     (answer,) = grid.pull_messages([number])
-    refused = from_record(answer.content).head["refused"]
+    refused = envelope_from_record(answer.content).head["refused"]
     assert "not built into polyfed at this site" in refused or "r2 is no metric of a task" in refused
 
 
@@ -116,10 +116,10 @@ def test_a_site_that_tells_of_other_metrics_is_a_failure(run):
 
         def app(message, context):
             reply = original(message, context)
-            letter = from_record(reply.content)
+            letter = envelope_from_record(reply.content)
             if letter.head.get("phase") == "evaluate":
-                lying = Letter({**letter.head, "metrics": {"cost": 1.0}}, letter.body)
-                return Message(to_record(lying), reply_to=message)
+                lying = Envelope({**letter.head, "metrics": {"cost": 1.0}}, letter.body)
+                return Message(envelope_to_record(lying), reply_to=message)
             return reply
 
         node.app = app
@@ -136,7 +136,7 @@ def test_a_site_names_its_own_loss(nodes, tmp_path, monkeypatch):
     down = Sent({"model": {n: t.clone() for n, t in client.model().state_dict().items()}}, {"lr": 0.1})
 
     def trained(client, run, **words):
-        answer = read_site(nodes([client], **words)[101].config).answer(Letter({**head, "run": run}, down))
+        answer = build_site(nodes([client], **words)[101].config).answer_envelope(Envelope({**head, "run": run}, down))
         assert "refused" not in answer.head
         return answer.body.tensors["model"]
 
@@ -145,4 +145,4 @@ def test_a_site_names_its_own_loss(nodes, tmp_path, monkeypatch):
         assert torch.equal(named[name], given[name])
     assert any(not torch.equal(t, given[n]) for n, t in trained(client, "c").items())
     with pytest.raises(UserError, match="loss 'no_such:focal': there is no module 'no_such'"):
-        read_site(nodes([client], loss="no_such:focal")[101].config)
+        build_site(nodes([client], loss="no_such:focal")[101].config)

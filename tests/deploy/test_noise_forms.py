@@ -9,16 +9,16 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import Message
-from polyfed.deploy.privacy import Protection
+from polyfed.deploy.privacy import ReplyProtection
 from polyfed.deploy.site import Site
-from polyfed.deploy.wire import PROTOCOL, Letter
+from polyfed.deploy.wire import PROTOCOL, Envelope
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.runs.configuration import described
+from polyfed.simulation.runs.configuration import describe_method_and_settings
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 from tests.hostile.test_replies import clients_of, method_of
 
-NOISE = Protection(clip_norm=1.0, noise_multiplier=2.0)
+NOISE = ReplyProtection(clip_norm=1.0, noise_multiplier=2.0)
 REFUSED = {
     "ifca": "shows which models it sends or asks for",
     "fedfomo": "shows which models it sends or asks for",
@@ -59,7 +59,7 @@ def tasks_of(method, name, monkeypatch):
 
 
 def head_of(method, client, **words):
-    algorithm = described(method, Settings(rounds=2))["algorithm"]
+    algorithm = describe_method_and_settings(method, Settings(rounds=2))["algorithm"]
     return {"protocol": PROTOCOL, "run": "a", "algorithm": algorithm, "client": client.id, **words}
 
 
@@ -72,7 +72,7 @@ def answers(folder, client, method, tasks):
             method, client, kind="task", phase="local", round=place + 1, seed=1, run_seed=1, keep=0, metrics=[],
             state=place or None,
         )  # fmt: skip
-        answer = site.answer(Letter(head, Message(task.down.tensors, task.down.scalars)))
+        answer = site.answer_envelope(Envelope(head, Message(task.message.tensors, task.message.scalars)))
         assert not answer.head.get("refused"), answer.head
         assert not answer.head["failure"], answer.head
         forms = {
@@ -90,7 +90,7 @@ def test_nothing_but_noisy_numbers_depends_on_the_data(name, tmp_path, monkeypat
     if name in REFUSED:
         site = Site(client.id, lambda: client, tmp_path, allow_disclosure=True, protection=NOISE, device="cpu")
         for kind in ("introduce", "task"):
-            told = site.answer(Letter(head_of(method, client, kind=kind, architecture="x"), Message()))
+            told = site.answer_envelope(Envelope(head_of(method, client, kind=kind, architecture="x"), Message()))
             assert REFUSED[name] in told.head["refused"]
             assert "methods that can run with noise: local, fedavg, " in told.head["refused"]
         assert not list(tmp_path.rglob("*")), "the book is touched, or a state is kept"
@@ -98,7 +98,7 @@ def test_nothing_but_noisy_numbers_depends_on_the_data(name, tmp_path, monkeypat
     tasks = tasks_of(method, name, monkeypatch)
     as_it_is = answers(tmp_path / "a", client, method, tasks)
     for change, changed in CHANGES.items():
-        rows = changed(client.train.tensor.clone(), client.train.labels.clone())
+        rows = changed(client.train.input_tensor.clone(), client.train.labels.clone())
         other = pf.Client(client.id, client.model, rows, client.test, client.val)
         assert answers(tmp_path / change, other, method, tasks) == as_it_is, change
 
@@ -125,5 +125,7 @@ def test_heterofl_tells_no_label(tmp_path):
     """The form that it needs is that of inputs; how many outputs labels ask for is left out."""
     client = small_clients()[0]
     site = Site(client.id, lambda: client, tmp_path, allow_disclosure=True, protection=NOISE, device="cpu")
-    told = site.answer(Letter(head_of(REGISTRY["heterofl"](), client, kind="introduce", architecture=None), Message()))
+    told = site.answer_envelope(
+        Envelope(head_of(REGISTRY["heterofl"](), client, kind="introduce", architecture=None), Message())
+    )
     assert told.head["form"] == [[6], 1]

@@ -10,14 +10,14 @@ import polyfed as pf
 from polyfed.core.algorithm import Message
 from polyfed.deploy import outgoing, private
 from polyfed.deploy import site as site_module
-from polyfed.deploy.privacy import Noise, Protection
-from polyfed.deploy.riding import RIDES
-from polyfed.deploy.secure.member import BOXES, Place
+from polyfed.deploy.privacy import GaussianNoise, ReplyProtection
+from polyfed.deploy.riding import EVALUATION_KEY
+from polyfed.deploy.secure.member import BOXES_GROUP, SumParticipation
 from polyfed.deploy.site import Site
-from polyfed.deploy.wire import PROTOCOL, Letter
+from polyfed.deploy.wire import PROTOCOL, Envelope
 from polyfed.testing import SmallNet, small_clients
 
-NOISY = Protection(clip_norm=1.0, noise_multiplier=4.0, max_epsilon=3.0)  # two messages
+NOISY = ReplyProtection(clip_norm=1.0, noise_multiplier=4.0, max_epsilon=3.0)  # two messages
 ALGORITHM = {"name": "fedavg", "weighted": False, "lr": 0.05}
 NAMES = ("client-0", "client-1", "client-2")
 
@@ -53,11 +53,13 @@ def head(kind, **words):
 def boxes_of(sites, number):
     """Sealed shares of the secure sum of a round for the first site."""
     adverts = [
-        sites[n].answer(Letter(head("sum", secure=True, client=n, advertise=number))).head["advert"] for n in sites
+        sites[n].answer_envelope(Envelope(head("sum", secure=True, client=n, advertise=number))).head["advert"]
+        for n in sites
     ]
     asked = {"round": number, "threshold": 3, "adverts": adverts}
     dealt = {
-        n: sites[n].answer(Letter(head("sum", secure=True, client=n, share=asked))).body.tensors[BOXES] for n in sites
+        n: sites[n].answer_envelope(Envelope(head("sum", secure=True, client=n, share=asked))).body.tensors[BOXES_GROUP]
+        for n in sites
     }
     return {n: box[NAMES[0]] for n, box in dealt.items() if n != NAMES[0]}
 
@@ -65,16 +67,16 @@ def boxes_of(sites, number):
 def letter(phase, number=1, *, secure=False, boxes=None, algorithm=ALGORITHM, lr=0.05, state=None, **words):
     torch.manual_seed(1)
     asked = {"phase": phase, "round": number, "seed": 1, "run_seed": 1, "state": state, "keep": 0, "metrics": []}
-    tensors = {"model": SmallNet().state_dict()} | ({} if boxes is None else {BOXES: boxes})
+    tensors = {"model": SmallNet().state_dict()} | ({} if boxes is None else {BOXES_GROUP: boxes})
     more = {"part": True} if secure and phase == "local" else {}
     asked = {**head("task", secure=secure), **asked, **more, **words, "algorithm": algorithm}
-    return Letter(asked, Message(tensors, {"lr": lr}))
+    return Envelope(asked, Message(tensors, {"lr": lr}))
 
 
 def riding(number, secure, boxes):
     training = letter("local", number, secure=secure, boxes=boxes)
     asked = {"round": number - 1, "seed": 2, "tensors": {"model": ["model", None]}, "scalars": {"lr": 0.05}}
-    return Letter({**training.head, RIDES: asked}, training.body)
+    return Envelope({**training.head, EVALUATION_KEY: asked}, training.body)
 
 
 def content(folder):
@@ -94,13 +96,13 @@ def test_once_the_budget_is_spent_every_answer_is_the_same_and_nothing_is_comput
 
     def ask(number, **words):
         boxes = boxes_of(three, number) if secure else None
-        return first.answer(letter("local", number, secure=secure, boxes=boxes, **words))
+        return first.answer_envelope(letter("local", number, secure=secure, boxes=boxes, **words))
 
     assert all(ask(number).body.tensors for number in (1, 2))
     assert "the budget of the data set 'data' is spent with this message" in caplog.text
     boxes = boxes_of(three, 3) if secure else None
     before, loaded[:] = content(first.folder), []
-    monkeypatch.setattr(Noise, "__init__", lambda *_: pytest.fail("noise was drawn"))
+    monkeypatch.setattr(GaussianNoise, "__init__", lambda *_: pytest.fail("noise was drawn"))
     flags = {"secure": secure}
     letters = [
         *(letter("local", 3, boxes=boxes, lr=lr, **flags) for lr in (0.05, -1.0, 1e38)),
@@ -111,9 +113,9 @@ def test_once_the_budget_is_spent_every_answer_is_the_same_and_nothing_is_comput
         *(letter(phase, 2, **flags, state=2) for phase in ("evaluate", "export")),
         letter("evaluate", 9, **flags, state=7),
         riding(3, secure, boxes),
-        Letter(head("introduce", architecture=None, **flags)), Letter(head("prepare", **flags)),
+        Envelope(head("introduce", architecture=None, **flags)), Envelope(head("prepare", **flags)),
     ]  # fmt: skip
-    answers = [first.answer(one) for one in letters]
+    answers = [first.answer_envelope(one) for one in letters]
     assert {json.dumps(dict(one.head)) for one in answers} == {json.dumps(dict(answers[0].head))}
     assert "UserError" in answers[0].head["refused"]
     assert not any(one.body.tensors or one.body.scalars for one in answers)
@@ -130,13 +132,13 @@ def test_a_task_that_the_book_refuses_changes_nothing_and_loads_nothing(sites, s
     first.folder.mkdir(exist_ok=True)
     (first.folder / "privacy.json").write_text("{")
     before = content(first.folder)
-    for protection in (NOISY, Protection(clip_norm=1.0, noise_multiplier=4.0), Protection()):
+    for protection in (NOISY, ReplyProtection(clip_norm=1.0, noise_multiplier=4.0), ReplyProtection()):
         object.__setattr__(first, "protection", protection)
-        assert "UserError" in first.answer(letter("local", secure=secure, boxes=boxes)).head["refused"]
+        assert "UserError" in first.answer_envelope(letter("local", secure=secure, boxes=boxes)).head["refused"]
     assert loaded == []
     assert content(first.folder) == before
     (first.folder / "privacy.json").unlink()
-    assert first.answer(letter("local", secure=secure, boxes=boxes)).body.tensors
+    assert first.answer_envelope(letter("local", secure=secure, boxes=boxes)).body.tensors
 
 
 @pytest.mark.parametrize("secure", [True, False])
@@ -149,16 +151,20 @@ def test_a_message_is_entered_before_data_noise_and_state(sites, secure, monkeyp
         sound = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, **k: (order.append(name), sound(*a, **k))[1])
 
-    noted(outgoing, "spend")
-    for owner, name in ((site_module, "write_state"), (site_module, "check_marks"), (site_module, "InProcessEngine")):
+    noted(outgoing, "spend_budget")
+    for owner, name in (
+        (site_module, "write_private_state"),
+        (site_module, "check_client_identity"),
+        (site_module, "InProcessEngine"),
+    ):
         noted(owner, name)
-    noted(Noise, "normal")
-    noted(Place, "masked")
+    noted(GaussianNoise, "standard_normal")
+    noted(SumParticipation, "mask_part")
     noted(private, "append_line")
-    assert three[NAMES[0]].answer(letter("local", secure=secure, boxes=boxes)).body.tensors
-    assert order[:2] == ["spend", "client"]
-    assert order.index("write_state") < order.index("normal") < order.index("append_line")
-    assert ("masked" in order) == secure
+    assert three[NAMES[0]].answer_envelope(letter("local", secure=secure, boxes=boxes)).body.tensors
+    assert order[:2] == ["spend_budget", "client"]
+    assert order.index("write_private_state") < order.index("standard_normal") < order.index("append_line")
+    assert ("mask_part" in order) == secure
 
 
 def failing(client, training=True, error=RuntimeError):
@@ -178,7 +184,7 @@ def test_refusals_are_entered_too(sites, secure):
     first = three[NAMES[0]]
     for number in (1, 2, 3):
         boxes = boxes_of(three, number) if secure else None
-        answer = first.answer(letter("local", number, secure=secure, boxes=boxes))
+        answer = first.answer_envelope(letter("local", number, secure=secure, boxes=boxes))
         told = "it cannot do this task (the reason is in its log)"
         assert answer.head["refused"] == (told if number < 3 else "UserError (its text is in the log of the site)")
         assert book(first) == min(number, 2)
@@ -197,7 +203,7 @@ def test_a_message_is_not_paid_twice_if_its_site_is_killed_before_noise_is_drawn
 
     def ask(**words):
         boxes = boxes_of(three, 1) if secure else None
-        return first.answer(letter("local", 1, secure=secure, boxes=boxes, **words))
+        return first.answer_envelope(letter("local", 1, secure=secure, boxes=boxes, **words))
 
     for _ in range(3):
         with pytest.raises(Killed):
@@ -216,5 +222,5 @@ def test_other_inputs_are_another_message(sites):
     three, _ = sites(False, client_of=lambda c: failing(c, error=Killed))
     for number, lr in enumerate((0.05, 0.06), start=1):
         with pytest.raises(Killed):
-            three[NAMES[0]].answer(letter("local", lr=lr))
+            three[NAMES[0]].answer_envelope(letter("local", lr=lr))
         assert book(three[NAMES[0]]) == number

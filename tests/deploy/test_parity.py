@@ -10,12 +10,12 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, CAFedPNAS, FedAvg, FedHeNN, PFedLA
 from polyfed.core.seeds import torch_generator
-from polyfed.deploy.flower import serve
-from polyfed.graphs.cached import graph_of
+from polyfed.deploy.flower import run_deployment
+from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.models import ModelSpec
-from polyfed.simulation.runs.progress import Silent
-from polyfed.testing import small_clients, without_times
+from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.testing import small_clients, without_durations
 
 from .conftest import ONE, MemoryGrid, configuration
 
@@ -42,7 +42,9 @@ def deployed(tmp_path, nodes, clients, method, file="", **words):
         words["file"] = str(tmp_path / "server.py")
     grid = MemoryGrid(nodes(clients))
     sites = ",".join(client.id for client in clients)
-    return serve(grid, configuration(method, sites=sites, out=str(tmp_path / "run"), **words), Silent()), grid
+    return run_deployment(
+        grid, configuration(method, sites=sites, out=str(tmp_path / "run"), **words), SilentProgress()
+    ), grid
 
 
 def models_of(tmp_path, client):
@@ -53,7 +55,7 @@ def models_of(tmp_path, client):
 
 def assert_same(tmp_path, run, other):
     """Metrics and models of the deployed run are those of the simulated one."""
-    assert without_times(run.history) == without_times(other.history)
+    assert without_durations(run.history) == without_durations(other.history)
     for client in other.federation.clients:
         ours, theirs = models_of(tmp_path, client), other.model(client).state_dict()
         assert ours.keys() == theirs.keys()
@@ -98,7 +100,7 @@ def public():
 def cases(tmp_path: Path):
     """Method -> clients, method, the server's file, and public examples of the simulation."""
     mixed = image_clients(("flha_arch1", "flha_arch2"))
-    LayerCatalogue.of(map(graph_of, mixed)).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue.from_graphs(map(graph_of_client, mixed)).write(tmp_path / "catalogue.yaml")
     noise = torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(5))
     return {
         "fedavg": (small_clients(4), FedAvg(lr=0.05), ONE, None),

@@ -13,16 +13,16 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, REGISTRY, FedAvg
 from polyfed.core.algorithm import CONSENT, Message
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import scratch
-from polyfed.core.tree import tensors_of
+from polyfed.core.scratch import cached_module
+from polyfed.core.tree import iter_tensors
 from polyfed.deploy import privacy
-from polyfed.deploy.budget import epsilon
-from polyfed.deploy.flower import from_record
-from polyfed.deploy.node import read_site
-from polyfed.deploy.privacy import Noise, Protection, protect
-from polyfed.deploy.records import parts_in
-from polyfed.deploy.wire import PROTOCOL, Letter
-from polyfed.graphs.cached import graph_of
+from polyfed.deploy.budget import compute_epsilon
+from polyfed.deploy.flower import envelope_from_record
+from polyfed.deploy.node import build_site
+from polyfed.deploy.privacy import GaussianNoise, ReplyProtection, clip_and_add_noise
+from polyfed.deploy.records import parse_record
+from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.testing import SmallNet, small_clients
 
@@ -36,13 +36,13 @@ def test_traffic_of_flha_ghn_has_the_same_form_for_sites_with_different_networks
     network of the site, and no bytes of a site's files are among them. (The values do tell its layers: heads of layer types
     that it lacks come back as they went, `tests/algorithms/test_flha_privacy.py`. So it needs consent.)"""
     clients = image_clients(("flha_arch1", "flha_arch2"), number=2)
-    assert len({graph_of(client).types for client in clients}) > 1, "the sites have the same network"
-    LayerCatalogue.of(map(graph_of, clients)).write(tmp_path / "catalogue.yaml")
+    assert len({graph_of_client(client).layer_types for client in clients}) > 1, "the sites have the same network"
+    LayerCatalogue.from_graphs(map(graph_of_client, clients)).write(tmp_path / "catalogue.yaml")
     method = FLHAGHN(lr=0.05, hidden=8, catalogue=str(tmp_path / "catalogue.yaml"))
     grid = deployed(tmp_path, nodes, clients, method)[1]
     seen = {}
     for node, kind, record in grid.seen:
-        letter = from_record(record)
+        letter = envelope_from_record(record)
         form = {g: {n: (t.shape, t.dtype) for n, t in tree.items()} for g, tree in letter.body.tensors.items()}
         head = {name: type(value) for name, value in letter.head.items()}
         head |= {f"evaluation.{name}": type(value) for name, value in letter.head.get("evaluation", {}).items()}
@@ -52,7 +52,8 @@ def test_traffic_of_flha_ghn_has_the_same_form_for_sites_with_different_networks
     assert all(other == first for other in others)
     assert any(form for _, _, form, _ in first)
     everything = b"".join(
-        bytes(str(dict(record["head"])), "utf-8") + b"".join(parts_in(record)[2].values()) for _, _, record in grid.seen
+        bytes(str(dict(record["head"])), "utf-8") + b"".join(parse_record(record)[2].values())
+        for _, _, record in grid.seen
     )
     for client in clients:
         for word in (b"site.py", b"clients_of_a_test", b"state-dir", client.model.name.encode(), b"conv1"):
@@ -69,7 +70,7 @@ def test_nothing_is_told_but_what_the_method_needs(tmp_path, nodes, weighted, sc
         return nodes(clients, disclose="")
 
     run, grid = deployed(tmp_path, sparing, small_clients(), FedAvg(lr=0.05, weighted=weighted), ONE)
-    replies = [from_record(record) for _, kind, record in grid.seen if kind == "reply"]
+    replies = [envelope_from_record(record) for _, kind, record in grid.seen if kind == "reply"]
     assert {name for letter in replies for name in letter.body.scalars} == set(scalars)
     heads = [part for letter in replies for part in (letter.head, letter.head.get("evaluation", {}))]
     assert all(not head.get("metrics") and not head.get("seconds") for head in heads)
@@ -92,13 +93,15 @@ def test_methods_that_need_no_consent_send_no_weights(name):
     run = pf.federate(clients, REGISTRY[name](**fields), rounds=1, public=noise, workers=0)
     federation = run.federation
     for client in clients:
-        down = federation.algorithm.dispatch(run.last.state, federation.info(client.id, 2))
+        down = federation.algorithm.dispatch(run.last.state, federation.client_info(client.id, 2))
         own = run.last.client_states[client.id]
         reply, after = federation.algorithm.local_update(down, own, client, 5)
-        weights = [t for state in (own, after) for t in tensors_of(state) if t.is_floating_point() and t.numel() > 1]
-        sent = list(tensors_of(reply.tensors))
+        weights = [t for state in (own, after) for t in iter_tensors(state) if t.is_floating_point() and t.numel() > 1]
+        sent = list(iter_tensors(reply.tensors))
         assert not [w for w in weights for t in sent if t.shape == w.shape and torch.allclose(t, w)], "a weight is sent"
-        assert not {n for tree in reply.tensors.values() for n in tree} & set(scratch(client.model).module.state_dict())
+        assert not {n for tree in reply.tensors.values() for n in tree} & set(
+            cached_module(client.model).module.state_dict()
+        )
     assert name in ("local", "fedhenn"), "another method says that it needs no consent: is that so?"
 
 
@@ -110,20 +113,20 @@ def test_clipping_bounds_the_change_and_keeps_its_direction():
     down, up = message(1.0), message(3.0)
     length = 2 * math.sqrt(1200)
     for bound in (0.5, 10.0, 2 * length):
-        sent = protect(up, down, Protection(clip_norm=bound)).tensors["model"]["w"]
+        sent = clip_and_add_noise(up, down, ReplyProtection(clip_norm=bound)).tensors["model"]["w"]
         change = (sent - 1.0).double()
         assert float(change.norm()) == pytest.approx(min(bound, length), rel=1e-4)
         assert torch.allclose(change, change.mean() * torch.ones_like(change), atol=1e-6)
-    assert protect(up, down, Protection()) is up
+    assert clip_and_add_noise(up, down, ReplyProtection()) is up
 
 
 def test_noise_is_gaussian_with_the_deviation_that_is_promised():
     """10^6 draws: the mean within 5 standard errors of 0, the deviation within 1 %, and a Kolmogorov distance below the
     critical value at 1e-6; another seed each time."""
     down = up = message(0.0, (1000, 1000))
-    protection = Protection(clip_norm=0.5, noise_multiplier=3.0)
-    sent = protect(up, down, protection).tensors["model"]["w"].double()
-    other = protect(up, down, protection).tensors["model"]["w"].double()
+    protection = ReplyProtection(clip_norm=0.5, noise_multiplier=3.0)
+    sent = clip_and_add_noise(up, down, protection).tensors["model"]["w"].double()
+    other = clip_and_add_noise(up, down, protection).tensors["model"]["w"].double()
     assert abs(float(sent.mean())) < 5 * 1.5 / 1000
     assert float(sent.std()) == pytest.approx(1.5, rel=0.01)
     ordered, n = sent.flatten().sort().values.numpy(), sent.numel()
@@ -135,49 +138,49 @@ def test_noise_is_gaussian_with_the_deviation_that_is_promised():
 
 
 def test_whole_numbers_are_not_covered_and_refused():
-    protection = Protection(clip_norm=1.0, noise_multiplier=1.0)
-    kept = protect(Message({"model": {"steps": torch.tensor(9)}}), message(0.0), protection)
+    protection = ReplyProtection(clip_norm=1.0, noise_multiplier=1.0)
+    kept = clip_and_add_noise(Message({"model": {"steps": torch.tensor(9)}}), message(0.0), protection)
     assert kept.tensors["model"]["steps"] == 3, "a counter goes up, which tells how many batches there are"
     up = Message({"request": {"clients": torch.tensor([1, 2])}})
     with pytest.raises(UserError, match="whole numbers, which noise cannot cover"):
-        protect(up, Message(), protection)
+        clip_and_add_noise(up, Message(), protection)
 
 
 def test_a_change_that_is_not_finite_is_not_sent():
     """Or a server could switch the protection off by a NaN in what it sends."""
     down = message(float("nan"))
     with pytest.raises(UserError, match="not finite"):
-        protect(message(1.0), down, Protection(clip_norm=1.0))
+        clip_and_add_noise(message(1.0), down, ReplyProtection(clip_norm=1.0))
 
 
 def test_a_server_that_sends_nan_gets_nothing_from_a_site_that_clips(tmp_path, nodes):
     node = nodes(small_clients(), **{"clip-norm": 1e-6, "noise-multiplier": 1e6, "disclose": ""})[101]
     state = {name: tensor.clone() for name, tensor in SmallNet().state_dict().items()}
     state["body.1.running_mean"][0] = float("nan")
-    site, algorithm = read_site(node.config), {"name": "fedavg", "weighted": False}
+    site, algorithm = build_site(node.config), {"name": "fedavg", "weighted": False}
     head = {"kind": "task", "protocol": PROTOCOL, "run": "a", "algorithm": algorithm, "phase": "local", "round": 1,
             "client": "client-0", "seed": 1, "run_seed": 1, "state": None, "keep": 0}  # fmt: skip
-    answer = site.answer(Letter(head, Message({"model": state}, {"lr": 0.1})))
+    answer = site.answer_envelope(Envelope(head, Message({"model": state}, {"lr": 0.1})))
     assert "NaN or infinite values, with which clipping protects nothing" in answer.head["refused"]
     assert not answer.body.tensors
 
 
 def test_the_stream_is_that_of_rfc_8439():
     """Appendix A.1, test vector 1: ChaCha20 with a key and a nonce of zeros. The last byte of the key counts."""
-    words = Noise(bytes(32)).words(8)
+    words = GaussianNoise(bytes(32)).random_words(8)
     assert words.astype("<u8").tobytes().hex() == (
         "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
         "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
     )
-    assert not set(words) & set(Noise(bytes(31) + b"\x01").words(8))
+    assert not set(words) & set(GaussianNoise(bytes(31) + b"\x01").random_words(8))
 
 
 def test_each_message_has_a_key_of_its_own_from_the_system(monkeypatch):
     keys = []
     draw = secrets.token_bytes
     monkeypatch.setattr(privacy.secrets, "token_bytes", lambda size: keys.append(draw(size)) or keys[-1])
-    protection = Protection(clip_norm=1.0, noise_multiplier=1.0)
-    one, other = (protect(message(0.0), message(0.0), protection).tensors["model"]["w"] for _ in range(2))
+    protection = ReplyProtection(clip_norm=1.0, noise_multiplier=1.0)
+    one, other = (clip_and_add_noise(message(0.0), message(0.0), protection).tensors["model"]["w"] for _ in range(2))
     assert [len(key) for key in keys] == [32, 32]
     assert keys[0] != keys[1]
     assert not torch.equal(one, other)
@@ -187,7 +190,7 @@ def test_moments_tails_and_pairs_of_the_noise():
     """10^6 draws with a fixed key: moments within 5 standard errors, the numbers beyond 3, 3.5 and 4 standard deviations
     within 5 of theirs, no correlation of values or squares at lags 1, 2 and 3 (pairs of the transform are neighbours)."""
     n = 2**20
-    z = Noise(bytes(32)).normal(n)
+    z = GaussianNoise(bytes(32)).standard_normal(n)
     for power, (expected, variance) in {1: (0, 1), 2: (1, 2), 3: (0, 15), 4: (3, 96), 6: (15, 10395 - 225)}.items():
         assert abs((z**power).mean() - expected) < 5 * math.sqrt(variance / n), power
     for far in (3.0, 3.5, 4.0):
@@ -203,8 +206,10 @@ def test_moments_tails_and_pairs_of_the_noise():
 
 def test_the_least_and_the_largest_words_give_finite_numbers(monkeypatch):
     for word in (0, 2**64 - 1):
-        monkeypatch.setattr(Noise, "words", lambda self, number, word=word: np.full(number, word, dtype=np.uint64))
-        z = Noise().normal(4)
+        monkeypatch.setattr(
+            GaussianNoise, "random_words", lambda self, number, word=word: np.full(number, word, dtype=np.uint64)
+        )
+        z = GaussianNoise().standard_normal(4)
         assert np.isfinite(z).all()
         assert np.abs(z).max() < 9.6
 
@@ -214,7 +219,7 @@ def test_what_is_sent_lies_on_a_grid_that_does_not_depend_on_the_data():
     down = Message({"model": {"w": torch.zeros(1000, dtype=torch.float64)}})
     for value in (0.1, 1e-9, 1 / 3):
         up = Message({"model": {"w": torch.full((1000,), value, dtype=torch.float64)}})
-        sent = protect(up, down, Protection(clip_norm=3.0, noise_multiplier=1.0)).tensors["model"]["w"]
+        sent = clip_and_add_noise(up, down, ReplyProtection(clip_norm=3.0, noise_multiplier=1.0)).tensors["model"]["w"]
         steps = sent * 2.0 ** (24 - 1)  # the deviation is 3, of which the power of two is 2
         assert torch.equal(steps, steps.round()), value
 
@@ -231,7 +236,7 @@ def test_what_is_sent_lies_on_a_grid_that_does_not_depend_on_the_data():
 )
 def test_protection_that_protects_nothing_is_refused(words, sentence):
     with pytest.raises(UserError, match=sentence):
-        Protection(**words)
+        ReplyProtection(**words)
 
 
 def test_a_run_with_noise_learns_its_price(tmp_path, nodes):
@@ -242,7 +247,7 @@ def test_a_run_with_noise_learns_its_price(tmp_path, nodes):
     )[0]
     assert len(run.history) == 3
     (metrics,) = (tmp_path / "sites" / "client-0" / "state").glob("*/metrics.jsonl")
-    assert f'"epsilon": {epsilon({4.0: 3}, 1e-5)}' in metrics.read_text()
+    assert f'"epsilon": {compute_epsilon({4.0: 3}, 1e-5)}' in metrics.read_text()
 
 
 def test_a_tensor_of_several_names_is_clipped_once_and_has_one_noise():
@@ -252,9 +257,11 @@ def test_a_tensor_of_several_names_is_clipped_once_and_has_one_noise():
     network["out"].weight = network["emb"].weight
     down = Message({"model": {"emb.weight": zero.view(2, 5), "out.weight": zero.view(2, 5)}})
     for noise in (0.0, 1.0):
-        sent = protect(Message({"model": network.state_dict()}), down, Protection(0.5, noise)).tensors["model"]
+        sent = clip_and_add_noise(Message({"model": network.state_dict()}), down, ReplyProtection(0.5, noise)).tensors[
+            "model"
+        ]
         assert torch.equal(sent["emb.weight"], sent["out.weight"])
         assert noise or sent["emb.weight"].norm() == pytest.approx(0.5)
     apart = Message({"model": {"emb.weight": once.view(2, 5), "out.weight": once.view(2, 5).clone()}})
-    sent = protect(apart, down, Protection(0.5, 0.0)).tensors["model"]
+    sent = clip_and_add_noise(apart, down, ReplyProtection(0.5, 0.0)).tensors["model"]
     assert sent["emb.weight"].norm() == pytest.approx(0.5 / math.sqrt(2))  # two tensors that happen to be alike

@@ -10,16 +10,16 @@ import torch
 
 from polyfed.algorithms import FedFomo, Local
 from polyfed.core.algorithm import Message
-from polyfed.deploy.private import NotItsOwnError, read_state, write_state
-from polyfed.deploy.riding import RIDES
+from polyfed.deploy.private import InvalidSiteStateError, read_private_state, write_private_state
+from polyfed.deploy.riding import EVALUATION_KEY
 from polyfed.deploy.site import Site
-from polyfed.deploy.wire import PROTOCOL, Letter
-from polyfed.simulation.runs.configuration import described
+from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.simulation.runs.configuration import describe_method_and_settings
 from polyfed.simulation.runs.directory import read_metrics
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 
-METHOD = described(Local(lr=0.05), Settings(rounds=1))["algorithm"]
+METHOD = describe_method_and_settings(Local(lr=0.05), Settings(rounds=1))["algorithm"]
 ROUNDS = 3
 
 
@@ -31,7 +31,7 @@ def site(folder, number=0):
 def letter(phase, number, state, run="a", keep=0, client="client-0", method=METHOD):
     head = {"kind": "task", "protocol": PROTOCOL, "run": run, "algorithm": method, "phase": phase, "round": number}
     head |= {"client": client, "seed": 7 * number, "run_seed": 3, "state": state, "keep": keep, "metrics": []}
-    return Letter(head, Message({}, {"lr": 0.05}))
+    return Envelope(head, Message({}, {"lr": 0.05}))
 
 
 def order(keep=0):
@@ -43,7 +43,7 @@ def order(keep=0):
 
 
 def answered(where, letters):
-    found = [where.answer(one) for one in letters]
+    found = [where.answer_envelope(one) for one in letters]
     assert not [one.head for one in found if one.head.get("refused") or one.head["failure"]]
     return [one.head["metrics"] | dict(one.body.scalars) for one in found]
 
@@ -103,8 +103,8 @@ def test_a_site_that_is_killed_at_any_write_goes_on_to_the_same_end(tmp_path, wh
 def rides(training, evaluation):
     """The letter with which a round is evaluated and the next begins, of a method that sends no tensors."""
     asked = {"round": evaluation.head["round"], "seed": evaluation.head["seed"], "tensors": {}}
-    head = {**training.head, RIDES: {**asked, "scalars": dict(evaluation.body.scalars)}}
-    return Letter(head, training.body)
+    head = {**training.head, EVALUATION_KEY: {**asked, "scalars": dict(evaluation.body.scalars)}}
+    return Envelope(head, training.body)
 
 
 def riding(keep=0):
@@ -115,8 +115,8 @@ def riding(keep=0):
 
 def both(where, one):
     """What the site answers to a letter, evaluation first."""
-    found = where.answer(one)
-    parts = [*([Letter(found.head[RIDES])] if RIDES in found.head else []), found]
+    found = where.answer_envelope(one)
+    parts = [*([Envelope(found.head[EVALUATION_KEY])] if EVALUATION_KEY in found.head else []), found]
     assert not [part.head for part in parts if part.head.get("refused") or part.head["failure"]]
     return [part.head["metrics"] | dict(part.body.scalars) for part in parts]
 
@@ -190,7 +190,7 @@ def test_a_private_state_that_is_not_its_own_is_refused_and_named(tmp_path, begu
     wrong, sentence = WRONG[case]
     wrong(folder, folder / "a" / "private" / "round-000002.state")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-    told = site(folder).answer(letter(phase, 3 if phase == "local" else 2, 2)).head
+    told = site(folder).answer_envelope(letter(phase, 3 if phase == "local" else 2, 2)).head
     with pytest.raises(AssertionError, match=rf"after round 2 is .*{sentence}"):
         assert not told["refused"], told["refused"]
     assert "a/private/round-000002.state" in told["refused"]
@@ -206,29 +206,29 @@ def test_a_private_state_that_is_not_its_own_is_refused_and_named(tmp_path, begu
 def test_every_changed_byte_is_noticed(tmp_path):
     """The review's: damage went unnoticed in 36 of 150 cases."""
     own = {"model": {"w": torch.randn(6, 3)}, "seen": 3, "order": [1, 2]}
-    write_state(tmp_path / "a", "north", 4, METHOD, own, 0)
+    write_private_state(tmp_path / "a", "north", 4, METHOD, own, 0)
     file, rng = tmp_path / "a" / "private" / "round-000004.state", random.Random(0)
     sound = file.read_bytes()
-    assert read_state(tmp_path / "a", "north", 4, METHOD)["seen"] == 3
+    assert read_private_state(tmp_path / "a", "north", 4, METHOD)["seen"] == 3
     for at in rng.sample(range(len(sound)), 150):
         damaged = bytearray(sound)
         damaged[at] ^= 1 << rng.randrange(8)
         file.write_bytes(damaged)
-        with pytest.raises(NotItsOwnError, match="was changed since it was written"):
-            read_state(tmp_path / "a", "north", 4, METHOD)
+        with pytest.raises(InvalidSiteStateError, match="was changed since it was written"):
+            read_private_state(tmp_path / "a", "north", 4, METHOD)
 
 
 def test_what_is_kept_of_a_method_may_grow_with_a_new_version(tmp_path):
     """A field that the method did not have when the state was written says nothing; and numbers may be infinite."""
-    write_state(tmp_path / "a", "north", 1, {**METHOD, "clip_norm": float("inf")}, {"x": 1}, 0)
-    assert read_state(tmp_path / "a", "north", 1, {**METHOD, "clip_norm": float("inf"), "more": 3}) == {"x": 1}
-    with pytest.raises(NotItsOwnError, match="of a method with clip_norm = Infinity"):
-        read_state(tmp_path / "a", "north", 1, METHOD)
+    write_private_state(tmp_path / "a", "north", 1, {**METHOD, "clip_norm": float("inf")}, {"x": 1}, 0)
+    assert read_private_state(tmp_path / "a", "north", 1, {**METHOD, "clip_norm": float("inf"), "more": 3}) == {"x": 1}
+    with pytest.raises(InvalidSiteStateError, match="of a method with clip_norm = Infinity"):
+        read_private_state(tmp_path / "a", "north", 1, METHOD)
 
 
 def test_old_states_are_removed_but_not_those_to_which_the_server_may_go_back(tmp_path):
     for number in range(1, 8):
-        write_state(tmp_path / "a", "north", number, METHOD, {"x": number}, keep=number - 3)
+        write_private_state(tmp_path / "a", "north", number, METHOD, {"x": number}, rollback_round=number - 3)
     (tmp_path / "a" / "private" / "round-x.state").write_bytes(b"")  # not the site's
     kept = sorted(path.name for path in (tmp_path / "a" / "private").iterdir())
     assert kept == [*(f"round-00000{n}.state" for n in (4, 5, 6, 7)), "round-x.state"]
@@ -238,9 +238,9 @@ def test_old_states_are_removed_but_not_those_to_which_the_server_may_go_back(tm
 def test_damaged_marks_of_a_run_are_refused_and_named(tmp_path, begun, text):
     folder = Path(shutil.copytree(begun, tmp_path / "site"))
     (folder / "a" / "run.json").write_text(text)
-    assert "a/run.json is damaged" in site(folder).answer(letter("local", 3, 2)).head["refused"]
+    assert "a/run.json is damaged" in site(folder).answer_envelope(letter("local", 3, 2)).head["refused"]
     (folder / "a" / "run.json").unlink()
-    assert "a/run.json is missing" in site(folder).answer(letter("local", 3, 2)).head["refused"]
+    assert "a/run.json is missing" in site(folder).answer_envelope(letter("local", 3, 2)).head["refused"]
 
 
 def test_a_link_is_not_followed(tmp_path, begun):
@@ -249,10 +249,10 @@ def test_a_link_is_not_followed(tmp_path, begun):
     for name in ("private/.partial-round-000003.state", "models", "metrics.jsonl"):
         (folder / "a" / name).unlink(missing_ok=True)
         (folder / "a" / name).symlink_to(tmp_path / "victim")
-    assert "is a link" in site(folder).answer(letter("local", 3, 2)).head["refused"]
+    assert "is a link" in site(folder).answer_envelope(letter("local", 3, 2)).head["refused"]
     (folder / "a" / "metrics.jsonl").unlink()
     answered(site(folder), [letter("local", 3, 2)])
-    assert "symbolic link" in site(folder).answer(letter("export", 3, 3)).head["refused"]
+    assert "symbolic link" in site(folder).answer_envelope(letter("export", 3, 3)).head["refused"]
     assert (tmp_path / "victim").read_text() == "precious"
 
 
@@ -284,8 +284,8 @@ def test_the_state_of_a_method_with_much_of_it_comes_back(tmp_path):
     own = method.client_init(client, 3)
     down = Message({}, {"lr": 0.05, "epsilon": 0.3, "clients": 3, "position": 0})
     _, own = method.local_update(down, own, client, 5)
-    write_state(tmp_path / "a", "client-0", 1, METHOD, own, 0)
-    found = read_state(tmp_path / "a", "client-0", 1, METHOD)
+    write_private_state(tmp_path / "a", "client-0", 1, METHOD, own, 0)
+    found = read_private_state(tmp_path / "a", "client-0", 1, METHOD)
     assert found.keys() == own.keys()
     assert torch.equal(found["preferences"], own["preferences"])
     assert all(torch.equal(found["before"][name], tensor) for name, tensor in own["before"].items())

@@ -6,16 +6,16 @@ from flwr.app import Message
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, Local
-from polyfed.cli.commands.flower import _flat, _unfinished
+from polyfed.cli.commands.flower import _flatten_configuration, _unfinished_run_message
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import scratch
-from polyfed.deploy.flower import from_record, to_record
-from polyfed.deploy.project import create
-from polyfed.deploy.server import prepare
-from polyfed.deploy.wire import PROTOCOL, Letter
-from polyfed.graphs.cached import graph_of
+from polyfed.core.scratch import cached_module
+from polyfed.deploy.flower import envelope_from_record, envelope_to_record
+from polyfed.deploy.project import create_project
+from polyfed.deploy.server import configure_server
+from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.simulation.runs.checkpoint import Checkpoint, save
+from polyfed.simulation.runs.checkpoint import Checkpoint, save_checkpoint
 from polyfed.simulation.runs.directory import RunDirectory
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
@@ -39,8 +39,8 @@ BAD = {
 
 def test_a_new_project_has_a_configuration_that_the_server_takes(tmp_path):
     """Every word of `app/pyproject.toml`, as Flower gives it to the server."""
-    config = _flat(create(tmp_path / "federation", ["north", "south"]).configuration())
-    server = prepare({**config, "out": str(tmp_path / "run"), "allow-disclosure": True})
+    config = _flatten_configuration(create_project(tmp_path / "federation", ["north", "south"]).read_configuration())
+    server = configure_server({**config, "out": str(tmp_path / "run"), "allow-disclosure": True})
     assert server.settings == Settings(rounds=10, on_error="skip")
     assert server.deployment.sites == ("north", "south")
     assert isinstance(server.algorithm, REGISTRY["fedhenn"])
@@ -78,24 +78,24 @@ def test_a_site_loads_no_code_that_the_server_names(nodes):
     """A teacher of one's own is module:factory, which in a simulation is one's own code."""
     node = nodes(small_clients())[101]
     algorithm = {"name": "fedavg_kd", "teacher": {"name": "os:getcwd"}}
-    letter = Letter(
+    letter = Envelope(
         {"kind": "introduce", "protocol": PROTOCOL, "run": "a", "algorithm": algorithm, "architecture": None}
     )
-    assert "would load 'os:getcwd' at this site" in from_record(_asked(node, letter)).head["refused"]
+    assert "would load 'os:getcwd' at this site" in envelope_from_record(_asked(node, letter)).head["refused"]
 
 
 @pytest.mark.parametrize("method", ["local", "fedhenn", "flha_ghn", "fedrep", "pfedhn"])
 def test_a_site_says_of_itself_what_its_method_needs_whatever_it_is_asked(tmp_path, nodes, method):
     """A server asks every site for everything, and whether its architecture is this one."""
     client = small_clients()[0]
-    LayerCatalogue.of([graph_of(client)]).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue.from_graphs([graph_of_client(client)]).write(tmp_path / "catalogue.yaml")
     fields = {"catalogue": str(tmp_path / "catalogue.yaml")} if method == "flha_ghn" else {}
     algorithm = REGISTRY[method](**fields)
-    own = scratch(client.model).architecture
+    own = cached_module(client.model).architecture
     nosy = {"told": ["architecture", "form", "num_examples"], "algorithm": {"name": method, **fields}}
     heads = [
-        from_record(
-            _asked(nodes([client], disclose="")[101], Letter({**INTRODUCE, **nosy, "architecture": guess}))
+        envelope_from_record(
+            _asked(nodes([client], disclose="")[101], Envelope({**INTRODUCE, **nosy, "architecture": guess}))
         ).head
         for guess in (own, "another")
     ]
@@ -123,14 +123,14 @@ def test_another_architecture_or_task_does_not_take_part(run, nodes):
 
 def test_a_server_of_another_protocol_is_told(nodes, tmp_path):
     node = nodes(small_clients())[101]
-    letter = Letter({"kind": "introduce", "protocol": 0, "run": "a"})
-    assert "speaks protocol 0" in from_record(_asked(node, letter)).head["refused"]
+    letter = Envelope({"kind": "introduce", "protocol": 0, "run": "a"})
+    assert "speaks protocol 0" in envelope_from_record(_asked(node, letter)).head["refused"]
 
 
 @pytest.mark.parametrize("run_id", ["../../etc", "", "a" * 99, 7])
 def test_a_run_cannot_be_named_so_that_it_leaves_the_folder(nodes, tmp_path, run_id):
     node = nodes(small_clients())[101]
-    letter = Letter(
+    letter = Envelope(
         {
             "kind": "introduce",
             "protocol": PROTOCOL,
@@ -139,26 +139,26 @@ def test_a_run_cannot_be_named_so_that_it_leaves_the_folder(nodes, tmp_path, run
             "architecture": None,
         }
     )
-    assert "is no identifier of a run" in from_record(_asked(node, letter)).head["refused"]
+    assert "is no identifier of a run" in envelope_from_record(_asked(node, letter)).head["refused"]
     found = {p.name for p in (tmp_path / "sites" / "client-0").iterdir()}
     assert found - {"__pycache__"} == {"site.py"}  # Python's own, of site.py, unless bytecode is not written
 
 
 def _asked(node, letter):
     grid = MemoryGrid({101: node})
-    (number,) = grid.push_messages([Message(to_record(letter), 101, "query")])
+    (number,) = grid.push_messages([Message(envelope_to_record(letter), 101, "query")])
     (answer,) = grid.pull_messages([number])
     return answer.content
 
 
 def test_a_run_that_ended_before_its_first_record_can_go_on_from_its_checkpoint(tmp_path):
     """The record of round 1 is written after the exchange of round 2, its checkpoint before."""
-    assert "--resume" not in _unfinished(tmp_path, tmp_path / "run-1", [], 3, 1)
+    assert "--resume" not in _unfinished_run_message(tmp_path, tmp_path / "run-1", [], 3, 1)
     directory = RunDirectory.create(tmp_path / "run-1")
-    save(directory.checkpoints, Checkpoint(1, {"model": {"w": torch.ones(2)}}, {}), (), 0)
+    save_checkpoint(directory.checkpoint_folder, Checkpoint(1, {"model": {"w": torch.ones(2)}}, {}), (), 0)
     directory.close()
-    told = _unfinished(tmp_path, tmp_path / "run-1", [], 3, 1)
+    told = _unfinished_run_message(tmp_path, tmp_path / "run-1", [], 3, 1)
     assert told.endswith(f"polyfed flower run {tmp_path} --resume {tmp_path}/run-1`")
-    assert _unfinished(tmp_path, tmp_path / "run-2", [{"round": 2}], 3, 1).startswith(
+    assert _unfinished_run_message(tmp_path, tmp_path / "run-2", [{"round": 2}], 3, 1).startswith(
         "the run has ended after 2 of 3 rounds"
     )

@@ -4,16 +4,16 @@ import json
 
 from polyfed.algorithms import Local
 from polyfed.core.algorithm import Message
-from polyfed.deploy.requests import MOST_REFUSALS, UNABLE
+from polyfed.deploy.requests import FAILURE_TEXT, MAX_REFUSALS
 from polyfed.deploy.site import Site
-from polyfed.deploy.wire import PROTOCOL, Letter
-from polyfed.simulation.runs.configuration import described
+from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.simulation.runs.configuration import describe_method_and_settings
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 
 from .test_outgoing import failing
 
-METHOD = described(Local(lr=0.05), Settings(rounds=1))["algorithm"]
+METHOD = describe_method_and_settings(Local(lr=0.05), Settings(rounds=1))["algorithm"]
 
 
 def test_failures_of_a_round_are_counted_and_bounded_without_secure_sums_too(tmp_path, caplog):
@@ -24,13 +24,13 @@ def test_failures_of_a_round_are_counted_and_bounded_without_secure_sums_too(tmp
     def ask(number):
         head = {"kind": "task", "protocol": PROTOCOL, "run": "a", "algorithm": METHOD, "phase": "local", "round": number,
                 "client": client.id, "seed": 1, "run_seed": 1, "state": None, "keep": 0, "metrics": []}  # fmt: skip
-        return site.answer(Letter(head, Message({}, {"lr": 0.05}))).head
+        return site.answer_envelope(Envelope(head, Message({}, {"lr": 0.05}))).head
 
-    for _ in range(MOST_REFUSALS):
+    for _ in range(MAX_REFUSALS):
         assert ask(1)["failure"] == "RuntimeError (its text is in the log of the site)"
-    assert f"{MOST_REFUSALS} times of at most {MOST_REFUSALS}" in caplog.text
-    assert [ask(1)["refused"], ask(1)["refused"]] == [UNABLE, UNABLE]
-    assert len(calls) == MOST_REFUSALS
+    assert f"{MAX_REFUSALS} times of at most {MAX_REFUSALS}" in caplog.text
+    assert [ask(1)["refused"], ask(1)["refused"]] == [FAILURE_TEXT, FAILURE_TEXT]
+    assert len(calls) == MAX_REFUSALS
     assert ask(2)["failure"], "another round is another task"
     entries = json.loads((tmp_path / "a" / "requests.json").read_text())
-    assert {name: entry["refusals"] for name, entry in entries.items()} == {"local 1": MOST_REFUSALS, "local 2": 1}
+    assert {name: entry["refusals"] for name, entry in entries.items()} == {"local 1": MAX_REFUSALS, "local 2": 1}

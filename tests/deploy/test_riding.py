@@ -10,15 +10,15 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, FedHeNN, Local, PFedLA
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.deploy.flower import FlowerEngine, from_record, to_record
-from polyfed.deploy.riding import RIDES, letters_of, take_off
-from polyfed.deploy.wire import HEAD_BYTES, Letter
-from polyfed.graphs.cached import graph_of
+from polyfed.deploy.flower import FlowerEngine, envelope_from_record, envelope_to_record
+from polyfed.deploy.riding import EVALUATION_KEY, build_envelopes, split_evaluation
+from polyfed.deploy.wire import SITE_HEAD_BYTES, Envelope
+from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.simulation.engines.work import Task
+from polyfed.simulation.engines.work import ClientTask
 from polyfed.simulation.runs import checkpoint as checkpoints
-from polyfed.simulation.runs.directory import changes, read_metrics
-from polyfed.testing import small_clients, without_times
+from polyfed.simulation.runs.directory import list_changes, read_metrics
+from polyfed.testing import small_clients, without_durations
 
 from .conftest import ALL, ONE, MemoryGrid
 from .test_faults import instead
@@ -32,7 +32,7 @@ def public():
 
 def methods(tmp_path):
     """Method, the server's file and the public examples of the simulation."""
-    LayerCatalogue.of(map(graph_of, small_clients())).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue.from_graphs(map(graph_of_client, small_clients())).write(tmp_path / "catalogue.yaml")
     public = torch.randn(24, 6, generator=torch.Generator().manual_seed(5))
     catalogue = str(tmp_path / "catalogue.yaml")
     return {
@@ -50,7 +50,7 @@ def simulated(method, **words):
 
 def letters(grid, *kinds):
     """Head and body of the messages of these kinds to and from the first site."""
-    return [from_record(record) for node, kind, record in grid.seen if node == 101 and kind in kinds]
+    return [envelope_from_record(record) for node, kind, record in grid.seen if node == 101 and kind in kinds]
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def test_a_round_is_one_exchange_and_gives_the_bits_of_a_simulation(tmp_path, no
     everyone = [client.id for client in small_clients()]
     assert exchanges == [dict.fromkeys(everyone, phase) for phase in ("local", "local", "evaluate", "export")]
     first, second = letters(grid, "train")
-    assert RIDES not in first.head
-    assert second.head[RIDES]["round"] == 1
+    assert EVALUATION_KEY not in first.head
+    assert second.head[EVALUATION_KEY]["round"] == 1
     assert not [group for group in second.body.tensors if "evaluation" in group], "something travels twice"
 
 
@@ -87,8 +87,8 @@ def test_what_training_does_not_get_travels_beside(tmp_path, nodes):
     method, words = FedAvg(lr=0.05, final="all"), {"rounds": 4, "clients-per-round": 2}
     run, grid = deployed(tmp_path, lambda c: nodes(c, disclose=told), small_clients(), method, ONE, **words)
     assert_same(tmp_path, run, simulated(method, rounds=4, clients_per_round=2))
-    found = [from_record(record) for _, kind, record in grid.seen if kind == "train"]
-    groups = [(letter.head["round"], *sorted(letter.body.tensors)) for letter in found if RIDES in letter.head]
+    found = [envelope_from_record(record) for _, kind, record in grid.seen if kind == "train"]
+    groups = [(letter.head["round"], *sorted(letter.body.tensors)) for letter in found if EVALUATION_KEY in letter.head]
     assert groups[:2] == [(2, "model")] * 2, "all who have replied are the cohort"
     assert groups[-2:] == [(4, "for the evaluation: model", "model")] * 2
 
@@ -104,8 +104,15 @@ def test_who_does_not_train_is_evaluated_by_a_message_of_its_own_in_the_same_exc
 
 def test_a_round_that_is_not_evaluated_has_its_record_at_once(tmp_path, nodes, exchanges):
     run, grid = deployed(tmp_path, nodes, small_clients(), Local(lr=0.05), "", rounds=4, **{"evaluate-every": 2})
-    assert without_times(run.history) == without_times(simulated(Local(lr=0.05), rounds=4, evaluate_every=2).history)
-    assert [letter.head.get(RIDES, {}).get("round") for letter in letters(grid, "train")] == [None, None, 2, None]
+    assert without_durations(run.history) == without_durations(
+        simulated(Local(lr=0.05), rounds=4, evaluate_every=2).history
+    )
+    assert [letter.head.get(EVALUATION_KEY, {}).get("round") for letter in letters(grid, "train")] == [
+        None,
+        None,
+        2,
+        None,
+    ]
 
 
 # -- a run that is stopped -------------------------------------------------------------------------------------------------
@@ -136,18 +143,18 @@ def test_the_evaluation_that_a_stopped_run_lacks_is_made_first(tmp_path, run, no
     method, out = PFedLA(lr=0.05), tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         run(grid=grid, method=method)
-    newest, _ = checkpoints.load(out / "checkpoint")
-    assert (newest.unfinished or {}).get("round") == waiting
-    assert len(read_metrics(out / "metrics.jsonl")) == newest.recorded
-    assert changes(out) == []
+    newest, _ = checkpoints.load_newest_checkpoint(out / "checkpoint")
+    assert (newest.unevaluated_record or {}).get("round") == waiting
+    assert len(read_metrics(out / "metrics.jsonl")) == newest.last_recorded_round
+    assert list_changes(out) == []
     before = len(grid.seen)
     found = run(grid=grid, method=method, resume=True, file="")
     assert_same(tmp_path, found, simulated(method, rounds=3))
     if waiting == 1:
-        asked = [from_record(record).head for _, kind, record in grid.seen[before:] if kind == "train"]
+        asked = [envelope_from_record(record).head for _, kind, record in grid.seen[before:] if kind == "train"]
         assert asked[0]["round"] == 2
-        assert asked[0][RIDES]["round"] == 1
-    assert changes(out) == []
+        assert asked[0][EVALUATION_KEY]["round"] == 1
+    assert list_changes(out) == []
 
 
 def test_a_stopped_run_knows_when_its_metrics_were_changed(tmp_path, run, nodes):
@@ -155,7 +162,7 @@ def test_a_stopped_run_knows_when_its_metrics_were_changed(tmp_path, run, nodes)
         run(grid=_Stops(nodes(small_clients()), "local", 3), method=Local(lr=0.05))
     file = tmp_path / "run" / "metrics.jsonl"
     file.write_text(file.read_text().replace('"train_loss": ', '"train_loss": 1'))
-    assert "metrics.jsonl was changed in rounds 1 to 1" in changes(tmp_path / "run")[0]
+    assert "metrics.jsonl was changed in rounds 1 to 1" in list_changes(tmp_path / "run")[0]
 
 
 # -- failures --------------------------------------------------------------------------------------------------------------
@@ -203,7 +210,7 @@ def test_what_fails_costs_only_what_it_was_asked_for(run, nodes, training):
 
 def test_a_long_text_of_an_exception_does_not_cost_the_training(run, nodes, monkeypatch):
     """Both are in one head, of which the server reads so much and no more."""
-    monkeypatch.setattr(_Fails, "text", "x" * HEAD_BYTES)
+    monkeypatch.setattr(_Fails, "text", "x" * SITE_HEAD_BYTES)
     found = run(grid=MemoryGrid(nodes(broken(False))), method=Local(lr=0.05), rounds=2)
     failures = [(f["phase"], f["reason"][:20]) for record in found.history for f in record["failures"]]
     assert failures == [("evaluate", "RuntimeError: xxxxxx")] * 2
@@ -213,9 +220,9 @@ def told(**words):
     """A change of what the answer to a training says of the evaluation that rode on it."""
 
     def change(letter):
-        if RIDES not in letter.head:
+        if EVALUATION_KEY not in letter.head:
             return letter
-        return Letter({**letter.head, RIDES: {**letter.head[RIDES], **words}}, letter.body)
+        return Envelope({**letter.head, EVALUATION_KEY: {**letter.head[EVALUATION_KEY], **words}}, letter.body)
 
     return change
 
@@ -231,7 +238,7 @@ LIES = {
     "a refusal": (told(refused="a\nb"), "refuses: a b"),
     "within": (told(evaluation={}), "tells of an evaluation that it was not asked for"),
     "nothing": (
-        lambda le: Letter({**le.head, RIDES: None}, le.body) if RIDES in le.head else le,
+        lambda le: Envelope({**le.head, EVALUATION_KEY: None}, le.body) if EVALUATION_KEY in le.head else le,
         "tells nothing of the",
     ),
 }
@@ -248,7 +255,7 @@ def test_a_site_that_lies_of_its_evaluation_loses_that_only(run, nodes, lie):
     assert "loss" not in found.history[0]["clients"]["client-0"]
     assert found.history[1] == found.history[1] | {"failures": []}
     whole = simulated(Local(lr=0.05)).history
-    assert without_times(found.history)[1] == without_times(whole)[1]
+    assert without_durations(found.history)[1] == without_durations(whole)[1]
 
 
 def test_with_secure_sums_it_costs_no_part_of_the_sum(tmp_path, secure_grid, secure_play):
@@ -261,11 +268,11 @@ def test_with_secure_sums_it_costs_no_part_of_the_sum(tmp_path, secure_grid, sec
         [],
     ]
     other = pf.federate(clients, FedAvg(lr=0.05), rounds=2, seed=3, workers=0, secure=True)
-    assert without_times(found.history)[1] == without_times(other.history)[1]
+    assert without_durations(found.history)[1] == without_durations(other.history)[1]
 
 
 def test_an_answer_whose_head_is_too_large_is_not_read_at_all(run):
-    many = {f"{'x' * 9}_{k:09d}_loss": 0.5 for k in range(HEAD_BYTES // 30)}
+    many = {f"{'x' * 9}_{k:09d}_loss": 0.5 for k in range(SITE_HEAD_BYTES // 30)}
     found = run(instead(told(metrics=many)), method=Local(lr=0.05), rounds=2, file="")
     (first,), (second,) = (record["failures"] for record in found.history)
     assert (first["phase"], second["phase"]) == ("evaluate", "local")
@@ -275,7 +282,7 @@ def test_an_answer_whose_head_is_too_large_is_not_read_at_all(run):
 
 def test_an_evaluation_that_nobody_asked_for_is_refused(run):
     def more(letter):
-        return Letter({**letter.head, RIDES: {"metrics": {"accuracy": 1.0}}}, letter.body)
+        return Envelope({**letter.head, EVALUATION_KEY: {"metrics": {"accuracy": 1.0}}}, letter.body)
 
     found = run(instead(more), method=Local(lr=0.05), rounds=1, file="")
     (failure,) = found.history[0]["failures"]
@@ -288,7 +295,13 @@ def test_what_leaves_is_booked_as_often_as_without_riding(tmp_path, nodes):
     _, grid = deployed(tmp_path, nodes, small_clients(), FedAvg(lr=0.05), ONE, rounds=2)
     book = json.loads((tmp_path / "sites" / "client-0" / "state" / "privacy.json").read_text())
     assert book["data_sets"] == {"data": {"0.0": 1 + 2 * 2}}
-    assert [bool(letter.head.get(RIDES)) for letter in letters(grid, "reply")] == [False, False, True, False, False]
+    assert [bool(letter.head.get(EVALUATION_KEY)) for letter in letters(grid, "reply")] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
     (file,) = (tmp_path / "sites" / "client-0" / "state").glob("*/metrics.jsonl")
     told = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["phase"], line["round"]) for line in told] == [
@@ -347,8 +360,8 @@ PAIRS = {
 def tasks(local, personal):
     scalars = {"lr": 0.1 + 0.2, "inf": float("inf"), "k": 3}
     return [
-        Task("local", 2, "north", Message(local, {"lr": 0.5}), None, 7, 1),
-        Task("evaluate", 1, "north", Message(personal, scalars), None, 8, 1),
+        ClientTask("local", 2, "north", Message(local, {"lr": 0.5}), None, 7, 1),
+        ClientTask("evaluate", 1, "north", Message(personal, scalars), None, 8, 1),
     ]
 
 
@@ -360,12 +373,12 @@ def order(task):
 def test_both_letters_come_out_of_one_and_nothing_travels_twice(pair):
     local, personal, number = PAIRS[pair]
     one, other = tasks(local, personal)
-    letter = letters_of([one, other], order)["north"]
+    letter = build_envelopes([one, other], order)["north"]
     beside = {g: tree for g, tree in letter.body.tensors.items() if g not in local}
     assert sum(map(len, beside.values())) == number
-    both = take_off(from_record(to_record(letter)))
-    same(both.training.body, one.travelling)
-    same(both.evaluation.body, other.travelling)
+    both = split_evaluation(envelope_from_record(envelope_to_record(letter)))
+    same(both.training.body, one.transmitted_message)
+    same(both.evaluation.body, other.transmitted_message)
     assert both.training.head == order(one)
     assert both.evaluation.head == order(other)
     assert both.nbytes == (Message(beside).nbytes if beside else 0)
@@ -376,7 +389,7 @@ def test_what_many_sites_get_is_compared_once(monkeypatch):
     monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(1) or equal(a, b))
     one, other = {"model": LARGE}, {"model": {name: tensor.clone() for name, tensor in LARGE.items()}}
     many = [dataclasses.replace(task, client=f"site-{k}") for k in range(50) for task in tasks(one, other)]
-    assert len(letters_of(many, order)) == 50
+    assert len(build_envelopes(many, order)) == 50
     assert len(compared) == len(LARGE)
 
 
@@ -390,7 +403,9 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_what_a_server_garbles_is_refused(wrong):
-    letter = letters_of(tasks({"model": W}, {"model": W}), order)["north"]
-    asked = {**letter.head[RIDES], **wrong} if isinstance(wrong, dict) and wrong and "seed" not in wrong else wrong
+    letter = build_envelopes(tasks({"model": W}, {"model": W}), order)["north"]
+    asked = (
+        {**letter.head[EVALUATION_KEY], **wrong} if isinstance(wrong, dict) and wrong and "seed" not in wrong else wrong
+    )
     with pytest.raises(UserError, match="what the message says of an evaluation cannot be read"):
-        take_off(Letter({**letter.head, RIDES: asked}, letter.body))
+        split_evaluation(Envelope({**letter.head, EVALUATION_KEY: asked}, letter.body))

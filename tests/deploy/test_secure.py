@@ -12,12 +12,12 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, FedAvgKD, PFedMe
 from polyfed.core.errors import RoundError
-from polyfed.core.fixed import decode, from_message
-from polyfed.deploy.budget import epsilon
-from polyfed.deploy.flower import client_app, from_record
-from polyfed.graphs.cached import graph_of
+from polyfed.core.fixed import mean_from_fixed_point, parse_sum_message
+from polyfed.deploy.budget import compute_epsilon
+from polyfed.deploy.flower import client_app, envelope_from_record
+from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.testing import _StopAfter, small_clients, without_times
+from polyfed.testing import _InterruptAfter, small_clients, without_durations
 
 from .test_faults import instead
 from .test_parity import assert_same, image_clients
@@ -41,7 +41,7 @@ def exchanges(grid):
 
 def cases(tmp_path):
     mixed = image_clients(("flha_arch1", "flha_arch2"))
-    LayerCatalogue.of(map(graph_of, mixed)).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue.from_graphs(map(graph_of_client, mixed)).write(tmp_path / "catalogue.yaml")
     ghn = {"lr": 0.05, "hidden": 4, "depth": 1, "catalogue": str(tmp_path / "catalogue.yaml")}
     return {
         "fedavg": (small_clients(4), FedAvg(lr=0.05)),
@@ -72,7 +72,7 @@ def test_so_it_does_when_not_all_take_part_in_each_round(tmp_path, secure_grid, 
     assert_same(tmp_path, run, simulated(clients, rounds=4, clients_per_round=0.5))
     assert not any(record["failures"] for record in run.history)
     # Who is in the next round only sends its keys with the evaluation of this one: no site gets two messages at once.
-    asked = [from_record(record).head for _, kind, record in secured.seen if kind == "evaluate"]
+    asked = [envelope_from_record(record).head for _, kind, record in secured.seen if kind == "evaluate"]
     assert any("advertise" in head for head in asked)
 
 
@@ -87,7 +87,7 @@ def test_sites_that_train_outside_the_round_send_nothing(tmp_path, secure_grid, 
     found = secure_grid(clients)
     run = secure_play(found, method, **{"clients-per-round": 2})
     assert_same(tmp_path, run, simulated(clients, method, clients_per_round=2))
-    sent = [from_record(r) for _, kind, r in found.seen if kind == "reply"]
+    sent = [envelope_from_record(r) for _, kind, r in found.seen if kind == "reply"]
     trained = [letter for letter in sent if letter.head.get("phase") == "local"]
     assert sorted(bool(letter.body.tensors) for letter in trained) == [False] * 3 + [True] * 6
 
@@ -97,7 +97,7 @@ def test_a_resumed_run_is_the_same(tmp_path, secure_grid, secure_play):
     clients = small_clients(3)
     found = secure_grid(clients)
     with pytest.raises(KeyboardInterrupt):
-        secure_play(found, progress=_StopAfter(1))
+        secure_play(found, progress=_InterruptAfter(1))
     assert_same(tmp_path, secure_play(found, resume=True), simulated(clients))
 
 
@@ -106,7 +106,9 @@ def test_a_resumed_run_is_the_same(tmp_path, secure_grid, secure_play):
 
 def unmasked_by(monkeypatch):
     """Masks are zeros from here on, for sites and server alike: what tests of masks must find."""
-    monkeypatch.setattr("polyfed.deploy.secure.keys.stream", lambda key, number: np.zeros(number, dtype=np.uint64))
+    monkeypatch.setattr(
+        "polyfed.deploy.secure.keys.generate_key_stream", lambda key, number: np.zeros(number, dtype=np.uint64)
+    )
 
 
 @pytest.mark.thorough
@@ -118,7 +120,7 @@ def test_what_a_site_sends_is_noise_to_whoever_records_it(secure_grid, secure_pl
     secure_play(found, rounds=2)
     words = {101: [], 102: [], 103: []}
     for node, kind, record in found.seen:
-        letter = from_record(record) if kind == "reply" else None
+        letter = envelope_from_record(record) if kind == "reply" else None
         if letter is not None and letter.body.tensors.get("sum"):
             words[node].append(letter.body.tensors["sum"]["words"].numpy().tobytes())
         if letter is not None:
@@ -158,10 +160,10 @@ def test_the_graph_of_a_site_cannot_be_read_from_its_messages(tmp_path, secure_g
         pf.Client(c.id, network(*order), (c.train.x, c.train.y), (c.test.x, c.test.y))
         for c, order in zip(small_clients(3), ("ab", "ca", "bc"), strict=True)
     ]
-    LayerCatalogue.of(map(graph_of, clients)).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue.from_graphs(map(graph_of_client, clients)).write(tmp_path / "catalogue.yaml")
     method = FLHAGHN(lr=0.01, catalogue=str(tmp_path / "catalogue.yaml"))
-    graph, catalogue = graph_of(clients[0]), LayerCatalogue.read(method.catalogue)
-    types = [catalogue.feature(node.type) for node in graph.nodes]
+    graph, catalogue = graph_of_client(clients[0]), LayerCatalogue.read(method.catalogue)
+    types = [catalogue.column_of(node.type) for node in graph.nodes]
     for case in ("plain", "masked", "without masks"):
         secure, consent = case != "plain", {"allow-disclosure": case == "plain"}
         if case == "without masks":
@@ -171,14 +173,14 @@ def test_the_graph_of_a_site_cannot_be_read_from_its_messages(tmp_path, secure_g
         letters = {"train": [], "reply": [], "query": [], "evaluate": []}
         for node, kind, record in found.seen:
             if node == 101:
-                letters[kind].append(from_record(record))
+                letters[kind].append(envelope_from_record(record))
         down = next(letter.body.tensors["ghn"] for letter in letters["train"] if letter.head["kind"] == "task")
         reply = next(letter.body for letter in letters["reply"] if letter.head.get("phase") == "local")
         if secure:
-            words, layout = from_message(reply)
+            words, layout = parse_sum_message(reply)
             weight = len(clients[0].train) if method.weighted else 1  # which the server may know
             words = np.concatenate([np.full(1, weight, dtype=np.uint64), words[1:]])
-            told, used = edges_in(down, decode(words, layout)[0]["ghn"])
+            told, used = edges_in(down, mean_from_fixed_point(words, layout)[0]["ghn"])
         if case == "masked":
             assert told != {(types[u], types[v]) for u, v in graph.edges}
             assert used == set(range(down["gnn.0.lin_root.weight"].shape[1]))
@@ -198,7 +200,7 @@ def test_the_noise_of_all_sites_adds_up_to_what_one_alone_needs(tmp_path, secure
     assert 0.6 < float(noise.std()) / (10.0 * math.sqrt(3 / 2) / 3) < 1.4
     (file,) = (tmp_path / "sites" / "client-0" / "state").glob("*/metrics.jsonl")
     told = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["epsilon"] for line in told if "epsilon" in line] == [epsilon({1.0: 1}, 1e-5)]
+    assert [line["epsilon"] for line in told if "epsilon" in line] == [compute_epsilon({1.0: 1}, 1e-5)]
 
 
 # -- sites that drop out ------------------------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ def test_a_site_that_drops_out_at_a_step_costs_its_part_only(tmp_path, secure_gr
     if wave != "local":  # whose answer has the keys for the next round
         assert len(second["failures"]) == (wave == "hand_out"), second["failures"]
     if wave == "hand_out":
-        assert without_times([first]) == without_times(simulated(clients, on_error="skip").history[:1])
+        assert without_durations([first]) == without_durations(simulated(clients, on_error="skip").history[:1])
         return
     assert [failure["client"] for failure in first["failures"]] == ["client-3"]
     others = simulated(clients[:3], rounds=1)

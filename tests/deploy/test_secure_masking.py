@@ -9,8 +9,16 @@ from scipy.stats import chi2
 
 from polyfed.core.errors import RoundError
 from polyfed.deploy.secure import keys, shamir
-from polyfed.deploy.secure.keys import RefusalError, signer
-from polyfed.deploy.secure.masking import Sum, advertise, bundle_key, hand_out, least_threshold, share, unseal_boxes
+from polyfed.deploy.secure.keys import RefusalError, signing_function
+from polyfed.deploy.secure.masking import (
+    SumId,
+    advertise_keys,
+    decrypt_share_boxes,
+    derive_bundle_key,
+    minimum_threshold,
+    release_unmasking_shares,
+    share_secrets,
+)
 
 from .secure_sums import WHICH, Server, names, peers, play, registered
 
@@ -50,15 +58,15 @@ def test_the_sum_is_exact_for_more_sites_in_any_order(seed):
 
 def test_shares_put_together_give_the_value_and_any_fewer_tell_nothing():
     values = [0, 5, shamir.PRIME - 1]
-    dealt = shamir.deal(values, holders=5, threshold=3)
+    dealt = shamir.split_secrets(values, holders=5, threshold=3)
     for chosen in itertools.combinations(range(5), 3):
-        found = [shamir.combine({k + 1: dealt[k][v] for k in chosen}) for v in range(3)]
+        found = [shamir.recover_secret({k + 1: dealt[k][v] for k in chosen}) for v in range(3)]
         assert found == values
     # Two shares fit every value: through them and any value at 0 goes one polynomial.
-    weights = shamir.lagrange((1, 2, 3))
+    weights = shamir.lagrange_weights((1, 2, 3))
     for value in (0, 1, 2**200):
         third = (value - weights[1] * dealt[0][1] - weights[2] * dealt[1][1]) * pow(weights[3], -1, shamir.PRIME)
-        assert shamir.combine({1: dealt[0][1], 2: dealt[1][1], 3: third % shamir.PRIME}) == value
+        assert shamir.recover_secret({1: dealt[0][1], 2: dealt[1][1], 3: third % shamir.PRIME}) == value
     assert shamir.PRIME.bit_length() == 257
     assert pow(3, shamir.PRIME - 1, shamir.PRIME) == 1
 
@@ -66,7 +74,7 @@ def test_shares_put_together_give_the_value_and_any_fewer_tell_nothing():
 @pytest.mark.parametrize(("holders", "threshold", "value"), [(2, 3, 1), (2, 0, 1), (3, 2, shamir.PRIME), (3, 2, -1)])
 def test_what_cannot_be_shared_is_refused(holders, threshold, value):
     with pytest.raises(ValueError, match=r"threshold|field"):
-        shamir.deal([value], holders, threshold)
+        shamir.split_secrets([value], holders, threshold)
 
 
 # -- what the server sees -----------------------------------------------------------------------------------------------
@@ -89,9 +97,12 @@ def test_the_masked_numbers_of_one_site_fit_every_input():
     y, x = server.masked["site-0"], words["site-0"]
     seen = [advert.mask for advert in server.adverts] + [advert.cipher for advert in server.adverts]
     seen += [box[:32] for boxes in server.boxes.values() for box in boxes.values()]
-    digest = server.states["site-0"].before.digest
+    digest = server.states["site-0"].shared.context_digest
     for key in seen:
-        pads = [keys.stream(keys.derive(key, digest, *context), 5) for context in (("self", "site-0"), ("pair", "a"))]
+        pads = [
+            keys.generate_key_stream(keys.derive_key(key, digest, *context), 5)
+            for context in (("self", "site-0"), ("pair", "a"))
+        ]
         assert all(not np.array_equal(y - pad, x) for pad in pads)
     assert np.array_equal(server.sum(), sum(words.values()))
 
@@ -144,7 +155,7 @@ def test_a_server_that_tells_sites_different_lists_opens_none():
     """Of four sites, three are told that all live, and one is told that the first is gone, for a share of its key: the sum
     of the four opens, but nothing that the fourth has handed out."""
     server, words = play(4, 3, {"site-3": 3})
-    server.handed["site-3"] = hand_out(server.states["site-3"], ["site-1", "site-2", "site-3"])
+    server.handed["site-3"] = release_unmasking_shares(server.states["site-3"], ["site-1", "site-2", "site-3"])
     assert np.array_equal(server.sum(), sum(words.values()))
     server.handed = {}
     server.hand_out(["site-0", "site-1"], sorted(names(4)))
@@ -162,18 +173,18 @@ def test_a_site_refuses_a_threshold_that_does_not_protect_it():
     state = server.states["site-0"]
     for threshold, demanded in ((2, None), (2, 2), (3, 4), (5, None)):
         with pytest.raises(RefusalError, match=f"the threshold of this sum is {threshold} of 4 sites"):
-            share(state, server.adverts, threshold, peers(names(4)), demanded)
+            share_secrets(state, server.adverts, threshold, peers(names(4)), demanded)
     with pytest.raises(RefusalError, match="the threshold of this sum is 1 of 1"):
-        share(state, server.adverts[:1], 1, peers(names(4)))
-    assert [least_threshold(n, 2) for n in (2, 3, 4, 5)] == [2, 2, 3, 3]
+        share_secrets(state, server.adverts[:1], 1, peers(names(4)))
+    assert [minimum_threshold(n, 2) for n in (2, 3, 4, 5)] == [2, 2, 3, 3]
 
 
 def lies_of_keys():
-    foreign = advertise(WHICH, "site-1", signer(registered("site-9")))[1]
-    other_run = advertise(Sum("run-b", 1), "site-1", signer(registered("site-1")))[1]
-    former = advertise(Sum("run-a", 0), "site-1", signer(registered("site-1")))[1]
-    stranger = advertise(WHICH, "site-7", signer(registered("site-7")))[1]
-    again = advertise(WHICH, "site-0", signer(registered("site-0")))[1]
+    foreign = advertise_keys(WHICH, "site-1", signing_function(registered("site-9")))[1]
+    other_run = advertise_keys(SumId("run-b", 1), "site-1", signing_function(registered("site-1")))[1]
+    former = advertise_keys(SumId("run-a", 0), "site-1", signing_function(registered("site-1")))[1]
+    stranger = advertise_keys(WHICH, "site-7", signing_function(registered("site-7")))[1]
+    again = advertise_keys(WHICH, "site-0", signing_function(registered("site-0")))[1]
 
     def put(advert, place=1):
         return lambda adverts: [*adverts[:place], advert, *adverts[place + 1 :]]
@@ -196,26 +207,26 @@ def test_a_site_refuses_keys_that_are_not_of_the_sites_of_this_round(lie):
     change, sentence = lies_of_keys()[lie]
     server = Server(names(4), 3).advertise(names(4))
     with pytest.raises(RefusalError, match=sentence):
-        share(server.states["site-0"], change(server.adverts), 3, peers(names(4)))
+        share_secrets(server.states["site-0"], change(server.adverts), 3, peers(names(4)))
 
 
 def test_a_site_refuses_one_key_for_two_sites_and_keys_that_agree_with_everybody():
     server = Server(names(3), 2).advertise(names(3))
     first = server.adverts[1]
     twin = replace(server.adverts[2], cipher=first.cipher, mask=first.mask)
-    twin = replace(twin, signature=signer(registered("site-2"))(twin.content(WHICH)))
+    twin = replace(twin, signature=signing_function(registered("site-2"))(twin.signed_content(WHICH)))
     with pytest.raises(RefusalError, match="not all different"):
-        share(server.states["site-0"], [*server.adverts[:2], twin], 2, peers(names(3)), 2)
+        share_secrets(server.states["site-0"], [*server.adverts[:2], twin], 2, peers(names(3)), 2)
     zero = replace(server.adverts[2], cipher=bytes(32))
-    zero = replace(zero, signature=signer(registered("site-2"))(zero.content(WHICH)))
+    zero = replace(zero, signature=signing_function(registered("site-2"))(zero.signed_content(WHICH)))
     with pytest.raises(RefusalError, match="is none"):
-        share(server.states["site-0"], [*server.adverts[:2], zero], 2, peers(names(3)), 2)
+        share_secrets(server.states["site-0"], [*server.adverts[:2], zero], 2, peers(names(3)), 2)
 
 
 def test_a_site_refuses_boxes_that_are_not_for_it_in_this_sum():
     server = Server(names(4), 3).advertise(names(4)).share(names(4))
     state, boxes = server.states["site-0"], server.boxes_for("site-0")
-    other = Server(names(4), 3, Sum("run-a", 2)).advertise(names(4)).share(names(4))
+    other = Server(names(4), 3, SumId("run-a", 2)).advertise(names(4)).share(names(4))
     lies = {
         "cannot be read": [
             {**boxes, "site-1": server.boxes["site-1"]["site-2"]},  # for another
@@ -230,18 +241,18 @@ def test_a_site_refuses_boxes_that_are_not_for_it_in_this_sum():
     for sentence, given in lies.items():
         for lie in given:
             with pytest.raises(RefusalError, match=sentence):
-                unseal_boxes(state, lie)
+                decrypt_share_boxes(state, lie)
 
 
 def test_sites_that_were_told_different_sites_cannot_read_each_other():
     server = Server(names(4), 3).advertise(names(4))
     states = {}
-    states["site-0"], _ = share(server.states["site-0"], server.adverts, 3, peers(names(4)))
-    _, boxes = share(server.states["site-1"], server.adverts[:3], 3, peers(names(4)), 2)
-    _, more = share(server.states["site-2"], server.adverts, 4, peers(names(4)))
+    states["site-0"], _ = share_secrets(server.states["site-0"], server.adverts, 3, peers(names(4)))
+    _, boxes = share_secrets(server.states["site-1"], server.adverts[:3], 3, peers(names(4)), 2)
+    _, more = share_secrets(server.states["site-2"], server.adverts, 4, peers(names(4)))
     for box in (boxes["site-0"], more["site-0"]):
         with pytest.raises(RefusalError, match="cannot be read"):
-            unseal_boxes(states["site-0"], {"site-1": box, "site-2": box, "site-3": box})
+            decrypt_share_boxes(states["site-0"], {"site-1": box, "site-2": box, "site-3": box})
 
 
 def test_a_site_refuses_lists_that_would_tell_more_than_the_sum():
@@ -255,20 +266,20 @@ def test_a_site_refuses_lists_that_would_tell_more_than_the_sum():
         (["site-0", "site-1", "site-2", "site-2"], "one twice"),
     ):
         with pytest.raises(RefusalError, match=sentence):
-            hand_out(state, survivors)
+            release_unmasking_shares(state, survivors)
 
 
 def test_a_site_never_hands_out_both_kinds_of_shares_of_another():
     """Neither in one message, nor in a round that is played again with other survivors."""
     server, _ = play(4, 3)
     state, everyone = server.states["site-0"], names(4)
-    agreement = state.before.agreement[0] + sum(state.before.agreement[1:])
-    key = bundle_key(agreement % shamir.PRIME, state.before.digest, "site-0", everyone)
-    bundle = shamir.elements(keys.unseal(key, server.handed["site-0"].bundle, state.before.digest))
-    assert bundle == [state.held[name][1] for name in everyone]  # self-masks alone
+    agreement = state.shared.agreement[0] + sum(state.shared.agreement[1:])
+    key = derive_bundle_key(agreement % shamir.PRIME, state.shared.context_digest, "site-0", everyone)
+    bundle = shamir.elements_from_bytes(keys.decrypt(key, server.handed["site-0"].bundle, state.shared.context_digest))
+    assert bundle == [state.held_shares[name][1] for name in everyone]  # self-masks alone
     with pytest.raises(RefusalError, match="was opened for other sites before"):
-        hand_out(state, everyone[:3], before=everyone)
-    hand_out(state, everyone, before=list(reversed(everyone)))
+        release_unmasking_shares(state, everyone[:3], earlier_survivors=everyone)
+    release_unmasking_shares(state, everyone, earlier_survivors=list(reversed(everyone)))
 
 
 def test_a_site_that_lies_is_noticed_where_it_can_be():

@@ -8,8 +8,8 @@ import pytest
 
 from polyfed.algorithms import PFedLA
 from polyfed.core.errors import RoundError, UserError
-from polyfed.deploy.flower import client_app, from_record, to_record
-from polyfed.deploy.node import read_site
+from polyfed.deploy.flower import client_app, envelope_from_record, envelope_to_record
+from polyfed.deploy.node import build_site
 from polyfed.testing import small_clients
 
 
@@ -18,10 +18,10 @@ def told(found, change, kinds=("sum", "local")):
     good, said = client_app(), []
 
     def app(message, context):
-        letter = from_record(message.content)
+        letter = envelope_from_record(message.content)
         kind = letter.head["kind"] if letter.head["kind"] != "task" else letter.head["phase"]
         if kind in kinds and (new := change(letter)) is not None:
-            message.content = to_record(new)
+            message.content = envelope_to_record(new)
         reply = good(message, context)
         head = json.loads(reply.content["head"]["json"])
         said.extend([str(head["refused"])] if head.get("refused") else [])
@@ -117,7 +117,7 @@ def test_a_site_without_keys_or_with_a_stranger_says_what_to_do(tmp_path, secure
 
 
 def test_a_value_that_does_not_fit_stays_at_the_site(secure_grid, secure_play, monkeypatch, caplog):
-    monkeypatch.setattr("polyfed.core.fixed._ROOM", 2.0**33)
+    monkeypatch.setattr("polyfed.core.fixed._WORD_LIMIT", 2.0**33)
     with pytest.raises(RoundError):
         secure_play(secure_grid(small_clients(3)), rounds=1, **{"on-error": "skip"})
     assert "a fixed-point sum of 4 sites with 20 examples here holds up to" in caplog.text
@@ -145,4 +145,4 @@ def test_methods_and_words_that_do_not_suit_are_refused(secure_grid, secure_play
 )
 def test_words_of_a_node_are_checked(nodes, word, value):
     with pytest.raises(UserError, match=f"node-config: {word} must be"):
-        read_site(nodes(small_clients(1), **{word: value})[101].config)
+        build_site(nodes(small_clients(1), **{word: value})[101].config)

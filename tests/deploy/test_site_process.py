@@ -10,7 +10,7 @@ import pytest
 
 from polyfed.deploy import trial as trials
 from polyfed.simulation.runs.directory import read_metrics
-from polyfed.testing import without_times
+from polyfed.testing import without_durations
 
 from .test_loopback import DISCLOSE, pfedla, port, same_models, simulated, small, watched  # noqa: F401
 
@@ -72,21 +72,21 @@ def test_a_site_process_that_is_killed_in_a_round_costs_that_round(watched):  # 
 
 def test_flowers_own_supernode_and_ours_in_one_federation(small, port, monkeypatch):  # noqa: F811
     """The bits of a simulation; and what the server's app holds is not even fetched by ours."""
-    plain = trials._start
+    plain = trials._start_process
 
     def start(name, command, folder, more):
         own = {"POLYFED_SITE_PROCESS": "off"} if name == "client-0" else {}
         return plain(name, command, folder, {**more, **own})
 
-    monkeypatch.setattr(trials, "_start", start)
+    monkeypatch.setattr(trials, "_start_process", start)
     out = small.path / "runs" / "both"
-    with trials.trial(small, small.sites(), port, DISCLOSE + "allow-disclosure=true") as trial:
+    with trials.start_trial(small, small.sites(), port, DISCLOSE + "allow-disclosure=true") as trial:
         done = pfedla(small, "--out", str(out), rounds=2)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert worker_of(trial.processes[1].running.pid) is None
-        assert worker_of(trial.processes[2].running.pid) is not None
+        assert worker_of(trial.processes[1].popen.pid) is None
+        assert worker_of(trial.processes[2].popen.pid) is not None
     run = simulated(2)
-    assert without_times(read_metrics(out / "metrics.jsonl")) == without_times(run.history)
+    assert without_durations(read_metrics(out / "metrics.jsonl")) == without_durations(run.history)
     same_models(small, out, run)
     homes = small.path / "trial" / "homes"
     assert list((homes / "client-0").rglob("client.py"))

@@ -19,20 +19,20 @@ from flwr.supercore.run import RunNotRunningException
 
 from polyfed.core.errors import UserError
 from polyfed.deploy import frames, internals, supernode
-from polyfed.deploy.frames import Frame, FrameError, send
-from polyfed.deploy.internals import DiffersError, hasten, parts
-from polyfed.deploy.project import write_key
-from polyfed.deploy.records import parts_in, record_of
-from polyfed.deploy.supernode import Carrier, DiedError, SiteProcess
+from polyfed.deploy.frames import Frame, FrameError, send_frame
+from polyfed.deploy.internals import UnsupportedFlowerError, load_flower_internals, shorten_reply_polling
+from polyfed.deploy.project import write_key_pair
+from polyfed.deploy.records import build_record, parse_record
+from polyfed.deploy.supernode import MessageLoop, SiteProcess, SiteProcessDiedError
 
 BEGIN = """
 import os, signal, socket, subprocess, sys, time
-from polyfed.deploy.frames import Frame, receive, send
+from polyfed.deploy.frames import Frame, receive_frame, send_frame
 link = socket.socket(fileno=int(sys.argv[-1]))
-start = receive(link)
+start = receive_frame(link)
 assert start.kind == "start"
 while True:
-    frame = receive(link)
+    frame = receive_frame(link)
     if frame.head == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     elif frame.head == "leave a child and die":
@@ -40,15 +40,15 @@ while True:
         os.kill(os.getpid(), signal.SIGKILL)
     elif frame.head == "again" and not os.path.exists(start.head):
         open(start.head, "w").close()
-        send(link, Frame("again"))
+        send_frame(link, Frame("again"))
     elif frame.head == "always again":
-        send(link, Frame("again"))
+        send_frame(link, Frame("again"))
     elif frame.head == "garbage":
         link.sendall(b"pfed" + bytes([0, 0, 0, 2]) + bytes(8) + b"[]")
     elif frame.head == "no frame":
         link.sendall(b"x" * 100)
     else:
-        send(link, Frame("answer", f"{os.getpid()} {start.head}", frame.scalars, frame.groups))
+        send_frame(link, Frame("answer", f"{os.getpid()} {start.head}", frame.scalars, frame.groups))
 """
 
 
@@ -63,12 +63,12 @@ def site(tmp_path):
 
 
 def ask(site, head="hello"):
-    return site.ask(Frame("letter", head))
+    return site.request_answer(Frame("letter", head))
 
 
 def test_one_process_serves_all_messages(site, tmp_path):
     frame = Frame("letter", "hello", {"lr": 0.1}, {"model": os.urandom(2**20)})
-    answers = [site.ask(frame) for _ in range(3)]
+    answers = [site.request_answer(frame) for _ in range(3)]
     assert {answer.head for answer in answers} == {f"{site.pid} {tmp_path / 'mark'}"}
     assert all((answer.scalars, answer.groups) == (frame.scalars, frame.groups) for answer in answers)
 
@@ -85,7 +85,7 @@ def test_a_process_that_was_killed_while_it_was_idle_is_replaced(site):
 def test_a_death_in_the_middle_of_a_message_is_told_at_once_and_the_next_is_answered(site, how):
     """Also where a child of its holds the other end."""
     before, began = site.pid, time.monotonic()
-    with pytest.raises(DiedError, match="signal 9"):
+    with pytest.raises(SiteProcessDiedError, match="signal 9"):
         ask(site, how)
     assert time.monotonic() - began < 4
     assert site.pid not in (None, before), "another has been started already"
@@ -96,7 +96,7 @@ def test_a_process_that_asks_for_another_gets_one_and_the_letter_goes_to_that(si
     before = site.pid
     assert ask(site, "again").head.startswith(str(site.pid))
     assert site.pid != before
-    with pytest.raises(DiedError, match="again and again"):
+    with pytest.raises(SiteProcessDiedError, match="again and again"):
         ask(site, "always again")
 
 
@@ -105,7 +105,7 @@ def test_a_damaged_answer_stops_nothing(site):
     with pytest.raises(FrameError):
         ask(site, "garbage")
     assert ask(site).head.startswith(str(before))
-    with pytest.raises(DiedError):
+    with pytest.raises(SiteProcessDiedError):
         ask(site, "no frame")
     assert ask(site).head.startswith(str(site.pid))
 
@@ -115,15 +115,15 @@ def test_a_process_that_cannot_start_is_told_with_each_message():
     site.start()
     site.configure("{}")
     for _ in range(2):
-        with pytest.raises(DiedError, match="exit 3"):
+        with pytest.raises(SiteProcessDiedError, match="exit 3"):
             ask(site)
     site.close()
 
 
 def test_nobody_else_can_open_the_connection(site):
     """It has no name, and the other end is in the process alone."""
-    assert site._link.getsockname() in ("", b"")
-    assert not site._link.get_inheritable()
+    assert site._socket.getsockname() in ("", b"")
+    assert not site._socket.get_inheritable()
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Link:
     """A SuperLink's fleet interface in memory: `connection` is what Flower's client gives."""
 
     def __init__(self, *messages, flaw=None, raised=RuntimeError):
-        self.flower, self.flaw, self.raised = parts(), flaw, raised
+        self.flower, self.flaw, self.raised = load_flower_internals(), flaw, raised
         self.objects, self.queue, self.sent, self.pushed, self.confirmed = {}, [], [], {}, []
         for one in messages:
             self.objects |= {k: v.deflate() for k, v in self.flower["nested"](one).items()}
@@ -171,9 +171,9 @@ class Link:
 
 
 def served(link, site):
-    carrier = Carrier(link.flower, link.connection, site)
+    carrier = MessageLoop(link.flower, link.connection, site)
     while link.queue:
-        carrier.serve(*link.queue.pop(0))
+        carrier.handle_message(*link.queue.pop(0))
 
 
 def echo(frame):
@@ -183,11 +183,11 @@ def echo(frame):
 @pytest.mark.parametrize("size", [0, 10, 9 * 2**20])
 def test_a_letter_and_its_answer_travel_as_they_are(size):
     parts_sent = ('{"kind": "task"}', {"lr": 0.1, "n": 3}, {"model": os.urandom(size), "more": b"x"})
-    link = Link(message(record_of(*parts_sent)))
+    link = Link(message(build_record(*parts_sent)))
     sent = link.queue[0][0]
-    served(link, SimpleNamespace(ask=echo))
+    served(link, SimpleNamespace(request_answer=echo))
     (reply,) = link.replies()
-    assert parts_in(reply.content) == parts_sent
+    assert parse_record(reply.content) == parts_sent
     assert link.confirmed == [sent.object_id]
     assert reply.metadata.reply_to_message_id == sent.object_id
     assert (reply.metadata.src_node_id, reply.metadata.dst_node_id) == (7, 1)
@@ -203,22 +203,22 @@ HOSTILE = {
     "many numbers": RecordDict(
         {"head": ConfigRecord({"json": ""}), "body": ConfigRecord({f"#{k}": 1 for k in range(1001)})}
     ),
-    "a large head": record_of("x" * 2000, {}, {}),
+    "a large head": build_record("x" * 2000, {}, {}),
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_what_is_no_letter_gets_an_error_and_the_next_message_is_served(case, monkeypatch):
-    monkeypatch.setattr(frames, "_MOST_HEAD", 1000)
-    link = Link(message(HOSTILE[case]), message(record_of("{}", {}, {})))
+    monkeypatch.setattr(frames, "_MAX_HEAD_BYTES", 1000)
+    link = Link(message(HOSTILE[case]), message(build_record("{}", {}, {})))
     ours, theirs = socket.socketpair()
     with ours, theirs:
 
         def ask(frame):
-            send(ours, frame)  # a large one is not sent
+            send_frame(ours, frame)  # a large one is not sent
             return echo(frame)
 
-        served(link, SimpleNamespace(ask=ask))
+        served(link, SimpleNamespace(request_answer=ask))
     first, second = link.replies()
     assert (first.has_error(), first.error.code) == (True, 2)
     assert second.has_content()
@@ -226,10 +226,10 @@ def test_what_is_no_letter_gets_an_error_and_the_next_message_is_served(case, mo
 
 def test_the_death_of_the_process_is_flowers_error_of_a_crash():
     def ask(frame):
-        raise DiedError("the site's process has ended (signal 9)")
+        raise SiteProcessDiedError("the site's process has ended (signal 9)")
 
-    link = Link(message(record_of("{}", {}, {})))
-    served(link, SimpleNamespace(ask=ask))
+    link = Link(message(build_record("{}", {}, {})))
+    served(link, SimpleNamespace(request_answer=ask))
     (reply,) = link.replies()
     assert reply.error == Error(8, "the site's process has ended (signal 9)")
 
@@ -240,8 +240,8 @@ def test_the_death_of_the_process_is_flowers_error_of_a_crash():
 )
 def test_a_run_that_has_ended_is_logged_and_waited_out(flaw, raised, told, caplog):
     """Flower's own sign of it is no Exception."""
-    link = Link(message(record_of("{}", {}, {})), flaw=flaw, raised=raised)
-    served(link, SimpleNamespace(ask=echo))
+    link = Link(message(build_record("{}", {}, {})), flaw=flaw, raised=raised)
+    served(link, SimpleNamespace(request_answer=echo))
     assert not link.sent
     assert f"train 3: not answered: {told}" in caplog.text
 
@@ -250,7 +250,7 @@ def test_a_run_that_has_ended_is_logged_and_waited_out(flaw, raised, told, caplo
 
 
 def test_the_installed_flower_is_the_one_that_is_known():
-    found = parts()
+    found = load_flower_internals()
     assert set(found) == set(internals._INTERNALS)
     source = inspect.getsource(found["connect"])
     assert source.count("                send,\n                get_run,\n                get_fab,\n") == 1, (
@@ -262,17 +262,17 @@ def test_the_installed_flower_is_the_one_that_is_known():
 def test_a_part_that_differs_is_noticed(monkeypatch, name):
     module, attribute, wanted = internals._INTERNALS[name]
     monkeypatch.setitem(internals._INTERNALS, name, (module, attribute, (*wanted, "more")))
-    with pytest.raises(DiffersError, match="takes"):
-        parts()
+    with pytest.raises(UnsupportedFlowerError, match="takes"):
+        load_flower_internals()
     for other in ((module, "missing", wanted), ("flwr.missing", attribute, wanted)):
         monkeypatch.setitem(internals._INTERNALS, name, other)
-        with pytest.raises(DiffersError, match="has no"):
-            parts()
+        with pytest.raises(UnsupportedFlowerError, match="has no"):
+            load_flower_internals()
 
 
 def test_a_connection_with_other_parts_is_refused():
-    with pytest.raises(DiffersError, match="7 parts"):
-        Carrier({}, range(7), None)
+    with pytest.raises(UnsupportedFlowerError, match="7 parts"):
+        MessageLoop({}, range(7), None)
 
 
 def test_the_grid_asks_again_sooner(monkeypatch):
@@ -280,14 +280,14 @@ def test_the_grid_asks_again_sooner(monkeypatch):
 
     plain = http_grid.pull_objects
     monkeypatch.setattr(http_grid, "pull_objects", plain)
-    assert hasten()
-    assert hasten(), "twice in one process"
+    assert shorten_reply_polling()
+    assert shorten_reply_polling(), "twice in one process"
     assert http_grid.pull_objects.func is plain
     assert http_grid.pull_objects.keywords == {"initial_backoff": 0.05, "backoff_cap": 2.0}
     assert "pull_objects(" in inspect.getsource(http_grid.HttpGrid.pull_messages)
     for other in (lambda ids, pull: None, None):
         monkeypatch.setattr(http_grid, "pull_objects", other)
-        assert not hasten()
+        assert not shorten_reply_polling()
         assert http_grid.pull_objects is other
 
 
@@ -362,7 +362,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
         start=lambda: None, close=lambda: None, configure=lambda config: None))  # fmt: skip
     monkeypatch.setattr(signal, "signal", lambda *words: None)
     monkeypatch.setattr(supernode, "log_to_stderr", lambda: None)
-    write_key(tmp_path / "key")
+    write_key_pair(tmp_path / "key")
     (tmp_path / "rsa").write_text("nothing")
     for words, sentence in (
         (["--root-certificates", str(tmp_path / "none")], "--root-certificates: .* cannot be read"),
@@ -387,6 +387,6 @@ def test_the_supernode_needs_neither_torch_nor_more_of_flower_than_it_uses():
 def test_a_refusal_is_told_when_it_ends(capfd, number, status, told):
     """Flower's client raises SIGINT when the SuperLink answers 401, and says nothing."""
     with pytest.raises(SystemExit) as ended:
-        supernode._ended(number, None)
+        supernode._exit_on_signal(number, None)
     assert ended.value.code == status
     assert ("refused by the SuperLink, whose log tells why" in capfd.readouterr().err) is told

@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import FD, FML, FedAvg, Local
 from polyfed.core.errors import UserError
 from polyfed.data.schema import merge_schemas, read_schema
-from polyfed.deploy.tables import difference_of_tables, table_of
+from polyfed.deploy.tables import describe_table_difference, summarize_table
 
 from .conftest import ALL, MemoryGrid
 
@@ -26,9 +26,9 @@ class Net(torch.nn.Linear):
 
 
 def client(name, rows, features=None, **options):
-    sites = pf.data.table(rows, "ill", None, name=name, **options)
+    sites = pf.data.split_table(rows, "ill", None, name=name, **options)
     width = features or sites.num_features
-    return sites.clients(lambda: Net(width))[0]
+    return sites.build_clients(lambda: Net(width))[0]
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_without_consent_only_that_they_differ_is_told(play):
     with pytest.raises(UserError, match=r"does not take part: fedavg discloses weights"):
         play(*tables, **words)
     heads = {c.id: {"table": {"whole": c.id}} for c in tables}
-    assert "which columns is told where both sites allow it" in difference_of_tables(heads)
+    assert "which columns is told where both sites allow it" in describe_table_difference(heads)
 
 
 def test_a_method_that_takes_any_form_asks_for_no_table(play):
@@ -96,14 +96,14 @@ def test_a_method_that_takes_any_form_asks_for_no_table(play):
 )  # fmt: skip
 def test_what_no_honest_site_tells_is_as_if_it_had_no_table(table):
     heads = {"a": {"table": {"whole": "y"}}, "b": {"table": table}}
-    assert "site 'b' has no table, as 'a' has" in difference_of_tables(heads)
-    assert difference_of_tables({"b": {"table": table}}) in ("", difference_of_tables({"b": {}}))
+    assert "site 'b' has no table, as 'a' has" in describe_table_difference(heads)
+    assert describe_table_difference({"b": {"table": table}}) in ("", describe_table_difference({"b": {}}))
 
 
 def test_noise_is_not_undone_by_a_hash(play):
-    told = table_of(client("a", ROWS), frozenset({"one_architecture"}), "run", named=True, noisy=True)
+    told = summarize_table(client("a", ROWS), frozenset({"one_architecture"}), "run", with_names=True, adds_noise=True)
     assert told == {"table": {}}
-    assert difference_of_tables({"a": told, "b": {"table": {"whole": "y"}}}) == ""
+    assert describe_table_difference({"a": told, "b": {"table": {"whole": "y"}}}) == ""
     words = {"clip-norm": 1.0, "noise-multiplier": 1.0, "disclose": ""}
     found = play(client("a", ROWS), client("b", ROWS), method=FedAvg(lr=0.05, weighted=False), **words)
     assert found.last.round == 3
@@ -111,29 +111,29 @@ def test_noise_is_not_undone_by_a_hash(play):
 
 def test_a_schema_makes_tables_of_different_places_alike(tmp_path, play):
     south = {**ROWS, "age": [None, 51, 63, 70] * 5, "sex": ["x", "f"] * 10, "ill": ["dead", "no"] * 10}
-    schemas = [pf.data.table(rows, "ill", None).schema for rows in (ROWS, south)]
+    schemas = [pf.data.split_table(rows, "ill", None).schema for rows in (ROWS, south)]
     merged = merge_schemas(*schemas, to=tmp_path / "schema.json")
     assert read_schema(tmp_path / "schema.json") == read_schema(merged)
     assert merged["classes"] == ["dead", "no", "yes"]
-    one, two = (pf.data.table(rows, "ill", None, schema=str(tmp_path / "schema.json")) for rows in (ROWS, south))
-    assert one.features == two.features == ("age", "age is missing", "sex=f", "sex=m", "sex=x")
+    one, two = (pf.data.split_table(rows, "ill", None, schema=str(tmp_path / "schema.json")) for rows in (ROWS, south))
+    assert one.feature_names == two.feature_names == ("age", "age is missing", "sex=f", "sex=m", "sex=x")
     assert one.class_names == two.class_names
-    assert set(one.pool.train.y.tolist()) == {1, 2}
-    assert set(two.pool.train.y.tolist()) == {0, 1}
+    assert set(one.dataset.train.y.tolist()) == {1, 2}
+    assert set(two.dataset.train.y.tolist()) == {0, 1}
     with pytest.raises(UserError, match=r"the target has 'perhaps', which is no class of the schema: dead, no, yes"):
-        pf.data.table({**ROWS, "ill": ["perhaps", "no"] * 10}, "ill", None, schema=merged)
+        pf.data.split_table({**ROWS, "ill": ["perhaps", "no"] * 10}, "ill", None, schema=merged)
     with pytest.raises(UserError, match="features: the table has no column 'sex'"):
-        pf.data.table({"age": ROWS["age"], "ill": ROWS["ill"]}, "ill", None, schema=merged)
+        pf.data.split_table({"age": ROWS["age"], "ill": ROWS["ill"]}, "ill", None, schema=merged)
     with pytest.raises(UserError, match=r"the schema says what drop would; leave drop='age' out"):
-        pf.data.table(ROWS, "ill", None, schema=merged, drop="age")
+        pf.data.split_table(ROWS, "ill", None, schema=merged, drop="age")
 
 
 def test_two_tables_of_other_words_are_of_no_use():
-    base = pf.data.table(ROWS, "ill", None).schema
+    base = pf.data.split_table(ROWS, "ill", None).schema
     with pytest.raises(UserError, match="column 'sex' holds numbers in one table and categories in another"):
-        merge_schemas(base, pf.data.table({**ROWS, "sex": [1.5, 2] * 10}, "ill", None).schema)
+        merge_schemas(base, pf.data.split_table({**ROWS, "sex": [1.5, 2] * 10}, "ill", None).schema)
     with pytest.raises(UserError, match="have one task, and these schemas are of classification and regression"):
-        merge_schemas(base, pf.data.table({**ROWS, "ill": [0.5, 1] * 10}, "ill", None).schema)
+        merge_schemas(base, pf.data.split_table({**ROWS, "ill": [0.5, 1] * 10}, "ill", None).schema)
     assert replace(read_schema(base)).classes == ("no", "yes")
 
 

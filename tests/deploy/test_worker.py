@@ -13,14 +13,14 @@ from flwr.app import Message
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, PFedLA
-from polyfed.deploy.flower import serve
-from polyfed.deploy.frames import Frame, receive, send
-from polyfed.deploy.records import parts_in, record_of
+from polyfed.deploy.flower import run_deployment
+from polyfed.deploy.frames import Frame, receive_frame, send_frame
+from polyfed.deploy.records import build_record, parse_record
 from polyfed.deploy.supernode import SiteProcess
 from polyfed.deploy.wire import PROTOCOL
-from polyfed.deploy.worker import Keeper
-from polyfed.simulation.runs.configuration import described
-from polyfed.simulation.runs.progress import Silent
+from polyfed.deploy.worker import SiteRunner
+from polyfed.simulation.runs.configuration import describe_method_and_settings
+from polyfed.simulation.runs.progress import SilentProgress
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 
@@ -51,14 +51,14 @@ def config(tmp_path):
 
 
 def letter(kind="introduce", **words):
-    method = described(FedAvg(lr=0.05), Settings(rounds=1))["algorithm"]
+    method = describe_method_and_settings(FedAvg(lr=0.05), Settings(rounds=1))["algorithm"]
     return Frame("letter", json.dumps({"kind": kind, "protocol": PROTOCOL, "run": "a", "algorithm": method, **words}))
 
 
 def architecture():
-    from polyfed.core.scratch import scratch
+    from polyfed.core.scratch import cached_module
 
-    return scratch(small_clients()[0].model).architecture
+    return cached_module(small_clients()[0].model).architecture
 
 
 def calls(config):
@@ -71,56 +71,58 @@ def told(frame):
 
 
 def test_the_client_is_made_before_the_first_message_and_once(config):
-    keeper = Keeper(config)
-    keeper.load()
+    keeper = SiteRunner(config)
+    keeper.load_site()
     assert calls(config) == 1
     first = letter(architecture=architecture())
-    assert told(keeper.answer(first))["client"] == "client-0"
+    assert told(keeper.answer_frame(first))["client"] == "client-0"
     for _ in range(3):  # refused after the client was looked at
-        keeper.answer(letter("task", client="client-0", phase="local", round=1, state=7, seed=1, run_seed=1, keep=0))
+        keeper.answer_frame(
+            letter("task", client="client-0", phase="local", round=1, state=7, seed=1, run_seed=1, keep=0)
+        )
     assert calls(config) == 1
 
 
 def test_each_run_begins_with_what_is_on_the_disk(config):
     """A process that has answered, or waited for long, or whose site.py has changed, asks for another."""
     first, now = letter(architecture=architecture()), [0.0]
-    keeper = Keeper(config, clock=lambda: now[0])
-    keeper.load()
+    keeper = SiteRunner(config, clock=lambda: now[0])
+    keeper.load_site()
     now[0] = 299.0
-    assert keeper.answer(first).kind == "answer"
-    assert keeper.answer(first).kind == "again"
-    assert keeper.answer(letter("task")).kind == "answer", "a message of the same run does not"
-    waited = Keeper(config, clock=lambda: now[0])
-    waited.load()
+    assert keeper.answer_frame(first).kind == "answer"
+    assert keeper.answer_frame(first).kind == "again"
+    assert keeper.answer_frame(letter("task")).kind == "answer", "a message of the same run does not"
+    waited = SiteRunner(config, clock=lambda: now[0])
+    waited.load_site()
     now[0] += 301.0
-    assert waited.answer(first).kind == "again"
+    assert waited.answer_frame(first).kind == "again"
     for change in (lambda f: f.write_text(SITE + "\n# more\n"), lambda f: (f.parent / "nets.py").write_text("x = 1\n")):
-        changed = Keeper(config, clock=lambda: now[0])
-        changed.load()
+        changed = SiteRunner(config, clock=lambda: now[0])
+        changed.load_site()
         change(Path(config["site"]))
-        assert changed.answer(first).kind == "again"
-    assert Keeper(config, clock=lambda: now[0]).answer(letter("task")).kind == "answer"
+        assert changed.answer_frame(first).kind == "again"
+    assert SiteRunner(config, clock=lambda: now[0]).answer_frame(letter("task")).kind == "answer"
 
 
 def test_a_site_that_cannot_be_loaded_says_so_and_is_tried_again(config, caplog):
     """A crash in the middle of a run, and data that are there again a moment later."""
     file = Path(config["site"])
     file.write_text("raise RuntimeError('the disk of patient 17')\n")
-    keeper = Keeper(config)
-    keeper.load()
-    answer = told(keeper.answer(letter("task")))
+    keeper = SiteRunner(config)
+    keeper.load_site()
+    answer = told(keeper.answer_frame(letter("task")))
     assert answer == {"client": "client-0", "refused": "it cannot start (the reason is in its log)"}
     assert "patient 17" in caplog.text
     file.write_text(SITE.replace("    return small", "    raise KeyError('patient 17')\n    return small"))
     task = letter("task", client="client-0", phase="local", round=1, seed=1, run_seed=1, state=None, keep=0)
-    assert told(keeper.answer(task))["refused"] == "KeyError (its text is in the log of the site)"
-    assert told(keeper.answer(task))["refused"] == "KeyError (its text is in the log of the site)"
+    assert told(keeper.answer_frame(task))["refused"] == "KeyError (its text is in the log of the site)"
+    assert told(keeper.answer_frame(task))["refused"] == "KeyError (its text is in the log of the site)"
     assert calls(config) == 2, "tried with each message"
 
 
 @pytest.mark.parametrize("head", ["", "[]", "{", "[" * 10_000, json.dumps({"kind": ["introduce"]}), "x" * (2**20 + 1)])
 def test_letters_that_are_none_are_refused(config, head):
-    assert "refused" in told(Keeper(config).answer(Frame("letter", head)))
+    assert "refused" in told(SiteRunner(config).answer_frame(Frame("letter", head)))
 
 
 class Kept:
@@ -130,20 +132,20 @@ class Kept:
         self.keeper, self.made = None, 0
 
     def __call__(self, message, context):
-        sent = self._over(Frame("letter", *parts_in(message.content)))
-        answer = Frame("again") if self.keeper is None else self.keeper.answer(sent)
+        sent = self._over(Frame("letter", *parse_record(message.content)))
+        answer = Frame("again") if self.keeper is None else self.keeper.answer_frame(sent)
         if answer.kind == "again":
-            self.keeper, self.made = Keeper(dict(context.node_config)), self.made + 1
-            self.keeper.load()
-            answer = self.keeper.answer(sent)
+            self.keeper, self.made = SiteRunner(dict(context.node_config)), self.made + 1
+            self.keeper.load_site()
+            answer = self.keeper.answer_frame(sent)
         back = self._over(answer)
-        return Message(record_of(back.head, back.scalars, back.groups), reply_to=message)
+        return Message(build_record(back.head, back.scalars, back.groups), reply_to=message)
 
     def _over(self, frame):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            send(ours, frame)  # small enough for the socket
-            return receive(theirs)
+            send_frame(ours, frame)  # small enough for the socket
+            return receive_frame(theirs)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +159,9 @@ def test_the_bits_are_those_of_a_simulation(tmp_path, nodes, method, monkeypatch
     for node in grid.nodes.values():
         node.app = Kept()
     words = configuration(method, sites=NAMES, file=str(tmp_path / "server.py"))
-    run = serve(grid, {**words, "out": str(tmp_path / "run")}, Silent())
+    run = run_deployment(grid, {**words, "out": str(tmp_path / "run")}, SilentProgress())
     assert_same(tmp_path, run, pf.federate(small_clients(), method, rounds=3, seed=3, workers=0))
-    again = serve(grid, {**words, "out": str(tmp_path / "again")}, Silent())
+    again = run_deployment(grid, {**words, "out": str(tmp_path / "again")}, SilentProgress())
     assert [{**row, "seconds": 0} for row in again.history] != []
     assert {node.app.made for node in grid.nodes.values()} == {2}, "one for each run"
 
@@ -211,7 +213,7 @@ def test_a_damaged_frame_does_not_end_it(site):
     site.ask(letter(architecture=architecture()))
     before = site.pid
     site._link.sendall(b"pfed" + (2).to_bytes(4, "big") + bytes(8) + b"[]")
-    assert told(receive(site._link))["refused"] == "a message was damaged on its way to the site's process"
+    assert told(receive_frame(site._link))["refused"] == "a message was damaged on its way to the site's process"
     assert "refused" in told(site.ask(letter("task", client="other")))
     assert site.pid == before
 
@@ -228,7 +230,7 @@ def test_it_ends_with_its_supernode_whatever_it_does(config, busy):
     while not calls(config):
         time.sleep(0.05)
     process = site.pid
-    site._link.shutdown(socket.SHUT_RDWR)
+    site._socket.shutdown(socket.SHUT_RDWR)
     assert gone(process)
     site.close()
 
@@ -240,5 +242,5 @@ def test_what_site_py_prints_is_no_frame(config):
     site = SiteProcess()
     site.start()
     site.configure(json.dumps(config))
-    assert told(site.ask(letter(architecture=architecture())))["client"] == "client-0"
+    assert told(site.request_answer(letter(architecture=architecture())))["client"] == "client-0"
     site.close()

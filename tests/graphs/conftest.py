@@ -27,22 +27,22 @@ def random_states():
 def check(graph: ArchitectureGraph, model) -> None:
     """Every parameter is generated or local, and no more; the graph is acyclic and leads to parameters that exist."""
     parameters = dict(model.named_parameters())
-    assert graph.sizes == {name: parameter.numel() for name, parameter in parameters.items()}
-    generated = [name for one in graph.generated for name in one.parameters.values()]
+    assert graph.parameter_sizes == {name: parameter.numel() for name, parameter in parameters.items()}
+    generated = [name for one in graph.generated_weights for name in one.parameters.values()]
     assert len(generated) == len(set(generated))
-    assert set(generated) | set(graph.local) == set(parameters)
-    assert set(generated).isdisjoint(graph.local)
-    assert all(graph.local.values())
-    assert list(graph.local) == [name for name in parameters if name in graph.local]
+    assert set(generated) | set(graph.local_reasons) == set(parameters)
+    assert set(generated).isdisjoint(graph.local_reasons)
+    assert all(graph.local_reasons.values())
+    assert list(graph.local_reasons) == [name for name in parameters if name in graph.local_reasons]
     for node in graph.nodes:
         if isinstance(node.type, LayerType):
             shapes = {role: tuple(parameters[name].shape) for role, name in node.parameters.items()}
-            assert shapes == node.type.shapes
+            assert shapes == node.type.parameter_shapes
         else:
             assert all(role == name for role, name in node.parameters.items())
-            assert set(node.parameters) <= set(graph.local)
+            assert set(node.parameters) <= set(graph.local_reasons)
             assert bool(node.parameters) == (node.type == "other")
-    for one in graph.generated:
+    for one in graph.generated_weights:
         assert all(graph.nodes[k].type == one.type for k in one.nodes)
         assert all(graph.nodes[k].parameters == one.parameters for k in one.nodes)
     assert list(graph.edges) == sorted(set(graph.edges))

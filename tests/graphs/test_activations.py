@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from polyfed.graphs import export, extract, fx
 from polyfed.graphs.architecture import ACTIVATIONS
-from polyfed.graphs.flow import Root, follow
+from polyfed.graphs.flow import Root, record_layer_flow
 from polyfed.models import build
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -34,8 +34,8 @@ def line(c_in=4, c_out=4):
 def found(model, x=X):
     """Name of each layer -> its activation, which both tracers must find."""
     told = []
-    for tracer in (fx, export):
-        flow = follow(tracer.trace(Root(model).eval(), x.clone()), model, x.clone())
+    for trace in (fx.trace_with_fx, export.trace_with_export):
+        flow = record_layer_flow(trace(Root(model).eval(), x.clone()), model, x.clone())
         told.append({node.name: node.type.activation for node in flow.nodes if not isinstance(node.type, str)})
     assert told[0] == told[1]
     assert told[0] == {n.name: n.type.activation for n in extract(model, x).nodes if not isinstance(n.type, str)}
@@ -140,7 +140,7 @@ def test_shared_weights_have_the_activations_of_all_their_uses():
     net = Net(lambda net, x: net.a(torch.tanh(net.a(torch.relu(net.a(x))))), a=line())
     graph = extract(net, X)
     assert {node.type.activation for node in graph.nodes} == {"relu+tanh"}
-    assert (len(graph.generated), graph.coverage) == (1, 1.0)
+    assert (len(graph.generated_weights), graph.coverage) == (1, 1.0)
 
 
 def chain(activation=nn.ReLU, dilation=1):
@@ -157,12 +157,12 @@ def test_networks_that_differ_in_activation_or_dilation_have_different_graphs():
         "conv2d-3-4-k3x3-s1x1-g1-b1-d1x1-tanh",
         "conv2d-3-4-k3x3-s1x1-g1-b1-d2x2-relu",
     ]
-    restricted = graphs[1].restricted(graphs[0].types)
+    restricted = graphs[1].restrict_to(graphs[0].layer_types)
     assert restricted.coverage == pytest.approx((2 * 256 + 2) / (4 * 27 + 4 + 8 + 2 * 256 + 2))  # the last layer
-    assert "lacks its type conv2d-3-4-k3x3-s1x1-g1-b1-d1x1-tanh" in restricted.local["0.weight"]
+    assert "lacks its type conv2d-3-4-k3x3-s1x1-g1-b1-d1x1-tanh" in restricted.local_reasons["0.weight"]
     functional = Net(lambda net, x: F.conv2d(x, net.a.weight, None, 1, 2, 2), a=nn.Conv2d(3, 4, 3, bias=False))
-    for tracer in (fx, export):
-        flow = follow(tracer.trace(Root(functional).eval(), IMAGES), functional, IMAGES)
+    for trace in (fx.trace_with_fx, export.trace_with_export):
+        flow = record_layer_flow(trace(Root(functional).eval(), IMAGES), functional, IMAGES)
         assert flow.nodes[0].type.dilation == (2, 2)
 
 

@@ -20,10 +20,10 @@ def test_keys_round_trip_and_have_no_dots(kind):
 
 
 def test_shapes_and_fan_in():
-    assert CONV.shapes == {"weight": (8, 2, 3, 3)}
+    assert CONV.parameter_shapes == {"weight": (8, 2, 3, 3)}
     assert CONV.fan_in == 2 * 9
-    assert LINE.shapes == {"weight": (3, 8), "bias": (3,)}
-    assert NORM.shapes == {"weight": (8,), "bias": (8,)}
+    assert LINE.parameter_shapes == {"weight": (3, 8), "bias": (3,)}
+    assert NORM.parameter_shapes == {"weight": (8,), "bias": (8,)}
 
 
 @pytest.mark.parametrize(
@@ -84,28 +84,28 @@ def graph():
 
 
 def test_shared_weights_are_one_set_with_two_nodes():
-    sets = graph().generated
+    sets = graph().generated_weights
     assert [(made.type, made.nodes) for made in sets] == [(CONV, (0, 4)), (NORM, (1,)), (LINE, (5,))]
-    assert graph().types == tuple(sorted([CONV, LINE, NORM]))
+    assert graph().layer_types == tuple(sorted([CONV, LINE, NORM]))
     assert graph().coverage == pytest.approx(1 - 13 / 200)
 
 
 def test_layers_outside_the_catalogue_stay_private():
     whole = graph()
-    assert whole.restricted(TYPES) is whole
-    less = whole.restricted([LINE])
+    assert whole.restrict_to(TYPES) is whole
+    less = whole.restrict_to([LINE])
     assert [node.type for node in less.nodes] == ["other", "other", "other", "add", "other", LINE]
-    assert less.local.keys() == {"conv.weight", "norm.weight", "norm.bias", "lstm.w"}
-    assert CONV.key in less.local["conv.weight"]
+    assert less.local_reasons.keys() == {"conv.weight", "norm.weight", "norm.bias", "lstm.w"}
+    assert CONV.key in less.local_reasons["conv.weight"]
     assert less.edges == whole.edges
     assert less.coverage == pytest.approx(27 / 200)
 
 
 def test_catalogue_is_sorted_and_a_union():
-    one, other = graph(), graph().restricted([LINE])
-    assert LayerCatalogue.of([one, other]) == LayerCatalogue((NORM, LINE, CONV, CONV))
+    one, other = graph(), graph().restrict_to([LINE])
+    assert LayerCatalogue.from_graphs([one, other]) == LayerCatalogue((NORM, LINE, CONV, CONV))
     with pytest.raises(UserError, match="not in the layer catalogue of 1 types"):
-        LayerCatalogue((LINE,)).feature(CONV)
+        LayerCatalogue((LINE,)).column_of(CONV)
 
 
 def test_catalogue_files_round_trip(tmp_path):

@@ -39,14 +39,14 @@ SIZES = [
 @pytest.mark.parametrize(("name", "nodes", "reach", "others"), SIZES)
 def test_nodes_and_reach_of_the_papers_networks(name, nodes, reach, others):
     graph = extract(network(name), torch.zeros(2, 3, 32, 32))
-    forms = [contraction.of(graph) for contraction in (EXTRACTED, LAYERS, EDGES)]
+    forms = [contraction.apply(graph) for contraction in (EXTRACTED, LAYERS, EDGES)]
     assert tuple(len(form.nodes) for form in forms) == nodes
     assert tuple(reached(form, 6) for form in forms) == reach
     assert sum(node.type != "add" and node.type.is_conv for node in graph.nodes) == others + 1
     for form in forms:
-        assert (form.coverage, form.local, form.head) == (1.0, {}, {"fc.weight", "fc.bias"})
-        generated = [name for made in form.generated for name in made.parameters.values()]
-        assert sorted(generated) == sorted(form.sizes)
+        assert (form.coverage, form.local_reasons, form.head_parameters) == (1.0, {}, {"fc.weight", "fc.bias"})
+        generated = [name for made in form.generated_weights for name in made.parameters.values()]
+        assert sorted(generated) == sorted(form.parameter_sizes)
 
 
 def test_types_with_a_norm_are_read_from_their_keys_and_from_catalogues(tmp_path):
@@ -56,8 +56,8 @@ def test_types_with_a_norm_are_read_from_their_keys_and_from_catalogues(tmp_path
         for norm, bias in (("batch_norm", True), ("rms_norm", False))
     ]
     assert types[1].key == f"{plain.key}-batch_norm-b1"
-    assert types[1].shapes == {"weight": (8, 4, 3, 3), "scale": (8,), "shift": (8,)}
-    assert list(types[2].shapes) == ["weight", "scale"]
+    assert types[1].parameter_shapes == {"weight": (8, 4, 3, 3), "scale": (8,), "shift": (8,)}
+    assert list(types[2].parameter_shapes) == ["weight", "scale"]
     assert [LayerType.from_key(kind.key) for kind in types] == types
     LayerCatalogue(tuple(types)).write(tmp_path / "catalogue.yaml")
     assert LayerCatalogue.read(tmp_path / "catalogue.yaml").types == tuple(sorted(types))
@@ -75,10 +75,10 @@ def test_a_norm_that_is_none_is_refused(wrong):
 
 def test_without_norms_their_parameters_stay_with_the_client():
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-    graph = Contraction("local").of(extract(net, torch.zeros(2, 1, 8, 8)))
+    graph = Contraction("local").apply(extract(net, torch.zeros(2, 1, 8, 8)))
     assert [node.name for node in graph.nodes] == ["0", "4"]
     assert graph.edges == ((0, 1),)
-    assert list(graph.local) == ["1.weight", "1.bias"]
+    assert list(graph.local_reasons) == ["1.weight", "1.bias"]
 
 
 class PreActivation(nn.Module):
@@ -191,30 +191,34 @@ def test_odd_networks_lose_no_parameter(name, check):
     make, with_norm, nodes = ODD[name]
     net = make()
     extracted = extract(net, torch.zeros(2, *SHAPE))
-    graph = Contraction("layers").of(extracted)
+    graph = Contraction("layers").apply(extracted)
     check(graph, net)
     assert [n.name for n in graph.nodes if not isinstance(n.type, str) and n.type.norm != "none"] == with_norm
     assert sum(not isinstance(n.type, str) and n.type.is_norm for n in graph.nodes) == nodes
-    assert (graph.local, graph.coverage, graph.head) == (extracted.local, extracted.coverage, extracted.head)
+    assert (graph.local_reasons, graph.coverage, graph.head_parameters) == (
+        extracted.local_reasons,
+        extracted.coverage,
+        extracted.head_parameters,
+    )
     for contraction in (Contraction("layers", joins=False), Contraction("local"), Contraction("local", joins=False)):
-        other = contraction.of(extracted)
+        other = contraction.apply(extracted)
         check(other, net)
-        assert other.head == extracted.head
+        assert other.head_parameters == extracted.head_parameters
         assert contraction.joins or not {"add", "concat"} & {n.type for n in other.nodes}
         if contraction.norms == "local":
             assert not any(not isinstance(n.type, str) and n.type.is_norm for n in other.nodes)
-    private = graph.restricted(())
-    assert (private.local.keys(), private.coverage) == (dict(net.named_parameters()).keys(), 0)
+    private = graph.restrict_to(())
+    assert (private.local_reasons.keys(), private.coverage) == (dict(net.named_parameters()).keys(), 0)
 
 
 def test_a_transformer_keeps_the_norms_after_sums_as_nodes(check):
     net = build("vit", SHAPE, CLASSES)
     extracted = extract(net, torch.zeros(2, *SHAPE))
-    graph = Contraction("layers").of(extracted)
+    graph = Contraction("layers").apply(extracted)
     check(graph, net)
     norms = [n.name for n in graph.nodes if not isinstance(n.type, str) and n.type.is_norm]
     assert norms
-    assert graph.head == extracted.head
+    assert graph.head_parameters == extracted.head_parameters
 
 
 @pytest.mark.parametrize("name", ["flha_arch2", "flha_arch3"])
@@ -226,6 +230,10 @@ def test_both_tracers_give_the_same_contracted_graph(name, monkeypatch):
         graphs.append(extract(spec(), torch.zeros(2, *SHAPE)))
     assert [graph.tracer for graph in graphs] == ["torch.fx", "torch.export"]
     for contraction in (Contraction("layers"), Contraction("layers", joins=False), Contraction("local")):
-        one, other = (contraction.of(graph) for graph in graphs)
-        assert (one.edges, one.local, one.head) == (other.edges, other.local, other.head)
+        one, other = (contraction.apply(graph) for graph in graphs)
+        assert (one.edges, one.local_reasons, one.head_parameters) == (
+            other.edges,
+            other.local_reasons,
+            other.head_parameters,
+        )
         assert [(n.type, n.parameters) for n in one.nodes] == [(n.type, n.parameters) for n in other.nodes]

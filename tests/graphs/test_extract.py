@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from polyfed.core.seeds import local_rng
+from polyfed.core.seeds import temporary_rng_seed
 from polyfed.graphs import LayerType
 from polyfed.models import build
 
@@ -40,7 +40,7 @@ def test_a_chain(extracted, told):
     graph = extracted(net, IMAGES)
     assert told(graph) == ["0: conv2d-3-8-k3x3-s2x2-g1-b1 < ", "5: linear-72-5-k-s-g1-b1 < 0"]
     assert graph.nodes[0].parameters == {"weight": "0.weight", "bias": "0.bias"}
-    assert (graph.coverage, graph.tracer, graph.local) == (1.0, "torch.fx", {})
+    assert (graph.coverage, graph.tracer, graph.local_reasons) == (1.0, "torch.fx", {})
 
 
 class Residual(nn.Module):
@@ -114,7 +114,7 @@ def kinds(graph):
 @pytest.mark.slow
 def test_resnet18_of_both_makes(extracted):
     """17 convolutions of 3×3 or 7×7 and 3 of 1×1 in shortcuts, each with a norm; 8 sums of two; one linear layer."""
-    with local_rng(0):
+    with temporary_rng_seed(0):
         models = [build("resnet18", (3, 16, 16), 10, width=4), Pyramid((4, 8, 16, 32), 2, 10)]
     graphs = [extracted(model, IMAGES) for model in models]
     for graph in graphs:
@@ -122,9 +122,9 @@ def test_resnet18_of_both_makes(extracted):
         assert len(graph.edges) == 20 + 19 + 2 * 8 + 1  # into norms, into convolutions but the first, sums, fc
         assert (graph.coverage, graph.tracer) == (1.0, "torch.fx")
         assert (
-            sum(t.kind == "conv2d" for t in graph.types) == 1 + 4 + 3 + 3
+            sum(t.kind == "conv2d" for t in graph.layer_types) == 1 + 4 + 3 + 3
         )  # stem, within stages, into them, shortcuts
-    ours, others = (set(graph.types) for graph in graphs)
+    ours, others = (set(graph.layer_types) for graph in graphs)
     assert len(ours & others) == 4 + 3 + 3 + 4 + 1  # all but the stem
 
 
@@ -234,7 +234,7 @@ def test_a_buffer_is_a_constant_and_a_parameter_is_not(extracted, told):
     net.shift = nn.Parameter(torch.ones(4))
     graph = extracted(net, X)
     assert told(graph) == ["shift: other < ", "add: add < shift", "fc: linear-4-4-k-s-g1-b1 < add"]
-    assert graph.local == {"shift": "Net uses it outside the layers of the catalogue"}
+    assert graph.local_reasons == {"shift": "Net uses it outside the layers of the catalogue"}
 
 
 def test_of_some_operands_only_the_shape_is_read(extracted):
@@ -244,7 +244,7 @@ def test_of_some_operands_only_the_shape_is_read(extracted):
 
     graph = extracted(Net(forward, a=line(), b=line(), c=line()), X)
     assert [node.name for node in graph.nodes] == ["a", "c"]
-    assert set(graph.local) == {"b.weight", "b.bias"}
+    assert set(graph.local_reasons) == {"b.weight", "b.bias"}
 
 
 def test_in_place_operations_whose_result_is_not_used(extracted):

@@ -33,7 +33,7 @@ def line(c_in=4, c_out=4, bias=True):
 
 def reasons(graph):
     """One for each module: its parameters' name without the last part -> reason."""
-    return {name.rpartition(".")[0]: reason for name, reason in graph.local.items()}
+    return {name.rpartition(".")[0]: reason for name, reason in graph.local_reasons.items()}
 
 
 def test_modules_outside_the_catalogue(extracted, told):
@@ -75,7 +75,7 @@ def test_norms_without_parameters_are_passed_through(extracted):
 def test_a_norm_over_several_dimensions_is_no_layer_type(extracted):
     graph = extracted(nn.Sequential(nn.LayerNorm((3, 4)), line()), torch.randn(2, 3, 4))
     assert [getattr(node.type, "kind", node.type) for node in graph.nodes] == ["other", "linear"]
-    assert graph.local["0.weight"] == "LayerNorm with weight (3, 4), bias (3, 4) is no layer of the catalogue"
+    assert graph.local_reasons["0.weight"] == "LayerNorm with weight (3, 4), bias (3, 4) is no layer of the catalogue"
 
 
 def test_frozen_parameters_and_their_layers(extracted):
@@ -86,7 +86,7 @@ def test_frozen_parameters_and_their_layers(extracted):
     assert [node.type for node in graph.nodes[:2]] == ["other", "other"]
     assert graph.edges == ((0, 1), (1, 2))
     frozen = "it is not trained (requires_grad is False)"
-    assert graph.local == {
+    assert graph.local_reasons == {
         "0.weight": frozen,
         "0.bias": frozen,
         "1.weight": frozen,
@@ -97,7 +97,7 @@ def test_frozen_parameters_and_their_layers(extracted):
 @pytest.mark.parametrize("cut", [lambda net, x: net.b(net.a(x).detach()), lambda net, x: net.b(without_grad(net.a, x))])
 def test_behind_detach_and_no_grad_nothing_is_generated(extracted, cut):
     graph = extracted(Net(cut, a=line(), b=line()), X)
-    assert graph.local == dict.fromkeys(("a.weight", "a.bias"), "no gradient of the output reaches it")
+    assert graph.local_reasons == dict.fromkeys(("a.weight", "a.bias"), "no gradient of the output reaches it")
     assert graph.edges == ((0, 1),)
 
 
@@ -123,7 +123,7 @@ def test_unused_parameters_and_dead_branches(extracted, told):
     net.train()
     graph = extracted(net, X)
     assert told(graph) == ["body: linear-4-4-k-s-g1-b1 < ", "out: linear-4-2-k-s-g1-b1 < body"]
-    assert graph.local == {
+    assert graph.local_reasons == {
         f"{name}.{part}": "the output does not depend on it"
         for name in ("dead", "auxiliary", "deader", "never")
         for part in ("weight", "bias")
@@ -137,14 +137,14 @@ def test_types_of_numbers(extracted, dtype):
     if dtype is torch.float64:
         assert graph.coverage == 1.0
     else:
-        assert set(graph.local.values()) == {"its numbers are bfloat16, not float32 or float64"}
+        assert set(graph.local_reasons.values()) == {"its numbers are bfloat16, not float32 or float64"}
         assert (graph.coverage, graph.edges) == (0.0, ((0, 1),))
 
 
 def test_a_module_used_twice(extracted):
     graph = extracted(Net(lambda net, x: net.b(net.a(net.b(x))), a=line(), b=line()), X)
     assert [node.name for node in graph.nodes] == ["b", "a", "b"]
-    assert [one.nodes for one in graph.generated] == [(0, 2), (1,)]
+    assert [one.nodes for one in graph.generated_weights] == [(0, 2), (1,)]
     assert graph.coverage == 1.0
 
 
@@ -153,8 +153,8 @@ def test_one_module_under_two_names_and_one_tensor_in_two_layers(extracted):
     two.weight = one.weight
     graph = extracted(nn.Sequential(one, nn.ReLU(), two, one), X)
     assert [node.parameters for node in graph.nodes] == [{"weight": "0.weight"}] * 3
-    assert [one.nodes for one in graph.generated] == [(0, 1, 2)]
-    assert graph.sizes == {"0.weight": 16}
+    assert [one.nodes for one in graph.generated_weights] == [(0, 1, 2)]
+    assert graph.parameter_sizes == {"0.weight": 16}
 
 
 def test_layers_that_share_a_part_are_not_generated(extracted):
@@ -164,7 +164,7 @@ def test_layers_that_share_a_part_are_not_generated(extracted):
     net[2].bias = net[1].bias
     graph = extracted(net, X)
     assert [isinstance(node.type, LayerType) for node in graph.nodes] == [False, False, False, True]
-    assert graph.local == {
+    assert graph.local_reasons == {
         "0.weight": "0.weight is shared between different layers",
         "0.bias": "0.weight is shared between different layers",
         "1.bias": "1.bias is shared between different layers",
@@ -178,14 +178,14 @@ def test_tied_weights_of_an_embedding_and_of_an_autoencoder(extracted, turned):
         net = Net(lambda net, x: F.linear(net.a(x).relu(), net.a.weight.T), a=line(4, 2, bias=False))
         graph = extracted(net, X)
         assert [node.type for node in graph.nodes] == ["other", "other"]
-        assert graph.local == {"a.weight": "a.weight is shared between different layers"}
+        assert graph.local_reasons == {"a.weight": "a.weight is shared between different layers"}
     else:
         net = Net(lambda net, x: net.out(net.tokens(x).mean(1)), tokens=nn.Embedding(6, 4), out=line(4, 6))
         net.out.weight = net.tokens.weight
         graph = extracted(net, TOKENS)
         assert [node.type for node in graph.nodes] == ["other", "other"]
         shared = "tokens.weight is shared between different layers"
-        assert graph.local == {"tokens.weight": shared, "out.bias": shared}
+        assert graph.local_reasons == {"tokens.weight": shared, "out.bias": shared}
 
 
 @pytest.mark.parametrize("parametrised", [weight_norm, spectral_norm])
@@ -239,7 +239,7 @@ def test_derived_layers(extracted, told):
         "4.gain: other < 4",
         "5: linear-3-2-k-s-g1-b1 < 4.gain",
     ]
-    assert graph.local == {"4.gain": f"Scaled {ELSEWHERE}"}
+    assert graph.local_reasons == {"4.gain": f"Scaled {ELSEWHERE}"}
 
 
 class Functional(nn.Module):
@@ -276,7 +276,7 @@ def test_functions_with_the_models_own_parameters(extracted):
     ]
     assert graph.edges == tuple((i, i + 1) for i in range(5))
     assert graph.nodes[5].parameters == {"weight": "weights.1", "bias": "last"}
-    assert graph.local == dict.fromkeys(("scale", "shift"), "scale is shared between different layers")
+    assert graph.local_reasons == dict.fromkeys(("scale", "shift"), "scale is shared between different layers")
 
 
 def test_parameters_that_are_used_as_they_are(extracted, told):
@@ -300,14 +300,14 @@ def test_parameters_that_are_used_as_they_are(extracted, told):
         "matrix: other < gamma",
         "out: linear-4-2-k-s-g1-b1 < matrix",
     ]
-    assert graph.local == dict.fromkeys(("cls", "position", "gamma", "matrix"), f"Net {ELSEWHERE}")
+    assert graph.local_reasons == dict.fromkeys(("cls", "position", "gamma", "matrix"), f"Net {ELSEWHERE}")
 
 
 def test_a_list_of_parameters_is_its_owners(extracted, told):
     net = Net(lambda net, x: x * net.gains[0] * net.gains[1], gains=nn.ParameterList([torch.ones(4), torch.ones(4)]))
     graph = extracted(net, X)
     assert told(graph) == ["gains.0: other < ", "gains.1: other < gains.0"]
-    assert set(graph.local.values()) == {f"Net {ELSEWHERE}"}
+    assert set(graph.local_reasons.values()) == {f"Net {ELSEWHERE}"}
 
 
 def test_a_learnt_query_is_an_input_of_its_layer(extracted, told):

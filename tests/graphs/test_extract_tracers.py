@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from polyfed.core.errors import UserError
-from polyfed.core.seeds import local_rng
+from polyfed.core.seeds import temporary_rng_seed
 from polyfed.graphs import export, extract, fx
-from polyfed.graphs.flow import Root, follow
+from polyfed.graphs.flow import Root, record_layer_flow
 from polyfed.models import MODELS, build
 
 
@@ -43,7 +43,10 @@ def line(c_in=4, c_out=4):
 def both(model, x):
     """The flows that the two tracers see."""
     roots = [Root(copy.deepcopy(model)).eval() for _ in range(2)]
-    return [follow(module.trace(root, x), model, x) for module, root in zip((fx, export), roots, strict=True)]
+    return [
+        record_layer_flow(trace(root, x), model, x)
+        for trace, root in zip((fx.trace_with_fx, export.trace_with_export), roots, strict=True)
+    ]
 
 
 def assert_same(model, x):
@@ -71,7 +74,7 @@ SIZES |= {"lstm": {"vocabulary": 9, "num_layers": 2}, "vit": {"dim": 8}}
 
 def zoo(name, **sizes):
     shape = (25,) if name == "lstm" else (3, 32, 32) if name == "cnn_pfedla" else (1, 28, 28)
-    with local_rng(0):
+    with temporary_rng_seed(0):
         model = build(name, shape, 5, **{**SIZES.get(name, {}), **sizes})
     return model, torch.ones(2, *shape, dtype=torch.int64 if name == "lstm" else torch.float32)
 
@@ -90,7 +93,7 @@ def test_the_zoo(extracted, name, sizes):
     graph = extracted(model, x)
     assert graph.tracer == "torch.fx"
     local = {"lstm": {"embedding", "lstm"}, "vit": {"positions", "cls_token"} & set(dict(model.named_parameters()))}
-    assert {parameter.split(".")[0] for parameter in graph.local} == local.get(name, set())
+    assert {parameter.split(".")[0] for parameter in graph.local_reasons} == local.get(name, set())
     assert_same(model, x)
 
 
@@ -227,7 +230,7 @@ def test_a_parameter_that_the_tracers_miss_is_no_silent_loss():
 
 
 def test_another_output_than_the_models_is_not_believed(monkeypatch):
-    real = fx.trace
+    real = fx.trace_with_fx
 
     def wrong(root, x):
         program = real(root, x)
@@ -269,7 +272,7 @@ def test_where_torch_export_fails_composites_are_one_node(extracted, told):
     graph = extracted(net, torch.randn(2, 3, 4))
     assert graph.tracer == "torch.fx"
     assert told(graph) == ["attend: other < ", "out: linear-4-4-k-s-g1-b1 < attend"]
-    assert graph.local["attend.out_proj.weight"] == "MultiheadAttention is no layer of the catalogue"
+    assert graph.local_reasons["attend.out_proj.weight"] == "MultiheadAttention is no layer of the catalogue"
 
 
 def projected(x, weight, bias):

@@ -9,7 +9,7 @@ from torch import nn
 
 from polyfed.cli.main import main
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node, extract
-from polyfed.graphs.draw import draw_graph, label, layout
+from polyfed.graphs.draw import draw_graph, layout_nodes, node_label
 from polyfed.models import build
 
 NETS = '''
@@ -160,7 +160,7 @@ def test_a_file_without_a_moved_norm_still_says_of_which_graphs_it_is(polyfed, h
 
 def test_a_moved_norm_is_in_the_label():
     kind = LayerType("linear", 8, 4, activation="relu", norm="layer_norm", norm_bias=True)
-    assert label(Node("a", kind, {})) == "a\nlinear 8→4, relu, layer_norm"
+    assert node_label(Node("a", kind, {})) == "a\nlinear 8→4, relu, layer_norm"
 
 
 def test_a_catalogue_of_an_earlier_version_is_not_added_to(polyfed, here):
@@ -232,7 +232,7 @@ def crosses(line, places):
 def test_no_line_of_the_picture_crosses_a_node(name, shape):
     model = build(name, shape, 3, **({"pool": "cls"} if name == "vit" else {"width": 4}))
     graph = extract(model, torch.zeros(2, *shape))
-    places, lines = layout(graph)
+    places, lines = layout_nodes(graph)
     assert len(set(places)) == len(graph.nodes)
     assert all(places[a][1] < places[b][1] for a, b in graph.edges)
     assert not any(crosses(line, places) for line in lines)
@@ -244,9 +244,9 @@ def test_pictures_of_odd_graphs(here):
     node = Node("block." * 20 + "gain", "other", {"gain": "gain"})
     draw_graph(ArchitectureGraph((node, node), (), {"gain": 1}, {"gain": "it is mine"}), "two.svg", "a" * 100)
     assert (here / "none.png").exists()
-    assert label(node) == "…lock.block.block.block.block.gain\nother"
+    assert node_label(node) == "…lock.block.block.block.block.gain\nother"
     pointwise = LayerType("conv2d", 8, 8, (1, 3), (2, 1), groups=8)
-    assert label(Node("c", pointwise, {})) == "c\nconv2d 8→8, 1×3 /2×1, 8 groups"
+    assert node_label(Node("c", pointwise, {})) == "c\nconv2d 8→8, 1×3 /2×1, 8 groups"
     dilated = LayerType("conv1d", 8, 4, (3,), (1,), dilation=(2,), activation="tanh")
-    assert label(Node("c", dilated, {})) == "c\nconv1d 8→4, 3, dilated 2, tanh"
-    assert [label(Node("block.add", mark, {})) for mark in ("add", "other")] == ["block.add", "block.add\nother"]
+    assert node_label(Node("c", dilated, {})) == "c\nconv1d 8→4, 3, dilated 2, tanh"
+    assert [node_label(Node("block.add", mark, {})) for mark in ("add", "other")] == ["block.add", "block.add\nother"]

@@ -22,20 +22,20 @@ import yaml
 import polyfed as pf
 from polyfed.algorithms import FedPNAS, Local
 from polyfed.cli.commands import compare as comparing
-from polyfed.cli.commands.asked import Asked
-from polyfed.cli.commands.report import show
+from polyfed.cli.commands.asked import CompareOptions
+from polyfed.cli.commands.report import show_report
 from polyfed.cli.main import main
 from polyfed.comparison import directory as comparisons
 from polyfed.core.errors import UserError
-from polyfed.core.tree import decode, encode
-from polyfed.report.gathering import gather
+from polyfed.core.tree import deserialize_state, serialize_state
+from polyfed.report.gathering import read_run_groups
 from polyfed.report.records import read_rounds
-from polyfed.report.search import read_search
-from polyfed.search.found import load
-from polyfed.simulation.experiment import from_config
+from polyfed.report.search import read_search_result
+from polyfed.search.found import load_network
+from polyfed.simulation.experiment import build_experiment
 from polyfed.simulation.runs import predictions
-from polyfed.simulation.runs.configuration import restored
-from polyfed.simulation.runs.directory import changes, read_config, read_manifest, read_metrics
+from polyfed.simulation.runs.configuration import restore_settings_and_method
+from polyfed.simulation.runs.directory import list_changes, read_config, read_manifest, read_metrics
 from polyfed.testing import small_clients
 
 NUMBERS = (0, -1, 3, 2**62, 10**400, 1.5, -0.0, 1e308, math.inf, -math.inf, math.nan)
@@ -179,38 +179,38 @@ def kinds(folder: Path) -> dict[str, Kind]:
     complete = made / "checkpoint/round-000002/complete.json"
     search = next((folder / "search/models").glob("*.json"))
     server = made / "checkpoint/round-000002/server.safetensors"
-    state = encode({"a": torch.ones(2), "b": [1, 2.5, {"c": torch.zeros(1), "d": None}], "round": 3})
+    state = serialize_state({"a": torch.ones(2), "b": [1, 2.5, {"c": torch.zeros(1), "d": None}], "round": 3})
 
     def configured():
         content = read_config(run)
-        restored(content, None)
-        return from_config(content)
+        restore_settings_and_method(content, None)
+        return build_experiment(content)
 
     def history():
         read_metrics(metrics)
-        changes(run)
+        list_changes(run)
         return read_rounds(metrics), shown(run)
 
     turn = count()
 
     def shown(place):
-        gather([place])
+        read_run_groups([place])
         if next(turn) % 8:
             return  # pages take their time
         with redirect_stdout(StringIO()), warnings.catch_warnings(action="ignore"):
-            show([place], out=folder / "page.html")
+            show_report([place], out=folder / "page.html")
 
     def compared():
-        comparisons.read(folder / "c")
+        comparisons.load_comparison(folder / "c")
         shown(folder / "c")
 
     def described():
         content = comparisons.read_description(folder / "c")
-        comparisons.reading_of(content)
+        comparisons.load_result_criteria(content)
         kept = content.get("experiment")
         if kept is not None:
-            from_config(kept["config"])
-        comparing.plan_of(folder / "c", Asked())
+            build_experiment(kept["config"])
+        comparing.read_comparison_plan(folder / "c", CompareOptions())
 
     def resumed():
         shutil.rmtree(folder / "again", ignore_errors=True)
@@ -219,21 +219,21 @@ def kinds(folder: Path) -> dict[str, Kind]:
             pf.resume(folder / "again", clients=small_clients())
 
     def predicted():
-        file = predictions._file(run, "client-000")
+        file = predictions._predictions_file(run, "client-000")
         assert file.exists()
         for split in ("test", "val"):
-            for number in predictions.rounds(run, "client-000", split=split):
-                predictions.read(run, "client-000", split=split, round=number)
+            for number in predictions.list_predicted_rounds(run, "client-000", split=split):
+                predictions.read_predictions(run, "client-000", split=split, round=number)
         shown(run)
 
     def manifest():
         read_manifest(run)
-        changes(run)
+        list_changes(run)
         shown(run)
 
     def found():
-        load(search)
-        read_search(folder / "search")
+        load_network(search)
+        read_search_result(folder / "search")
 
     def lines(value):
         return b"".join(as_json(record) + b"\n" for record in value) if isinstance(value, list) else as_json(value)
@@ -260,7 +260,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "checkpoint": Kind(server, None, None, resumed),
         "models/*.json": Kind(search, as_json, json.loads(search.read_text()), found),
         "predictions": Kind(run / "predictions/client-000.parquet", None, None, predicted),
-        "decode": Kind(states, packed, structure, lambda: decode(states.read_bytes())),
+        "decode": Kind(states, packed, structure, lambda: deserialize_state(states.read_bytes())),
         **small_kinds(folder, Kind, as_json, _yaml, made),
     }  # fmt: skip
 

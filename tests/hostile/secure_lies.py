@@ -10,11 +10,11 @@ from secure_loop import SITES, Loop, mean_of
 
 from polyfed.core.algorithm import Message
 from polyfed.deploy.secure import keys as primitives
-from polyfed.deploy.secure.keys import signer
-from polyfed.deploy.secure.masking import Sum, advertise
-from polyfed.deploy.secure.member import BOXES, BUNDLE, advert_of
+from polyfed.deploy.secure.keys import signing_function
+from polyfed.deploy.secure.masking import SumId, advertise_keys
+from polyfed.deploy.secure.member import BOXES_GROUP, BUNDLE_GROUP, parse_advert
 from polyfed.deploy.secure.shamir import PRIME
-from polyfed.deploy.wire import Letter
+from polyfed.deploy.wire import Envelope
 
 LIAR, *OTHERS = SITES
 
@@ -63,11 +63,11 @@ def whole(written, words):
 
 def boxes(change):
     """The sealed shares as `change` makes each."""
-    return tensors(lambda groups: {BOXES: {name: change(box) for name, box in groups[BOXES].items()}})
+    return tensors(lambda groups: {BOXES_GROUP: {name: change(box) for name, box in groups[BOXES_GROUP].items()}})
 
 
 def bundle(change):
-    return tensors(lambda groups: {BUNDLE: {"bundle": change(groups[BUNDLE]["bundle"])}})
+    return tensors(lambda groups: {BUNDLE_GROUP: {"bundle": change(groups[BUNDLE_GROUP]["bundle"])}})
 
 
 def tokens(change):
@@ -88,9 +88,9 @@ def noise(tensor):
 
 
 def swapped(groups):
-    first, second, *rest = groups[BOXES]
-    found = groups[BOXES]
-    return {BOXES: {first: found[second], second: found[first], **{name: found[name] for name in rest}}}
+    first, second, *rest = groups[BOXES_GROUP]
+    found = groups[BOXES_GROUP]
+    return {BOXES_GROUP: {first: found[second], second: found[first], **{name: found[name] for name in rest}}}
 
 
 BYTES = torch.zeros(9, dtype=torch.uint8)
@@ -113,9 +113,9 @@ LEFT_OUT = {
     # shares
     "silence when shares are asked for": ("share", silence),
     "no shares": ("share", tensors(lambda groups: {})),
-    "a share is missing": ("share", tensors(lambda g: {BOXES: dict(list(g[BOXES].items())[1:])})),
-    "a share for a stranger": ("share", tensors(lambda g: {BOXES: {**g[BOXES], "site-9": BYTES}})),
-    "a share for itself": ("share", tensors(lambda g: {BOXES: {**g[BOXES], LIAR: BYTES}})),
+    "a share is missing": ("share", tensors(lambda g: {BOXES_GROUP: dict(list(g[BOXES_GROUP].items())[1:])})),
+    "a share for a stranger": ("share", tensors(lambda g: {BOXES_GROUP: {**g[BOXES_GROUP], "site-9": BYTES}})),
+    "a share for itself": ("share", tensors(lambda g: {BOXES_GROUP: {**g[BOXES_GROUP], LIAR: BYTES}})),
     "shares of another type": ("share", boxes(torch.Tensor.float)),
     "shares that are NaN": ("share", boxes(lambda t: torch.full(t.shape, torch.nan))),
     "shares in rows": ("share", boxes(lambda t: t[None])),
@@ -123,10 +123,10 @@ LEFT_OUT = {
     "shares that are empty": ("share", boxes(lambda t: t[:0])),
     "shares that are too long": ("share", boxes(lambda t: torch.cat([t, t]))),
     "huge shares": ("share", boxes(lambda t: torch.zeros(2**20, dtype=torch.uint8))),
-    "another group": ("share", tensors(lambda g: {"x": g[BOXES]})),
+    "another group": ("share", tensors(lambda g: {"x": g[BOXES_GROUP]})),
     "a thousand shares more": (
         "share",
-        tensors(lambda g: {BOXES: {**g[BOXES], **{f"s{k}": BYTES for k in range(1000)}}}),
+        tensors(lambda g: {BOXES_GROUP: {**g[BOXES_GROUP], **{f"s{k}": BYTES for k in range(1000)}}}),
     ),
     # masked numbers
     "silence when numbers are asked for": ("mask", silence),
@@ -223,8 +223,14 @@ PREVENTED = {
 }
 """What ends the round with a sentence, as docs/deploy.md says a site can."""
 AGAINST_ONE = {
-    "shares of noise for one": ("share", tensors(lambda g: {BOXES: {**g[BOXES], "site-1": noise(g[BOXES]["site-1"])}})),
-    "shares for another": ("share", tensors(lambda g: {BOXES: {**g[BOXES], "site-1": g[BOXES]["site-2"]}})),
+    "shares of noise for one": (
+        "share",
+        tensors(lambda g: {BOXES_GROUP: {**g[BOXES_GROUP], "site-1": noise(g[BOXES_GROUP]["site-1"])}}),
+    ),
+    "shares for another": (
+        "share",
+        tensors(lambda g: {BOXES_GROUP: {**g[BOXES_GROUP], "site-1": g[BOXES_GROUP]["site-2"]}}),
+    ),
 }
 """What keeps another site out of the sum, which refuses to take part without shares of all."""
 KINDS = {**LEFT_OUT, **HARMLESS, **PREVENTED, **AGAINST_ONE}
@@ -232,26 +238,26 @@ KINDS = {**LEFT_OUT, **HARMLESS, **PREVENTED, **AGAINST_ONE}
 
 def signed(keys, which, name=LIAR, **fields):
     """Keys of a site for a sum, signed with its registered key."""
-    _, made = advertise(which, name, lambda content: b"")
+    _, made = advertise_keys(which, name, lambda content: b"")
     made = dataclasses.replace(made, **fields)
-    signature = signer(primitives.read_private(keys / f"{name}.key"))(made.content(which))
+    signature = signing_function(primitives.read_registered_key(keys / f"{name}.key"))(made.signed_content(which))
     return {"name": made.name, "cipher": made.cipher.hex(), "mask": made.mask.hex(), "signature": signature.hex()}
 
 
 def of_keys(kind, loop, keys, letter):
     """Keys that are signed, and lie otherwise."""
     number = letter.head["advertise"]
-    which = Sum(loop.server.run, number)
+    which = SumId(loop.server.run, number)
     if kind == "zero":
         return signed(keys, which, cipher=bytes(32))
     if kind == "copied":
         theirs = next(a for name, _, a in reversed(loop.sent) if name == LIAR)  # its own, of which it takes one twice
         return signed(
-            keys, which, cipher=advert_of(theirs.head["advert"]).mask, mask=advert_of(theirs.head["advert"]).mask
+            keys, which, cipher=parse_advert(theirs.head["advert"]).mask, mask=parse_advert(theirs.head["advert"]).mask
         )
     if kind == "other round":
-        return signed(keys, Sum(loop.server.run, number + 1))
-    return signed(keys, Sum("other", number))
+        return signed(keys, SumId(loop.server.run, number + 1))
+    return signed(keys, SumId("other", number))
 
 
 def outcome(folder, keys, kind, rounds=2):
@@ -261,7 +267,7 @@ def outcome(folder, keys, kind, rounds=2):
 
     def lie(loop, at, letter, answer):
         asked = letter.head.get("advertise") if step == "advertise" else at == step
-        if not asked or (isinstance(answer, Letter) and answer.head.get("refused")):
+        if not asked or (isinstance(answer, Envelope) and answer.head.get("refused")):
             return answer
         if isinstance(change, str):
             return told(advert=of_keys(change, loop, keys, letter))(letter, answer)

@@ -10,14 +10,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.fixed import decode, from_message
+from polyfed.core.fixed import mean_from_fixed_point, parse_sum_message
 from polyfed.deploy.secure import RefusalError
-from polyfed.deploy.secure.conducting import Conductor
-from polyfed.deploy.secure.masking import Sum
-from polyfed.deploy.secure.member import BOXES, Member
-from polyfed.deploy.server import prepare
-from polyfed.deploy.wire import Letter, Packed, pack_tree
-from polyfed.simulation.secure import SecureSum, part_of
+from polyfed.deploy.secure.conducting import SecureRoundServer
+from polyfed.deploy.secure.masking import SumId
+from polyfed.deploy.secure.member import BOXES_GROUP, SecureSumClient
+from polyfed.deploy.server import configure_server
+from polyfed.deploy.wire import Envelope, PackedEnvelope, pack_tensors
+from polyfed.simulation.secure import SecureSum, encode_sum_part
 
 STEPS = ("advertise", "share", "mask", "hand out")
 SITES = ("site-0", "site-1", "site-2", "site-3")
@@ -37,11 +37,11 @@ def write_keys(folder):
 
 def packed(answer):
     """A letter as the server gets it."""
-    if isinstance(answer, Packed | str):
+    if isinstance(answer, PackedEnvelope | str):
         return answer
     try:
-        groups = {group: pack_tree(tree) for group, tree in answer.body.tensors.items()}
-        return Packed(json.dumps(dict(answer.head)), dict(answer.body.scalars), groups)
+        groups = {group: pack_tensors(tree) for group, tree in answer.body.tensors.items()}
+        return PackedEnvelope(json.dumps(dict(answer.head)), dict(answer.body.scalars), groups)
     except UserError as error:  # as Flower's side tells
         return str(error)
 
@@ -70,17 +70,18 @@ class Loop:
             "sites": ",".join(SITES), "out": str(folder / "run"), "rounds": 3, "secure": True, "algorithm.name": "fedavg",
             "algorithm.lr": 0.1, "file": str(folder / "server.py"), **words,
         }  # fmt: skip
-        self.server = prepare(given)
-        self.federation = self.server.federation({name: {"task": "classification"} for name in SITES})
+        self.server = configure_server(given)
+        self.federation = self.server.build_federation({name: {"task": "classification"} for name in SITES})
         self.members = {
-            name: Member(name, folder / name / self.server.run, keys / f"{name}.key", keys, 3) for name in SITES
+            name: SecureSumClient(name, folder / name / self.server.run, keys / f"{name}.key", keys, 3)
+            for name in SITES
         }
         for name in SITES:
             (folder / name).mkdir()
         self.folder_of_keys = keys
         self.lie, self.before, self.said, self.sent = lie, before, Counter(), []
-        self.conductor = Conductor(self.server, self.federation, self._exchange)
-        self.at = self.federation.begin()
+        self.conductor = SecureRoundServer(self.server, self.federation, self._exchange)
+        self.at = self.federation.initial_checkpoint()
 
     def reply(self, name, down):
         """What a site would send without masks: numbers by which it can be told."""
@@ -95,22 +96,22 @@ class Loop:
         head, member = letter.head, self.members[name]
         try:
             if head["kind"] == "sum":
-                told, body = member.answer(head["run"], head)
+                told, body = member.answer_sum_steps(head["run"], head)
                 self.said.update(told["refusals"].values())
-                return Letter({"client": name, "run": head["run"], **told}, body)
+                return Envelope({"client": name, "run": head["run"], **told}, body)
             body, more = Message(), {}
             if head["part"]:
-                place = member.place(Sum(head["run"], head["round"]), letter.body.tensors.get(BOXES, {}))
-                place.take()
+                place = member.join_sum(SumId(head["run"], head["round"]), letter.body.tensors.get(BOXES_GROUP, {}))
+                place.mark_used()
                 reply = self.reply(name, letter.body.tensors)
-                body = place.masked(part_of(reply, self.server.algorithm, place.parties))
+                body = place.mask_part(encode_sum_part(reply, self.server.algorithm, place.max_sites))
             if head.get("advertise"):
-                more["advert"] = member.advert(Sum(head["run"], head["advertise"]))
+                more["advert"] = member.create_key_advertisement(SumId(head["run"], head["advertise"]))
             same = {n: head[n] for n in ("run", "round", "phase")}
-            return Letter({"client": name, **same, "failure": None, "seconds": 0.0, **more}, body)
+            return Envelope({"client": name, **same, "failure": None, "seconds": 0.0, **more}, body)
         except (RefusalError, UserError) as refusal:
             self.said[str(refusal)] += 1
-            return Letter({"client": name, "refused": str(refusal)})
+            return Envelope({"client": name, "refused": str(refusal)})
 
     def _exchange(self, letters, number):
         for name, letter in letters.items():
@@ -125,19 +126,19 @@ class Loop:
     def round(self, number):
         """Plays a round: who is in its sum, the mean of the model's numbers there, and why others are not."""
         at = self.at
-        who = self.federation.cohort(number)
-        (tasks,) = self.federation.tasks("local", who, number, at)
+        who = self.federation.sample_cohort(number)
+        (tasks,) = self.federation.build_task_blocks("local", who, number, at)
         total, inside, failed = SecureSum(self.server.algorithm), [], {}
-        for result in self.conductor.run(tasks, at.state):
+        for result in self.conductor.run_round_tasks(tasks, at.state):
             if result.failure is not None:
                 failed[result.task.client] = result.failure.reason
             elif result.reply is not None:
                 inside.append(result.task.client)
                 total.add(result.task.client, result.reply)
-                layout = from_message(result.reply)[1]
+                layout = parse_sum_message(result.reply)[1]
         if not inside:
             return [], None, failed
-        found, weight = decode(total._total, layout)
+        found, weight = mean_from_fixed_point(total._total, layout)
         numbers = torch.cat([t.flatten() for t in found["model"].values() if t.is_floating_point()])
         return sorted(inside), (weight, float(numbers.min()), float(numbers.max())), failed
 

@@ -16,16 +16,16 @@ import polyfed as pf
 from polyfed.algorithms import PFedLA
 from polyfed.cli.commands import measures, warmstart
 from polyfed.core.errors import UserError
-from polyfed.core.tree import encode
-from polyfed.data.files import class_names
+from polyfed.core.tree import serialize_state
+from polyfed.data.files import hub_class_names
 from polyfed.data.text import build_vocabulary, load_vocabulary
-from polyfed.deploy.budget import spend
-from polyfed.deploy.privacy import Protection
-from polyfed.deploy.private import NotItsOwnError, check_marks, read_state, write_state
-from polyfed.deploy.project import create
-from polyfed.deploy.server import _value
-from polyfed.deploy.trial import folder_of, read_trial
-from polyfed.deploy.wire import form_of, pack_tree, plain_head, unpack_tree
+from polyfed.deploy.budget import spend_budget
+from polyfed.deploy.privacy import ReplyProtection
+from polyfed.deploy.private import InvalidSiteStateError, check_client_identity, read_private_state, write_private_state
+from polyfed.deploy.project import create_project
+from polyfed.deploy.server import _parse_field_value
+from polyfed.deploy.trial import read_trial_file, trial_folder_of
+from polyfed.deploy.wire import pack_tensors, parse_head, read_tensor_specs, unpack_tensors
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.report import aggregation, views
@@ -49,12 +49,12 @@ def small_kinds(folder: Path, kind, as_json, as_yaml, made: Path):
 def of_a_site(folder, kind, as_json):
     """Private state, with and without the right sum; marks of a run; the book of what has left."""
     run, book = folder / "site" / "run-a", folder / "site" / "privacy.json"
-    write_state(run, "north", 3, METHOD, {"model": {"w": torch.ones(3)}, "seen": 2}, 0)
+    write_private_state(run, "north", 3, METHOD, {"model": {"w": torch.ones(3)}, "seen": 2}, 0)
     sealed = folder / "sealed" / "run-a"
     shutil.copytree(run, sealed)
-    check_marks(folder / "site" / "run-b", "north", "0123")
+    check_client_identity(folder / "site" / "run-b", "north", "0123")
     with warnings.catch_warnings(action="ignore"):
-        spend(book, "data", Protection(clip_norm=1.0, noise_multiplier=2.0))
+        spend_budget(book, "data", ReplyProtection(clip_norm=1.0, noise_multiplier=2.0))
     file = sealed / "private" / "round-000003.state"
     _, head, state = file.read_bytes().split(b"\n", 2)
 
@@ -65,13 +65,13 @@ def of_a_site(folder, kind, as_json):
     def own(where):
         def read():
             with asked():
-                read_state(where, "north", 3, METHOD)
+                read_private_state(where, "north", 3, METHOD)
 
         return read
 
     def marks():
         with asked():
-            check_marks(folder / "site" / "run-b", "north", "0123")
+            check_client_identity(folder / "site" / "run-b", "north", "0123")
 
     marked = folder / "site" / "run-b" / "run.json"
     return {
@@ -79,7 +79,7 @@ def of_a_site(folder, kind, as_json):
         "site: state, sum right": kind(file, with_sum, json.loads(head), own(sealed)),
         "site: run.json": kind(marked, as_json, json.loads(marked.read_bytes()), marks),
         "site: privacy.json": kind(
-            book, as_json, json.loads(book.read_bytes()), lambda: spend(book, "data", Protection())
+            book, as_json, json.loads(book.read_bytes()), lambda: spend_budget(book, "data", ReplyProtection())
         ),
     }
 
@@ -91,7 +91,7 @@ class asked:
         return self
 
     def __exit__(self, kind, error, trace):
-        if isinstance(error, NotItsOwnError):
+        if isinstance(error, InvalidSiteStateError):
             raise UserError(str(error)) from error
 
 
@@ -100,30 +100,30 @@ def of_a_project(folder, kind, as_json, as_yaml):
     types = LayerType("conv2d", 3, 8, (3, 3), (1, 1)), LayerType("linear", 8, 2)
     catalogue = folder / "catalogue.yaml"
     LayerCatalogue(types).write(catalogue)
-    project = create(folder / "project", ["north", "south"])
-    noted = folder_of(project) / "trial.json"
+    project = create_project(folder / "project", ["north", "south"])
+    noted = trial_folder_of(project) / "trial.json"
     noted.parent.mkdir(exist_ok=True)
     noted.write_text(json.dumps({"port": 9092, "sites": ["north"], "processes": {"north": 123}}))
     field = folder / "field.txt"
     field.write_text('{"name": "mlp", "hidden": [16, 8]}')
-    toml = project.app / "pyproject.toml"
+    toml = project.app_folder / "pyproject.toml"
 
     def configured():
-        found = project.configuration()
+        found = project.read_configuration()
         assert isinstance(found, dict)
-        project.sites()
+        project.read_site_names()
 
     def trial():
-        found = read_trial(project)
+        found = read_trial_file(project)
         assert found is None or str(found["port"])
 
     return {
         "catalogue.yaml": kind(catalogue, as_yaml, yaml.safe_load(catalogue.read_text()),
                                lambda: LayerCatalogue.read(catalogue)),
         "trial.json": kind(noted, as_json, json.loads(noted.read_text()), trial),
-        "pyproject.toml": kind(toml, as_toml, dict(project.configuration()), configured),
+        "pyproject.toml": kind(toml, as_toml, dict(project.read_configuration()), configured),
         "a field of the app": kind(field, as_json, json.loads(field.read_text()),
-                                   lambda: _value(field.read_text(errors="replace"))),
+                                   lambda: _parse_field_value(field.read_text(errors="replace"))),
     }  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def as_toml(value) -> bytes:
 def of_commands(folder, kind, as_json):
     """What `reproduce` has measured, the link to MLflow, curves of warm starts, a vocabulary, weights for plots, and what a
     Parquet file tells of classes."""
-    kept, link, curves = folder / "measured.json", folder / tracking.LINK, folder / views.WARM_STARTS
+    kept, link, curves = folder / "measured.json", folder / tracking.MLFLOW_LINK_FILE, folder / views.WARM_START_FILE
     curves.parent.mkdir(exist_ok=True)
     kept.write_text(json.dumps({"pfedla, warm": {"before": 0.5, "after": None}}))
     link.write_text(json.dumps({"run_id": "0123"}))
@@ -156,19 +156,19 @@ def of_commands(folder, kind, as_json):
     assert np.load(array).files
 
     def warm():
-        views.warm_starts(folder, "k")
-        warmstart._keep_curves(curves, {})
+        views.html_warm_starts(folder, "k")
+        warmstart._add_curves_to_file(curves, {})
 
     def classes():
         rows = pa.table({"label": [0, 1]}).replace_schema_metadata({b"huggingface": table.read_bytes()})
-        found = class_names(rows, "label")
+        found = hub_class_names(rows, "label")
         assert found is None or all(isinstance(name, str) for name in found)
 
     def measured():
-        assert all(isinstance(value, dict) for value in measures._kept(kept).values())
+        assert all(isinstance(value, dict) for value in measures._read_measured(kept).values())
 
     def linked():
-        assert isinstance(tracking.run_of(folder), str | None)
+        assert isinstance(tracking.read_mlflow_run_id(folder), str | None)
 
     return {
         "measured.json": kind(kept, as_json, json.loads(kept.read_text()), measured),
@@ -176,7 +176,7 @@ def of_commands(folder, kind, as_json):
         "unseen/curves.json": kind(curves, as_json, json.loads(curves.read_text()), warm),
         "vocabulary": kind(words, as_json, json.loads(words.read_text()), lambda: load_vocabulary(words)),
         "classes of Parquet": kind(table, as_json, json.loads(table.read_text()), classes),
-        "analysis/*.npz": kind(array, None, None, lambda: aggregation.read(weights)),
+        "analysis/*.npz": kind(array, None, None, lambda: aggregation.read_aggregation_weights(weights)),
     }
 
 
@@ -184,7 +184,7 @@ def of_messages(folder, kind, as_json):
     """Heads and groups of tensors, as sites send them."""
     head, group = folder / "head.json", folder / "group"
     head.write_text(json.dumps({"client": "north", "run": "a", "round": 1, "metrics": {"accuracy": 0.5}}))
-    group.write_bytes(pack_tree({"w": torch.ones(2, 3), "b": torch.zeros(2, dtype=torch.int64)}))
+    group.write_bytes(pack_tensors({"w": torch.ones(2, 3), "b": torch.zeros(2, dtype=torch.int64)}))
     data = group.read_bytes()
     length = int.from_bytes(data[:8], "little")
 
@@ -193,12 +193,12 @@ def of_messages(folder, kind, as_json):
         return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
     def unpacked():
-        form_of(group.read_bytes())
-        unpack_tree(group.read_bytes())
+        read_tensor_specs(group.read_bytes())
+        unpack_tensors(group.read_bytes())
 
     return {
         "message: head": kind(head, as_json, json.loads(head.read_text()),
-                              lambda: plain_head(head.read_text(errors="replace"))),
+                              lambda: parse_head(head.read_text(errors="replace"))),
         "message: tensors": kind(group, packed, json.loads(data[8 : 8 + length]), unpacked),
     }  # fmt: skip
 
@@ -227,5 +227,5 @@ def forged(folder, kind, as_json, made):
         with warnings.catch_warnings(action="ignore"):
             pf.resume(folder / "once more", clients=small_clients())
 
-    assert encode({"a": 1})
+    assert serialize_state({"a": 1})
     return kind(file, packed, structure, resumed)

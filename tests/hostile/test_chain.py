@@ -12,11 +12,11 @@ import yaml
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedProx, Local
 from polyfed.cli.main import main
-from polyfed.comparison.directory import finished
-from polyfed.simulation.runs.configuration import described
-from polyfed.simulation.runs.directory import changes, read_config, read_manifest
+from polyfed.comparison.directory import load_finished_history
+from polyfed.simulation.runs.configuration import describe_method_and_settings
+from polyfed.simulation.runs.directory import list_changes, read_config, read_manifest
 from polyfed.simulation.settings import Settings
-from polyfed.testing import assert_same_run, small_clients
+from polyfed.testing import assert_runs_equal, small_clients
 
 OPTIONS = {"rounds": 4, "workers": 0}
 
@@ -59,7 +59,7 @@ def test_metrics_of_another_run_are_not_taken(tmp_path, run):
         pf.UserError, match=r"metrics.jsonl was changed in rounds 1 to 4 since .*, or is of another run"
     ):
         pf.resume(run, clients=small_clients())
-    assert any("metrics.jsonl was changed" in sentence for sentence in changes(run))
+    assert any("metrics.jsonl was changed" in sentence for sentence in list_changes(run))
 
 
 @pytest.mark.parametrize("line", [0, 1, 2, 3])
@@ -69,14 +69,14 @@ def test_one_changed_number_of_the_metrics_is_found(run, line):
     changed = [dict(record) for record in whole]
     changed[line]["train_loss"] += 1e-9
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in changed))
-    assert re.search(r"metrics.jsonl was changed in rounds 1 to 4", changes(run)[0])
+    assert re.search(r"metrics.jsonl was changed in rounds 1 to 4", list_changes(run)[0])
     if line == 3:
         with pytest.warns(
             RuntimeWarning, match=r"metrics.jsonl was changed in rounds 1 to 4 .*; the one before it is used"
         ):
             again = pf.resume(run, clients=small_clients())
         assert again.history[3]["train_loss"] == whole[3]["train_loss"]
-        assert changes(run) == []
+        assert list_changes(run) == []
     else:
         with pytest.raises(pf.UserError, match=r"metrics.jsonl was changed in rounds 1 to 4 .*in rounds 1 to 3"):
             pf.resume(run, clients=small_clients())
@@ -90,9 +90,9 @@ def test_a_changed_configuration_is_named_and_where_it_runs_is_free(run):
         for action in (lambda: pf.resume(run, clients=small_clients()), lambda: pf.resume(run)):
             with pytest.raises(pf.UserError, match=r"config.yaml was changed since the run began; put it back"):
                 action()
-        assert "config.yaml was changed" in changes(run)[0]
+        assert "config.yaml was changed" in list_changes(run)[0]
     (run / "config.yaml").write_text(yaml.safe_dump({**config, "workers": 2, "engine": "inprocess"}))
-    assert changes(run) == []
+    assert list_changes(run) == []
     assert pf.resume(run, clients=small_clients()).last.round == 4
     (run / "config.yaml").write_text(whole)
 
@@ -113,15 +113,15 @@ def test_models_and_predictions_that_were_changed_are_named_and_written_again(ru
     for path, content in whole.items():
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert sorted(
-        re.match(r"(\S+) was changed since the run wrote it; `polyfed resume", s)[1] for s in changes(run)
+        re.match(r"(\S+) was changed since the run wrote it; `polyfed resume", s)[1] for s in list_changes(run)
     ) == sorted(map(str, whole))
     for path in whole:
         if path.suffix == ".parquet":
             path.unlink()
-    assert len(changes(run)) == sum(path.suffix != ".parquet" for path in whole)
+    assert len(list_changes(run)) == sum(path.suffix != ".parquet" for path in whole)
     with warnings.catch_warnings(action="ignore"):
         pf.resume(run, clients=small_clients())
-    assert changes(run) == []
+    assert list_changes(run) == []
 
 
 @pytest.mark.thorough
@@ -145,36 +145,36 @@ def test_report_and_compare_name_what_was_changed(tmp_path, monkeypatch, capsys)
 
 
 def test_a_comparison_takes_no_changed_run(run):
-    method = described(FedAvg(lr=0.1), Settings())["algorithm"]
+    method = describe_method_and_settings(FedAvg(lr=0.1), Settings())["algorithm"]
     asked = (run, 4, [c.id for c in small_clients()], 0, method, read_manifest(run)["data_fingerprint"])
-    assert len(finished(*asked)) == 4
+    assert len(load_finished_history(*asked)) == 4
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("train_loss", "train_lass", 1))
     with pytest.raises(pf.UserError, match=r"metrics.jsonl was changed"):
-        finished(*asked)
+        load_finished_history(*asked)
 
 
 def test_warm_starts_take_no_checkpoint_of_another_run(tmp_path):
     from polyfed.algorithms import FLHAGHN
-    from polyfed.simulation.unseen import load_server
+    from polyfed.simulation.unseen import load_trained_server
 
     for name, rate in (("run", 0.1), ("other", 0.2)):
         play(tmp_path / name, FLHAGHN(head="factored", lr=rate), rounds=1)
-    assert load_server(tmp_path / "run").round == 1
+    assert load_trained_server(tmp_path / "run").round == 1
     shutil.rmtree(tmp_path / "run" / "checkpoint")
     shutil.copytree(tmp_path / "other" / "checkpoint", tmp_path / "run" / "checkpoint")
     with pytest.raises(pf.UserError, match="is of a run with another configuration"):
-        load_server(tmp_path / "run")
+        load_trained_server(tmp_path / "run")
 
 
 def test_a_run_that_goes_on_binds_as_one_that_was_not_stopped(tmp_path):
     whole = play(tmp_path / "whole", Local(lr=0.1), rounds=6, checkpoint_every=2, keep=3)
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyfed.simulation.federation.play_round", _stop_after(4))
+        patch.setattr("polyfed.simulation.federation.run_round", _stop_after(4))
         with pytest.raises(KeyboardInterrupt):
             play(out, Local(lr=0.1), rounds=6, checkpoint_every=2, keep=3)
-    assert_same_run(pf.resume(out, clients=small_clients()), whole)
-    assert changes(out) == changes(tmp_path / "whole") == []
+    assert_runs_equal(pf.resume(out, clients=small_clients()), whole)
+    assert list_changes(out) == list_changes(tmp_path / "whole") == []
     for folder in (out, tmp_path / "whole"):
         for checkpoint in (folder / "checkpoint").iterdir():
             bound = json.loads((checkpoint / "complete.json").read_text())["bound"]
@@ -183,12 +183,12 @@ def test_a_run_that_goes_on_binds_as_one_that_was_not_stopped(tmp_path):
 
 
 def _stop_after(last):
-    from polyfed.simulation.collecting import play_round
+    from polyfed.simulation.collecting import run_round
 
     def playing(federation, now, *rest):
         if now.round == last:
             raise KeyboardInterrupt
-        return play_round(federation, now, *rest)
+        return run_round(federation, now, *rest)
 
     return playing
 
@@ -219,7 +219,7 @@ def test_a_damaged_private_state_is_named_and_the_run_goes_on_from_before_or_not
     with pytest.warns(
         RuntimeWarning, match=r"round-000003 is damaged .*client-1.safetensors.*the one before it is used"
     ):
-        assert_same_run(pf.resume(tmp_path / "run", clients=small_clients()), whole)
+        assert_runs_equal(pf.resume(tmp_path / "run", clients=small_clients()), whole)
     for folder in (tmp_path / "run" / "checkpoint").iterdir():
         (folder / "client-client-1.safetensors").write_bytes(b"x")
     with pytest.raises(pf.UserError, match=r"client-1.safetensors does not match its checksum.*Put a copy of what was"):

@@ -11,9 +11,9 @@ import yaml
 
 import polyfed as pf
 from polyfed.cli.main import main
-from polyfed.core.code import granted, inherit, scope, trust_code, trusted
+from polyfed.core.code import inherit_trust, is_trusted, temporary_trust, trust_code, trusted_names
 from polyfed.core.scratch import _cached
-from polyfed.simulation.runs.chain import of_config
+from polyfed.simulation.runs.chain import hash_config
 from polyfed.simulation.runs.directory import read_config
 
 SOURCE = Path(pf.__file__).parent
@@ -43,7 +43,7 @@ def bound(folder, config):
     """Writes a configuration with the hash that goes with it: who makes a directory can make that too."""
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "config_sha256": of_config(config)}))
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "config_sha256": hash_config(config)}))
 
 
 ATTACKED = {
@@ -115,7 +115,7 @@ def test_trust_code_opens_the_door_for_one_command(sent, capsys):
     Path("pwned").unlink()
     assert main(["run", "run", "--out", "x"]) == 2
     assert not Path("pwned").exists()
-    assert granted() == ()
+    assert trusted_names() == ()
 
 
 def test_what_the_user_types_is_allowed_and_only_that(sent, capsys):
@@ -151,13 +151,13 @@ def test_a_cluster_that_a_directory_names_is_not_joined(sent, capsys):
 
 
 def test_workers_inherit_what_the_process_allows_and_nothing_from_nothing():
-    with scope():
-        inherit(())
-        assert granted() == ()
+    with temporary_trust():
+        inherit_trust(())
+        assert trusted_names() == ()
         trust_code("a:b")
-        inherit(granted())
-        assert (trusted("a:b"), trusted("a:c")) == (True, False)
-    assert granted() == ()
+        inherit_trust(trusted_names())
+        assert (is_trusted("a:b"), is_trusted("a:c")) == (True, False)
+    assert trusted_names() == ()
 
 
 # -- who imports by name ------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, Local
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.forms import Forms
+from polyfed.simulation.forms import StateValidator
 from polyfed.simulation.runs import checkpoint as checkpoints
 from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.testing import assert_same_run, small_clients
+from polyfed.testing import assert_runs_equal, small_clients
 
 LARGE = {"fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas", "flha_ghn"}
 FAST = {"local", "fedavg", "fedrep", "fedfomo"}
@@ -41,7 +41,7 @@ def flaw(run, state=None, own=None, history=None):
     last = run.last
     own = last.client_states if own is None else own
     found = Checkpoint(last.round, last.state if state is None else state, own)
-    return Forms(run.federation).flaw(found, run.history if history is None else history)
+    return StateValidator(run.federation).find_error(found, run.history if history is None else history)
 
 
 class Tied(nn.Module):
@@ -158,7 +158,7 @@ def test_forged_tensors_are_refused_and_named(name):
     assert not flaw(run)
     places = [("server", way) for way in tensors(run.last.state)]
     places += [("client-1", way) for way in tensors(own.get("client-1"))]
-    forms, last, history = Forms(run.federation), run.last, run.history
+    forms, last, history = StateValidator(run.federation), run.last, run.history
     places = [(where, way) for where, way in places if not SKIPPED & {str(part) for part in way}]
     for where, way in places[:: len(places) // 24 + 1]:
         for kind, change in FORGED.items():
@@ -170,7 +170,7 @@ def test_forged_tensors_are_refused_and_named(name):
                 found = Checkpoint(last.round, forged(last.state, way, change), own)
             else:
                 found = Checkpoint(last.round, last.state, {**own, where: forged(own[where], way, change)})
-            told = forms.flaw(found, history)
+            told = forms.find_error(found, history)
             if not told:
                 missed.append((where, way, kind))
             elif kind != "missing" and str(way[-1]) not in told:
@@ -199,13 +199,13 @@ def save(out, state, own, number):
     """Writes a checkpoint in place of another, with checksums that fit."""
     bound = json.loads((out / "checkpoint" / f"round-{number:06d}" / "complete.json").read_text())["bound"]
     keep = [int(p.name.removeprefix("round-")) for p in (out / "checkpoint").iterdir()]
-    checkpoints.save(out / "checkpoint", Checkpoint(number, state, own), set(own), 0, keep, bound)
+    checkpoints.save_checkpoint(out / "checkpoint", Checkpoint(number, state, own), set(own), 0, keep, bound)
 
 
 def test_a_forged_checkpoint_on_the_disk_is_not_taken(tmp_path):
     out = tmp_path / "run"
     whole = pf.federate(small_clients(), Local(lr=0.1), rounds=3, workers=0, out=out)
-    good, _ = checkpoints.load(out / "checkpoint")
+    good, _ = checkpoints.load_newest_checkpoint(out / "checkpoint")
     bad = {**good.client_states, "client-1": {"model": {**good.client_states["client-1"]["model"]}}}
     bad["client-1"]["model"]["head.bias"] = torch.zeros(9)
     save(out, good.state, bad, 3)
@@ -213,7 +213,7 @@ def test_a_forged_checkpoint_on_the_disk_is_not_taken(tmp_path):
         r"round 3 in .*checkpoint is not what local wrote .*'client-1': tensor 'model/head.bias' has shape \(9,\)"
     )
     with pytest.warns(RuntimeWarning, match=f"{sentence}.*the one before it is used"):
-        assert_same_run(pf.resume(out, clients=small_clients()), whole)
+        assert_runs_equal(pf.resume(out, clients=small_clients()), whole)
     for number in (2, 3):
         save(out, good.state, {i: s for i, s in good.client_states.items() if i != "client-2"}, number)
     with pytest.raises(pf.UserError, match=r"no checkpoint of the run .*'client-2' is missing, who has trained"):
@@ -223,7 +223,7 @@ def test_a_forged_checkpoint_on_the_disk_is_not_taken(tmp_path):
 def test_the_state_of_the_best_round_is_compared_too(tmp_path):
     out = tmp_path / "run"
     pf.federate(small_clients(), FedAvg(lr=0.1), rounds=4, workers=0, out=out, keep=1)
-    good = checkpoints.load_round(out / "checkpoint", 1)
+    good = checkpoints.load_round_checkpoint(out / "checkpoint", 1)
     save(
         out,
         {"model": {n: t / 0 if t.is_floating_point() else t for n, t in good.state["model"].items()}},
@@ -247,7 +247,7 @@ class Grows(FedAvg.__base__):  # Averaging
 def test_a_method_of_ones_own_may_change_its_form(tmp_path):
     run = pf.federate(small_clients(), Grows(lr=0.1), rounds=3, workers=0, out=tmp_path / "run")
     again = pf.resume(tmp_path / "run", clients=small_clients(), algorithm=Grows(lr=0.1))
-    assert_same_run(again, run)
+    assert_runs_equal(again, run)
     for number in (2, 3):
         save(tmp_path / "run", run.last.state, {}, number)
     with pytest.raises(pf.UserError, match="is missing, who has trained"):

@@ -19,9 +19,9 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_WORDS, Message
+from polyfed.core.algorithm import MODEL_REQUIREMENTS, Message
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import tensors_of
+from polyfed.core.tree import iter_tensors
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.testing import small_clients
 
@@ -163,7 +163,7 @@ KINDS = {**REFUSED, **ODD}
 
 def method_of(name):
     """A method, small."""
-    if not REGISTRY[name].requires & MODEL_WORDS:
+    if not REGISTRY[name].requires & MODEL_REQUIREMENTS:
         more = {"channels": 4, "base_cells": 1, "nodes": 2, "personal_nodes": 1, "batch_size": 16}
         fields = {f.name for f in dataclasses.fields(REGISTRY[name])}
         return REGISTRY[name](lr=0.02, **{n: v for n, v in more.items() if n in fields})
@@ -173,7 +173,7 @@ def method_of(name):
 
 def clients_of(name):
     """Three clients whom it suits."""
-    if REGISTRY[name].requires & MODEL_WORDS:
+    if REGISTRY[name].requires & MODEL_REQUIREMENTS:
         return small_clients()
     generator = torch_generator(7)
     patterns, found = torch.randn(3, 1, 8, 8, generator=generator), []
@@ -217,7 +217,7 @@ def broken(name, kind, rounds=2):
     refused = bool(changed) and all({(r, "client-0", phase) for phase in phases} & {*failures} for r in changed)
     if others := sorted({f"{client} in {phase}" for _, client, phase in failures if client != "client-0"}):
         return f"makes fail: {', '.join(others)}", refused
-    if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in tensors_of(found.last.state)):
+    if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in iter_tensors(found.last.state)):
         return "leaves a state that is not finite", refused
     losses = {i: found.history[-1]["clients"][i].get("loss", 0.0) for i in ("client-1", "client-2")}
     if odd := [i for i, loss in losses.items() if not math.isfinite(loss)]:

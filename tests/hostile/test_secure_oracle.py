@@ -9,9 +9,9 @@ from secure_loop import SITES, write_keys
 
 import polyfed as pf
 from polyfed.core.algorithm import Message
-from polyfed.deploy.secure.member import BOXES
+from polyfed.deploy.secure.member import BOXES_GROUP
 from polyfed.deploy.site import Site
-from polyfed.deploy.wire import PROTOCOL, Letter
+from polyfed.deploy.wire import PROTOCOL, Envelope
 from polyfed.testing import SmallNet, small_clients
 
 VICTIM, QUESTIONS, FEWER = SITES[0], 36, 9
@@ -63,9 +63,14 @@ class Server:
 
     def boxes(self, listed=SITES):
         """New keys of the round, and sealed shares of a sum of these sites, for the victim."""
-        adverts = [self.sites[n].answer(Letter(self.head("sum", n, advertise=1))).head["advert"] for n in listed]
+        adverts = [
+            self.sites[n].answer_envelope(Envelope(self.head("sum", n, advertise=1))).head["advert"] for n in listed
+        ]
         asked = {"round": 1, "threshold": 3 if len(listed) > 2 else 2, "adverts": adverts}
-        dealt = {n: self.sites[n].answer(Letter(self.head("sum", n, share=asked))).body.tensors[BOXES] for n in listed}
+        dealt = {
+            n: self.sites[n].answer_envelope(Envelope(self.head("sum", n, share=asked))).body.tensors[BOXES_GROUP]
+            for n in listed
+        }
         return {n: box[VICTIM] for n, box in dealt.items() if n != VICTIM}
 
     def ask(self, value=0.0, *, phase="local", listed=SITES, lr=0.05, seed=1, **words):
@@ -75,7 +80,7 @@ class Server:
         model["head.bias"][0] = value
         if phase == "local" and listed not in self.ready:
             self.ready = {listed: self.boxes(listed)}
-        tensors = {"model": model, **({BOXES: self.ready[listed]} if phase == "local" else {})}
+        tensors = {"model": model, **({BOXES_GROUP: self.ready[listed]} if phase == "local" else {})}
         asked = {
             "phase": phase,
             "round": 1,
@@ -87,7 +92,9 @@ class Server:
             **words,
         }
         asked |= {"part": True} if phase == "local" else {}
-        answer = self.sites[VICTIM].answer(Letter(self.head("task", VICTIM, **asked), Message(tensors, {"lr": lr})))
+        answer = self.sites[VICTIM].answer_envelope(
+            Envelope(self.head("task", VICTIM, **asked), Message(tensors, {"lr": lr}))
+        )
         if "came with other inputs" not in answer.head.get("refused", ""):
             self.ready = {}
         return answer
@@ -135,7 +142,7 @@ def by_list(server):
 @pytest.mark.parametrize("attack", [bisection, by_rate, by_seed, by_batch, by_parties, by_list])
 def test_a_round_tells_one_bit_of_a_site_however_often_it_is_asked(tmp_path, keys, monkeypatch, caplog, attack):
     """Of sites with other data, all answers of a round are one of two: the first is yes or no, the others follow from it."""
-    monkeypatch.setattr("polyfed.core.fixed._ROOM", 2.0**32 * LIMIT * len(SITES))
+    monkeypatch.setattr("polyfed.core.fixed._WORD_LIMIT", 2.0**32 * LIMIT * len(SITES))
     transcripts = set()
     for labels in (0, 1, 2):
         (folder := tmp_path / str(labels)).mkdir()
@@ -158,7 +165,7 @@ def test_a_round_tells_one_bit_of_a_site_however_often_it_is_asked(tmp_path, key
 
 
 def test_a_part_that_does_not_fit_is_used_up_and_its_round_is_closed(tmp_path, keys, monkeypatch, caplog):
-    monkeypatch.setattr("polyfed.core.fixed._ROOM", 2.0**32 * LIMIT * len(SITES))
+    monkeypatch.setattr("polyfed.core.fixed._WORD_LIMIT", 2.0**32 * LIMIT * len(SITES))
     server = Server(tmp_path, keys)
     first = server.ask(2 * LIMIT)
     assert first.head == {"client": VICTIM, "refused": UNABLE}
@@ -196,7 +203,9 @@ def test_evaluations_tell_no_more(tmp_path, keys, phase, caplog):
 
 def test_an_evaluation_that_fails_is_told_in_one_sentence_and_not_made_again(tmp_path, keys, monkeypatch):
     server = Server(tmp_path, keys)
-    monkeypatch.setattr("polyfed.simulation.engines.inprocess.client_scores", lambda *_: {}["patient 4711"])
+    monkeypatch.setattr(
+        "polyfed.simulation.engines.inprocess.evaluate_client_with_outputs", lambda *_: {}["patient 4711"]
+    )
     assert server.ask(0.0, phase="evaluate").head["failure"] == UNABLE
     monkeypatch.undo()
     assert server.ask(0.0, phase="evaluate").head["refused"] == UNABLE
@@ -208,7 +217,7 @@ def test_an_introduction_is_bound_to_its_method(tmp_path, keys):
 
     def introduced(**fields):
         asked = server.head("introduce", VICTIM, fields=fields, architecture="x")
-        return server.sites[VICTIM].answer(Letter(asked)).head["refused"]
+        return server.sites[VICTIM].answer_envelope(Envelope(asked)).head["refused"]
 
     assert "its network is not that of the federation" in introduced()
     assert "came with other inputs before" in introduced(lr=0.1)

@@ -13,12 +13,12 @@ from secure_loop import SITES, Loop, step_of, write_keys
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import RoundError
-from polyfed.core.fixed import from_message
+from polyfed.core.fixed import parse_sum_message
 from polyfed.deploy.secure import RefusalError
-from polyfed.deploy.secure.masking import Handed, Sum
-from polyfed.deploy.secure.member import BOXES, BUNDLE, advert_of
-from polyfed.deploy.secure.opening import unmasked
-from polyfed.simulation.secure import part_of
+from polyfed.deploy.secure.masking import SumId, UnmaskingShares
+from polyfed.deploy.secure.member import BOXES_GROUP, BUNDLE_GROUP, parse_advert
+from polyfed.deploy.secure.opening import unmask_sum
+from polyfed.simulation.secure import encode_sum_part
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def adverts(change):
 
 def own_key(listed, loop):
     """Keys for the site itself that the server knows, with no signature of its."""
-    made = signed(loop.folder_of_keys, Sum(loop.server.run, 1), SITES[1])
+    made = signed(loop.folder_of_keys, SumId(loop.server.run, 1), SITES[1])
     return [{**made, "name": a["name"]} if a["name"] == LIAR else a for a in listed]
 
 
@@ -68,7 +68,7 @@ def others(number, run=None):
     """The others' keys of another round or run, which they have signed."""
 
     def change(listed, loop):
-        which = Sum(run or loop.server.run, number)
+        which = SumId(run or loop.server.run, number)
         return [a if a["name"] == LIAR else signed(loop.folder_of_keys, which, a["name"]) for a in listed]
 
     return change
@@ -120,7 +120,7 @@ def test_a_site_refuses_what_a_server_may_not_ask(at, step):
 
 def test_a_site_refuses_keys_of_its_own_that_it_has_replaced(at):
     loop, letter = at("share")
-    loop.members[LIAR].advert(Sum(loop.server.run, 1))
+    loop.members[LIAR].create_key_advertisement(SumId(loop.server.run, 1))
     answer = loop.answer(LIAR, letter)
     assert "not those that this site has advertised last" in answer.head["refusals"]["share"]
 
@@ -150,7 +150,7 @@ BOXES_OF_LIES = {
 def test_a_site_masks_nothing_for_shares_that_lie(at):
     loop, letter = at("mask")
     for lie, (change, sentence) in BOXES_OF_LIES.items():
-        body = Message({**letter.body.tensors, BOXES: change(dict(letter.body.tensors[BOXES]))})
+        body = Message({**letter.body.tensors, BOXES_GROUP: change(dict(letter.body.tensors[BOXES_GROUP]))})
         answer = loop.answer(LIAR, dataclasses.replace(letter, body=body))
         assert sentence in answer.head["refused"], lie
         assert not answer.body.tensors, lie
@@ -198,7 +198,7 @@ def learnt(folder, keys, seed):
     masked, opened = {}, {1: set(), 2: set()}
 
     def ask(name, **parts):
-        return loop.members[name].answer(run, parts)
+        return loop.members[name].answer_sum_steps(run, parts)
 
     for number in (1, 2, 1):
         tries = 2 if rng.random() < 0.5 else 1
@@ -211,7 +211,7 @@ def learnt(folder, keys, seed):
                 threshold = rng.choice((3, 3, 3, 2, 4))
                 told = {"round": number, "threshold": threshold, "adverts": [keys_of[n] for n in listing]}
                 _, body = ask(name, share=told)
-                if found := body.tensors.get(BOXES):
+                if found := body.tensors.get(BOXES_GROUP):
                     boxes_of[name], told_of[name] = found, (tuple(sorted(listing)), threshold)
             second = {}
             for name in boxes_of:
@@ -219,12 +219,12 @@ def learnt(folder, keys, seed):
                 if rng.random() < 0.3 and got:
                     got.pop(rng.choice(sorted(got)))
                 try:
-                    place = loop.members[name].place(Sum(run, number), got)
+                    place = loop.members[name].join_sum(SumId(run, number), got)
                 except RefusalError:
                     continue
-                place.take()
-                sent = place.masked(part_of(loop.reply(name, down), loop.server.algorithm, 4))
-                words = from_message(sent)[0]
+                place.mark_used()
+                sent = place.mask_part(encode_sum_part(loop.reply(name, down), loop.server.algorithm, 4))
+                words = parse_sum_message(sent)[0]
                 assert (name, told_of[name], keys_of[name]["mask"]) not in masked, "one mask, twice"
                 masked[name, told_of[name], keys_of[name]["mask"]] = words
                 second[name] = (words, told_of[name], tuple(sorted({name, *got})))
@@ -236,7 +236,7 @@ def learnt(folder, keys, seed):
                     if "tokens" in answer:
                         assert name not in handed, "shares for two lists"
                         numbers = {v: int(token, 16) for v, token in answer["tokens"].items()}
-                        handed[name] = Handed(numbers, body.tensors[BUNDLE]["bundle"].numpy().tobytes())
+                        handed[name] = UnmaskingShares(numbers, body.tensors[BUNDLE_GROUP]["bundle"].numpy().tobytes())
             opened[number] |= openings(run, number, keys_of, second, handed, loop, down)
     return opened
 
@@ -249,14 +249,14 @@ def openings(run, number, keys_of, second, handed, loop, down):
     for (listing, threshold), everyone, size in itertools.product(told, shared, range(1, 5)):
         for survivors in itertools.combinations(sorted(second), size):
             total = sum((second[n][0] for n in survivors), np.zeros_like(second[survivors[0]][0]))
-            adverts = [advert_of(keys_of[n]) for n in listing]
+            adverts = [parse_advert(keys_of[n]) for n in listing]
             for fewest in {threshold, 2}:
                 try:
-                    words = unmasked(Sum(run, number), adverts, fewest, everyone, survivors, total, handed)
+                    words = unmask_sum(SumId(run, number), adverts, fewest, everyone, survivors, total, handed)
                 except (RoundError, KeyError):
                     continue
-                parts = (part_of(loop.reply(n, down), loop.server.algorithm, 4) for n in survivors)
-                if np.array_equal(words, sum(from_message(part)[0] for part in parts)):
+                parts = (encode_sum_part(loop.reply(n, down), loop.server.algorithm, 4) for n in survivors)
+                if np.array_equal(words, sum(parse_sum_message(part)[0] for part in parts)):
                     found.add(survivors)
     return found
 

@@ -29,9 +29,9 @@ from secure_lies import (
 from secure_loop import SITES, STEPS, Loop, packed, step_of, write_keys
 
 from polyfed.core.errors import UserError
-from polyfed.deploy.secure.masking import Sum
-from polyfed.deploy.secure.member import BOXES
-from polyfed.deploy.wire import Packed
+from polyfed.deploy.secure.masking import SumId
+from polyfed.deploy.secure.member import BOXES_GROUP
+from polyfed.deploy.wire import PackedEnvelope
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_shares_without_keys_do_not_end_the_run(tmp_path, keys):
         if step == "mask":
             return head(lambda found, letter: {n: v for n, v in found.items() if n != "advert"})(letter, answer)
         if step == "hand out":
-            shares = {BOXES: dict.fromkeys(OTHERS, torch.zeros(247, dtype=torch.uint8))}
+            shares = {BOXES_GROUP: dict.fromkeys(OTHERS, torch.zeros(247, dtype=torch.uint8))}
             return tensors(lambda groups: {**groups, **shares})(letter, answer)
         return answer
 
@@ -80,12 +80,12 @@ def test_keys_that_nobody_asked_for_give_no_part_in_a_sum(tmp_path, keys):
 
     def lie(loop, step, letter, answer):
         if step == "mask" and not letter.head.get("advertise"):
-            return told(advert=loop.members[LIAR].advert(Sum(loop.server.run, 2)))(letter, answer)
+            return told(advert=loop.members[LIAR].create_key_advertisement(SumId(loop.server.run, 2)))(letter, answer)
         return answer
 
     loop = Loop(tmp_path, keys, lie, **{"clients-per-round": 3, "seed": 0})
-    assert LIAR in loop.federation.cohort(1)
-    assert LIAR not in loop.federation.cohort(2)
+    assert LIAR in loop.federation.sample_cohort(1)
+    assert LIAR not in loop.federation.sample_cohort(2)
     loop.round(1)
     letters = [letter for name, letter, _ in loop.sent if letter.head.get("share")]
     assert {a["name"] for a in letters[-1].head["share"]["adverts"]} == set(OTHERS)
@@ -94,7 +94,7 @@ def test_keys_that_nobody_asked_for_give_no_part_in_a_sum(tmp_path, keys):
 
 def test_the_first_to_answer_does_not_decide_on_the_form(tmp_path, keys, monkeypatch):
     """In the first round of a method whose clients settle the form, that of most counts, as without secure sums."""
-    monkeypatch.setattr("polyfed.deploy.secure.conducting.part_flaw", lambda *_: None)
+    monkeypatch.setattr("polyfed.deploy.secure.conducting.sum_part_error", lambda *_: None)
     lie = whole([["model", "w", [3], "float32"]], 4)
     loop = Loop(tmp_path, keys, lambda loop, step, le, answer: lie(le, answer) if step == "mask" else answer)
     assert result_of(loop, 1) == "others"
@@ -125,9 +125,9 @@ def damaged(answer, rng):
         return sound
     try:
         if rng.random() < 0.5 or not sound.groups:
-            return Packed(json.dumps(mutated(json.loads(sound.head), rng)), sound.scalars, sound.groups)
+            return PackedEnvelope(json.dumps(mutated(json.loads(sound.head), rng)), sound.scalars, sound.groups)
         name = rng.choice(sorted(sound.groups))
-        return Packed(sound.head, sound.scalars, {**sound.groups, name: mangled(sound.groups[name], rng)})
+        return PackedEnvelope(sound.head, sound.scalars, {**sound.groups, name: mangled(sound.groups[name], rng)})
     except (UserError, RecursionError):  # of a head that is too long, or too deep to be written
         return "not a message of polyfed"
 

@@ -8,11 +8,11 @@ import pytest
 from fuzz import as_json, mangled, mutated
 
 from polyfed.algorithms import FedAvg, PFedLA
-from polyfed.deploy.flower import serve
+from polyfed.deploy.flower import run_deployment
 from polyfed.deploy.frames import Frame
-from polyfed.deploy.records import parts_in
-from polyfed.deploy.worker import Keeper
-from polyfed.simulation.runs.progress import Silent
+from polyfed.deploy.records import parse_record
+from polyfed.deploy.worker import SiteRunner
+from polyfed.simulation.runs.progress import SilentProgress
 from polyfed.testing import small_clients
 
 from ..deploy.conftest import NAMES, ONE, MemoryGrid, configuration, nodes  # noqa: F401
@@ -25,10 +25,10 @@ def sent(tmp_path, nodes, monkeypatch, request):  # noqa: F811
     (tmp_path / "server.py").write_text(ONE)
     grid = MemoryGrid(nodes(small_clients()))
     words = configuration(request.param, sites=NAMES, file=str(tmp_path / "server.py"), rounds=2)
-    serve(grid, {**words, "out": str(tmp_path / "run")}, Silent())
+    run_deployment(grid, {**words, "out": str(tmp_path / "run")}, SilentProgress())
     number, node = next(iter(grid.nodes.items()))
     frames = [
-        Frame("letter", *parts_in(content)) for to, kind, content in grid.seen if to == number and kind != "reply"
+        Frame("letter", *parse_record(content)) for to, kind, content in grid.seen if to == number and kind != "reply"
     ]
     shutil.rmtree(node.config["state-dir"])
     return frames, node.config
@@ -54,8 +54,8 @@ def hostile(frame, rng):
 
 
 def loaded(config):
-    keeper = Keeper(config)
-    keeper.load()
+    keeper = SiteRunner(config)
+    keeper.load_site()
     return keeper
 
 
@@ -74,7 +74,7 @@ def test_hostile_letters_are_answered_and_leave_nothing_in_memory(sent, tmp_path
     keeper = loaded(config)
     for frame in frames:
         for _ in range(60):
-            answer = keeper.answer(hostile(frame, rng))
+            answer = keeper.answer_frame(hostile(frame, rng))
             cases += 1
             if answer.kind == "again":  # it is asked to begin a run
                 keeper = loaded(config)
@@ -88,10 +88,10 @@ def test_hostile_letters_are_answered_and_leave_nothing_in_memory(sent, tmp_path
                 assert len(head["refused"]) < 4000, "at most what it quotes"
         copied = {**config, "state-dir": str(tmp_path / "copied")}
         shutil.copytree(config["state-dir"], copied["state-dir"])
-        wanted, found = loaded(copied).answer(frame), keeper.answer(frame)
+        wanted, found = loaded(copied).answer_frame(frame), keeper.answer_frame(frame)
         if found.kind == "again":
             keeper = loaded(config)
-            found = keeper.answer(frame)
+            found = keeper.answer_frame(frame)
         assert plain(found) == plain(wanted)
         shutil.rmtree(copied["state-dir"])
     assert cases == 60 * len(frames)

@@ -11,14 +11,14 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedPNAS, HeurPFedLA, PFedHN, PFedLA
 from polyfed.cli.main import main
 from polyfed.core import room
-from polyfed.core.room import within_memory
-from polyfed.deploy.project import names_of
+from polyfed.core.room import build_within_memory
+from polyfed.deploy.project import parse_site_names
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.models import MODELS, ModelSpec, build
 from polyfed.search.cells import CellPlan
-from polyfed.search.found import rebuild
-from polyfed.search.network import Plan, stacks
+from polyfed.search.found import rebuild_network
+from polyfed.search.network import SupernetPlan, plan_cell_stacks
 from polyfed.testing import small_clients
 
 LARGE = 10**9
@@ -41,7 +41,7 @@ NETWORKS = {
 @pytest.fixture(autouse=True)
 def no_more_than_this(monkeypatch):
     """What is refused takes neither memory nor time."""
-    monkeypatch.setattr(room, "room", lambda: 4 * 2**30)
+    monkeypatch.setattr(room, "total_memory", lambda: 4 * 2**30)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     yield
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000  # kB
@@ -96,9 +96,9 @@ def test_a_supernet_that_no_machine_can_hold_is_refused():
             pf.federate(clients, FedPNAS(**fields), rounds=1, workers=0)
     with pytest.raises(pf.UserError, match="got candidates for 0"):
         CellPlan(2, LARGE, ())
-    base, personal = stacks(1, 1, 1, 1)
+    base, personal = plan_cell_stacks(1, 1, 1, 1)
     with pytest.raises(pf.UserError, match="channels=1000000000"):
-        Plan(1, 10, LARGE, base, personal)()
+        SupernetPlan(1, 10, LARGE, base, personal)()
 
 
 def test_a_description_of_a_network_that_no_machine_can_hold_is_refused():
@@ -117,9 +117,9 @@ def test_a_description_of_a_network_that_no_machine_can_hold_is_refused():
     ]
     told = {"format": "polyfed.search 1", "plan": plan, "cells": cells}
     with pytest.raises(pf.UserError, match="channels=1000000000"):
-        rebuild(told)
+        rebuild_network(told)
     with pytest.raises(pf.UserError, match="noise of the shape"):
-        rebuild({**told, "plan": {**plan, "channels": 4}, "sampled": {"0": [10**6, 10**6]}})
+        rebuild_network({**told, "plan": {**plan, "channels": 4}, "sampled": {"0": [10**6, 10**6]}})
 
 
 def test_a_catalogue_of_large_layers_is_refused(tmp_path):
@@ -132,8 +132,8 @@ def test_a_catalogue_of_large_layers_is_refused(tmp_path):
 def test_so_many_sites_are_not_listed(number):
     """The fuzz found it: a `pyproject.toml` with 2^62 sites took all time and memory."""
     with pytest.raises(pf.UserError, match="sites must be at most 10000, got"):
-        names_of(str(number))
-    assert len(names_of("10000")) == 10_000
+        parse_site_names(str(number))
+    assert len(parse_site_names("10000")) == 10_000
 
 
 def test_the_command_line_says_so_in_one_sentence(tmp_path, capsys):
@@ -156,23 +156,23 @@ def test_what_fits_is_made_as_without_a_limit():
 
 def test_the_limit_is_that_of_the_machine_or_its_container(tmp_path, monkeypatch):
     monkeypatch.undo()
-    room.room.cache_clear()
-    assert 2**28 < room.room() < 2**50
-    monkeypatch.setattr(room, "_LIMIT", tmp_path / "memory.max")
+    room.total_memory.cache_clear()
+    assert 2**28 < room.total_memory() < 2**50
+    monkeypatch.setattr(room, "_CGROUP_LIMIT", tmp_path / "memory.max")
     for text, found in (("123456", 123456), ("max", None), ("", None)):
         (tmp_path / "memory.max").write_text(text)
-        room.room.cache_clear()
-        assert room.room() == found or found is None
+        room.total_memory.cache_clear()
+        assert room.total_memory() == found or found is None
     monkeypatch.setattr(room.os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError(name)))
-    room.room.cache_clear()
-    assert room.room() == 2**50
-    room.room.cache_clear()
+    room.total_memory.cache_clear()
+    assert room.total_memory() == 2**50
+    room.total_memory.cache_clear()
 
 
 def test_other_errors_stay_what_they_are():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        within_memory("it", lambda: nn.Linear(2, 3)(torch.ones(4)))
-    made = within_memory("it", lambda: nn.Linear(10**6, 10**6, device="meta"))
+        build_within_memory("it", lambda: nn.Linear(2, 3)(torch.ones(4)))
+    made = build_within_memory("it", lambda: nn.Linear(10**6, 10**6, device="meta"))
     assert made.weight.is_meta, "what takes no memory is not counted"
 
 
@@ -185,5 +185,5 @@ def test_what_needs_values_is_made_too_and_no_random_number_is_lost():
     torch.manual_seed(3)
     first = make()
     torch.manual_seed(3)
-    second = within_memory("it", make)
+    second = build_within_memory("it", make)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

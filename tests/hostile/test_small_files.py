@@ -9,16 +9,16 @@ import yaml
 
 import polyfed as pf
 from polyfed.cli.commands import measures
-from polyfed.core.typed import from_yaml, guarded
-from polyfed.data.files import class_names
+from polyfed.core.typed import as_user_error, parse_yaml
+from polyfed.data.files import hub_class_names
 from polyfed.data.text import load_vocabulary
-from polyfed.deploy.project import create
-from polyfed.deploy.server import _value
-from polyfed.deploy.trial import folder_of, read_trial
+from polyfed.deploy.project import create_project
+from polyfed.deploy.server import _parse_field_value
+from polyfed.deploy.trial import read_trial_file, trial_folder_of
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.report.views import WARM_STARTS, warm_starts
-from polyfed.simulation.runs.chain import changes
-from polyfed.simulation.tracking import LINK, run_of
+from polyfed.report.views import WARM_START_FILE, html_warm_starts
+from polyfed.simulation.runs.chain import describe_changed_files
+from polyfed.simulation.tracking import MLFLOW_LINK_FILE, read_mlflow_run_id
 
 NO_MAPPING = ["", "[", "[1]", "3", '"x"', "null", "NaN", '{"x": NaN}', "[" * 3000, "\xff"]
 
@@ -29,15 +29,15 @@ def test_damaged_measures_are_named(tmp_path, text):
     with pytest.raises(
         pf.UserError, match=r"measured.json is damaged \(.*\); delete it, and what it holds is computed again"
     ):
-        measures._kept(tmp_path / "measured.json")
+        measures._read_measured(tmp_path / "measured.json")
 
 
 @pytest.mark.parametrize("text", [*NO_MAPPING, '{"run_id": 3}', '{"run_id": null}', "{}"])
 def test_a_damaged_link_names_no_run_of_mlflow(tmp_path, text):
-    (tmp_path / LINK).write_text(text, encoding="latin-1")
-    assert run_of(tmp_path) is None
-    (tmp_path / LINK).write_text('{"run_id": "0123", "more": 1}')
-    assert run_of(tmp_path) == "0123"
+    (tmp_path / MLFLOW_LINK_FILE).write_text(text, encoding="latin-1")
+    assert read_mlflow_run_id(tmp_path) is None
+    (tmp_path / MLFLOW_LINK_FILE).write_text('{"run_id": "0123", "more": 1}')
+    assert read_mlflow_run_id(tmp_path) == "0123"
 
 
 @pytest.mark.thorough
@@ -54,27 +54,27 @@ def test_damaged_catalogues_are_named(tmp_path, text):
     "text", ["", "[tool", "tool = 3", "[tool.flwr]\napp = []", "[tool.flwr.app]\nconfig = 1", "x = " + "[" * 3000]
 )
 def test_a_damaged_project_is_named(tmp_path, text):
-    project = create(tmp_path / "project", ["north", "south"])
-    (project.app / "pyproject.toml").write_text(text)
+    project = create_project(tmp_path / "project", ["north", "south"])
+    (project.app_folder / "pyproject.toml").write_text(text)
     with pytest.raises(pf.UserError, match=r"pyproject.toml (is not valid TOML|lacks the table)"):
-        project.configuration()
+        project.read_configuration()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("text", [*NO_MAPPING, '{"port": "x", "sites": [], "processes": {}}', '{"port": 1}'])
 def test_a_damaged_note_of_a_trial_is_no_trial(tmp_path, text):
-    project = create(tmp_path / "project", ["north"])
-    folder_of(project).mkdir(exist_ok=True)
-    (folder_of(project) / "trial.json").write_text(text, encoding="latin-1")
-    assert read_trial(project) is None
+    project = create_project(tmp_path / "project", ["north"])
+    trial_folder_of(project).mkdir(exist_ok=True)
+    (trial_folder_of(project) / "trial.json").write_text(text, encoding="latin-1")
+    assert read_trial_file(project) is None
 
 
 @pytest.mark.thorough
 def test_a_damaged_field_of_the_app_is_named():
-    assert _value('{"name": "mlp"}') == {"name": "mlp"}
+    assert _parse_field_value('{"name": "mlp"}') == {"name": "mlp"}
     for text in ("{", "[1", "[" * 3000, "{a: &a [*a]}"):
         with pytest.raises(pf.UserError, match="in the configuration is no list, mapping or null"):
-            _value(text)
+            _parse_field_value(text)
 
 
 CURVES = [
@@ -87,10 +87,10 @@ CURVES = [
 
 @pytest.mark.parametrize("curves", CURVES)
 def test_damaged_curves_are_named(tmp_path, curves):
-    (tmp_path / WARM_STARTS).parent.mkdir()
-    (tmp_path / WARM_STARTS).write_text(json.dumps(curves))
+    (tmp_path / WARM_START_FILE).parent.mkdir()
+    (tmp_path / WARM_START_FILE).write_text(json.dumps(curves))
     with pytest.raises(pf.UserError, match=r"curves.json is damaged \(.*\); run polyfed warmstart again"):
-        warm_starts(tmp_path, "k")
+        html_warm_starts(tmp_path, "k")
 
 
 @pytest.mark.parametrize("text", ["[" * 3000, '[1, "a"]', "{}", "NaN", "\xff"])
@@ -104,21 +104,21 @@ def test_damaged_vocabularies_are_named(tmp_path, text):
     "told", [b"", b"[1]", b"\xff", b'{"info": 3}', b'{"info": {"features": {"label": {"names": "cat"}}}}']
 )
 def test_a_parquet_file_whose_metadata_are_damaged_names_no_classes(told):
-    assert class_names(pa.table({"label": [0]}).replace_schema_metadata({b"huggingface": told}), "label") is None
+    assert hub_class_names(pa.table({"label": [0]}).replace_schema_metadata({b"huggingface": told}), "label") is None
 
 
 def test_mistakes_of_the_program_are_not_called_damaged_files():
     """A catch-all would blame the file for them."""
     for mistake in (AttributeError, KeyError, IndexError, RuntimeError, RecursionError):
         with pytest.raises(mistake):
-            guarded(lambda mistake=mistake: (_ for _ in ()).throw(mistake("a typo")), "algorithm")
+            as_user_error(lambda mistake=mistake: (_ for _ in ()).throw(mistake("a typo")), "algorithm")
     with pytest.raises(pf.UserError, match=r"algorithm holds what it cannot hold \(OverflowError: too large\)"):
-        guarded(lambda: (_ for _ in ()).throw(OverflowError("too large")), "algorithm")
+        as_user_error(lambda: (_ for _ in ()).throw(OverflowError("too large")), "algorithm")
 
 
 def test_where_a_yaml_file_is_wrong_is_told():
     with pytest.raises(ValueError, match="line 2, column 5: mapping values are not allowed"):
-        from_yaml("a: 1\nb: c: d")
+        parse_yaml("a: 1\nb: c: d")
 
 
 def test_names_in_a_manifest_that_no_file_can_have_are_no_files(tmp_path):
@@ -128,7 +128,7 @@ def test_names_in_a_manifest_that_no_file_can_have_are_no_files(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     names = ["models/" + "9" * 5000, "models//a", "../outside", "loop", "\0", "models/a/b"]
     (tmp_path.parent / "outside").write_text("x")
-    found = changes(tmp_path, {}, {"files": dict.fromkeys(names, "0" * 64)}, {}, made=True)
+    found = describe_changed_files(tmp_path, {}, {"files": dict.fromkeys(names, "0" * 64)}, {}, include_outputs=True)
     assert found == [
         f"{tmp_path / 'models/a'} was changed since the run wrote it; `polyfed resume {tmp_path}` writes it again"
     ]
@@ -153,10 +153,10 @@ def test_a_yaml_of_few_bytes_takes_neither_time_nor_the_process(text):
     """libyaml itself would end the process with a fault of memory, or take hours."""
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"levels deep|maximum nesting depth|more than 2000000 values|holds itself"):
-        from_yaml(text)
+        parse_yaml(text)
     assert time.monotonic() - began < 5
 
 
 def test_aliases_and_merged_mappings_are_read_as_ever():
     text = "base: &b {x: 1, y: [1, 2]}\nmore: {<<: *b, x: 2}\nsame: *b\n"
-    assert from_yaml(text) == yaml.safe_load(text)
+    assert parse_yaml(text) == yaml.safe_load(text)

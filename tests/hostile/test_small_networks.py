@@ -11,9 +11,9 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_WORDS
+from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.core.seeds import torch_generator
-from polyfed.testing import assert_same_run
+from polyfed.testing import assert_runs_equal
 from tests.stopped import Stop
 
 FAST = [
@@ -49,7 +49,7 @@ NETWORKS = {
     "frozen head": lambda: two_layers(lambda name: not name.startswith("b."), norm=True),
     "tied": tied,
 }
-METHODS = [n for n, m in REGISTRY.items() if m.requires & MODEL_WORDS and "images" not in m.requires]
+METHODS = [n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "images" not in m.requires]
 CASES = [
     pytest.param(*case, marks=() if case in FAST else pytest.mark.thorough)
     for case in (
@@ -89,4 +89,4 @@ def test_a_run_of_a_small_network_goes_on(name, network, way, tmp_path):
             return
         with pytest.raises(KeyboardInterrupt):
             pf.federate(clients, method, public=public, out=tmp_path / "run", progress=Stop(2), **words)
-        assert_same_run(whole, pf.resume(tmp_path / "run", clients=clients, public=public, workers=0))
+        assert_runs_equal(whole, pf.resume(tmp_path / "run", clients=clients, public=public, workers=0))

@@ -17,9 +17,9 @@ import pytest
 
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.core.text import defuse
-from polyfed.data.files import read_idx
-from polyfed.data.images import MOST_PIXELS, decode_images, read_images
+from polyfed.core.text import escape_spreadsheet_formula
+from polyfed.data.files import read_idx_file
+from polyfed.data.images import MAX_PIXELS, decode_images, read_images
 from polyfed.data.schema import read_schema
 from polyfed.data.sources import SOURCES
 from polyfed.data.text import load_vocabulary
@@ -130,7 +130,7 @@ def test_predict_from_an_exported_folder(run, original, said, tmp_path, make, na
 def test_predictions_and_checkpoints(run, said, make):
     put(make, run / "predictions" / "north.parquet")
     with pytest.raises(UserError, match=r"north\.parquet"):
-        predictions.read(run, "north")
+        predictions.read_predictions(run, "north")
     put(make, next((run / "checkpoint").glob("round-*")) / "server.safetensors")
     assert "checkpoint" in said("resume", run)
 
@@ -158,7 +158,7 @@ def test_data_sources(tmp_path, said, make, source):
 @special
 def test_files_that_are_read_by_functions(tmp_path, make):
     make(tmp_path / "file")
-    for read in (read_schema, LayerCatalogue.read, load_vocabulary, read_idx):
+    for read in (read_schema, LayerCatalogue.read, load_vocabulary, read_idx_file):
         with pytest.raises(UserError, match="file"):
             read(tmp_path / "file")
     with pytest.raises(UserError, match="file"):
@@ -178,7 +178,7 @@ def png(width, height):
 
 @pytest.mark.parametrize("side", [60_000, 16_000])
 def test_a_picture_of_gigapixels(tmp_path, side):
-    assert side**2 > MOST_PIXELS
+    assert side**2 > MAX_PIXELS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PIL's own, of half as many
         with pytest.raises(UserError, match="pixels"):
@@ -198,14 +198,14 @@ def test_an_idx_file_that_claims_more_than_it_has(tmp_path, shape):
     content = struct.pack(">HBB", 0, 8, len(shape)) + struct.pack(f">{len(shape)}I", *shape) + bytes(9)
     (tmp_path / "a.gz").write_bytes(gzip.compress(content))
     with pytest.raises(UserError):
-        read_idx(tmp_path / "a.gz")
+        read_idx_file(tmp_path / "a.gz")
 
 
 def test_an_idx_file_that_unpacks_to_more_than_it_says(tmp_path):
     content = struct.pack(">HBBI", 0, 8, 1, 10) + bytes(2**24)
     (tmp_path / "a.gz").write_bytes(gzip.compress(content))
     with pytest.raises(UserError, match="11 values"):
-        read_idx(tmp_path / "a.gz")
+        read_idx_file(tmp_path / "a.gz")
 
 
 def test_predictions_with_more_rows_than_a_run_keeps(run, monkeypatch):
@@ -218,7 +218,7 @@ def test_predictions_with_more_rows_than_a_run_keeps(run, monkeypatch):
     pq.write_table(table.replace_schema_metadata(old.schema.metadata), file)
     assert file.stat().st_size < 2**20
     with pytest.raises(UserError, match="claims 300000 rows with 0 outputs, more than a run keeps"):
-        predictions.read(run, "north")
+        predictions.read_predictions(run, "north")
 
 
 def test_an_archive_whose_header_lies(tmp_path, said):
@@ -297,9 +297,9 @@ def test_no_cell_of_a_csv_file_is_a_formula(tmp_path, capsys):
     assert main(["predict", str(tmp_path / "run"), str(tmp_path / "t.csv"), "--client", client, "--out", str(out)]) == 0
     with out.open(newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))
-    assert defuse("\ta") == "'\ta"  # which a table read from a file cannot hold
+    assert escape_spreadsheet_formula("\ta") == "'\ta"  # which a table read from a file cannot hold
     cells = {cell for row in rows for cell in row}
-    assert all(defuse(cell) == cell for cell in cells)
+    assert all(escape_spreadsheet_formula(cell) == cell for cell in cells)
     assert {row[rows[0].index("predicted")] for row in rows[1:]} <= {"-1", "1e-3", "ill", *(f"'{n}" for n in FORMULAS)}
 
 

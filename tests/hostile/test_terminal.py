@@ -13,13 +13,13 @@ from rich.console import Console
 
 import polyfed as pf
 from polyfed.cli.commands import compare, running
-from polyfed.cli.commands.report import show
-from polyfed.cli.commands.terminal import Table, say
-from polyfed.cli.commands.words import complain, warning
+from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.terminal import PlainTable, print_line
+from polyfed.cli.commands.words import format_warning, print_error
 from polyfed.cli.main import main
-from polyfed.core.text import clean
+from polyfed.core.text import sanitise_for_terminal
 from polyfed.simulation.experiment import Participants
-from polyfed.simulation.runs.progress import Bar, Lines
+from polyfed.simulation.runs.progress import LineProgress, ProgressBar
 
 SOURCE = Path(pf.__file__).parent
 EVIL = ["a[/b]", "b\x1b[2J\x1b]0;title\x07", "c\u202egnp.exe", "d[red]x[/red]", "e\nf\r\x08", "g\x9b31m",
@@ -47,16 +47,16 @@ def run(tmp_path_factory):
 
 def test_letters_that_a_terminal_obeys_are_replaced():
     for text in EVIL:
-        assert not FORBIDDEN.search(clean(text))
+        assert not FORBIDDEN.search(sanitise_for_terminal(text))
     every = "".join(map(chr, range(0x2100)))
-    assert not FORBIDDEN.search(clean(every))
-    assert clean("Zürich 北京 ≥ – [/b]") == "Zürich 北京 ≥ – [/b]"
+    assert not FORBIDDEN.search(sanitise_for_terminal(every))
+    assert sanitise_for_terminal("Zürich 北京 ≥ – [/b]") == "Zürich 北京 ≥ – [/b]"
 
 
 def test_the_table_of_a_run(run):
     found = Participants(tuple(run.federation.clients.values()), (), None, None, {}, "0")  # it needs no data
     where = console()
-    running.show({"local[/b]\x1b[1m": run}, found, Path("out[/b]\x1b[31m"), where)
+    running.show_run({"local[/b]\x1b[1m": run}, found, Path("out[/b]\x1b[31m"), where)
     text = text_of(where)
     assert "a[/b]" in text
     assert "d[red]x[/red]" in text
@@ -65,7 +65,7 @@ def test_the_table_of_a_run(run):
 
 def test_the_terminal_of_a_report(run, tmp_path):
     where = console()
-    show([run.out], where, out=tmp_path / "page.html")
+    show_report([run.out], where, out=tmp_path / "page.html")
     text = text_of(where)
     for shown in ("a[/b]", "d[red]x[/red]", "[link=file:///x]h[/link]"):
         assert shown in text
@@ -85,7 +85,7 @@ def test_the_tables_of_a_comparison(tmp_path):
     content["notes"] = EVIL
     content["skipped"] = {"[/i]\x1b": "\u202e"}
     where = console()
-    compare.show(type(found)(content, out), where)
+    compare.show_comparison(type(found)(content, out), where)
     assert "m[/b]" in text_of(where)
 
 
@@ -99,29 +99,29 @@ def test_errors_and_warnings_of_the_command(tmp_path, monkeypatch, capsys):
     Path("c.yaml").write_text(yaml.safe_dump({"algorithm": {"name": "\x1b[31mx"}, "data": {"name": "[/b]"}}))
     assert main(["run", "c.yaml"]) == 2
     assert not FORBIDDEN.search(capsys.readouterr().err)
-    assert not FORBIDDEN.search(warning(UserWarning("a\x1b[2J\nb")).rstrip("\n"))
-    complain("a\x1b[2J", 2)
+    assert not FORBIDDEN.search(format_warning(UserWarning("a\x1b[2J\nb")).rstrip("\n"))
+    print_error("a\x1b[2J", 2)
     assert not FORBIDDEN.search(capsys.readouterr().err)
 
 
 def test_progress(capsys):
-    lines = Lines(stream := io.StringIO())
+    lines = LineProgress(stream := io.StringIO())
     lines.start("[/b]\x1b[31m", 2, 0)
     lines.say("site a[/b]: \x1b[2J")
     assert not FORBIDDEN.search(stream.getvalue())
-    bar = Bar()
+    bar = ProgressBar()
     bar.start("[/b]\x1b[31m", 2, 0)
-    bar.client("[/b]", 1, 2)
+    bar.update_clients("[/b]", 1, 2)
     bar.say("site a[/b]: \x1b[2J")
     bar.stop()
     assert "site a[/b]" in capsys.readouterr().err
 
 
 def test_tables_and_lines_are_plain():
-    where, table = console(), Table("[/b]", title="[/i]\x1b[31m", caption="[/u]\x07")
+    where, table = console(), PlainTable("[/b]", title="[/i]\x1b[31m", caption="[/u]\x07")
     table.add_row("[/b]\x1b[31m")
     where.print(table)
-    say(where, "[/b]\x1b[31m")
+    print_line(where, "[/b]\x1b[31m")
     assert text_of(where).count("[/b]") == 3
 
 

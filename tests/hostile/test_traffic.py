@@ -14,10 +14,10 @@ from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.buffers import load_client_model
-from polyfed.core.code import scope
-from polyfed.core.scratch import whole_state
+from polyfed.core.code import temporary_trust
+from polyfed.core.scratch import trainable_state
 from polyfed.core.training import fit
-from polyfed.simulation.traffic import allowed, receivers, revealed
+from polyfed.simulation.traffic import declared_facts, find_reply_reach, find_revealed_facts
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -36,7 +36,7 @@ def tabulate():
 @pytest.mark.parametrize("name", REGISTRY)
 def test_replies_reveal_what_the_method_declares(name, tabulate):
     method = tabulate.small(name)
-    assert revealed(method, tabulate.public()) <= allowed(method)
+    assert find_revealed_facts(method, tabulate.public()) <= declared_facts(method)
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ LEAKS = {
 @pytest.mark.parametrize("fact", LEAKS)
 def test_a_method_that_reveals_more_is_found(fact):
     method = leaking(LEAKS[fact])
-    assert fact in revealed(method) - allowed(method)
+    assert fact in find_revealed_facts(method) - declared_facts(method)
 
 
 def test_counters_that_go_up_as_training_left_them_are_found():
@@ -89,13 +89,13 @@ def test_counters_that_go_up_as_training_left_them_are_found():
         def local_update(self, message, client_state, client, seed):
             net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
             fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-            return Message({"model": whole_state(net.module)}), {}
+            return Message({"model": trainable_state(net.module)}), {}
 
-    assert revealed(Counts(lr=0.05, batch_size=8)) == {"number of examples"}
+    assert find_revealed_facts(Counts(lr=0.05, batch_size=8)) == {"number of examples"}
 
 
 QUICK = ("fedavg", "ifca", "fedkd", "fedavg_kd")
-NETWORK = {"name": "polyfed.simulation.traffic:network"}
+NETWORK = {"name": "polyfed.simulation.traffic:audit_network"}
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in REGISTRY])
@@ -114,14 +114,14 @@ def test_without_weights_the_number_of_examples_does_not_show(name, tabulate):
         with contextlib.suppress(pf.UserError):  # it weighs, or treats buffers, in one way only
             method = dataclasses.replace(method, **{field: words[field]})
     assert not method.scalars_needed & {"num_examples"}
-    with scope():
+    with temporary_trust():
         pf.trust_code(NETWORK["name"])
-        shown = revealed(method, tabulate.public())
+        shown = find_revealed_facts(method, tabulate.public())
     # What FedFomo asks for follows from its losses on what it holds out, and so from all of its data: "choice" says it.
     assert "number of examples" not in shown or (name == "fedfomo" and "choice" in method.discloses)
 
 
 def test_who_gets_what_a_site_sends():
-    assert receivers(REGISTRY["local"]()) == "nobody"
-    assert receivers(FedAvg()) == "combined with others"
-    assert receivers(REGISTRY["fedfomo"](num_models=3)) == "as it is"
+    assert find_reply_reach(REGISTRY["local"]()) == "nobody"
+    assert find_reply_reach(FedAvg()) == "combined with others"
+    assert find_reply_reach(REGISTRY["fedfomo"](num_models=3)) == "as it is"

@@ -9,7 +9,7 @@ from torch import nn
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node, extract
 from polyfed.hypernetworks.generated import GeneratedNetwork
-from polyfed.hypernetworks.ghn import GHN, Form, create, tensors_of_graph
+from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
 from polyfed.hypernetworks.ghn_layers import GraphConv
 from polyfed.hypernetworks.heads import Factored
 from polyfed.models import build
@@ -24,29 +24,29 @@ def chain(*types, edges=None, shared=()):
     nodes = []
     for i, kind in enumerate(types):
         owner = shared[0] if i in shared else i
-        own = {} if isinstance(kind, str) else {role: f"{owner}.{role}" for role in kind.shapes}
+        own = {} if isinstance(kind, str) else {role: f"{owner}.{role}" for role in kind.parameter_shapes}
         nodes.append(Node(f"n{i}", kind, own))
     edges = tuple((i, i + 1) for i in range(len(types) - 1)) if edges is None else edges
     return ArchitectureGraph(tuple(nodes), tuple(sorted(edges)), {}, {})
 
 
 def ghn_of(*graphs, **form):
-    form = Form(LayerCatalogue.of(graphs), **form)
+    form = GHNConfig(LayerCatalogue.from_graphs(graphs), **form)
     ghn = GHN(form)
-    ghn.load_state_dict(create(form, "kaiming", seed=3))
+    ghn.load_state_dict(init_ghn_params(form, "kaiming", seed=3))
     return ghn, form
 
 
 def generate(ghn, form, graph):
-    return ghn(tensors_of_graph(graph, form.catalogue, CPU))
+    return ghn(graph_to_tensors(graph, form.catalogue, CPU))
 
 
 def test_layers_of_the_gnn_are_equation_2():
     """h_v = ReLU(A h_v + B Σ_{u→v} h_u + b), with messages along the data flow, by loops."""
     graph = chain(A, B, "add", A, edges=((0, 1), (0, 2), (1, 2), (2, 3)))
     ghn, form = ghn_of(graph, depth=3, latent=5)
-    tensors = tensors_of_graph(graph, form.catalogue, CPU)
-    assert tensors.features.argmax(1).tolist() == [form.catalogue.feature(node.type) for node in graph.nodes]
+    tensors = graph_to_tensors(graph, form.catalogue, CPU)
+    assert tensors.features.argmax(1).tolist() == [form.catalogue.column_of(node.type) for node in graph.nodes]
     h = list(tensors.features)
     for layer in ghn.gnn:
         root, neighbours, bias = layer.lin_root.weight, layer.lin_rel.weight, layer.lin_rel.bias
@@ -54,7 +54,7 @@ def test_layers_of_the_gnn_are_equation_2():
             (root @ h[v] + neighbours @ sum((h[u] for u, w in graph.edges if w == v), 0 * h[v]) + bias).relu()
             for v in range(len(h))
         ]
-    torch.testing.assert_close(ghn.latent(tensors.features, tensors.edges), torch.stack(h))
+    torch.testing.assert_close(ghn.encode_nodes(tensors.features, tensors.edges), torch.stack(h))
 
 
 EDGES = {
@@ -100,8 +100,8 @@ def test_a_head_is_scale_times_weight(normalise):
     with torch.no_grad():
         for parameter in ghn.parameters():
             parameter.normal_(std=0.3, generator=torch_generator(1))
-    tensors = tensors_of_graph(graph, form.catalogue, CPU)
-    (h,), head = ghn.latent(tensors.features, tensors.edges), ghn.heads[A.key]
+    tensors = graph_to_tensors(graph, form.catalogue, CPU)
+    (h,), head = ghn.encode_nodes(tensors.features, tensors.edges), ghn.heads[A.key]
     z = nn.functional.leaky_relu(head.hidden.weight @ h + head.hidden.bias)
     if normalise:
         z = z / z.square().mean().sqrt()
@@ -180,14 +180,14 @@ def test_generated_weights_have_kaiming_variance(resnets, seed, normalise, toler
     """The test of METHODS.md: generated std within 10 % of √(2/fan_in) for every convolution and linear layer of the four
     ResNets at the paper's width, norm scales 1, biases 0. With the published head, whose variance can be right in the mean
     over graphs only, up to 22 % were seen."""
-    form = Form(LayerCatalogue.of(resnets.values()), normalise=normalise)
+    form = GHNConfig(LayerCatalogue.from_graphs(resnets.values()), normalise=normalise)
     ghn = GHN(form)
-    ghn.load_state_dict(create(form, "kaiming", seed))
+    ghn.load_state_dict(init_ghn_params(form, "kaiming", seed))
     checked = 0
     with torch.no_grad():
         for graph in resnets.values():
             made = generate(ghn, form, graph)
-            for part in graph.generated:
+            for part in graph.generated_weights:
                 weight = made[part.parameters["weight"]]
                 if part.type.is_norm:
                     assert torch.equal(weight, torch.ones_like(weight))
@@ -211,7 +211,7 @@ def test_gradient_equals_finite_differences(head):
     with torch.no_grad():
         for parameter in ghn.parameters():  # off the symmetric start, where scales and shifts have no slope
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    network = GeneratedNetwork(ghn.double(), torch_model, tensors_of_graph(graph, form.catalogue, CPU))
+    network = GeneratedNetwork(ghn.double(), torch_model, graph_to_tensors(graph, form.catalogue, CPU))
     network.graph.features.data = network.graph.features.double()
     x = torch.randn(4, 1, 8, 8, generator=generator, dtype=torch.float64)
     y = torch.tensor([0, 1, 2, 0])
@@ -239,8 +239,8 @@ def test_shared_weights_are_generated_once_of_the_mean():
     """Two uses of one layer: one set of weights, made of the mean of both nodes' latent vectors."""
     graph = chain(A, B, A, shared=(0, 2))
     ghn, form = ghn_of(graph, normalise=False)  # a normalised head could not tell a mean from a sum
-    tensors = tensors_of_graph(graph, form.catalogue, CPU)
-    h = ghn.latent(tensors.features, tensors.edges)
+    tensors = graph_to_tensors(graph, form.catalogue, CPU)
+    h = ghn.encode_nodes(tensors.features, tensors.edges)
     made = generate(ghn, form, graph)
     assert made.keys() == {"0.weight", "0.bias", "1.weight"}
     torch.testing.assert_close(made["0.weight"], ghn.heads[A.key](h[[0, 2]].mean(0, keepdim=True))["weight"][0])
@@ -265,10 +265,10 @@ def test_factored_heads_compute_their_formula_with_fewer_numbers():
 
 @pytest.mark.thorough
 def test_factored_heads_are_used_where_they_save(resnets):
-    form = Form(LayerCatalogue.of(resnets.values()), head="factored")
+    form = GHNConfig(LayerCatalogue.from_graphs(resnets.values()), head="factored")
     with torch.device("meta"):
         factored = GHN(form)
-        dense = GHN(Form(form.catalogue))
+        dense = GHN(GHNConfig(form.catalogue))
     sizes = [sum(p.numel() for p in ghn.parameters()) for ghn in (factored, dense)]
     assert sizes[1] > 4 * sizes[0]  # METHODS.md: at least four times fewer bytes
     for kind in form.catalogue.types:
@@ -280,11 +280,11 @@ def test_factored_heads_are_used_where_they_save(resnets):
 @pytest.mark.parametrize("seed", range(2))
 def test_factored_heads_start_with_kaiming_variance_too(resnets, seed):
     graph = resnets["flha_arch1"]
-    ghn, form = GHN(form := Form(LayerCatalogue.of([graph]), head="factored")), form
-    ghn.load_state_dict(create(form, "kaiming", seed))
+    ghn, form = GHN(form := GHNConfig(LayerCatalogue.from_graphs([graph]), head="factored")), form
+    ghn.load_state_dict(init_ghn_params(form, "kaiming", seed))
     with torch.no_grad():
         made = generate(ghn, form, graph)
-    for part in graph.generated:
+    for part in graph.generated_weights:
         if part.type.c_in >= 64 and not part.type.is_norm:  # with three input channels a draw is far from the mean
             std = float(made[part.parameters["weight"]].std())
             assert std == pytest.approx(math.sqrt(2 / part.type.fan_in), rel=0.25), part.type.key
@@ -300,13 +300,13 @@ CONV = LayerType("conv2d", 64, 128, (3, 3), (1, 1), bias=False)  # the layer of 
 def test_paper_initialisation_is_its_sentence(kind, normalise):
     """W_H is Xavier-normal with zero bias, the last layer times √(2·c_in/d_lat); E[z²] = ½, and the weights Kaiming's with
     fan-out. Without a GNN h is one-hot, so that each is exact."""
-    form = Form(LayerCatalogue((kind,)), depth=0, normalise=normalise)
+    form = GHNConfig(LayerCatalogue((kind,)), depth=0, normalise=normalise)
     ghn = GHN(form)
-    ghn.load_state_dict(create(form, "paper", seed=0))
+    ghn.load_state_dict(init_ghn_params(form, "paper", seed=0))
     ghn.requires_grad_(requires_grad=False)
-    head, numbers = ghn.heads[kind.key], math.prod(kind.shapes["weight"])
+    head, numbers = ghn.heads[kind.key], math.prod(kind.parameter_shapes["weight"])
     assert not head.hidden.bias.any()
-    h = torch.eye(len(form.catalogue.features))[-1:]
+    h = torch.eye(len(form.catalogue.node_types))[-1:]
     assert nn.functional.leaky_relu(h @ head.hidden.weight.T).square().mean().item() == pytest.approx(0.5, rel=1e-5)
     xavier = math.sqrt(2 / (numbers + 16)) * math.sqrt(2 * kind.c_in / 16)
     assert float(head.out.weight.std()) == pytest.approx(xavier * math.sqrt(0.5 if normalise else 1), rel=0.02)
@@ -321,11 +321,11 @@ def test_paper_initialisation_is_its_sentence(kind, normalise):
 def test_paper_initialisation_is_that_of_figure_6(normalise):
     """Its layer against both of He et al.'s variances, in three hypernetworks of the paper's sizes."""
     graph = chain(LayerType("linear", 4, 4), CONV, LayerType("linear", 8, 4))
-    form = Form(LayerCatalogue.of([graph]), normalise=normalise)
+    form = GHNConfig(LayerCatalogue.from_graphs([graph]), normalise=normalise)
     deviations = []
     for seed in range(3):
         ghn = GHN(form)
-        ghn.load_state_dict(create(form, "paper", seed))
+        ghn.load_state_dict(init_ghn_params(form, "paper", seed))
         with torch.no_grad():
             deviations.append(float(generate(ghn, form, graph)["1.weight"].std()))
     mean = sum(deviations) / 3
@@ -338,14 +338,14 @@ def test_paper_initialisation_is_that_of_figure_6(normalise):
 def test_paper_initialisation_is_kaimings_with_fan_out(resnets, normalise):
     """Every convolution and linear layer of the four ResNets at the paper's width: to 3 % with `normalise`. Without it sizes
     of h_v^T differ between nodes, and the mean over layers is right only."""
-    form = Form(LayerCatalogue.of(resnets.values()), normalise=normalise)
+    form = GHNConfig(LayerCatalogue.from_graphs(resnets.values()), normalise=normalise)
     ghn = GHN(form)
-    ghn.load_state_dict(create(form, "paper", seed=0))
+    ghn.load_state_dict(init_ghn_params(form, "paper", seed=0))
     ratios = []
     with torch.no_grad():
         for graph in resnets.values():
             made = generate(ghn, form, graph)
-            for part in graph.generated:
+            for part in graph.generated_weights:
                 weight = made[part.parameters["weight"]]
                 if part.type.is_norm:
                     assert torch.equal(weight, torch.ones_like(weight))
@@ -362,9 +362,9 @@ def test_paper_initialisation_is_kaimings_with_fan_out(resnets, normalise):
 def test_the_formula_on_the_last_layer_alone_makes_small_weights():
     """Xavier-normal times √(2·c_in/16) there, the hidden layer with torch's bias: about 0.07 of Kaiming's deviation."""
     graph = chain(LayerType("linear", 4, 4), CONV, LayerType("linear", 8, 4))
-    form = Form(LayerCatalogue.of([graph]), normalise=False)
+    form = GHNConfig(LayerCatalogue.from_graphs([graph]), normalise=False)
     ghn = GHN(form)
-    ghn.load_state_dict(create(form, "last_layer", seed=0))
+    ghn.load_state_dict(init_ghn_params(form, "last_layer", seed=0))
     ghn.requires_grad_(requires_grad=False)
     head = ghn.heads[CONV.key]
     assert head.hidden.bias.any()
@@ -377,14 +377,14 @@ def test_the_formula_on_the_last_layer_alone_makes_small_weights():
 def test_a_type_whose_nodes_are_zero_has_an_initialisation(init):
     """With one latent entry the ReLUs of most seeds leave h = 0 everywhere."""
     for seed in range(10):
-        tensors = create(Form(LayerCatalogue((A, B)), latent=1), init, seed)
+        tensors = init_ghn_params(GHNConfig(LayerCatalogue((A, B)), latent=1), init, seed)
         assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
 
 
 def test_the_draw_depends_on_the_seed_alone():
-    form = Form(LayerCatalogue((A, B)))
+    form = GHNConfig(LayerCatalogue((A, B)))
     before = torch.random.get_rng_state()
-    one, again, other = (create(form, "kaiming", seed) for seed in (1, 1, 2))
+    one, again, other = (init_ghn_params(form, "kaiming", seed) for seed in (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not torch.equal(one["gnn.0.lin_rel.weight"], other["gnn.0.lin_rel.weight"])

@@ -9,8 +9,8 @@ from torch import nn
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node
-from polyfed.hypernetworks.ghn import GHN, Form, create, tensors_of_graph
-from polyfed.hypernetworks.ghn_layers import GatedGraphConv, GraphConv, gathered, sweeps
+from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
+from polyfed.hypernetworks.ghn_layers import GatedGraphConv, GraphConv, aggregate_neighbours, forward_backward_levels
 
 CPU = torch.device("cpu")
 A, B = LayerType("linear", 4, 4), LayerType("linear", 4, 4, bias=False)
@@ -23,15 +23,15 @@ def graph(order=(0, 1, 2, 3)):
     types = (A, B, "add", A)
     nodes = [None] * 4
     for old, place in enumerate(order):
-        own = {} if types[old] == "add" else {role: f"{old}.{role}" for role in types[old].shapes}
+        own = {} if types[old] == "add" else {role: f"{old}.{role}" for role in types[old].parameter_shapes}
         nodes[place] = Node(f"n{old}", types[old], own)
     return ArchitectureGraph(tuple(nodes), tuple(sorted((order[u], order[v]) for u, v in EDGES)), {}, {})
 
 
 def ghn_of(**form):
-    form = Form(LayerCatalogue((A, B)), latent=5, depth=2, **form)
+    form = GHNConfig(LayerCatalogue((A, B)), latent=5, depth=2, **form)
     ghn = GHN(form).double()
-    ghn.load_state_dict(create(form, "kaiming", seed=3))
+    ghn.load_state_dict(init_ghn_params(form, "kaiming", seed=3))
     with torch.no_grad():  # biases that are not 0
         for parameter in ghn.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch_generator(1)), alpha=0.2)
@@ -93,8 +93,8 @@ def by_loops(ghn, h):
 @pytest.mark.parametrize(("gnn", "passing"), FORMS)
 def test_latents_are_those_of_loops(gnn, passing, normalise):
     ghn, form = ghn_of(gnn=gnn, passing=passing, normalise=normalise)
-    tensors = tensors_of_graph(graph(), form.catalogue, CPU, form.passing)
-    found = ghn.latent(tensors.features.double(), tensors.edges, tensors.sweeps)
+    tensors = graph_to_tensors(graph(), form.catalogue, CPU, form.passing)
+    found = ghn.encode_nodes(tensors.features.double(), tensors.edges, tensors.levels)
     wanted = torch.tensor(by_loops(ghn, tensors.features.tolist()), dtype=torch.float64)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
     assert len({tuple(row) for row in wanted.tolist()}) == 4
@@ -105,7 +105,7 @@ def test_the_order_of_the_nodes_does_not_matter_and_all_is_trained(gnn, passing)
     ghn, form = ghn_of(gnn=gnn, passing=passing)
     made = []
     for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
-        tensors = tensors_of_graph(graph(order), form.catalogue, CPU, form.passing)
+        tensors = graph_to_tensors(graph(order), form.catalogue, CPU, form.passing)
         tensors.features.data = tensors.features.double()
         made.append(ghn(tensors))
     for name, tensor in made[0].items():
@@ -117,16 +117,16 @@ def test_the_order_of_the_nodes_does_not_matter_and_all_is_trained(gnn, passing)
 def test_messages_go_back_in_asynchronous_passing_only():
     """What comes after a node reaches it by the backward sweep."""
     for passing, differs in (("synchronous", False), ("asynchronous", True)):
-        form = Form(LayerCatalogue((A, B)), depth=2, passing=passing)
+        form = GHNConfig(LayerCatalogue((A, B)), depth=2, passing=passing)
         ghn = GHN(form)
-        ghn.load_state_dict(create(form, "kaiming", seed=0))
+        ghn.load_state_dict(init_ghn_params(form, "kaiming", seed=0))
         first = []
         for last in (A, B):
             nodes = tuple(Node(f"n{k}", kind, {"weight": f"{k}"}) for k, kind in enumerate((B, B, last)))
-            tensors = tensors_of_graph(
+            tensors = graph_to_tensors(
                 ArchitectureGraph(nodes, ((0, 1), (1, 2)), {}, {}), form.catalogue, CPU, form.passing
             )
-            first.append(ghn.latent(tensors.features, tensors.edges, tensors.sweeps)[0])
+            first.append(ghn.encode_nodes(tensors.features, tensors.edges, tensors.levels)[0])
         assert torch.allclose(*first) != differs
 
 
@@ -134,12 +134,12 @@ def test_messages_go_back_in_asynchronous_passing_only():
 @pytest.mark.parametrize(("gnn", "passing"), FORMS)
 def test_generated_weights_start_with_kaimings_variance_in_each_form(gnn, passing, init):
     kinds = [LayerType("linear", 64, 64, activation="relu"), LayerType("linear", 64, 64)]
-    form = Form(LayerCatalogue(tuple(kinds)), depth=2, gnn=gnn, passing=passing)
+    form = GHNConfig(LayerCatalogue(tuple(kinds)), depth=2, gnn=gnn, passing=passing)
     ghn = GHN(form)
-    ghn.load_state_dict(create(form, init, seed=0))
+    ghn.load_state_dict(init_ghn_params(form, init, seed=0))
     nodes = tuple(Node(f"n{k}", kinds[k == 3], {"weight": f"{k}.w", "bias": f"{k}.b"}) for k in range(4))
     with torch.no_grad():
-        made = ghn(tensors_of_graph(ArchitectureGraph(nodes, EDGES, {}, {}), form.catalogue, CPU, form.passing))
+        made = ghn(graph_to_tensors(ArchitectureGraph(nodes, EDGES, {}, {}), form.catalogue, CPU, form.passing))
     wanted = math.sqrt(2 / (16 + 64**2) * 2 * 64 if init == "last_layer" else 2 / 64)  # fan_in and fan_out are both 64
     for k in range(4):
         assert float(made[f"{k}.w"].std()) == pytest.approx(wanted, rel=0.1)
@@ -149,22 +149,24 @@ def test_generated_weights_start_with_kaimings_variance_in_each_form(gnn, passin
 def test_means_and_sums():
     h = torch.tensor([[1.0, 2.0], [3.0, 5.0], [10.0, 20.0]])
     edges = torch.tensor([[0, 1, 1], [2, 2, 0]])
-    assert gathered(h, *edges, 3).tolist() == [[3, 5], [0, 0], [4, 7]]
-    assert gathered(h, *edges, 3, mean=True).tolist() == [[3, 5], [0, 0], [2, 3.5]]
+    assert aggregate_neighbours(h, *edges, 3).tolist() == [[3, 5], [0, 0], [4, 7]]
+    assert aggregate_neighbours(h, *edges, 3, mean=True).tolist() == [[3, 5], [0, 0], [2, 3.5]]
     layer = GraphConv(2, 2, mean=True)
-    torch.testing.assert_close(layer(h, edges), layer.update(h, gathered(h, *edges, 3, mean=True)))
+    torch.testing.assert_close(layer(h, edges), layer.update_nodes(h, aggregate_neighbours(h, *edges, 3, mean=True)))
     gated, cell = GatedGraphConv(2), nn.GRUCell(2, 2)
-    torch.testing.assert_close(gated(h, edges, cell), cell(gathered(h, *edges, 3) @ gated.lin_rel.weight.T, h))
+    torch.testing.assert_close(
+        gated(h, edges, cell), cell(aggregate_neighbours(h, *edges, 3) @ gated.lin_rel.weight.T, h)
+    )
 
 
 def test_an_order_needs_a_graph_without_circles():
     with pytest.raises(UserError, match="without circles; take passing='synchronous'"):
-        sweeps([(0, 1), (1, 2), (2, 1)], 3, CPU)
-    assert sweeps([], 0, CPU) == ()
+        forward_backward_levels([(0, 1), (1, 2), (2, 1)], 3, CPU)
+    assert forward_backward_levels([], 0, CPU) == ()
 
 
 def test_the_default_has_the_tensors_of_equation_2_and_no_more():
-    form = Form(LayerCatalogue((A,)), depth=2)
-    assert {name.split(".")[0] for name in create(form, "kaiming", 0)} == {"gnn", "heads"}
-    flat = Form(LayerCatalogue((A,)), depth=0, gnn="gated", passing="asynchronous")
-    assert {name.split(".")[0] for name in create(flat, "kaiming", 0)} == {"heads"}
+    form = GHNConfig(LayerCatalogue((A,)), depth=2)
+    assert {name.split(".")[0] for name in init_ghn_params(form, "kaiming", 0)} == {"gnn", "heads"}
+    flat = GHNConfig(LayerCatalogue((A,)), depth=0, gnn="gated", passing="asynchronous")
+    assert {name.split(".")[0] for name in init_ghn_params(flat, "kaiming", 0)} == {"heads"}

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import LayerCatalogue, LayerType, extract
 from polyfed.hypernetworks.generated import GeneratedNetwork
-from polyfed.hypernetworks.ghn import GHN, Form, create, tensors_of_graph
+from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
 from polyfed.hypernetworks.heads import Factored, TypeHead
 
 KINDS = {
@@ -23,7 +23,7 @@ KINDS = {
 
 def plain(head, h):
     """s·W of each row of h, as the formulas of `TypeHead` and `Factored` have it, with W itself in memory."""
-    z = head.activations(h)
+    z = head.hidden_activations(h)
     if isinstance(head.out, Factored):
         out = head.out
         mixed = torch.einsum("rkj,nj->nrk", out.core, z)
@@ -109,12 +109,12 @@ def share(head):
     model.to(memory_format=torch.channels_last)
     graph = extract(model, torch.zeros(1, 1, 12, 12))
     model.requires_grad_(False)
-    form = Form(LayerCatalogue.of([graph]), depth=1, latent=8, head=head)
+    form = GHNConfig(LayerCatalogue.from_graphs([graph]), depth=1, latent=8, head=head)
     ghn = GHN(form)
-    ghn.load_state_dict(create(form, "kaiming", seed=0))
-    network = GeneratedNetwork(ghn, model, tensors_of_graph(graph, form.catalogue, torch.device("cpu")))
+    ghn.load_state_dict(init_ghn_params(form, "kaiming", seed=0))
+    network = GeneratedNetwork(ghn, model, graph_to_tensors(graph, form.catalogue, torch.device("cpu")))
     held = sum(parameter.nbytes for parameter in network.parameters())
-    extra = most_bytes(lambda: Spent.apply(*network.weights().values()).backward())
+    extra = most_bytes(lambda: Spent.apply(*network.generate_weights().values()).backward())
     assert extra > sum(parameter.grad.nbytes for parameter in ghn.parameters())
     return (held + extra) / held
 
@@ -130,7 +130,7 @@ def test_the_plain_formula_needs_more(monkeypatch):
 
     def forward(head, h):
         return {"weight": plain(head, h)} | (
-            {"bias": head.shift(head.activations(h))} if hasattr(head, "shift") else {}
+            {"bias": head.shift(head.hidden_activations(h))} if hasattr(head, "shift") else {}
         )
 
     monkeypatch.setattr(TypeHead, "forward", forward)

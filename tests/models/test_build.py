@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.core.code import scope, trust_code
+from polyfed.core.code import temporary_trust, trust_code
 from polyfed.core.errors import UserError
-from polyfed.core.seeds import local_rng
-from polyfed.models import FrozenArguments, ModelSpec, build
+from polyfed.core.seeds import temporary_rng_seed
+from polyfed.models import FrozenMapping, ModelSpec, build
 
 SOURCE = """
 import torch
@@ -59,7 +59,7 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "is_no_python.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    with scope():
+    with temporary_trust():
         trust_code()
         yield "my_own_nets"
     sys.modules.pop("my_own_nets", None)
@@ -129,9 +129,9 @@ def test_specs_are_values() -> None:
 
 def test_a_spec_builds_the_same_network_from_the_same_seed() -> None:
     spec = ModelSpec("cnn_small", {}, (1, 8, 8), 10)
-    with local_rng(3):
+    with temporary_rng_seed(3):
         first = spec()
-    with local_rng(3):
+    with temporary_rng_seed(3):
         second = spec()
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
@@ -150,10 +150,10 @@ def _num_parameters(spec: ModelSpec) -> int:
 
 def test_frozen_arguments_nest_and_do_not_alias() -> None:
     given = {"a": {"b": [1, 2]}, "c": None}
-    frozen = FrozenArguments(given)
+    frozen = FrozenMapping(given)
     given["a"]["b"].append(3)  # type: ignore[index]
     assert frozen == {"a": {"b": (1, 2)}, "c": None}
-    assert hash(frozen) == hash(FrozenArguments({"c": None, "a": {"b": (1, 2)}}))
+    assert hash(frozen) == hash(FrozenMapping({"c": None, "a": {"b": (1, 2)}}))
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from polyfed.core.errors import UserError
-from polyfed.core.seeds import local_rng
+from polyfed.core.seeds import temporary_rng_seed
 from polyfed.models import build
 from polyfed.models.split import (
     buffer_names,
+    compute_batch_representation,
+    find_head_modules,
+    find_representation_module,
     has_batch_norm,
-    head_modules,
-    layer_owners,
     norm_tensor_names,
-    representation,
-    representation_module,
-    split_names,
+    split_body_and_head,
+    tensor_names_by_module,
 )
 
 
@@ -52,32 +52,32 @@ def misleading() -> Net:
 
 def test_the_head_is_found_by_order_of_execution() -> None:
     model = misleading()
-    assert head_modules(model, X) == ("embedding",)
-    body, head = split_names(model, head_modules(model, X))
+    assert find_head_modules(model, X) == ("embedding",)
+    body, head = split_body_and_head(model, find_head_modules(model, X))
     assert head == ("embedding.weight", "embedding.bias")
     assert body == ("fc_head.weight", "fc_head.bias", "classifier.weight", "classifier.bias")
-    assert head_modules(model, X, num_layers=2) == ("classifier", "embedding")
-    assert head_modules(model, X, num_layers=9) == ("classifier", "embedding")  # fc_head never runs
-    assert representation_module(model, X) == "embedding"
+    assert find_head_modules(model, X, num_layers=2) == ("classifier", "embedding")
+    assert find_head_modules(model, X, num_layers=9) == ("classifier", "embedding")  # fc_head never runs
+    assert find_representation_module(model, X) == "embedding"
 
 
 def test_an_empty_head() -> None:
     model = misleading()
-    assert head_modules(model, X, num_layers=0) == ()
-    assert split_names(model, ()) == (tuple(model.state_dict()), ())
+    assert find_head_modules(model, X, num_layers=0) == ()
+    assert split_body_and_head(model, ()) == (tuple(model.state_dict()), ())
 
 
 def test_the_users_word_counts() -> None:
     model = misleading()
-    assert head_modules(model, X, names=["classifier"]) == ("classifier",)
+    assert find_head_modules(model, X, names=["classifier"]) == ("classifier",)
     with pytest.raises(UserError, match="no such module; did you mean classifier"):
-        head_modules(model, X, names=["clasifier"])
+        find_head_modules(model, X, names=["clasifier"])
     with pytest.raises(UserError, match="Flatten has no parameters"):
-        head_modules(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), X, names=["0"])
+        find_head_modules(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), X, names=["0"])
     with pytest.raises(UserError, match="num_layers=-1"):
-        head_modules(model, X, num_layers=-1)
+        find_head_modules(model, X, num_layers=-1)
     with pytest.raises(UserError, match="did you mean embedding"):
-        split_names(model, ["embeding"])
+        split_body_and_head(model, ["embeding"])
 
 
 def test_an_auxiliary_branch_that_runs_last_is_no_head() -> None:
@@ -88,32 +88,32 @@ def test_an_auxiliary_branch_that_runs_last_is_no_head() -> None:
         return out
 
     model = Net(forward, body=nn.Linear(4, 5), out=nn.Linear(5, 2), auxiliary=nn.Linear(5, 7))
-    assert head_modules(model, X) == ("out",)
-    assert representation_module(model, X) == "out"
+    assert find_head_modules(model, X) == ("out",)
+    assert find_representation_module(model, X) == "out"
     for parameter in model.parameters():  # a frozen network has a head all the same
         parameter.requires_grad_(False)
     with torch.inference_mode():
-        assert head_modules(model, X) == ("out",)
-        assert head_modules(model, X.clone()) == ("out",)
+        assert find_head_modules(model, X) == ("out",)
+        assert find_head_modules(model, X.clone()) == ("out",)
     assert not any(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("wrap", [lambda y: (y, None), lambda y: {"logits": [y]}])
 def test_outputs_in_containers(wrap: Callable[[Tensor], Any]) -> None:
     model = Net(lambda net, x: wrap(net.out(net.body(x))), out=nn.Linear(4, 2), body=nn.Linear(4, 4))
-    assert head_modules(model, X) == ("out",)
+    assert find_head_modules(model, X) == ("out",)
 
 
 def test_an_output_without_gradient_takes_the_last_layer_that_runs() -> None:
     model = Net(lambda net, x: net.out(net.body(x)).argmax(1), out=nn.Linear(4, 2), body=nn.Linear(4, 4))
-    assert head_modules(model, X) == ("out",)
+    assert find_head_modules(model, X) == ("out",)
 
 
 def test_norms_go_along_with_the_layer_they_follow() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 2), nn.BatchNorm1d(2))
-    assert head_modules(model, X) == ("3", "4")
-    assert head_modules(model, X, num_layers=2) == ("0", "1", "3", "4")
-    body, head = split_names(model, ("3", "4"))
+    assert find_head_modules(model, X) == ("3", "4")
+    assert find_head_modules(model, X, num_layers=2) == ("0", "1", "3", "4")
+    body, head = split_body_and_head(model, ("3", "4"))
     assert body == ("0.weight", "0.bias", "1.weight", "1.bias")
     assert head[2:] == ("4.weight", "4.bias", "4.running_mean", "4.running_var", "4.num_batches_tracked")
 
@@ -123,19 +123,19 @@ def test_a_layer_used_again_counts_at_its_last_use() -> None:
         return net.again(net.middle(net.again(x)))  # type: ignore[no-any-return]
 
     model = Net(forward, again=nn.Linear(4, 4), middle=nn.Linear(4, 4))
-    assert head_modules(model, X) == ("again",)
-    assert head_modules(model, X, num_layers=2) == ("middle", "again")
-    assert torch.equal(representation(model, X), model.middle(model.again(X)))  # type: ignore[operator]
+    assert find_head_modules(model, X) == ("again",)
+    assert find_head_modules(model, X, num_layers=2) == ("middle", "again")
+    assert torch.equal(compute_batch_representation(model, X), model.middle(model.again(X)))  # type: ignore[operator]
 
 
 def test_one_module_under_two_names() -> None:
     shared = nn.Linear(4, 4)
     model = Net(lambda net, x: net.out(net.two(net.one(x))), one=shared, two=shared, out=nn.Linear(4, 2))
-    assert head_modules(model, X, num_layers=2) == ("one", "out")
-    body, head = split_names(model, ["two"])
+    assert find_head_modules(model, X, num_layers=2) == ("one", "out")
+    body, head = split_body_and_head(model, ["two"])
     assert head == ("one.weight", "one.bias", "two.weight", "two.bias")  # one tensor cannot be on both sides
     assert body == ("out.weight", "out.bias")
-    assert layer_owners(model) == {
+    assert tensor_names_by_module(model) == {
         "one": ("one.weight", "one.bias", "two.weight", "two.bias"),
         "out": ("out.weight", "out.bias"),
     }
@@ -145,9 +145,9 @@ def test_shared_weights_follow_the_head() -> None:
     model = Net(lambda net, x: net.out(net.tokens(x).mean(1)), tokens=nn.Embedding(9, 4), out=nn.Linear(4, 9))
     model.out.weight = model.tokens.weight
     tokens = torch.tensor([[1, 2], [3, 4]])
-    assert head_modules(model, tokens) == ("out",)
-    assert split_names(model, ("out",)) == ((), ("tokens.weight", "out.weight", "out.bias"))
-    assert layer_owners(model) == {"tokens": ("tokens.weight", "out.weight"), "out": ("out.bias",)}
+    assert find_head_modules(model, tokens) == ("out",)
+    assert split_body_and_head(model, ("out",)) == ((), ("tokens.weight", "out.weight", "out.bias"))
+    assert tensor_names_by_module(model) == {"tokens": ("tokens.weight", "out.weight"), "out": ("out.bias",)}
 
 
 def test_module_lists_and_dicts() -> None:
@@ -158,45 +158,45 @@ def test_module_lists_and_dicts() -> None:
 
     heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2), "c": nn.Linear(4, 2)})
     model = Net(forward, heads=heads, layers=nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
-    assert head_modules(model, X) == ("heads.b",)
-    assert split_names(model, ["heads"])[1] == tuple(n for n in model.state_dict() if n.startswith("heads."))
-    assert head_modules(model, X, num_layers=3) == ("layers.0", "layers.1", "heads.b")
+    assert find_head_modules(model, X) == ("heads.b",)
+    assert split_body_and_head(model, ["heads"])[1] == tuple(n for n in model.state_dict() if n.startswith("heads."))
+    assert find_head_modules(model, X, num_layers=3) == ("layers.0", "layers.1", "heads.b")
 
 
 def test_the_model_may_be_the_layer() -> None:
     model = nn.Linear(4, 2)
-    assert head_modules(model, X) == ("",)
-    assert split_names(model, [""]) == ((), ("weight", "bias"))
-    assert layer_owners(model) == {"": ("weight", "bias")}
-    assert torch.equal(representation(model, X), X)
+    assert find_head_modules(model, X) == ("",)
+    assert split_body_and_head(model, [""]) == ((), ("weight", "bias"))
+    assert tensor_names_by_module(model) == {"": ("weight", "bias")}
+    assert torch.equal(compute_batch_representation(model, X), X)
     assert norm_tensor_names(nn.LayerNorm(3)) == ("weight", "bias")
 
 
 def test_no_layers_at_all() -> None:
     with pytest.raises(UserError, match="no parametric layer"):
-        head_modules(nn.Flatten(), X)
+        find_head_modules(nn.Flatten(), X)
     with pytest.raises(UserError, match=r"no nn.Linear"):
-        representation(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), IMAGES)
+        compute_batch_representation(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), IMAGES)
 
 
 def test_parametrised_layers_are_layers() -> None:
     model = nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.ReLU(), weight_norm(nn.Linear(4, 2)))
-    assert head_modules(model, X) == ("2",)
-    assert split_names(model, ["2"])[1] == tuple(n for n in model.state_dict() if n.startswith("2."))
-    owners = layer_owners(model)
+    assert find_head_modules(model, X) == ("2",)
+    assert split_body_and_head(model, ["2"])[1] == tuple(n for n in model.state_dict() if n.startswith("2."))
+    owners = tensor_names_by_module(model)
     assert set(owners) == {"0", "2"}
     assert sorted(n for names in owners.values() for n in names) == sorted(model.state_dict())
-    assert representation_module(model, X) == "2"
+    assert find_representation_module(model, X) == "2"
 
 
 def test_attention_whose_output_layer_is_never_called() -> None:
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = Net(lambda net, x: net.out(net.encoder(x).mean(1)), out=nn.Linear(8, 3), encoder=encoder)
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
-    assert head_modules(model, x) == ("out",)
+    assert find_head_modules(model, x) == ("out",)
     with torch.inference_mode():
-        assert representation(model, x).shape == (2, 8)
-    assert layer_owners(model)["encoder.self_attn"] == (
+        assert compute_batch_representation(model, x).shape == (2, 8)
+    assert tensor_names_by_module(model)["encoder.self_attn"] == (
         "encoder.self_attn.in_proj_weight",
         "encoder.self_attn.in_proj_bias",
     )
@@ -215,14 +215,14 @@ def test_attention_whose_output_layer_is_never_called() -> None:
 )
 def test_heads_and_representations_of_the_zoo(name: str, shape: tuple[int, ...], head: str) -> None:
     sizes = {"width": 4} if name in ("resnet18", "flha_arch2") else {}
-    with local_rng(0):
+    with temporary_rng_seed(0):
         model = build(name, shape, 5, **sizes)
     x = torch.ones(2, *shape, dtype=torch.int64) if name == "lstm" else torch.ones(2, *shape)
-    assert head_modules(model, x) == (head,)
-    body, last = split_names(model, (head,))
+    assert find_head_modules(model, x) == (head,)
+    body, last = split_body_and_head(model, (head,))
     assert last == (f"{head}.weight", f"{head}.bias")
     assert set(body) | set(last) == set(model.state_dict())
-    phi = representation(model, x)
+    phi = compute_batch_representation(model, x)
     linear: Any = model.get_submodule(head)
     model.eval()
     assert phi.shape == (2, linear.in_features)
@@ -231,9 +231,9 @@ def test_heads_and_representations_of_the_zoo(name: str, shape: tuple[int, ...],
 
 def test_a_class_token_and_positions_are_body() -> None:
     model = build("vit", (1, 8, 8), 5, dim=8, pool="cls")
-    body, _ = split_names(model, head_modules(model, torch.zeros(1, 1, 8, 8), num_layers=30))
+    body, _ = split_body_and_head(model, find_head_modules(model, torch.zeros(1, 1, 8, 8), num_layers=30))
     assert body == ("cls_token", "positions")
-    assert layer_owners(model)[""] == ("cls_token", "positions")
+    assert tensor_names_by_module(model)[""] == ("cls_token", "positions")
 
 
 def test_norms_are_found_by_type_in_shortcuts_too() -> None:
@@ -273,20 +273,20 @@ def test_buffers_are_the_persistent_ones() -> None:
     model.register_buffer("kept", torch.zeros(1))
     model.register_buffer("dropped", torch.zeros(1), persistent=False)
     assert buffer_names(model) == ("kept",)
-    assert layer_owners(model) == {"": ("weight", "bias", "kept")}
+    assert tensor_names_by_module(model) == {"": ("weight", "bias", "kept")}
 
 
 def test_owners_partition_the_state() -> None:
     for model in (build("resnet18", (3, 8, 8), 3, width=4), build("lstm", (25,), 2, num_layers=2), misleading()):
-        names = [n for owned in layer_owners(model).values() for n in owned]
+        names = [n for owned in tensor_names_by_module(model).values() for n in owned]
         assert sorted(names) == sorted(model.state_dict())
-    resnet = layer_owners(build("resnet18", (3, 8, 8), 3, width=4))
+    resnet = tensor_names_by_module(build("resnet18", (3, 8, 8), 3, width=4))
     assert resnet["layer2.0.shortcut.conv"] == ("layer2.0.shortcut.conv.weight",)
     assert len(resnet["norm1"]) == 5
 
 
 def dropping() -> nn.Sequential:
-    with local_rng(1):
+    with temporary_rng_seed(1):
         return nn.Sequential(
             nn.Linear(4, 6),
             nn.BatchNorm1d(6),
@@ -302,7 +302,7 @@ def test_representation_is_the_input_of_the_last_linear_without_dropout() -> Non
     model = dropping().train()
     model[2].eval()  # a mode of its own, which must come back
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    phi = representation(model, X)
+    phi = compute_batch_representation(model, X)
     assert [m.training for m in model] == [True, True, False, True, True, True, True]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model)
@@ -315,29 +315,29 @@ def test_representation_is_the_input_of_the_last_linear_without_dropout() -> Non
 
 def test_representation_has_gradients_where_they_are_enabled() -> None:
     model = dropping()
-    representation(model, X).square().sum().backward()
+    compute_batch_representation(model, X).square().sum().backward()
     assert model[0].weight.grad is not None
     assert bool(model[0].weight.grad.abs().sum() > 0)
     assert model[6].weight.grad is None
     with torch.no_grad():
-        assert not representation(model, X).requires_grad
+        assert not compute_batch_representation(model, X).requires_grad
 
 
 def test_representation_of_a_named_module_and_its_refusals() -> None:
     model = dropping()
-    assert representation(model, X, module="4").shape == (3, 6)
+    assert compute_batch_representation(model, X, module="4").shape == (3, 6)
     with pytest.raises(UserError, match="module='9'"):
-        representation(model, X, module="9")
+        compute_batch_representation(model, X, module="9")
     with pytest.raises(UserError, match="gets no tensor"):
-        representation(misleading(), X, module="fc_head")
+        compute_batch_representation(misleading(), X, module="fc_head")
     conv = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 14), nn.Flatten())
-    assert representation(conv, IMAGES, module="2").shape == (2, 4 * 14 * 14)
+    assert compute_batch_representation(conv, IMAGES, module="2").shape == (2, 4 * 14 * 14)
 
 
 def test_representation_keeps_the_mode_when_the_model_fails() -> None:
     model = dropping().train()
     with pytest.raises(RuntimeError):
-        representation(model, torch.zeros(3, 7), module="6")
+        compute_batch_representation(model, torch.zeros(3, 7), module="6")
     assert all(m.training for m in model)
     assert not model[6]._forward_pre_hooks
 
@@ -346,7 +346,7 @@ def test_looking_for_the_head_changes_nothing() -> None:
     model = dropping().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random_state = torch.random.get_rng_state()
-    head_modules(model, X)
+    find_head_modules(model, X)
     assert bool((torch.random.get_rng_state() == random_state).all())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -357,6 +357,6 @@ def test_an_lstm_with_dropout_is_deterministic() -> None:
     lstm = nn.LSTM(4, 6, 2, dropout=0.5, batch_first=True)
     model = Net(lambda net, x: net.out(net.lstm(x)[0][:, -1]), lstm=lstm, out=nn.Linear(6, 2))
     x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(representation(model, x), representation(model, x))
+    assert torch.equal(compute_batch_representation(model, x), compute_batch_representation(model, x))
     assert lstm.training
-    assert head_modules(model, x, num_layers=2) == ("lstm", "out")
+    assert find_head_modules(model, x, num_layers=2) == ("lstm", "out")

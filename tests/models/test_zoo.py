@@ -10,9 +10,9 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
 
 from polyfed.core.errors import UserError
-from polyfed.core.seeds import local_rng
+from polyfed.core.seeds import temporary_rng_seed
 from polyfed.models import MODELS, build
-from polyfed.models.plain import Conv, norm_layer, plain_cnn
+from polyfed.models.plain import ConvSpec, build_norm_layer, plain_cnn
 
 TOKENS = (25,)
 # (name, input shape, arguments): small widths, so that all of them train in seconds; every name of the registry occurs.
@@ -55,7 +55,7 @@ LEARNERS = [row for row in TABLE if not (row[0] == "flha_arch3" and row[2].get("
 
 
 def make(name: str, shape: tuple[int, ...], arguments: dict[str, Any], classes: int = NUM_CLASSES) -> nn.Module:
-    with local_rng(0):
+    with temporary_rng_seed(0):
         return build(name, shape, classes, **arguments)
 
 
@@ -231,7 +231,7 @@ def test_fedhenns_five_networks_grow() -> None:
 @pytest.mark.parametrize(("height", "width"), [(28, 28), (8, 12), (9, 31), (1, 1), (32, 32)])
 def test_fedpnass_network_pads_small_images_to_32(height: int, width: int) -> None:
     """As if zeros were added around the image, one more below and on the right where their number is odd."""
-    with local_rng(0):
+    with temporary_rng_seed(0):
         small = build("cnn_fedpnas", (2, height, width), NUM_CLASSES, channels=(4, 8, 16, 16)).eval()
         whole = build("cnn_fedpnas", (2, 32, 32), NUM_CLASSES, channels=(4, 8, 16, 16)).eval()
     whole.load_state_dict(small.state_dict())
@@ -258,9 +258,9 @@ def test_fedpnass_network_by_hand() -> None:
 
 
 def test_norms() -> None:
-    assert isinstance(norm_layer("batch", 6), nn.BatchNorm2d)
-    assert norm_layer("none", 6) is None
-    groups: list[Any] = [norm_layer("group", channels) for channels in (1, 4, 24, 32, 56, 64, 512)]
+    assert isinstance(build_norm_layer("batch", 6), nn.BatchNorm2d)
+    assert build_norm_layer("none", 6) is None
+    groups: list[Any] = [build_norm_layer("group", channels) for channels in (1, 4, 24, 32, 56, 64, 512)]
     assert {group.num_channels: group.num_groups for group in groups} == {
         1: 1,
         4: 1,
@@ -275,8 +275,8 @@ def test_norms() -> None:
 
 
 def test_pooling_before_relu_changes_nothing() -> None:
-    with local_rng(0):
-        net: Any = plain_cnn("demo", (2, 9, 9), 3, [Conv(4, 3, padding=1, pool=2)])
+    with temporary_rng_seed(0):
+        net: Any = plain_cnn("demo", (2, 9, 9), 3, [ConvSpec(4, 3, padding=1, pool=2)])
     x = inputs("demo", (2, 9, 9), 5).requires_grad_()
     other = net.fc1(net.flatten(net.pool1(net.relu1(net.conv1(x)))))
     assert torch.equal(net(x), other)

@@ -75,7 +75,7 @@ def learning():
 def comparison_of():
     """The content of `comparison.json`, of given scores: method -> seed -> client."""
 
-    from polyfed.comparison.directory import FORMAT
+    from polyfed.comparison.directory import RESULTS_FORMAT
 
     def comparison_of(scores, reference="local", **more):
         def mean(values):
@@ -100,16 +100,30 @@ def comparison_of():
         first = next(iter(scores.values()))
         told = {"train": 10, "test": 5, "classes": [7, 3]}
         return {
-            "format": FORMAT, "title": "mine", "task": "classification", "score": "accuracy", "rounds": 2, "seeds": [*first],
-            "clients": sorted(next(iter(first.values()))), "same_clients": True, "class_names": ["cat", "dog"],
+            "format": RESULTS_FORMAT,
+            "title": "mine",
+            "task": "classification",
+            "score": "accuracy",
+            "rounds": 2,
+            "seeds": [*first],
+            "clients": sorted(next(iter(first.values()))),
+            "same_clients": True,
+            "class_names": ["cat", "dog"],
             "data": {str(seed): dict.fromkeys(found, told) for seed, found in first.items()},
-            "budget": {"kind": "steps", "limit": None, "sentence": "equal local steps"}, "reference": reference,
-            "best": "fedavg", "best_by": "test", "target": {"score": 0.55, "sentence": "asked for"},
-            "methods": methods, "skipped": {"fedbn": "fedbn needs one architecture"},
+            "budget": {"kind": "steps", "limit": None, "sentence": "equal local steps"},
+            "reference": reference,
+            "best": "fedavg",
+            "best_by": "test",
+            "target": {"score": 0.55, "sentence": "asked for"},
+            "methods": methods,
+            "skipped": {"fedbn": "fedbn needs one architecture"},
             "failed": {"fedprox": "round 1, client 'north', phase 'reply': it diverged"},
-            "verdicts": ["north gains 4.1 to 6.0 points with fedavg"], "notes": ["3 seeds: intervals are wide"],
-            "tuning": None, "level": 0.95, **more,
-        }  # fmt: skip
+            "verdicts": ["north gains 4.1 to 6.0 points with fedavg"],
+            "notes": ["3 seeds: intervals are wide"],
+            "tuning": None,
+            "level": 0.95,
+            **more,
+        }
 
     return comparison_of
 
@@ -124,7 +138,7 @@ def write_predictions():
     def write_predictions(folder, client, outputs, targets, **columns):
         from polyfed import Client, Examples
         from polyfed.simulation.runs import parquet
-        from polyfed.simulation.runs.paths import file_name
+        from polyfed.simulation.runs.paths import safe_file_name
 
         known = torch.as_tensor(np.asarray(targets))
         examples = Examples(torch.zeros(len(known), 1), known, columns=columns)
@@ -134,8 +148,8 @@ def write_predictions():
             number: {"test": torch.as_tensor(np.asarray(values), dtype=torch.float32)}
             for number, values in outputs.items()
         }
-        file = folder / "predictions" / f"{file_name(client)}.parquet"
-        parquet.write(file, Client(client, None, examples, examples, task=task), found)
+        file = folder / "predictions" / f"{safe_file_name(client)}.parquet"
+        parquet.write_outputs(file, Client(client, None, examples, examples, task=task), found)
 
     return write_predictions
 

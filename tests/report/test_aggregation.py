@@ -7,7 +7,14 @@ from matplotlib.image import AxesImage
 import polyfed as pf
 from polyfed.algorithms import HeurPFedLA, PFedLA
 from polyfed.core.errors import UserError
-from polyfed.report.aggregation import Aggregation, heat_map, layer_weights, read, save, weight_evolution
+from polyfed.report.aggregation import (
+    AggregationWeights,
+    draw_layer_heat_map,
+    draw_layer_weights,
+    draw_weight_evolution,
+    read_aggregation_weights,
+    save_aggregation_figure,
+)
 from polyfed.testing import small_clients
 
 CLIENTS, LAYERS = ["a", "b", "c"], ["body.0", "head"]
@@ -39,7 +46,7 @@ def made(rounds=7, clients=6, layers=4, seed=0):
     alpha += np.eye(clients, dtype=np.float32)[None, :, None, :]
     alpha /= alpha.sum(axis=3, keepdims=True)
     names = tuple(f"client-{i:03d}" for i in range(clients)), tuple(f"body.{i}" for i in range(layers))
-    return Aggregation(np.arange(rounds), *names, alpha)
+    return AggregationWeights(np.arange(rounds), *names, alpha)
 
 
 def images(figure):
@@ -51,7 +58,7 @@ def lines(axes):
 
 
 def test_read_carries_on_the_weights_of_clients_that_were_not_in_a_round(folder):
-    found = read(folder)
+    found = read_aggregation_weights(folder)
     assert (found.clients, found.layers, found.rounds.tolist()) == (tuple(CLIENTS), tuple(LAYERS), [0, 1, 2])
     assert (found.alpha.shape, found.alpha.dtype) == ((3, 3, 2, 3), np.float32)
     start = [0.25, 0.25, 0.5]
@@ -65,25 +72,29 @@ def test_read_carries_on_the_weights_of_clients_that_were_not_in_a_round(folder)
 @pytest.mark.parametrize("method", [PFedLA(lr=0.05, hn_lr=1.0), HeurPFedLA(k=1, lr=0.05)])
 def test_a_run_is_read_and_drawn(tmp_path, method):
     pf.federate(small_clients(), method, rounds=3, clients_per_round=2, workers=0, out=tmp_path / "run")
-    found = read(tmp_path / "run")
+    found = read_aggregation_weights(tmp_path / "run")
     assert found.rounds.tolist() == [0, 1, 2, 3]
     assert found.clients == ("client-0", "client-1", "client-2")
     assert len(found.layers) == 3  # two linear layers and BatchNorm
     assert found.alpha.sum(axis=3) == pytest.approx(1, abs=1e-5)
     assert (found.alpha[0] != found.alpha[-1]).any()
     for number, figure in enumerate(
-        (weight_evolution(found, "client-1"), heat_map(found, found.layers[0]), layer_weights(found, "client-2"))
+        (
+            draw_weight_evolution(found, "client-1"),
+            draw_layer_heat_map(found, found.layers[0]),
+            draw_layer_weights(found, "client-2"),
+        )
     ):
-        save(figure, tmp_path / f"{number}.png")
+        save_aggregation_figure(figure, tmp_path / f"{number}.png")
         assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_directory_without_weights(tmp_path):
     with pytest.raises(UserError, match=r"has no aggregation weights .*give the run directory of a pfedla"):
-        read(tmp_path)
+        read_aggregation_weights(tmp_path)
     pf.federate(small_clients(), "local", rounds=1, workers=0, out=tmp_path / "local")
     with pytest.raises(UserError, match="has no aggregation weights"):
-        read(tmp_path / "local")
+        read_aggregation_weights(tmp_path / "local")
 
 
 def test_a_file_that_is_damaged_is_named(folder):
@@ -92,7 +103,7 @@ def test_a_file_that_is_damaged_is_named(folder):
     for content in (whole[: len(whole) // 2], b"", b"no archive", whole[:80] + bytes(40) + whole[120:]):
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"round-000001\.npz is damaged \(.*\); restore it, or run again"):
-            read(folder)
+            read_aggregation_weights(folder)
 
 
 def test_files_that_do_not_fit(folder):
@@ -107,42 +118,48 @@ def test_files_that_do_not_fit(folder):
     ):
         np.savez(file, **arrays)
         with pytest.raises(UserError, match=sentence):
-            read(folder)
+            read_aggregation_weights(folder)
     file.unlink()
     (folder / "analysis/round-000000.npz").unlink()
     with pytest.raises(UserError, match="no weights of client 'a': the file of round 0, which has all, is missing"):
-        read(folder)
+        read_aggregation_weights(folder)
 
 
 def test_clients_layers_and_rounds_are_found_by_name(folder):
-    found = read(folder)
-    assert (found.client("b"), found.layer("head"), found.at(1), found.at(-1), found.at(-3)) == (1, 1, 1, 2, 0)
+    found = read_aggregation_weights(folder)
+    assert (
+        found.client_index("b"),
+        found.layer_index("head"),
+        found.round_index(1),
+        found.round_index(-1),
+        found.round_index(-3),
+    ) == (1, 1, 1, 2, 0)
     with pytest.raises(UserError, match="no client 'd'; Choices: a, b, c"):
-        weight_evolution(found, "d")
+        draw_weight_evolution(found, "d")
     with pytest.raises(UserError, match="no layer 'heads'; did you mean head"):
-        heat_map(found, "heads")
+        draw_layer_heat_map(found, "heads")
     for number in (7, -4):
         with pytest.raises(UserError, match=f"no weights of round {number}; it has rounds 0 to 2"):
-            layer_weights(found, "a", round=number)
+            draw_layer_weights(found, "a", round=number)
     with pytest.raises(UserError, match="choose one of its 30, client-000 to client-029"):
-        made(clients=30).client("x")
+        made(clients=30).client_index("x")
     with pytest.raises(UserError, match="others names 'a', the target client itself"):
-        weight_evolution(found, "a", others=["b", "a"])
+        draw_weight_evolution(found, "a", highlighted_clients=["b", "a"])
     with pytest.raises(UserError, match="is the only client of the run"):
-        weight_evolution(made(clients=1), "client-000")
+        draw_weight_evolution(made(clients=1), "client-000")
 
 
 def test_the_heat_map_is_the_weights_of_the_layer():
     found = made()
-    (shown,) = images(heat_map(found, "body.2"))
+    (shown,) = images(draw_layer_heat_map(found, "body.2"))
     assert (shown == found.alpha[-1, :, 2]).all()
-    (shown,) = images(heat_map(found, "body.2", round=3))
+    (shown,) = images(draw_layer_heat_map(found, "body.2", round=3))
     assert (shown == found.alpha[3, :, 2]).all()
 
 
 def test_layer_weights_are_stacked_to_one_with_the_clients_own_first():
     found = made(clients=12)
-    (axes,) = layer_weights(found, "client-003", round=2).axes
+    (axes,) = draw_layer_weights(found, "client-003", round=2).axes
     own, *rest = axes.containers
     assert [bar.get_height() for bar in own] == pytest.approx(found.alpha[2, 3, :, 3].tolist())
     assert own.get_label() == "client-003 (own)"
@@ -152,12 +169,12 @@ def test_layer_weights_are_stacked_to_one_with_the_clients_own_first():
     assert totals == pytest.approx([1] * 4)
     named = {container.get_label(): container for container in rest[:-1]}
     for name, bars in named.items():
-        assert bars[0].get_height() == pytest.approx(float(found.alpha[2, 3, 0, found.client(name)]), abs=1e-6)
+        assert bars[0].get_height() == pytest.approx(float(found.alpha[2, 3, 0, found.client_index(name)]), abs=1e-6)
 
 
 def test_weight_evolution_shows_the_means_of_the_periods_and_the_weights_of_all_rounds():
     found = made(rounds=10, clients=5, layers=3)
-    figure = weight_evolution(found, "client-001")
+    figure = draw_weight_evolution(found, "client-001")
     others = [0, 2, 3, 4]
     for shown, rounds in zip(images(figure), (slice(1, 4), slice(4, 7), slice(7, 10)), strict=True):
         assert np.allclose(shown, found.alpha[rounds, 1][:, :, others].mean(axis=0))
@@ -174,12 +191,13 @@ def test_weight_evolution_shows_the_means_of_the_periods_and_the_weights_of_all_
 def test_weight_evolution_draws_the_rest_together():
     found = made(clients=20)
     panels = {
-        axes.get_title(): lines(axes) for axes in weight_evolution(found, "client-000", others=["client-007"]).axes
+        axes.get_title(): lines(axes)
+        for axes in draw_weight_evolution(found, "client-000", highlighted_clients=["client-007"]).axes
     }
     rest = [j for j in range(1, 20) if j != 7]
     assert np.allclose(panels["body.1"]["18 more (mean, range)"], found.alpha[:, 0, 1, rest].mean(axis=1))
     assert (panels["body.1"]["client-007"] == found.alpha[:, 0, 1, 7]).all()
-    largest = {axes.get_title(): lines(axes) for axes in weight_evolution(found, "client-000").axes}["body.0"]
+    largest = {axes.get_title(): lines(axes) for axes in draw_weight_evolution(found, "client-000").axes}["body.0"]
     assert len(largest) == 9
     last = found.alpha[5:, 0, :, 1:].mean(axis=(0, 1))
     assert {name for name in largest if "more" not in name} == {f"client-{j + 1:03d}" for j in np.argsort(-last)[:8]}
@@ -187,32 +205,35 @@ def test_weight_evolution_draws_the_rest_together():
 
 @pytest.mark.parametrize(("rounds", "names"), [(1, ["only"]), (2, ["only"]), (3, ["prior", "last"])])
 def test_few_rounds_have_fewer_periods(rounds, names):
-    figure = weight_evolution(made(rounds=rounds), "client-000")
+    figure = draw_weight_evolution(made(rounds=rounds), "client-000")
     titles = [axes.get_title() for axes in figure.axes]
     assert [title.split()[0] for title in titles if " period: round" in title] == names
 
 
 def test_500_clients_have_few_labels():
     found = made(rounds=3, clients=500, layers=2)
-    axes = heat_map(found, "body.0").axes[0]
+    axes = draw_layer_heat_map(found, "body.0").axes[0]
     assert 20 <= len(axes.get_xticklabels()) <= 40
     assert len(axes.texts) == 0
-    above = weight_evolution(found, "client-499").axes[0]
+    above = draw_weight_evolution(found, "client-499").axes[0]
     assert 10 <= len(above.get_xticklabels()) <= 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [pytest.param("png", marks=pytest.mark.slow), "svg"])
 def test_the_same_run_gives_the_same_file(folder, tmp_path, ending):
-    for draw in (lambda: weight_evolution(read(folder), "a"), lambda: heat_map(read(folder), "head")):
+    for draw in (
+        lambda: draw_weight_evolution(read_aggregation_weights(folder), "a"),
+        lambda: draw_layer_heat_map(read_aggregation_weights(folder), "head"),
+    ):
         for name in ("one", "two"):
-            save(draw(), tmp_path / f"{name}.{ending}")
+            save_aggregation_figure(draw(), tmp_path / f"{name}.{ending}")
         assert (tmp_path / f"one.{ending}").read_bytes() == (tmp_path / f"two.{ending}").read_bytes()
 
 
 def test_a_picture_that_cannot_be_written(folder):
-    figure = layer_weights(read(folder), "a")
+    figure = draw_layer_weights(read_aggregation_weights(folder), "a")
     with pytest.raises(UserError, match=r"must end in \.png or \.svg, got 'x\.pdf'"):
-        save(figure, "x.pdf")
+        save_aggregation_figure(figure, "x.pdf")
     with pytest.raises(UserError, match="cannot write the picture"):
-        save(figure, folder / "no/such/x.png")
+        save_aggregation_figure(figure, folder / "no/such/x.png")

@@ -10,13 +10,13 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedHeNN, Local
-from polyfed.alignment import linear_cka, representations
+from polyfed.alignment import compute_representations, linear_cka
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.scratch import fill, initial_state
+from polyfed.core.scratch import fill_module, initial_state
 from polyfed.data.plot import save_figure
-from polyfed.report.alignment import Alignment, draw_alignment, read_alignment
-from polyfed.simulation.experiment import rebuild
+from polyfed.report.alignment import RepresentationAlignment, draw_alignment, measure_alignment
+from polyfed.simulation.experiment import rebuild_clients
 from polyfed.simulation.runs.directory import read_config
 from polyfed.testing import small_clients
 
@@ -64,11 +64,11 @@ def runs(digits, tmp_path_factory):
 
 @pytest.mark.thorough
 def test_fedhenn_aligns_the_networks_and_local_training_does_not(runs):
-    local, fedhenn = (read_alignment(runs[name]) for name in ("local", "fedhenn"))
+    local, fedhenn = (measure_alignment(runs[name]) for name in ("local", "fedhenn"))
     assert local.clients == fedhenn.clients == ("c0", "c1", "c2")
-    assert np.array_equal(local.before, fedhenn.before), "they start from the same weights"
-    assert fedhenn.mean_after > local.mean_after + 0.05
-    for table in (local.before, local.after, fedhenn.after):
+    assert np.array_equal(local.cka_before, fedhenn.cka_before), "they start from the same weights"
+    assert fedhenn.mean_cka_after > local.mean_cka_after + 0.05
+    for table in (local.cka_before, local.cka_after, fedhenn.cka_after):
         assert (table.shape, table.dtype) == ((3, 3), np.float64)
         assert np.allclose(table, table.T)
         assert np.allclose(table.diagonal(), 1)
@@ -77,35 +77,37 @@ def test_fedhenn_aligns_the_networks_and_local_training_does_not(runs):
 def test_each_value_is_the_linear_cka_of_two_networks(runs, digits):
     clients, _ = digits
     examples = Examples(clients[0].test.x[:40], clients[0].test.y[:40])
-    found = read_alignment(runs["fedhenn"], examples)
+    found = measure_alignment(runs["fedhenn"], examples)
     ends = [runs["fedhenn"].model(client.id) for client in clients]
-    starts = [fill(client.model(), initial_state(client.model, 0)) for client in clients]
-    for table, models in ((found.before, starts), (found.after, ends)):
+    starts = [fill_module(client.model(), initial_state(client.model, 0)) for client in clients]
+    for table, models in ((found.cka_before, starts), (found.cka_after, ends)):
         for i, k in itertools.combinations(range(3), 2):
-            one, other = (representations(models[place], examples).double() for place in (i, k))
+            one, other = (compute_representations(models[place], examples).double() for place in (i, k))
             assert table[i, k] == pytest.approx(linear_cka(one, other).item(), abs=1e-6)
         pairs = [table[i, k] for i, k in itertools.permutations(range(3), 2)]
-        mean = found.mean_before if table is found.before else found.mean_after
+        mean = found.mean_cka_before if table is found.cka_before else found.mean_cka_after
         assert mean == pytest.approx(sum(pairs) / 6)
 
 
 def test_the_examples_are_test_examples_of_all_clients(runs, digits):
     clients, _ = digits
     x = torch.cat([c.test.x[torch.linspace(0, 99, n).long()] for c, n in zip(clients, (3, 3, 4), strict=True)])
-    by_hand = read_alignment(runs["fedhenn"], Examples(x, torch.zeros(10)))
-    found = read_alignment(runs["fedhenn"], rows=10)
-    assert np.array_equal(found.after, by_hand.after)
-    fewer = read_alignment(runs["fedhenn"], Examples(clients[0].test.x, clients[0].test.y), rows=20)
+    by_hand = measure_alignment(runs["fedhenn"], Examples(x, torch.zeros(10)))
+    found = measure_alignment(runs["fedhenn"], rows=10)
+    assert np.array_equal(found.cka_after, by_hand.cka_after)
+    fewer = measure_alignment(runs["fedhenn"], Examples(clients[0].test.x, clients[0].test.y), rows=20)
     places = torch.linspace(0, 99, 20).long()
     chosen = Examples(clients[0].test.x[places], clients[0].test.y[places])
-    assert np.array_equal(fewer.after, read_alignment(runs["fedhenn"], chosen).after)
+    assert np.array_equal(fewer.cka_after, measure_alignment(runs["fedhenn"], chosen).cka_after)
 
 
 def test_the_module_may_be_named(runs):
     named = {"c0": "3", "c1": "3", "c2": "5"}  # the last linear layers, which are found by themselves
-    assert np.array_equal(read_alignment(runs["local"], module=named).after, read_alignment(runs["local"]).after)
-    first = read_alignment(runs["local"], module="1")  # what all networks get there are the pictures themselves
-    assert np.allclose(first.after, 1)
+    assert np.array_equal(
+        measure_alignment(runs["local"], module=named).cka_after, measure_alignment(runs["local"]).cka_after
+    )
+    first = measure_alignment(runs["local"], module="1")  # what all networks get there are the pictures themselves
+    assert np.allclose(first.cka_after, 1)
 
 
 @pytest.mark.parametrize("name", ["local", "fedhenn"])
@@ -113,11 +115,11 @@ def test_a_directory_gives_what_the_run_gives(name, runs, digits):
     clients, _ = digits
     files = sorted(path for path in runs[name].out.rglob("*") if path.is_file())
     before = [path.read_bytes() for path in files]
-    found = read_alignment(runs[name].out, clients=clients[::-1])
-    wanted = read_alignment(runs[name])
+    found = measure_alignment(runs[name].out, clients=clients[::-1])
+    wanted = measure_alignment(runs[name])
     assert found.clients == wanted.clients
-    assert np.array_equal(found.before, wanted.before)
-    assert np.array_equal(found.after, wanted.after)
+    assert np.array_equal(found.cka_before, wanted.cka_before)
+    assert np.array_equal(found.cka_after, wanted.cka_after)
     assert sorted(path for path in runs[name].out.rglob("*") if path.is_file()) == files
     assert [path.read_bytes() for path in files] == before, "a report only reads"
 
@@ -132,12 +134,12 @@ def test_a_run_described_by_a_file(tmp_path, monkeypatch):
         main(["run", *words, "--algorithm", "local", "--rounds", "1", "--workers", "0", "--quiet", "--out", "r"]) == 0
     )
     with pytest.raises(UserError, match=r"give them, .*clients=.*clients, _ = rebuild\("):
-        read_alignment("r")
-    clients, _ = rebuild(read_config("r"), "r")
-    found = read_alignment("r", clients=clients)
+        measure_alignment("r")
+    clients, _ = rebuild_clients(read_config("r"), "r")
+    found = measure_alignment("r", clients=clients)
     assert len(found.clients) == 3
-    assert found.mean_before == pytest.approx(1), "one architecture starts from one draw"
-    assert found.mean_after < found.mean_before - 1e-6
+    assert found.mean_cka_before == pytest.approx(1), "one architecture starts from one draw"
+    assert found.mean_cka_after < found.mean_cka_before - 1e-6
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -146,50 +148,50 @@ def test_a_run_described_by_a_file(tmp_path, monkeypatch):
 def test_no_run(tmp_path, runs, digits):
     clients, _ = digits
     with pytest.raises(UserError, match=r"is not a run directory: it has no config.yaml"):
-        read_alignment(tmp_path)
+        measure_alignment(tmp_path)
     with pytest.raises(UserError, match=r"does not hold its clients; give them, .* they were made in Python"):
-        read_alignment(runs["local"].out)
+        measure_alignment(runs["local"].out)
     with pytest.raises(UserError, match="a Run has its own, so leave them out"):
-        read_alignment(runs["local"], clients=clients)
+        measure_alignment(runs["local"], clients=clients)
     (tmp_path / "config.yaml").write_text("seed: 0")
     with pytest.raises(UserError, match=r"has no personal models .*; finish the run, `polyfed resume"):
-        read_alignment(tmp_path, clients=clients)
+        measure_alignment(tmp_path, clients=clients)
 
 
 def test_clients_of_another_run(tmp_path, runs, digits):
     clients, _ = digits
     out = runs["local"].out
     with pytest.raises(UserError, match="a model 'c2' of none of the clients; give all clients of this run"):
-        read_alignment(out, clients=clients[:2])
+        measure_alignment(out, clients=clients[:2])
     fourth = pf.Client("c3", narrow, clients[0].train, clients[0].test)
     with pytest.raises(UserError, match="no model of client 'c3'"):
-        read_alignment(out, clients=[*clients, fourth])
+        measure_alignment(out, clients=[*clients, fourth])
     swapped = [pf.Client(c.id, wide, c.train, c.test) for c in clients]
     with pytest.raises(UserError, match="cannot be read as the network of client 'c0'"):
-        read_alignment(out, clients=swapped)
+        measure_alignment(out, clients=swapped)
     shutil.copytree(out, tmp_path / "damaged")
     (tmp_path / "damaged" / "models" / "c1.safetensors").write_bytes(b"no weights")
     with pytest.raises(UserError, match=r"c1.safetensors cannot be read .* run it again"):
-        read_alignment(tmp_path / "damaged", clients=clients)
+        measure_alignment(tmp_path / "damaged", clients=clients)
 
 
 def test_examples_that_do_not_fit(runs):
     run = runs["local"]
     for rows in (1, 257):
         with pytest.raises(UserError, match=f"rows must be from 2 to 256, .* got {rows}"):
-            read_alignment(run, rows=rows)
+            measure_alignment(run, rows=rows)
     with pytest.raises(UserError, match="examples must be at least 2, got 1"):
-        read_alignment(run, Examples(torch.zeros(1, 1, 8, 8), torch.zeros(1)))
+        measure_alignment(run, Examples(torch.zeros(1, 1, 8, 8), torch.zeros(1)))
     with pytest.raises(UserError, match=r"client 'c0': .* give examples=... of its form"):
-        read_alignment(run, Examples(torch.zeros(8, 7), torch.zeros(8)))
+        measure_alignment(run, Examples(torch.zeros(8, 7), torch.zeros(8)))
     with pytest.raises(UserError, match="client 'c0'"):
-        read_alignment(run, module="no such module")
+        measure_alignment(run, module="no such module")
 
 
 def test_runs_without_pairs():
     alone = pf.federate(small_clients(1), Local(local_epochs=1), rounds=1, workers=0)
     with pytest.raises(UserError, match="has one client, so that there is no pair"):
-        read_alignment(alone)
+        measure_alignment(alone)
 
 
 # -- the picture ------------------------------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ def test_runs_without_pairs():
 
 def test_two_heat_maps_on_one_scale(tmp_path):
     before, after = np.array([[1, 0.25], [0.25, 1]]), np.array([[1, 0.75], [0.75, 1]])
-    found = Alignment(("north", "south"), before, after)
+    found = RepresentationAlignment(("north", "south"), before, after)
     figure = draw_alignment(found)
     one, other, bar = figure.axes
     assert [axes.get_title() for axes in (one, other)] == ["before training, mean 0.250", "after training, mean 0.750"]
@@ -216,7 +218,7 @@ def test_two_heat_maps_on_one_scale(tmp_path):
 @pytest.mark.thorough
 def test_many_clients_are_not_all_named(tmp_path):
     names = tuple(f"client-{k:03d}" for k in range(100))
-    figure = draw_alignment(Alignment(names, np.eye(100), np.ones((100, 100))))
+    figure = draw_alignment(RepresentationAlignment(names, np.eye(100), np.ones((100, 100))))
     axes = figure.axes[0]
     assert len(axes.get_xticklabels()) <= 40
     assert not axes.texts

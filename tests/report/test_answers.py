@@ -6,12 +6,12 @@ import re
 import pytest
 from rich.console import Console
 
-from polyfed.cli.commands.report import show
+from polyfed.cli.commands.report import show_report
 from polyfed.core.errors import UserError
-from polyfed.report.answers import Answer, read_answers, read_mean
-from polyfed.report.gathering import gather
-from polyfed.report.scale import scale_of
-from polyfed.report.words import summary
+from polyfed.report.answers import SiteAnswer, parse_mean_answer, parse_site_answers
+from polyfed.report.gathering import read_run_groups
+from polyfed.report.scale import score_format_of
+from polyfed.report.words import result_sentences
 
 SITES = {"north": 60, "south": 50, "St. Mary's <b>": 40}
 
@@ -33,12 +33,12 @@ def test_an_answer_has_the_words_of_the_comparison_without_site_and_answer():
             "with ridge regression: fedavg is 4.1 to 6.0 points worse.",
         ),
     ):
-        assert Answer("x", kind, sentence=sentence).words() == words
+        assert SiteAnswer("x", kind, sentence=sentence).explanation() == words
     content = {"answers": [{"client": "x: y", "answer": "undecided", "sentence": "x: y: not decided: one seed"}]}
-    (one,) = read_answers(content)
-    assert one.words() == "one seed."
-    assert read_answers({}) == []
-    assert read_mean({"mean_answer": None}) is None
+    (one,) = parse_site_answers(content)
+    assert one.explanation() == "one seed."
+    assert parse_site_answers({}) == []
+    assert parse_mean_answer({"mean_answer": None}) is None
 
 
 @pytest.mark.parametrize("damaged", ["join", {"client": "x"}, {"client": "x", "answer": "maybe"},
@@ -46,7 +46,7 @@ def test_an_answer_has_the_words_of_the_comparison_without_site_and_answer():
                                      {"client": "x", "answer": "join", "gain": "much"}])  # fmt: skip
 def test_a_damaged_answer_is_named(damaged):
     with pytest.raises(UserError, match="make it again: polyfed compare"):
-        read_answers({"answers": [damaged]})
+        parse_site_answers({"answers": [damaged]})
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def page(write_comparison, tmp_path):
 
     def page(sites=SITES, **more):
         folder = write_comparison(tmp_path / "mine", sites, seeds=(0,), **{"keep": False, **more})
-        show([folder], Console(quiet=True), out=tmp_path / "page.html")
+        show_report([folder], Console(quiet=True), out=tmp_path / "page.html")
         text = (tmp_path / "page.html").read_text(encoding="utf-8")
         text = text[text.index("<body>") :]
         return text.partition(">Details<")[0], text
@@ -137,11 +137,14 @@ def test_of_a_loss_the_lowest_is_the_best(comparison_of, tmp_path):
     content = comparison_of(scores, score="cost", score_label="cost", score_unit="", higher_is_better=False)
     (tmp_path / "comparison.yaml").write_text("title: mine\n")
     (tmp_path / "comparison.json").write_text(json.dumps(content))
-    ((setting,), _) = gather([tmp_path])
-    assert [(gain.client, gain.mean) for gain in setting.gains(setting.lines[0])] == [("x", 0.2), ("y", -0.05)]
-    assert setting.leader.label == "fedavg"
-    assert "The lowest mean has fedavg, 0.175; training alone has 0.250." in summary(setting)
-    show([tmp_path], Console(quiet=True), out=tmp_path / "page.html")
+    ((setting,), _) = read_run_groups([tmp_path])
+    assert [(gain.client, gain.mean) for gain in setting.gains_over_local(setting.methods[0])] == [
+        ("x", 0.2),
+        ("y", -0.05),
+    ]
+    assert setting.best_method.label == "fedavg"
+    assert "The lowest mean has fedavg, 0.175; training alone has 0.250." in result_sentences(setting)
+    show_report([tmp_path], Console(quiet=True), out=tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "<td><b>0.100</b></td>" in text  # of x
     assert "<td><b>0.200</b></td>" in text  # of y, alone
@@ -157,6 +160,6 @@ def test_the_score_of_a_run_is_the_first_it_was_asked_for(write_run, tmp_path):
     other = write_run(tmp_path / "b", "fedavg", {"x": [0.5, 0.6]}, score="cost")
     told = {"name": "cost", "label": "cost in €", "unit": "", "higher_is_better": False}
     (other / "manifest.json").write_text(json.dumps({"score": told}))
-    ((first, second), _) = gather([folder, other])
-    assert (first.scale, first.lines[0].means) == (scale_of("brier"), (0.7,))
-    assert (second.scale.label, second.scale.higher_is_better) == ("cost in €", False)
+    ((first, second), _) = read_run_groups([folder, other])
+    assert (first.score_format, first.methods[0].mean_by_run) == (score_format_of("brier"), (0.7,))
+    assert (second.score_format.label, second.score_format.higher_is_better) == ("cost in €", False)

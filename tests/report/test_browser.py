@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from polyfed.cli.commands.report import show
+from polyfed.cli.commands.report import show_report
 from polyfed.cli.main import main
 
 pytestmark = pytest.mark.slow
@@ -107,7 +107,7 @@ def pages(tmp_path_factory, write_run, learning, comparison_of, write_comparison
     write_comparison(here / "classes", {"north": 60, "south": 50}, classes=4, seeds=(0,))
     for name, given in folders.items():
         columns = ["sex"] if name == "answered" else []
-        show(given, Console(quiet=True), out=here / f"{name}.html", subgroups=columns)
+        show_report(given, Console(quiet=True), out=here / f"{name}.html", subgroups=columns)
         assert (here / f"{name}.html").stat().st_size < 3_000_000
     return here
 

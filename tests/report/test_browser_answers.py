@@ -10,7 +10,7 @@ import re
 import pytest
 from rich.console import Console
 
-from polyfed.cli.commands.report import show
+from polyfed.cli.commands.report import show_report
 
 pytestmark = pytest.mark.slow
 SITES = {f"site-{k:02d}": 40 + 5 * k for k in range(20)}
@@ -21,7 +21,7 @@ def page(tmp_path_factory, write_comparison, browser):
     """The page of a comparison of twenty sites, five seeds each, shown with all of it open."""
     here = tmp_path_factory.mktemp("answered")
     folder = write_comparison(here / "mine", SITES, seeds=range(5))
-    show([folder], Console(quiet=True), out=here / "page.html")
+    show_report([folder], Console(quiet=True), out=here / "page.html")
     assert (here / "page.html").stat().st_size < 3_000_000
     size = {"width": 1280, "height": 844, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from polyfed.cli.commands.report import show
+from polyfed.cli.commands.report import show_report
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.report.gathering import gather
+from polyfed.report.gathering import read_run_groups
 from polyfed.report.records import read_rounds
 
 SOUND = {"round": 3, "bytes_down_total": 1, "bytes_up_total": 1, "clients": {"x": {"accuracy": 0.5}}}
@@ -53,7 +53,7 @@ def test_what_stands_before_other_rounds_cannot_be_half_a_line(write_run, tmp_pa
     lines = file.read_text().splitlines()
     file.write_text("\n".join([lines[0], text, lines[2], ""]))
     with pytest.raises(UserError, match=re.escape(f"{file}, line 2, is damaged: it is not JSON")):
-        gather([tmp_path / "a"])
+        read_run_groups([tmp_path / "a"])
 
 
 @pytest.mark.parametrize("garbage", [b"garbage", b"garbage\n", b"\x8f\xff\x00{" * 50, b"<html>\n<body>\n", b"\n{}\n"])
@@ -61,7 +61,7 @@ def test_garbage_is_no_run_that_has_not_begun(write_run, tmp_path, garbage):
     write_run(tmp_path / "a", "fedavg", {})
     (tmp_path / "a/metrics.jsonl").write_bytes(garbage)
     with pytest.raises(UserError, match="line 1, is damaged: it is not JSON"):
-        gather([tmp_path / "a"])
+        read_run_groups([tmp_path / "a"])
 
 
 @pytest.mark.parametrize("cut", ['{"round": 4, "se', "{", "\0\0\0", '{"round": 4, "clients": {"東'])
@@ -70,11 +70,11 @@ def test_a_last_line_that_was_cut_off_does_not_count(write_run, tmp_path, cut):
     whole = file.read_bytes()
     # A letter may be cut as well.
     file.write_bytes(whole + (cut.encode()[:-1] if "東" in cut else cut.encode()))
-    ((setting,), _) = gather([tmp_path / "a"])
-    assert (setting.lines[0].runs[0].done, setting.lines[0].means) == (3, (0.7,))
+    ((setting,), _) = read_run_groups([tmp_path / "a"])
+    assert (setting.methods[0].runs[0].rounds_done, setting.methods[0].mean_by_run) == (3, (0.7,))
     file.write_text(cut)
     with pytest.raises(UserError, match="no evaluated round yet; go on with it: polyfed resume"):
-        gather([tmp_path / "a"])
+        read_run_groups([tmp_path / "a"])
     file.write_bytes(whole[:-1])  # all of it but the end of the line
     assert len(read_rounds(file)) == 3
     file.write_bytes(whole.replace(b"\n", b"\r\n") + b"\n\n")
@@ -87,11 +87,11 @@ def test_metrics_that_cannot_be_read_and_numbers_that_are_none(write_run, tmp_pa
     folder = write_run(tmp_path / "a", "fedavg", {"x": [0.5]})
     (folder / "config.yaml").write_text("rounds: many\nalgorithm: {name: fedavg}\n")
     with pytest.raises(UserError, match=r"seed and rounds in .*config\.yaml must be whole numbers"):
-        gather([folder])
+        read_run_groups([folder])
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match=r"cannot read .*metrics\.jsonl: Is a directory"):
-        gather([folder])
+        read_run_groups([folder])
 
 
 def test_a_damaged_configuration_in_a_finished_comparison(write_run, comparison_of, tmp_path):
@@ -104,9 +104,9 @@ def test_a_damaged_configuration_in_a_finished_comparison(write_run, comparison_
     broken = tmp_path / "fedavg/seed-0/config.yaml"
     for text in ("rounds: [1\n", "- a list\n"):
         broken.write_text(text)
-        ((setting,), (note,)) = gather([tmp_path])
-        runs = {line.label: line.runs[0] for line in setting.lines}
-        assert runs["fedavg"].final == {"north": 0.7, "east": 0.5}
+        ((setting,), (note,)) = read_run_groups([tmp_path])
+        runs = {line.label: line.runs[0] for line in setting.methods}
+        assert runs["fedavg"].score_by_client == {"north": 0.7, "east": 0.5}
         assert (runs["fedavg"].folder, runs["fedavg"].config) == (None, {})
         assert runs["local"].folder == tmp_path / "local/seed-0"
         assert note.startswith(str(broken))
@@ -114,7 +114,7 @@ def test_a_damaged_configuration_in_a_finished_comparison(write_run, comparison_
     content["methods"] = []
     (tmp_path / "comparison.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"comparison\.json is damaged"):
-        gather([tmp_path])
+        read_run_groups([tmp_path])
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def weighed(write_run, tmp_path):
 def _shown(folder, out):
     """What is printed and written."""
     console = Console(record=True, width=200, quiet=False, file=(out.parent / "printed").open("w"))
-    show([folder], console, out=out)
+    show_report([folder], console, out=out)
     console.file.close()
     return (out.parent / "printed").read_text(), out.read_text(encoding="utf-8")
 
@@ -157,7 +157,7 @@ def test_what_the_disk_refuses_loses_no_page(weighed, tmp_path, monkeypatch):
         printed, page = _shown(weighed, tmp_path / "page.html")
     assert f"since the folder {weighed / 'report'} cannot be made (Permission denied)" in printed
     assert "Who aggregates from whom" in page
-    monkeypatch.setattr(aggregation, "read", refuse)
+    monkeypatch.setattr(aggregation, "read_aggregation_weights", refuse)
     printed, page = _shown(weighed, tmp_path / "page.html")
     assert "pfedla: no pictures: [Errno 13] Permission denied" in printed
     assert "Not shown: [Errno 13] Permission denied" in page

@@ -17,10 +17,10 @@ from polyfed.core.examples import Normalise
 from polyfed.data.frames import read_table
 from polyfed.models import ModelSpec
 from polyfed.report.export import formats
-from polyfed.report.export.folder import Opened, export_model
-from polyfed.report.export.trained import of_directory, of_run
-from polyfed.report.export.whole import Whole, examples_of
-from polyfed.simulation.kept import load_model
+from polyfed.report.export.folder import ExportedModel, export_model
+from polyfed.report.export.trained import read_trained_model, trained_model_of_run
+from polyfed.report.export.whole import StandaloneModule, random_inputs
+from polyfed.simulation.kept import load_saved_model
 from polyfed.testing import small_clients
 
 CSV = """age;sex;lab;code;outcome;hospital
@@ -90,13 +90,13 @@ def test_a_table_goes_out_and_gives_the_same_without_polyfed(table, monkeypatch,
     monkeypatch.chdir(table)
     assert main(["export", "run", "--client", "north", "--to", "out/north"]) == 0
     folder = table / "out/north"
-    wanted = load_model("run", "north").predict(read_table("new.csv", missing=["unknown"], decimal=","))
-    assert Opened(folder).predict(read_table("new.csv", missing=["unknown"], decimal=",")) == wanted
+    wanted = load_saved_model("run", "north").predict(read_table("new.csv", missing=["unknown"], decimal=","))
+    assert ExportedModel(folder).predict(read_table("new.csv", missing=["unknown"], decimal=",")) == wanted
     text = (folder / "inputs.py").read_text()
     assert "polyfed" not in text
     inputs = module_of(folder / "inputs.py")
     rows = torch.from_numpy(inputs.of_csv("new.csv"))
-    prepared = load_model("run", "north").prepared
+    prepared = load_saved_model("run", "north").prepared
     stored = prepared.encode(read_table("new.csv", missing=["unknown"], decimal=","))
     assert torch.equal(torch.nan_to_num(rows, -7.0), torch.nan_to_num(stored, -7.0))
     shares = torch.jit.load(str(folder / "network.ts"))(rows).softmax(1)
@@ -131,23 +131,23 @@ def test_the_lines_of_the_card_run(images, tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_written_is_the_network_with_its_preprocessing(images, tmp_path):
-    trained = of_run(images, "b")
-    whole = Whole(trained).eval()
-    x = examples_of(trained, 4, seed=3)[0]
+    trained = trained_model_of_run(images, "b")
+    whole = StandaloneModule(trained).eval()
+    x = random_inputs(trained, 4, seed=3)[0]
     assert x.dtype == torch.uint8
     assert torch.equal(whole.ready[0](x), Normalise((0.3,), (0.2,))(x))
     assert torch.allclose(whole(x), images.predict("b", x), atol=1e-6)
     assert trained.signature["network"] is None
-    assert of_run(images, "a/b").signature["network"]["name"] == "cnn_small"
+    assert trained_model_of_run(images, "a/b").signature["network"]["name"] == "cnn_small"
 
 
 def test_targets_of_regression_come_in_their_unit():
     draw = np.random.default_rng(0)
     frame = {"a": draw.normal(size=30), "cost": 1000 + 200 * draw.normal(size=30), "town": ["n", "s"] * 15}
-    sites = pf.data.table(frame, "cost", "town")
-    run = pf.federate(sites.clients(lambda: nn.Linear(1, 1)), "local", rounds=1, workers=0)
+    sites = pf.data.split_table(frame, "cost", "town")
+    run = pf.federate(sites.build_clients(lambda: nn.Linear(1, 1)), "local", rounds=1, workers=0)
     rows = torch.tensor([[0.5], [-1.0]], dtype=torch.float64)
-    found = Whole(of_run(run, "n")).eval()(rows)
+    found = StandaloneModule(trained_model_of_run(run, "n")).eval()(rows)
     wanted = run.predict("n", {"a": [0.5, -1.0]})
     assert torch.allclose(found, wanted)
     assert found.mean() > 100
@@ -157,10 +157,10 @@ def test_targets_of_regression_come_in_their_unit():
 def test_a_column_that_did_not_vary_is_0_in_what_is_taken_away_too(tmp_path):
     draw = np.random.default_rng(0)
     frame = {"a": draw.normal(size=30), "chol": np.zeros(30), "ill": [0, 1] * 15}
-    sites = pf.data.table(frame, "ill", None, name="n")
-    run = pf.federate(sites.clients(lambda: nn.Linear(2, 2)), "local", rounds=1, workers=0)
+    sites = pf.data.split_table(frame, "ill", None, name="n")
+    run = pf.federate(sites.build_clients(lambda: nn.Linear(2, 2)), "local", rounds=1, workers=0)
     rows = torch.tensor([[0.5, 0.0], [0.5, 240.0]], dtype=torch.float64)
-    found = Whole(of_run(run, "n")).eval()(rows)
+    found = StandaloneModule(trained_model_of_run(run, "n")).eval()(rows)
     assert torch.equal(found[0], found[1])
     folder = export_model(run, "n", tmp_path / "out")
     assert torch.equal(torch.jit.load(str(folder / "network.ts"))(rows), found)
@@ -186,15 +186,15 @@ def test_several_inputs_are_flat_tensors_with_names(tmp_path):
         ({"image": x["image"][rows], "more": (x["more"][0][rows],)}, y[rows]) for rows in torch.arange(12).split(6)
     ]
     run = pf.federate([pf.Client("a", Structured, *parts)], "local", rounds=1, workers=0)
-    trained = of_run(run, "a")
+    trained = trained_model_of_run(run, "a")
     assert [(one["name"], one["dtype"]) for one in trained.signature["inputs"]] == [
         ("image", "uint8"),
         ("more/0", "float32"),
     ]
     assert trained.signature["tree"] == {"image": 0, "more": [1]}
-    found = Whole(trained).eval()(image, x["more"][0])
+    found = StandaloneModule(trained).eval()(image, x["more"][0])
     assert torch.allclose(found, run.predict("a", x), atol=1e-6)
-    content, shape, checked = formats.written(trained, "torchscript")
+    content, shape, checked = formats.serialize_network(trained, "torchscript")
     assert content
     assert (shape, checked) == ((2,), True)
 
@@ -252,10 +252,10 @@ def test_a_run_of_python_needs_its_network(tmp_path):
     run = pf.federate([client], "local", rounds=1, workers=0, out=tmp_path / "r")
     with pytest.raises(UserError, match="were made in Python, and only that can build them"):
         export_model(tmp_path / "r", "a", tmp_path / "a")
-    again = of_directory(tmp_path / "r", None, lambda: nn.Linear(4, 2))
+    again = read_trained_model(tmp_path / "r", None, lambda: nn.Linear(4, 2))
     assert torch.equal(again.network.weight, run.model("a").weight)
     with pytest.raises(UserError, match="is not the one that was trained"):
-        of_directory(tmp_path / "r", "a", lambda: nn.Linear(4, 3))
+        read_trained_model(tmp_path / "r", "a", lambda: nn.Linear(4, 3))
     (tmp_path / "r/config.yaml").unlink()  # as in a site's folder
     alone = export_model(tmp_path / "r", "a", tmp_path / "site", network=lambda: nn.Linear(4, 2), format="weights")
     assert "the run's method is in the records of the server" in (alone / "README.md").read_text()
@@ -274,7 +274,7 @@ def test_a_failure_while_writing_leaves_nothing(images, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", str(path))
         yield
 
-    monkeypatch.setattr(folder, "new_file", full)
+    monkeypatch.setattr(folder, "open_new_file", full)
     with pytest.raises(UserError, match=r"cannot write .* \(No space left on device\)"):
         export_model(images, "b", tmp_path / "b", format="weights")
     assert not list(tmp_path.iterdir())
@@ -308,14 +308,14 @@ def test_the_network_of_a_search_is_built_by_its_method(tmp_path):
     method = pf.algorithms.FedPNAS(channels=2, base_cells=1, base_nodes=1, personal_nodes=1)
     clients = [pf.Client(n, None, (x[i : i + 4], y[:4]), (x[i + 4 : i + 8], y[:4])) for n, i in (("a", 0), ("b", 8))]
     run = pf.federate(clients, method, rounds=1, workers=0, out=tmp_path / "r")
-    one, two = of_run(run, "a"), of_directory(tmp_path / "r", "a")
-    inputs = examples_of(one, 3, seed=1)
-    assert torch.equal(Whole(one).eval()(*inputs), Whole(two).eval()(*inputs))
+    one, two = trained_model_of_run(run, "a"), read_trained_model(tmp_path / "r", "a")
+    inputs = random_inputs(one, 3, seed=1)
+    assert torch.equal(StandaloneModule(one).eval()(*inputs), StandaloneModule(two).eval()(*inputs))
     folder = export_model(tmp_path / "r", "a", tmp_path / "a", format="weights")
     assert (folder / "description.json").is_file()
     (tmp_path / "r/models/a.json").unlink()
     with pytest.raises(UserError, match="the method builds its network from it"):
-        of_directory(tmp_path / "r", "a")
+        read_trained_model(tmp_path / "r", "a")
 
 
 @pytest.fixture

@@ -14,15 +14,15 @@ from polyfed.algorithms import Local
 from polyfed.core.errors import UserError
 from polyfed.data.plot import save_figure
 from polyfed.graphs import LayerCatalogue, extract
-from polyfed.hypernetworks.ghn import Form
+from polyfed.hypernetworks.ghn import GHNConfig
 from polyfed.report.generation import (
-    draw_communications,
-    draw_curves,
+    draw_communication_tradeoff,
     draw_initialisation,
-    fresh_weights,
-    read_communications,
+    draw_warm_start_curves,
+    generate_untrained_weights,
+    read_communication_tradeoff,
 )
-from polyfed.simulation.unseen import Curves
+from polyfed.simulation.unseen import TrainingCurves
 from polyfed.testing import small_clients
 
 
@@ -34,9 +34,9 @@ def lines(axes):
 
 
 def test_curves_are_drawn_as_they_are():
-    figure = draw_curves({
-        "a": Curves("accuracy", (0.5, 0.75, 0.875), (0.125, 0.25, 0.625)),
-        "b": Curves("accuracy", (0.25, 0.25, 0.25), (0.125, 0.25, 0.5)),
+    figure = draw_warm_start_curves({
+        "a": TrainingCurves("accuracy", (0.5, 0.75, 0.875), (0.125, 0.25, 0.625)),
+        "b": TrainingCurves("accuracy", (0.25, 0.25, 0.25), (0.125, 0.25, 0.5)),
     })  # fmt: skip
     assert [axes.get_title() for axes in figure.axes] == ["a", "b"]
     assert [axes.get_ylabel() for axes in figure.axes] == ["accuracy"] * 2
@@ -52,7 +52,7 @@ def test_curves_are_drawn_as_they_are():
 
 
 def test_a_training_that_diverged_leaves_a_gap():
-    (axes,) = draw_curves({"a": Curves("r2", (0.5, None, 0.5), (0.0, 0.25, None))}).axes
+    (axes,) = draw_warm_start_curves({"a": TrainingCurves("r2", (0.5, None, 0.5), (0.0, 0.25, None))}).axes
     assert math.isnan(lines(axes)["generated weights"][1])
     assert math.isnan(lines(axes)["from scratch"][2])
     assert len(axes.get_lines()) == 2
@@ -60,14 +60,14 @@ def test_a_training_that_diverged_leaves_a_gap():
 
 @pytest.mark.slow
 def test_many_newcomers_have_panels_of_their_own(tmp_path):
-    curves = {str(k): Curves("accuracy", (0.1, k / 10), (0.1, 0.2)) for k in range(4)}
-    figure = draw_curves(curves)
+    curves = {str(k): TrainingCurves("accuracy", (0.1, k / 10), (0.1, 0.2)) for k in range(4)}
+    figure = draw_warm_start_curves(curves)
     assert [axes.get_title() for axes in figure.axes if axes.get_visible()] == list(curves)
     for name in ("one.svg", "two.svg"):
-        save_figure(draw_curves(curves), tmp_path / name)
+        save_figure(draw_warm_start_curves(curves), tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
     with pytest.raises(UserError, match="there are no curves to draw; train for some epochs"):
-        draw_curves({})
+        draw_warm_start_curves({})
 
 
 # -- initial weights ----------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_histograms_hold_every_weight_and_show_its_distribution(graph):
         drawn, made = (patch.get_data() for patch in axes.patches)
         for values, edges, _ in (drawn, made):
             assert (values * np.diff(edges)).sum() == pytest.approx(1)
-        weight = fresh_weights(graph, "2.weight", start, seed=1).numpy().ravel()
+        weight = generate_untrained_weights(graph, "2.weight", start, seed=1).numpy().ravel()
         assert len(weight) == 32 * 16 * 9
         values, edges, _ = made
         assert values == pytest.approx(np.histogram(weight, edges, density=True)[0])
@@ -100,8 +100,8 @@ def test_histograms_hold_every_weight_and_show_its_distribution(graph):
 
 
 def test_the_papers_initialisation_is_held_against_fan_out(graph):
-    figure = draw_initialisation(graph, "2.weight", initialisations=("paper",), fan="out", form=Form(
-        LayerCatalogue(graph.types)), seed=1)  # fmt: skip
+    figure = draw_initialisation(graph, "2.weight", initialisations=("paper",), fan="out", form=GHNConfig(
+        LayerCatalogue(graph.layer_types)), seed=1)  # fmt: skip
     drawn, made = (patch.get_data() for patch in figure.axes[0].patches)
     centres = (drawn.edges[1:] + drawn.edges[:-1]) / 2
     spreads = [math.sqrt((centres**2 * one.values * np.diff(one.edges)).sum()) for one in (drawn, made)]
@@ -111,18 +111,20 @@ def test_the_papers_initialisation_is_held_against_fan_out(graph):
 def test_our_initialisation_has_kaimings_variance_and_the_standard_has_not(graph):
     for name, fan_in in (("0.weight", 4 * 9), ("2.weight", 16 * 9), ("5.weight", 32 * 16)):
         wanted = math.sqrt(2 / fan_in)
-        assert fresh_weights(graph, name, "kaiming").std().item() == pytest.approx(wanted, rel=0.15)
-        assert abs(fresh_weights(graph, name, "standard").std().item() / wanted - 1) > 0.3
+        assert generate_untrained_weights(graph, name, "kaiming").std().item() == pytest.approx(wanted, rel=0.15)
+        assert abs(generate_untrained_weights(graph, name, "standard").std().item() / wanted - 1) > 0.3
 
 
 def test_a_form_of_ones_own_decides(graph):
-    form = Form(LayerCatalogue(graph.types[:2]), depth=0, latent=4, hidden=3)
-    known = next(made for made in graph.generated if made.type in graph.types[:2])
+    form = GHNConfig(LayerCatalogue(graph.layer_types[:2]), depth=0, latent=4, hidden=3)
+    known = next(made for made in graph.generated_weights if made.type in graph.layer_types[:2])
     name = known.parameters["weight"]
-    assert fresh_weights(graph, name, "kaiming", form=form).shape == known.type.shapes["weight"]
-    other = next(made.parameters["weight"] for made in graph.generated if made.type not in graph.types[:2])
+    assert generate_untrained_weights(graph, name, "kaiming", form=form).shape == known.type.parameter_shapes["weight"]
+    other = next(
+        made.parameters["weight"] for made in graph.generated_weights if made.type not in graph.layer_types[:2]
+    )
     with pytest.raises(UserError, match=f"'{other}' is not generated for this network"):
-        fresh_weights(graph, other, "kaiming", form=form)
+        generate_untrained_weights(graph, other, "kaiming", form=form)
 
 
 @pytest.mark.parametrize(
@@ -156,24 +158,26 @@ def runs(tmp_path_factory):
 
 
 def test_communications_are_those_of_the_runs(runs):
-    found = read_communications(list(runs))
+    found = read_communication_tradeoff(list(runs))
     four, one, two, again = ({row["client"]: row["accuracy"] for row in run.table()} for run in runs.values())
-    assert (found.score, found.epochs, found.rounds) == ("accuracy", 4, (1, 2, 4))
-    assert found.mean == pytest.approx((one["mean"], two["mean"], (four["mean"] + again["mean"]) / 2))
-    assert found.spread == pytest.approx((0, 0, abs(four["mean"] - again["mean"]) / 2))
-    assert list(found.clients) == ["client-0", "client-1"]
-    for client, values in found.clients.items():
+    assert (found.score_name, found.total_epochs, found.rounds) == ("accuracy", 4, (1, 2, 4))
+    assert found.mean_scores == pytest.approx((one["mean"], two["mean"], (four["mean"] + again["mean"]) / 2))
+    assert found.score_deviations == pytest.approx((0, 0, abs(four["mean"] - again["mean"]) / 2))
+    assert list(found.scores_by_client) == ["client-0", "client-1"]
+    for client, values in found.scores_by_client.items():
         assert values == pytest.approx((one[client], two[client], (four[client] + again[client]) / 2))
 
 
 def test_communications_are_drawn(runs, tmp_path):
-    found = read_communications(list(runs))
-    figure = draw_communications(found)
+    found = read_communication_tradeoff(list(runs))
+    figure = draw_communication_tradeoff(found)
     (axes,) = figure.axes
     drawn = lines(axes)
-    assert [drawn[client] for client in found.clients] == [list(values) for values in found.clients.values()]
+    assert [drawn[client] for client in found.scores_by_client] == [
+        list(values) for values in found.scores_by_client.values()
+    ]
     (mean,) = axes.containers
-    assert list(mean.lines[0].get_ydata()) == list(found.mean)
+    assert list(mean.lines[0].get_ydata()) == list(found.mean_scores)
     assert list(mean.lines[0].get_xdata()) == [1, 2, 4]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "4"]
     assert "L = 4/R" in axes.get_xlabel()
@@ -183,9 +187,9 @@ def test_communications_are_drawn(runs, tmp_path):
 
 def test_runs_that_cannot_be_compared(runs, tmp_path):
     with pytest.raises(UserError, match="give at least one run directory"):
-        read_communications([])
+        read_communication_tradeoff([])
     with pytest.raises(UserError, match=r"is not a run directory: it has no config\.yaml"):
-        read_communications([tmp_path])
+        read_communication_tradeoff([tmp_path])
     (first, *_) = runs
     for name, fields, number, sentence in (
         ("longer", {"local_epochs": 3}, 2, "in rounds × local_epochs: 3 against 4"),
@@ -194,7 +198,7 @@ def test_runs_that_cannot_be_compared(runs, tmp_path):
     ):
         pf.federate(small_clients(number), Local(**fields), rounds=1, workers=0, out=tmp_path / name)
         with pytest.raises(UserError, match=sentence):
-            read_communications([first, tmp_path / name])
+            read_communication_tradeoff([first, tmp_path / name])
 
 
 def test_a_run_that_is_not_complete(runs, tmp_path):
@@ -202,4 +206,4 @@ def test_a_run_that_is_not_complete(runs, tmp_path):
     metrics = folder / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
     with pytest.raises(UserError, match=r"run has 3 of 4 rounds; finish it, `polyfed resume"):
-        read_communications([folder])
+        read_communication_tradeoff([folder])

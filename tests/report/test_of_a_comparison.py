@@ -6,14 +6,14 @@ import pytest
 from rich.console import Console
 
 import polyfed as pf
-from polyfed.cli.commands.report import show
+from polyfed.cli.commands.report import show_report
 from polyfed.testing import small_clients
 
 QUICK = {"rounds": 2, "budget": "steps", "parallel": 1, "quiet": True}
 
 
 def page(folder):
-    show([folder], Console(quiet=True), out=folder / "page.html")
+    show_report([folder], Console(quiet=True), out=folder / "page.html")
     return (folder / "page.html").read_text(encoding="utf-8")
 
 

@@ -13,8 +13,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples import Normalise
 from polyfed.models import MODELS, ModelSpec
 from polyfed.report.export.folder import export_model
-from polyfed.report.export.trained import of_run
-from polyfed.report.export.whole import Whole, examples_of
+from polyfed.report.export.trained import trained_model_of_run
+from polyfed.report.export.whole import StandaloneModule, random_inputs
 
 Y = torch.arange(12) % 3
 
@@ -34,13 +34,13 @@ def trained(model, x, transform=None):
 def assert_same(folder, run, client="a"):
     """The file gives what the network gives, for one example and for seven."""
     session = onnxruntime.InferenceSession(folder / "network.onnx")
-    found = of_run(run, client)
+    found = trained_model_of_run(run, client)
     for number in (1, 7):
-        inputs = examples_of(found, number, seed=number + 10)
+        inputs = random_inputs(found, number, seed=number + 10)
         names = [one.name for one in session.get_inputs()]
         (given,) = session.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True)))
         with torch.no_grad():
-            wanted = Whole(found).eval()(*inputs)
+            wanted = StandaloneModule(found).eval()(*inputs)
         assert given.shape == wanted.shape
         np.testing.assert_allclose(given, wanted.numpy(), rtol=1e-4, atol=1e-5)
     return [one.name for one in session.get_inputs()]
@@ -137,12 +137,14 @@ def test_so_do_transformers_of_hugging_face(tmp_path, kind):
 @pytest.mark.parametrize("format", ["torchscript", "onnx"])
 def test_what_normalises_and_prepares_parts_is_in_the_file(tmp_path, format):
     """Constants of one part of structured inputs: pixels of pictures of any dimensions, and rows of a table."""
-    table = pf.data.table({"age": [40.0, 50, None, 70] * 3, "sex": list("fmfm") * 3, "ill": [0, 1] * 6}, "ill", None)
-    ready = table.parts[0].train.transform
-    transform = pf.data.ByPart({"image": Normalise((0.3, 0.5), (0.2, 0.1)), "more/0": ready})
-    x = {"image": image(2, 8), "more": (table.pool.train.x,)}
+    table = pf.data.split_table(
+        {"age": [40.0, 50, None, 70] * 3, "sex": list("fmfm") * 3, "ill": [0, 1] * 6}, "ill", None
+    )
+    ready = table.client_data[0].train.transform
+    transform = pf.data.PartwiseTransform({"image": Normalise((0.3, 0.5), (0.2, 0.1)), "more/0": ready})
+    x = {"image": image(2, 8), "more": (table.dataset.train.x,)}
     run = trained(Nested, x, transform)
-    signature = of_run(run, "a").signature
+    signature = trained_model_of_run(run, "a").signature
     assert signature["transform"] is None
     folder = export_model(run, "a", tmp_path / "a", format=format)
     stored = rows_of(x, torch.tensor([0, 1, 3, 4, 5]))  # of which none lacks a value
@@ -163,10 +165,10 @@ def halved(x):
 
 
 def test_a_function_of_a_part_is_named_and_the_others_are_in_the_file(tmp_path):
-    transform = pf.data.ByPart({"image": Normalise((0.3,), (0.2,)), "more/0": halved})
+    transform = pf.data.PartwiseTransform({"image": Normalise((0.3,), (0.2,)), "more/0": halved})
     x = {"image": image(1, 4, 4), "more": (draw(4),)}
     run = trained(Nested, x, transform)
-    signature = of_run(run, "a").signature
+    signature = trained_model_of_run(run, "a").signature
     assert signature["transform"].startswith("more/0: ")
     assert signature["transform"].endswith(".halved")
     assert [one["normalise"] is None for one in signature["inputs"]] == [False, True]

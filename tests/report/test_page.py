@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from polyfed.cli.commands.report import show
+from polyfed.cli.commands.report import show_report
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.report import views
-from polyfed.report.charts import Bar, Curve, bar_chart, heat_map, line_chart
-from polyfed.report.gathering import gather
+from polyfed.report.charts import ChartBar, ChartLine, svg_bar_chart, svg_heat_map, svg_line_chart
+from polyfed.report.gathering import read_run_groups
 
 EVIL = ["</script><script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "a & b", "]]><!--"]
 
@@ -52,7 +52,7 @@ def page(tmp_path):
 
     def page(*folders):
         console = Console(record=True, width=200, quiet=True)
-        show(folders, console, out=tmp_path / "page.html")
+        show_report(folders, console, out=tmp_path / "page.html")
         text = (tmp_path / "page.html").read_text(encoding="utf-8")
         return text, Page(text)
 
@@ -62,28 +62,31 @@ def page(tmp_path):
 def test_scores_gains_and_costs_of_known_runs(write_run, tmp_path):
     write_run(tmp_path / "a", "fedavg", {"x": [0.2, 0.7], "y": [0.4, 0.5]}, megabytes=3)
     write_run(tmp_path / "a/baselines/local", "local", {"x": [0.1, 0.5], "y": [0.2, 0.6]}, megabytes=0)
-    ((setting,), notes) = gather([tmp_path / "a"])
-    fedavg, local = setting.lines
-    assert (setting.local, notes, setting.clients) == (local, [], ("x", "y"))
-    assert fedavg.means == (pytest.approx(0.6),)
-    assert [(gain.client, round(gain.mean, 9)) for gain in setting.gains(fedavg)] == [("x", 0.2), ("y", -0.1)]
-    assert fedavg.course["mean"] == pytest.approx((0.3, 0.6))
-    assert fedavg.course["megabytes"] == (3, 6)
-    assert fedavg.course["seconds"] == (0.5, 1.0)  # of clients and server, not of the evaluation
-    assert fedavg.runs[0].spent == (6, 1.0)
+    ((setting,), notes) = read_run_groups([tmp_path / "a"])
+    fedavg, local = setting.methods
+    assert (setting.local_method, notes, setting.clients) == (local, [], ("x", "y"))
+    assert fedavg.mean_by_run == (pytest.approx(0.6),)
+    assert [(gain.client, round(gain.mean, 9)) for gain in setting.gains_over_local(fedavg)] == [
+        ("x", 0.2),
+        ("y", -0.1),
+    ]
+    assert fedavg.mean_learning_curve["mean"] == pytest.approx((0.3, 0.6))
+    assert fedavg.mean_learning_curve["megabytes"] == (3, 6)
+    assert fedavg.mean_learning_curve["seconds"] == (0.5, 1.0)  # of clients and server, not of the evaluation
+    assert fedavg.runs[0].megabytes_and_seconds == (6, 1.0)
 
 
 def test_runs_that_differ_in_seed_alone_are_one_line_with_a_band(write_run, tmp_path):
     for seed, last in enumerate((0.5, 0.6, 0.9)):
         write_run(tmp_path / f"a{seed}", "fedavg", {"x": ["not evaluated", last]}, seed=seed)
         write_run(tmp_path / f"b{seed}", "local", {"x": ["not evaluated", 0.4 + 0.1 * seed]}, seed=seed)
-    ((setting,), _) = gather(sorted(tmp_path.iterdir()))
-    line = setting.lines[0]
+    ((setting,), _) = read_run_groups(sorted(tmp_path.iterdir()))
+    line = setting.methods[0]
     assert [run.seed for run in line.runs] == [0, 1, 2]
-    course = {name: line.course[name] for name in ("rounds", "mean", "low", "high")}
+    course = {name: line.mean_learning_curve[name] for name in ("rounds", "mean", "low", "high")}
     assert course == {"rounds": (2,), "mean": pytest.approx((2 / 3,)), "low": (0.5,), "high": (0.9,)}
     # Each seed deals the data anew, so that each client of each seed is compared with itself.
-    assert {gain.client: round(gain.mean, 9) for gain in setting.gains(line)} == {
+    assert {gain.client: round(gain.mean, 9) for gain in setting.gains_over_local(line)} == {
         "x, seed 0": 0.1, "x, seed 1": 0.1, "x, seed 2": 0.3
     }  # fmt: skip
 
@@ -92,8 +95,8 @@ def test_compressed_messages_are_another_line_of_the_same_setting(write_run, tmp
     for name, compress in {"a": "", "b": "compress: none\n", "c": "compress: int8\n"}.items():  # the first is older
         file = write_run(tmp_path / name, "fedavg", {"x": [0.5]}, seed=ord(name)) / "config.yaml"
         file.write_text(file.read_text() + compress)
-    ((setting,), _) = gather(sorted(tmp_path.iterdir()))
-    assert [(line.label, len(line.runs)) for line in setting.lines] == [
+    ((setting,), _) = read_run_groups(sorted(tmp_path.iterdir()))
+    assert [(line.label, len(line.runs)) for line in setting.methods] == [
         ("fedavg (compress none)", 2), ("fedavg (compress int8)", 1)
     ]  # fmt: skip
 
@@ -104,8 +107,8 @@ def test_other_data_are_another_setting_and_other_fields_another_line(write_run,
     write_run(tmp_path / "b", "fedprox", scores, fields={"mu": 2})
     write_run(tmp_path / "c", "fedprox", scores, fields={"mu": 2})
     write_run(tmp_path / "d", "fedprox", scores, data={"name": "mnist", "partition": {"name": "iid"}})
-    found, _ = gather([tmp_path / name for name in "abcd"])
-    labels = [[line.label for line in setting.lines] for setting in found]
+    found, _ = read_run_groups([tmp_path / name for name in "abcd"])
+    labels = [[line.label for line in setting.methods] for setting in found]
     assert labels == [["fedprox (mu 1)", f"fedprox ({tmp_path / 'b'})", f"fedprox ({tmp_path / 'c'})"], ["fedprox"]]
 
 
@@ -178,7 +181,7 @@ def test_a_run_without_a_round_is_refused_and_a_baseline_without_one_left_out(wr
 def test_a_page_that_cannot_be_written(write_run, tmp_path):
     write_run(tmp_path / "a", "fedavg", {"x": [0.5]})
     with pytest.raises(UserError, match=r"give another --out FILE\.html"):
-        show([tmp_path / "a"], Console(quiet=True), out=tmp_path / "nowhere" / "page.html")
+        show_report([tmp_path / "a"], Console(quiet=True), out=tmp_path / "nowhere" / "page.html")
 
 
 @pytest.mark.parametrize("clients", [1, pytest.param(200, marks=pytest.mark.slow)])
@@ -212,8 +215,8 @@ def test_a_comparison(comparison_of, page, tmp_path):
     }
     (tmp_path / "comparison.yaml").write_text("title: mine\n")
     (tmp_path / "comparison.json").write_text(json.dumps(comparison_of(scores)))
-    ((setting,), _) = gather([tmp_path])
-    north, east = setting.gains(setting.lines[0])
+    ((setting,), _) = read_run_groups([tmp_path])
+    north, east = setting.gains_over_local(setting.methods[0])
     assert (north.client, round(north.mean, 9), round(north.low, 9), round(north.high, 9)) == ("north", 0.25, 0.2, 0.3)
     assert (east.client, round(east.mean, 9)) == ("east", -0.1)
     _, found = page(tmp_path)
@@ -239,9 +242,9 @@ def test_a_comparison_that_was_stopped(write_run, page, tmp_path):
         write_run(tmp_path / f"local/seed-{seed}", "local", {"x": [0.5]}, seed=seed, data=data)
         write_run(tmp_path / f"mine/seed-{seed}", "fedavg", {"x": [0.6 + seed / 10]}, seed=seed, data=data)
     write_run(tmp_path / "other/seed-0", "fedprox", {})
-    ((setting,), _) = gather([tmp_path])
-    assert [line.label for line in setting.lines] == ["mine", "local"]
-    (gain,) = setting.gains(setting.lines[0])
+    ((setting,), _) = read_run_groups([tmp_path])
+    assert [line.label for line in setting.methods] == ["mine", "local"]
+    (gain,) = setting.gains_over_local(setting.methods[0])
     assert (gain.client, round(gain.mean, 9), round(gain.high, 9)) == ("x", 0.15, 0.2)
     text, _ = page(tmp_path)
     assert f"The comparison is not finished; go on with it: polyfed compare {tmp_path}" in text
@@ -249,7 +252,7 @@ def test_a_comparison_that_was_stopped(write_run, page, tmp_path):
 
 
 def test_classes_of_clients_are_those_of_the_run(page, tmp_path, monkeypatch, capsys):
-    from polyfed.simulation.experiment import from_config, participants
+    from polyfed.simulation.experiment import build_experiment, load_participants
     from polyfed.simulation.runs.directory import read_config
 
     monkeypatch.chdir(tmp_path)
@@ -258,7 +261,7 @@ def test_classes_of_clients_are_those_of_the_run(page, tmp_path, monkeypatch, ca
     )
     assert main(["run", *words.split(), "--out", "a"]) == 0
     _, found = page(tmp_path / "a")
-    known = participants(from_config(read_config(tmp_path / "a")))
+    known = load_participants(build_experiment(read_config(tmp_path / "a")))
     told = [attributes["data-t"] for attributes in found.all("rect") if "data-t" in attributes]
     for client in known.clients:
         counts = known.classes[client.id]
@@ -278,22 +281,22 @@ def test_weights_and_warm_starts_from_files(tmp_path):
         np.savez(
             tmp_path / f"analysis/round-00000{number}.npz", alpha=alpha, rows=clients, layers=["conv"], clients=clients
         )
-    html = views.weights(tmp_path, "w")
+    html = views.html_aggregation_weights(tmp_path, "w")
     assert "a client&#x27;s own has the weight 1.00" in html
     assert 'data-t="a, a: 1.000"' in html
     assert 'data-t="a, b: 0.000"' in html
     assert "<td>0.500</td><td>1.000</td>" in html  # its course, in the table
-    assert views.warm_starts(tmp_path, "n") == ""
+    assert views.html_warm_starts(tmp_path, "n") == ""
     (tmp_path / "unseen").mkdir()
     curves = {"<new>": {"score": "accuracy", "warm": [0.5, 0.8], "scratch": [0.1, None]}}
-    (tmp_path / views.WARM_STARTS).write_text(json.dumps(curves))
-    html = views.warm_starts(tmp_path, "n")
+    (tmp_path / views.WARM_START_FILE).write_text(json.dumps(curves))
+    html = views.html_warm_starts(tmp_path, "n")
     assert "&lt;new&gt;" in html
     assert "<td>50.0 %</td><td>10.0 %</td>" in html
     assert "<td>80.0 %</td><td>–</td>" in html
-    (tmp_path / views.WARM_STARTS).write_text("[1]")
+    (tmp_path / views.WARM_START_FILE).write_text("[1]")
     with pytest.raises(UserError, match="is damaged"):
-        views.warm_starts(tmp_path, "n")
+        views.html_warm_starts(tmp_path, "n")
 
 
 # -- charts -----------------------------------------------------------------------------------------------------------
@@ -301,8 +304,8 @@ def test_weights_and_warm_starts_from_files(tmp_path):
 
 def test_lines_bands_and_gaps_stand_where_the_values_say():
     x, y = [0.0, 1.0, 2.0, 4.0], [0.0, 0.5, math.nan, 1.0]
-    chart = line_chart(
-        [Curve("a", x, y, y, [0.0, 0.75, math.nan, 1.0], 3)], key="k", title="t", x_label="x", y_label="y"
+    chart = svg_line_chart(
+        [ChartLine("a", x, y, y, [0.0, 0.75, math.nan, 1.0], 3)], key="k", title="t", x_label="x", y_label="y"
     )
     left, right, top, bottom, x0, x1, y0, y1 = map(float, re.search(r'data-box="([^"]+)"', chart)[1].split())
     assert (x0, x1, y0, y1) == (0, 4, 0, 1)
@@ -321,9 +324,9 @@ def test_lines_bands_and_gaps_stand_where_the_values_say():
 
 def test_what_costs_nothing_is_a_level():
     def curve(x, y):
-        return Curve("a", x, y, y, y, 0)
+        return ChartLine("a", x, y, y, y, 0)
 
-    chart = line_chart(
+    chart = svg_line_chart(
         [curve([0, 0], [0.1, 0.5]), curve([1, 2], [0, 1.0])], key="k", title="t", x_label="MB", y_label="y"
     )
     # At its last value, the middle of the frame from 10 to 236.
@@ -332,8 +335,8 @@ def test_what_costs_nothing_is_a_level():
 
 
 def test_bars_have_the_length_of_their_values():
-    chart = bar_chart(
-        [Bar("a", 0.2, 0.2, 0.2), Bar("b", -0.1, -0.3, 0.1)], key="k", title="t", x_label="x", signed=True
+    chart = svg_bar_chart(
+        [ChartBar("a", 0.2, 0.2, 0.2), ChartBar("b", -0.1, -0.3, 0.1)], key="k", title="t", x_label="x", signed=True
     )
     (kind_a, x_a, width_a), (kind_b, x_b, width_b) = re.findall(
         r'class="(more|less)" x="([\d.]+)" .*? width="([\d.]+)"', chart
@@ -350,14 +353,18 @@ def test_colours_of_a_heat_map_are_those_of_the_values():
     from matplotlib.colors import to_hex
 
     values = np.array([[0.0, 1.0], [0.25, math.nan]])
-    chart = heat_map(values, ["r", "s"], ["c", "d"], key="k", title="t", x_label="x", y_label="y", root=True)
+    chart = svg_heat_map(
+        values, ["r", "s"], ["c", "d"], key="k", title="t", x_label="x", y_label="y", sqrt_colours=True
+    )
     found = dict(re.findall(r'data-t="([^"]+)".*?fill="([^"]+)"', chart))
     viridis = colormaps["viridis"]
     assert found == {
         "r, c: 0.000": to_hex(viridis(0)), "r, d: 1.000": to_hex(viridis(255)), "s, c: 0.250": to_hex(viridis(128)),
     }  # fmt: skip
-    large = heat_map(np.ones((200, 200)), [f"r{k}" for k in range(200)], [f"c{k}" for k in range(200)], key="k", title="t",
-                     x_label="x", y_label="y")  # fmt: skip
+    large = svg_heat_map(
+        np.ones((200, 200)), [f"r{k}" for k in range(200)], [f"c{k}" for k in range(200)], key="k", title="t",
+        x_label="x", y_label="y",
+    )  # fmt: skip
     assert "<rect" not in large
     assert len(large) < 60_000
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from polyfed.cli.commands.report import show
+from polyfed.cli.commands.report import show_report
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.core.metrics import METRICS
-from polyfed.report.curves import content, section
-from polyfed.report.gathering import gather
-from polyfed.report.predictions import read_outcomes
-from polyfed.report.subgroups import groups_of, subgroups
+from polyfed.report.curves import html_performance_section, performance_data
+from polyfed.report.gathering import read_run_groups
+from polyfed.report.predictions import read_group_predictions
+from polyfed.report.subgroups import rows_by_group, score_subgroups
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def outcomes(write_comparison, tmp_path):
 
     def outcomes(sites=None, names=("healthy", "sick"), **more):
         folder = write_comparison(tmp_path / "mine", sites or {"north": 60, "south": 40, "tiny": 3}, **more)
-        ((setting,), _) = gather([folder])
-        found, why = read_outcomes(setting, names)
+        ((setting,), _) = read_run_groups([folder])
+        found, why = read_group_predictions(setting, names)
         assert why == ""
         return found
 
@@ -34,20 +34,20 @@ def outcomes(write_comparison, tmp_path):
 
 def test_the_leader_comes_first_and_each_run_tells_the_shown_round(outcomes):
     found = outcomes()
-    assert (found.methods[:2], found.reference, found.seeds) == (("fedavg", "local"), "local", (0, 1, 2))
-    assert {table.round for table in found.tables.values()} == {2}
-    assert found.columns() == ["age", "sex"]
-    assert [problem.name for problem in found.problems] == ["sick"]
+    assert (found.methods[:2], found.local_label, found.seeds) == (("fedavg", "local"), "local", (0, 1, 2))
+    assert {table.round for table in found.prediction_tables.values()} == {2}
+    assert found.column_names() == ["age", "sex"]
+    assert [problem.name for problem in found.binary_questions] == ["sick"]
 
 
 def test_cells_tell_scores_of_the_known_outputs(outcomes):
     found = outcomes()
-    told = content(found, 0.95)
+    told = performance_data(found, 0.95)
     assert told["sites"] == ["All sites", "north", "south", "tiny"]
     auc, accuracy = METRICS["auc"], METRICS["accuracy"]
     for s, clients in enumerate((found.clients, ("north",))):
         for m, method in enumerate(told["methods"]):
-            tables = [[found.tables[method, seed, c] for c in clients] for seed in found.seeds]
+            tables = [[found.prediction_tables[method, seed, c] for c in clients] for seed in found.seeds]
             outputs = [torch.cat([t.outputs for t in one]) for one in tables]
             targets = torch.cat([t.targets for t in tables[0]])
             cell = told["cells"][s][0][m]
@@ -61,13 +61,15 @@ def test_cells_tell_scores_of_the_known_outputs(outcomes):
 
 def test_more_classes_are_told_one_by_one_and_by_the_most_probable(outcomes):
     found = outcomes({"north": 90, "south": 60}, names=list("abcd"), classes=4)
-    told = content(found, 0.95)
+    told = performance_data(found, 0.95)
     assert told["classes"] == list("abcd")
     assert "hits" not in told["cells"][0][0][0]
     matrix = np.array(told["matrices"][1][0])
-    targets = found.tables["fedavg", 0, "north"].targets
+    targets = found.prediction_tables["fedavg", 0, "north"].targets
     assert matrix.sum(axis=1) == pytest.approx(np.bincount(targets, minlength=4), abs=0.01)
-    right = np.mean([METRICS["accuracy"](found.tables["fedavg", s, "north"].outputs, targets) for s in found.seeds])
+    right = np.mean(
+        [METRICS["accuracy"](found.prediction_tables["fedavg", s, "north"].outputs, targets) for s in found.seeds]
+    )
     assert np.trace(matrix) == pytest.approx(90 * right, abs=0.01)
 
 
@@ -79,20 +81,20 @@ def test_labels_and_numbers(write_run, write_predictions, tmp_path):
     ):
         folder = write_run(tmp_path / name, "fedavg", {"x": [0.5]})
         write_predictions(folder, "x", {1: draw.normal(size=(30, width))}, targets)
-        ((setting,), _) = gather([folder])
-        found, _ = read_outcomes(setting)
+        ((setting,), _) = read_run_groups([folder])
+        found, _ = read_group_predictions(setting)
         assert found.task == {"labels": "multilabel", "numbers": "regression"}[name]
-        assert len(found.problems) == {"labels": 3, "numbers": 0}[name]
+        assert len(found.binary_questions) == {"labels": 3, "numbers": 0}[name]
         if name == "labels":
-            assert len(content(found, 0.95)["cells"][0][2][0]["hits"]) == 99
+            assert len(performance_data(found, 0.95)["cells"][0][2][0]["hits"]) == 99
         else:
-            assert "these networks predict numbers" in section(found, 0.95, "k")
+            assert "these networks predict numbers" in html_performance_section(found, 0.95, "k")
 
 
 def test_other_data_in_each_seed_give_no_choice_of_sites(outcomes):
     found = outcomes(same_clients=False)
-    assert content(found, 0.95)["sites"] == ["All sites"]
-    assert "Each seed deals other data, so that a site cannot be chosen." in section(found, 0.95, "k")
+    assert performance_data(found, 0.95)["sites"] == ["All sites"]
+    assert "Each seed deals other data, so that a site cannot be chosen." in html_performance_section(found, 0.95, "k")
 
 
 def test_outputs_that_are_not_finite_are_left_out_and_counted(outcomes, write_predictions, tmp_path):
@@ -100,57 +102,57 @@ def test_outputs_that_are_not_finite_are_left_out_and_counted(outcomes, write_pr
     values = np.zeros((30, 2))
     values[:2] = np.nan
     write_predictions(tmp_path / "mine/local/seed-1", "north", {2: values}, np.arange(30) % 2)
-    ((setting,), _) = gather([tmp_path / "mine"])
-    found, _ = read_outcomes(setting)
+    ((setting,), _) = read_run_groups([tmp_path / "mine"])
+    found, _ = read_group_predictions(setting)
     assert "2 predictions are not finite numbers" in found.notes[0]
-    assert len(found.part("local", 1, ["north"], found.problems[0])[0]) == 28
+    assert len(found.binary_predictions("local", 1, ["north"], found.binary_questions[0])[0]) == 28
 
 
 def test_why_there_are_none(outcomes, tmp_path):
     outcomes({"north": 30, "south": 20})
     for seed in range(3):
         (tmp_path / f"mine/fedrep/seed-{seed}/predictions/north.parquet").unlink()
-    ((setting,), _) = gather([tmp_path / "mine"])
-    found, _ = read_outcomes(setting)
+    ((setting,), _) = read_run_groups([tmp_path / "mine"])
+    found, _ = read_group_predictions(setting)
     assert found.methods == ("fedavg", "local")
     assert "fedrep has no curves" in found.notes[0]
     damaged = tmp_path / "mine/local/seed-0/predictions/north.parquet"
     damaged.write_bytes(b"no parquet")
-    found, _ = read_outcomes(setting)
+    found, _ = read_group_predictions(setting)
     assert found.methods == ("fedavg",)
     assert "holds no predictions that can be read" in found.notes[0]
     for seed in range(3):
         (tmp_path / f"mine/fedavg/seed-{seed}/predictions/north.parquet").write_bytes(b"no parquet")
-    none, why = read_outcomes(setting)
+    none, why = read_group_predictions(setting)
     assert none is None
     assert why.startswith("There are no curves by example and no subgroups. fedavg has no curves: ")
     assert "holds no predictions that can be read" in why
 
 
 def test_groups_of_a_column():
-    assert groups_of(["b", None, "a", "", "b", float("nan")]) == {"a": [2], "b": [0, 4], "not known": [1, 3, 5]}
-    assert groups_of([2, 1, 2]) == {"1": [1], "2": [0, 2]}
+    assert rows_by_group(["b", None, "a", "", "b", float("nan")]) == {"a": [2], "b": [0, 4], "not known": [1, 3, 5]}
+    assert rows_by_group([2, 1, 2]) == {"1": [1], "2": [0, 2]}
     ages = list(range(100))
-    found = groups_of(ages)
+    found = rows_by_group(ages)
     assert list(found) == ["0 to 24", "25 to 49", "50 to 74", "75 to 99"]
     assert sorted(k for rows in found.values() for k in rows) == ages
     assert [len(rows) for rows in found.values()] == [25] * 4
-    many = groups_of([f"v{k}" for k in range(30)] + ["v0"])
+    many = rows_by_group([f"v{k}" for k in range(30)] + ["v0"])
     assert len(many) == 13
     assert len(many["all other values"]) == 18
     assert many["v0"] == [0, 30]
-    weights = groups_of([k / 7 for k in range(40)])
+    weights = rows_by_group([k / 7 for k in range(40)])
     assert sum(len(rows) for rows in weights.values()) == 40
 
 
 def test_scores_of_subgroups_are_those_of_their_examples(outcomes):
     found = outcomes({"north": 60, "south": 40}, seeds=(0,))
     metric = METRICS["accuracy"]
-    told = subgroups(found, "sex", found.clients, metric, 0.95)
+    told = score_subgroups(found, "sex", found.clients, metric, 0.95)
     assert [group.name for group in told] == ["all", "f", "m"]
     outputs, targets, sex = [], [], []
     for client in found.clients:
-        table = found.tables["fedavg", 0, client]
+        table = found.prediction_tables["fedavg", 0, client]
         outputs, targets = [*outputs, table.outputs], [*targets, table.targets]
         sex += list(table.columns["sex"])
     rows = [k for k, value in enumerate(sex) if value == "f"]
@@ -181,7 +183,7 @@ def test_the_command_takes_columns_and_names_those_there_are(write_comparison, t
 def test_names_of_sites_and_columns_stay_text(write_comparison, tmp_path):
     evil = "</script><script>alert(1)</script>"
     folder = write_comparison(tmp_path / "mine", {evil: 30, "b": 20}, seeds=(0,), class_names=["a", "<i>"])
-    show([folder], Console(quiet=True), out=tmp_path / "page.html", subgroups=["sex"])
+    show_report([folder], Console(quiet=True), out=tmp_path / "page.html", subgroups=["sex"])
     text = (tmp_path / "page.html").read_text()
     assert text.count("<script") == text.count("</script>") == 3
     assert "<i>" not in text
@@ -193,7 +195,7 @@ def test_names_of_sites_and_columns_stay_text(write_comparison, tmp_path):
 def test_a_page_of_many_sites_stays_small(write_comparison, tmp_path):
     sites = {f"site-{k:02d}": 40 for k in range(44)}
     folder = write_comparison(tmp_path / "mine", sites, seeds=(0, 1))
-    show([folder], Console(quiet=True), out=tmp_path / "page.html")
+    show_report([folder], Console(quiet=True), out=tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert len(text.encode()) < 700_000
     assert "The menu has the 40 of 44 sites with the most test examples." in text
@@ -202,4 +204,4 @@ def test_a_page_of_many_sites_stays_small(write_comparison, tmp_path):
 def test_an_unknown_subgroup_of_a_run_is_refused(write_run, tmp_path):
     folder = write_run(tmp_path / "a", "fedavg", {"x": [0.5]})
     with pytest.raises(UserError, match="no predictions"):
-        show([folder], Console(quiet=True), out=tmp_path / "page.html", subgroups=["sex"])
+        show_report([folder], Console(quiet=True), out=tmp_path / "page.html", subgroups=["sex"])

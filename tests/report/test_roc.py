@@ -5,7 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from polyfed.report.roc import GRID, THRESHOLDS, area_interval, calibration, counts, roc, wilson
+from polyfed.report.roc import (
+    FALSE_ALARM_GRID,
+    THRESHOLDS,
+    auc_interval,
+    calibration_points,
+    hits_and_false_alarms,
+    roc_curve_and_area,
+    wilson_interval,
+)
 
 
 def _drawn(size, seed=0, digits=None):
@@ -20,10 +28,10 @@ def test_curve_and_area_are_those_of_scikit_learn(digits):
     from sklearn.metrics import roc_auc_score, roc_curve
 
     score, positive = _drawn(300, digits=digits)
-    curve, area = roc((score, positive))
+    curve, area = roc_curve_and_area((score, positive))
     assert area == pytest.approx(roc_auc_score(positive, score))
     alarms, found, _ = roc_curve(positive, score, drop_intermediate=False)
-    for x, y in zip(GRID[:-1], curve, strict=False):
+    for x, y in zip(FALSE_ALARM_GRID[:-1], curve, strict=False):
         before, after = alarms[alarms <= x + 1e-12].max(), alarms[alarms > x + 1e-12].min()
         ends = found[alarms == before].max(), found[alarms == after].min()
         assert y == pytest.approx(np.interp(x, [before, after], ends))
@@ -33,17 +41,17 @@ def test_curve_and_area_are_those_of_scikit_learn(digits):
 
 def test_a_perfect_and_a_useless_score():
     positive = np.array([True] * 4 + [False] * 6)
-    curve, area = roc((positive.astype(float), positive))
+    curve, area = roc_curve_and_area((positive.astype(float), positive))
     assert (area, curve.min()) == (1, 1)
-    curve, area = roc((np.full(10, 0.3), positive))
+    curve, area = roc_curve_and_area((np.full(10, 0.3), positive))
     assert area == 0.5
-    assert curve == pytest.approx(GRID)
-    assert roc((np.ones(3), np.ones(3, bool))) is None
+    assert curve == pytest.approx(FALSE_ALARM_GRID)
+    assert roc_curve_and_area((np.ones(3), np.ones(3, bool))) is None
 
 
 def test_counts_at_a_threshold():
     score, positive = _drawn(100, digits=2)
-    hits, alarms = counts((score, positive))
+    hits, alarms = hits_and_false_alarms((score, positive))
     for k, threshold in enumerate(THRESHOLDS):
         assert hits[k] == sum(s > threshold - 1e-6 for s, p in zip(score, positive, strict=True) if p)
         assert alarms[k] == sum(s > threshold - 1e-6 for s, p in zip(score, positive, strict=True) if not p)
@@ -53,28 +61,28 @@ def test_calibration_finds_what_is_overconfident():
     draw = np.random.default_rng(1)
     true = draw.random(4000)
     positive = draw.random(4000) < true
-    for group in calibration([(true, positive)], 0.99):
-        assert group.low < group.predicted < group.high
+    for group in calibration_points([(true, positive)], 0.99):
+        assert group.low < group.mean_probability < group.high
         assert group.examples == 400
     bold = 1 / (1 + np.exp(-3 * np.log(true / (1 - true))))
-    found = calibration([(bold, positive)], 0.99)
-    assert found[0].low > found[0].predicted
-    assert found[-1].high < found[-1].predicted
+    found = calibration_points([(bold, positive)], 0.99)
+    assert found[0].low > found[0].mean_probability
+    assert found[-1].high < found[-1].mean_probability
 
 
 def test_seeds_add_no_examples_to_a_group():
     part = _drawn(60)
-    once, thrice = calibration([part], 0.95), calibration([part] * 3, 0.95)
+    once, thrice = calibration_points([part], 0.95), calibration_points([part] * 3, 0.95)
     assert [g.examples for g in once] == [g.examples for g in thrice] == [10] * 6
     assert [g.low for g in thrice] == pytest.approx([g.low for g in once])
-    assert calibration([_drawn(19)], 0.95) == []
+    assert calibration_points([_drawn(19)], 0.95) == []
 
 
 def test_intervals_are_those_of_their_sources():
     # Newcombe (1998), Table I: 81 of 263, and 0 of 20, by Wilson's score method.
-    assert wilson(81, 263, 0.95) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert wilson(0, 20, 0.95) == pytest.approx((0.0, 0.1611), abs=5e-5)
-    assert all(map(math.isnan, wilson(0, 0, 0.95)))
+    assert wilson_interval(81, 263, 0.95) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson_interval(0, 20, 0.95) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert all(map(math.isnan, wilson_interval(0, 0, 0.95)))
     # Hanley and McNeil (1982): area 0.893 of 51 abnormal and 58 normal images, standard error 0.032.
-    low, high = area_interval(0.893, 51, 58, 0.95)
+    low, high = auc_interval(0.893, 51, 58, 0.95)
     assert (high - low) / 2 / 1.96 == pytest.approx(0.032, abs=0.001)

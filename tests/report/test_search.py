@@ -13,9 +13,9 @@ from matplotlib.patches import Circle, FancyArrowPatch
 import polyfed as pf
 from polyfed.algorithms import CAFedPNAS, FedPNAS, Local
 from polyfed.core.errors import UserError
-from polyfed.report.search import draw_cell, draw_probabilities, read_search
-from polyfed.search.found import load
-from polyfed.simulation.runs.paths import file_name
+from polyfed.report.search import draw_client_cells, draw_operation_probabilities, read_search_result
+from polyfed.search.found import load_network
+from polyfed.simulation.runs.paths import safe_file_name
 from polyfed.testing import small_clients
 
 NORTH = "St. Mary's/north"  # its files are called otherwise
@@ -43,8 +43,8 @@ def write(folder, told, **config):
     (folder / "config.yaml").write_text(yaml.safe_dump({"algorithm": {"name": "fedpnas"}, **config}))
     (folder / "metrics.jsonl").write_text(json.dumps({"round": 1, "clients": {client: {} for client in told}}) + "\n")
     for client, content in told.items():
-        (folder / "models" / f"{file_name(client)}.json").write_text(json.dumps(content))
-        (folder / "models" / f"{file_name(client)}.safetensors").write_bytes(b"not read")
+        (folder / "models" / f"{safe_file_name(client)}.json").write_text(json.dumps(content))
+        (folder / "models" / f"{safe_file_name(client)}.safetensors").write_bytes(b"not read")
     return folder
 
 
@@ -54,40 +54,44 @@ def folder(tmp_path):
 
 
 def test_values(folder):
-    found = read_search(folder)
+    found = read_search_result(folder)
     assert found.clients == (NORTH, "south")
-    assert found.titles == ("base cell 1", "personal cell 1")
-    base, personal = found.of("south")
-    assert (base.stack, base.inputs, base.candidates) == ("base", 2, BASE)
+    assert found.cell_titles == ("base cell 1", "personal cell 1")
+    base, personal = found.cells_of("south")
+    assert (base.stack, base.input_count, base.candidates) == ("base", 2, BASE)
     assert base.edges == ((0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
     wanted = [[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0, 0, 1], [0.25, 0.25, 0.5], [1, 0, 0]]
     assert base.probabilities.dtype == np.float64
     assert np.array_equal(base.probabilities, wanted)
-    assert base.chosen == ("skip", "max_pool_3", "sep_conv_5", "sep_conv_5", "skip")
-    assert [base.label(edge) for edge in base.edges] == [
+    assert base.chosen_operations == ("skip", "max_pool_3", "sep_conv_5", "sep_conv_5", "skip")
+    assert [base.edge_label(edge) for edge in base.edges] == [
         "c(k-1) → 0", "c(k-2) → 0", "c(k-1) → 1", "c(k-2) → 1", "0 → 1"
     ]  # fmt: skip
-    assert (personal.stack, personal.inputs, personal.candidates) == ("personal", 1, PERSONAL)
+    assert (personal.stack, personal.input_count, personal.candidates) == ("personal", 1, PERSONAL)
     assert np.array_equal(personal.probabilities, [[0.375, 0.625]])
-    assert (personal.chosen, personal.label((0, 1))) == (("avg_pool_3",), "c(k-1) → 0")
-    assert found.of(NORTH)[1].chosen == ("skip",)
+    assert (personal.chosen_operations, personal.edge_label((0, 1))) == (("avg_pool_3",), "c(k-1) → 0")
+    assert found.cells_of(NORTH)[1].chosen_operations == ("skip",)
     with pytest.raises(UserError, match="no client 'sooth'; did you mean south"):
-        found.of("sooth")
+        found.cells_of("sooth")
 
 
 def test_an_operation_without_alternatives_is_certain(tmp_path):
     told = description()
     told["cells"][1]["edges"] = [{"from": 0, "to": 1, "operations": ["skip"]}]
     told["cells"][0]["edges"][0] |= {"operations": ["sep_conv_5"], "probabilities": [0, 0.5, 0.5]}
-    base, personal = read_search(write(tmp_path / "run", {"a": told})).of("a")
-    assert (personal.candidates, personal.chosen, personal.probabilities.tolist()) == (("skip",), ("skip",), [[1.0]])
-    assert base.chosen[0] == "sep_conv_5", "of two equally probable ones that which the network has"
+    base, personal = read_search_result(write(tmp_path / "run", {"a": told})).cells_of("a")
+    assert (personal.candidates, personal.chosen_operations, personal.probabilities.tolist()) == (
+        ("skip",),
+        ("skip",),
+        [[1.0]],
+    )
+    assert base.chosen_operations[0] == "sep_conv_5", "of two equally probable ones that which the network has"
 
 
 def test_edges_may_choose_from_different_operations(tmp_path):
     told = description()
     told["cells"][0]["edges"][0] |= {"candidates": ["dil_conv_3", "skip"], "probabilities": [0.25, 0.75]}
-    base, _ = read_search(write(tmp_path / "run", {"a": told})).of("a")
+    base, _ = read_search_result(write(tmp_path / "run", {"a": told})).cells_of("a")
     assert base.candidates == ("dil_conv_3", "skip", "max_pool_3", "sep_conv_5")
     assert base.probabilities[:2].tolist() == [[0.25, 0.75, 0, 0], [0, 0.125, 0.75, 0.125]]
 
@@ -96,9 +100,9 @@ def test_a_client_whose_model_could_not_be_made(folder):
     for ending in ("json", "safetensors"):
         (folder / "models" / f"south.{ending}").unlink()
     with pytest.raises(UserError, match=r"has no models/south.json, the cells of client 'south'"):
-        read_search(folder)
+        read_search_result(folder)
     (folder / "config.yaml").write_text("on_error: skip")
-    assert read_search(folder).clients == (NORTH,)
+    assert read_search_result(folder).clients == (NORTH,)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -106,20 +110,20 @@ def test_a_client_whose_model_could_not_be_made(folder):
 
 def test_no_run_and_runs_of_other_methods(tmp_path, folder):
     with pytest.raises(UserError, match=r"is not a run directory: it has no config.yaml"):
-        read_search(tmp_path)
+        read_search_result(tmp_path)
     run = pf.federate(small_clients(2), Local(local_epochs=1), rounds=1, workers=0, out=tmp_path / "local")
     with pytest.raises(
         UserError, match=r"no descriptions .* its method is 'local'. Give a finished run of fedpnas, ca_"
     ):
-        read_search(tmp_path / "local")
+        read_search_result(tmp_path / "local")
     with pytest.raises(UserError, match="Local searches for no architecture; give a run of fedpnas"):
-        read_search(run)
+        read_search_result(run)
     (folder / "models" / "south.json").write_text('{"format": "other 2"}')
     with pytest.raises(UserError, match=r"south.json has the format 'other 2', expected 'polyfed.search 1'"):
-        read_search(folder)
+        read_search_result(folder)
     (folder / "models" / "south.json").write_text("[]")
     with pytest.raises(UserError, match=r"south.json has the format 'list'"):
-        read_search(folder)
+        read_search_result(folder)
 
 
 def test_missing_and_damaged_files(folder):
@@ -127,10 +131,10 @@ def test_missing_and_damaged_files(folder):
     for content in (b"{", b"\xff\xfe\xfa"):
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"south.json is damaged \(.*\); restore it, or run again"):
-            read_search(folder)
+            read_search_result(folder)
     file.unlink()
     with pytest.raises(UserError, match=r"has no models/south.json, the cells of client 'south'; restore it"):
-        read_search(folder)
+        read_search_result(folder)
 
 
 def _set(**fields):
@@ -159,7 +163,7 @@ def test_files_that_describe_no_cells(folder, change, says):
     change(told)
     (folder / "models" / "south.json").write_text(json.dumps(told))
     with pytest.raises(UserError, match=rf"south.json (does not describe cells|is damaged) \(.*{says}"):
-        read_search(folder)
+        read_search_result(folder)
 
 
 def test_files_of_different_runs(folder):
@@ -169,7 +173,7 @@ def test_files_of_different_runs(folder):
     with pytest.raises(
         UserError, match=r"south.json has other cells than .*north.*.json: the files are of different runs"
     ):
-        read_search(folder)
+        read_search_result(folder)
 
 
 # -- the pictures -----------------------------------------------------------------------------------------------------
@@ -186,10 +190,10 @@ def assert_drawn(path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("ending", ["png", pytest.param("svg", marks=pytest.mark.slow)])
 def test_heat_maps(folder, tmp_path, ending):
-    found = read_search(folder)
-    figure = draw_probabilities(found, tmp_path / f"one.{ending}")
+    found = read_search_result(folder)
+    figure = draw_operation_probabilities(found, tmp_path / f"one.{ending}")
     base, personal, bar = figure.axes
-    assert [axes.get_title() for axes in (base, personal)] == list(found.titles)
+    assert [axes.get_title() for axes in (base, personal)] == list(found.cell_titles)
     (picture,) = base.get_images()
     assert picture.get_array().shape == (10, 3), "rows are clients × edges"
     assert np.array_equal(picture.get_array()[3], [0.125, 0.75, 0.125])
@@ -200,7 +204,7 @@ def test_heat_maps(folder, tmp_path, ending):
     assert {axes.get_images()[0].get_clim() for axes in (base, personal)} == {(0, 1)}
     assert bar.get_ylabel() == "probability"
     assert_drawn(tmp_path / f"one.{ending}")
-    draw_probabilities(found, tmp_path / f"two.{ending}")
+    draw_operation_probabilities(found, tmp_path / f"two.{ending}")
     assert (tmp_path / f"one.{ending}").read_bytes() == (tmp_path / f"two.{ending}").read_bytes()
 
 
@@ -208,8 +212,8 @@ def test_heat_maps(folder, tmp_path, ending):
 def test_heat_maps_of_many_clients_and_cells(tmp_path):
     told = description()
     told["cells"] = told["cells"][:1] * 4 + told["cells"][1:]
-    found = read_search(write(tmp_path / "run", {f"$a of {k}_$": copy.deepcopy(told) for k in range(40)}))
-    figure = draw_probabilities(found, tmp_path / "many.png")
+    found = read_search_result(write(tmp_path / "run", {f"$a of {k}_$": copy.deepcopy(told) for k in range(40)}))
+    figure = draw_operation_probabilities(found, tmp_path / "many.png")
     assert [axes.get_title() for axes in figure.axes[:5]] == [
         *(f"base cell {k}" for k in range(1, 5)),
         "personal cell 1",
@@ -217,12 +221,12 @@ def test_heat_maps_of_many_clients_and_cells(tmp_path):
     assert len(figure.axes[0].get_yticklabels()) <= 60
     assert not figure.axes[0].texts
     assert_drawn(tmp_path / "many.png")
-    draw_cell(found, "$a of 0_$", tmp_path / "one.png")
+    draw_client_cells(found, "$a of 0_$", tmp_path / "one.png")
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_graphs(folder, tmp_path, ending):
-    figure = draw_cell(read_search(folder), "south", tmp_path / f"cell.{ending}")
+    figure = draw_client_cells(read_search_result(folder), "south", tmp_path / f"cell.{ending}")
     base, personal = figure.axes
     assert [axes.get_title() for axes in (base, personal)] == ["base cell 1", "personal cell 1"]
     assert [text.get_text() for text in base.texts] == [
@@ -243,7 +247,7 @@ def test_no_label_of_a_graph_covers_another_or_leaves_the_picture(tmp_path):
     for cell in told["cells"]:
         n = cell["inputs"]
         cell["edges"] = [{"from": i, "to": j, **edge} for j in range(n, n + 4) for i in range(j)]
-    figure = draw_cell(read_search(write(tmp_path / "run", {"a": told})), "a", tmp_path / "cell.png")
+    figure = draw_client_cells(read_search_result(write(tmp_path / "run", {"a": told})), "a", tmp_path / "cell.png")
     whole = figure.bbox
     for axes, edges in zip(figure.axes, (14, 10), strict=True):
         boxes = [text.get_window_extent() for text in axes.texts]
@@ -253,14 +257,17 @@ def test_no_label_of_a_graph_covers_another_or_leaves_the_picture(tmp_path):
 
 
 def test_pictures_that_cannot_be_drawn(folder, tmp_path):
-    found = read_search(folder)
-    for draw in (lambda path: draw_probabilities(found, path), lambda path: draw_cell(found, "south", path)):
+    found = read_search_result(folder)
+    for draw in (
+        lambda path: draw_operation_probabilities(found, path),
+        lambda path: draw_client_cells(found, "south", path),
+    ):
         with pytest.raises(UserError, match=r"must end in .png or .svg"):
             draw(tmp_path / "a.pdf")
         with pytest.raises(UserError, match="cannot write the picture"):
             draw(tmp_path / "nowhere" / "a.png")
     with pytest.raises(UserError, match="no client 'west'"):
-        draw_cell(found, "west", tmp_path / "a.png")
+        draw_client_cells(found, "west", tmp_path / "a.png")
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -276,27 +283,33 @@ def test_a_run(method, tmp_path):
     small = method(channels=4, base_cells=1, base_nodes=1, personal_nodes=1, lr=0.05)
     run = pf.federate(clients, small, rounds=1, workers=0, out=tmp_path / "run")
     files = {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()}
-    found = read_search(run.out)
+    found = read_search_result(run.out)
     assert found.clients == (NORTH, "c0")
     for client in found.clients:
-        base, personal = found.of(client)
+        base, personal = found.cells_of(client)
         assert (base.candidates, personal.candidates) == (small.operations, small.personal_operations)
         assert (base.edges, personal.edges) == (((0, 2), (1, 2)), ((0, 1),))
-        network = load(run.out / "models" / f"{file_name(client)}.json")
+        network = load_network(run.out / "models" / f"{safe_file_name(client)}.json")
         for cell, (wanted, _) in zip((base, personal), network.cells(), strict=True):
             assert cell.probabilities.sum(1) == pytest.approx(1)
             best = cell.probabilities.max(1)
             assert (best > 1.001 / len(cell.candidates)).all(), "the samplers have learnt something"
-            taken = [cell.probabilities[e, cell.candidates.index(name)] for e, name in enumerate(cell.chosen)]
+            taken = [
+                cell.probabilities[e, cell.candidates.index(name)] for e, name in enumerate(cell.chosen_operations)
+            ]
             assert taken == best.tolist()
             if method is FedPNAS:
-                assert [(name,) for name in cell.chosen] == list(wanted.plan.candidates)
-    for own, other in zip(found.cells, read_search(run).cells, strict=True):
+                assert [(name,) for name in cell.chosen_operations] == list(wanted.plan.candidates)
+    for own, other in zip(found.cells, read_search_result(run).cells, strict=True):
         for cell, same in zip(own, other, strict=True):
-            assert (cell.edges, cell.candidates, cell.chosen) == (same.edges, same.candidates, same.chosen)
+            assert (cell.edges, cell.candidates, cell.chosen_operations) == (
+                same.edges,
+                same.candidates,
+                same.chosen_operations,
+            )
             assert np.array_equal(cell.probabilities, same.probabilities)
-    draw_probabilities(found, tmp_path / "heat.png")
-    draw_cell(found, NORTH, tmp_path / "cell.svg")
+    draw_operation_probabilities(found, tmp_path / "heat.png")
+    draw_client_cells(found, NORTH, tmp_path / "cell.svg")
     for name in ("heat.png", "cell.svg"):
         assert_drawn(tmp_path / name)
     assert {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()} == files, "a report only reads"

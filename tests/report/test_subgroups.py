@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from polyfed.core.metrics import METRICS
-from polyfed.report.predictions import Outcomes
-from polyfed.report.scale import scale_of
-from polyfed.report.subgroups import groups_of, section, subgroups
+from polyfed.report.predictions import GroupPredictions
+from polyfed.report.scale import score_format_of
+from polyfed.report.subgroups import html_subgroups, rows_by_group, score_subgroups
 from polyfed.simulation.runs.predictions import Predictions
 
 
@@ -27,17 +27,19 @@ def outcomes():
         ("fedavg", 0, "north"): table(right, targets, columns),
         ("local", 0, "north"): table(wrong, targets, columns),
     }
-    return Outcomes("classification", ("fedavg", "local"), "local", (0,), ("north",), ("healthy", "sick"), True, tables)
+    return GroupPredictions(
+        "classification", ("fedavg", "local"), "local", (0,), ("north",), ("healthy", "sick"), True, tables
+    )
 
 
 def test_quarters_of_numbers_that_are_not_whole():
     values = [0.25 + k for k in range(12)]
-    assert list(groups_of(values)) == ["up to 2.25", "2.25 to 5.25", "5.25 to 8.25", "above 8.25"]
-    assert [len(rows) for rows in groups_of(values).values()] == [3, 3, 3, 3]
+    assert list(rows_by_group(values)) == ["up to 2.25", "2.25 to 5.25", "5.25 to 8.25", "above 8.25"]
+    assert [len(rows) for rows in rows_by_group(values).values()] == [3, 3, 3, 3]
 
 
 def test_no_interval_goes_beyond_what_there_is(outcomes):
-    told = subgroups(outcomes, "sex", ["north"], METRICS["auc"], 0.95)
+    told = score_subgroups(outcomes, "sex", ["north"], METRICS["auc"], 0.95)
     assert [group.name for group in told] == ["all", "f", "m"]
     cut = 0
     for group in told:
@@ -49,6 +51,6 @@ def test_no_interval_goes_beyond_what_there_is(outcomes):
 
 
 def test_an_interval_has_its_unit_once(outcomes):
-    text = section(outcomes, "sex", scale_of("accuracy"), 0.95, "k")
+    text = html_subgroups(outcomes, "sex", score_format_of("accuracy"), 0.95, "k")
     assert " points to " not in text.split("<table")[1]
     assert " % to " not in text.split("<table")[1]

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from polyfed.cli.commands.report import show
+from polyfed.cli.commands.report import show_report
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def shown(tmp_path):
 
     def shown(*folders, width=80):
         file = io.StringIO()
-        show(folders, Console(file=file, width=width), out=tmp_path / "page.html")
+        show_report(folders, Console(file=file, width=width), out=tmp_path / "page.html")
         return file.getvalue()
 
     return shown

@@ -17,11 +17,11 @@ from polyfed.cli.main import main
 from polyfed.core.examples import Normalise
 from polyfed.models import ModelSpec
 from polyfed.report.export.folder import export_model
-from polyfed.report.export.tracked import MARK, log_comparison, log_models, signature_of_export
+from polyfed.report.export.tracked import MODELS_TAG, log_models_to_mlflow, mlflow_signature, track_comparison
 from polyfed.simulation import tracking
-from polyfed.simulation.kept import load_model
-from polyfed.simulation.runs.progress import Silent
-from polyfed.simulation.tracking import tracked
+from polyfed.simulation.kept import load_saved_model
+from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.tracking import build_tracker
 
 pytestmark = pytest.mark.thorough
 
@@ -34,10 +34,10 @@ ROWS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A run of two sites on a table, whose networks a directory can build."""
-    sites = pf.data.table(ROWS, "ill", "town")
+    sites = pf.data.split_table(ROWS, "ill", "town")
     spec = ModelSpec("mlp", {"hidden": [4]}, (sites.num_features,), sites.num_outputs)
     out = tmp_path_factory.mktemp("tracked") / "run"
-    pf.federate(sites.clients(spec), FedAvg(lr=0.1), rounds=2, workers=0, out=out)
+    pf.federate(sites.build_clients(spec), FedAvg(lr=0.1), rounds=2, workers=0, out=out)
     return out
 
 
@@ -148,24 +148,24 @@ def mlflow(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_each_clients_network_is_a_model_with_a_signature(here, mlflow):
-    assert log_models(here) == 0  # a run that is not tracked
+    assert log_models_to_mlflow(here) == 0  # a run that is not tracked
     follow(here)
-    assert log_models(here) == 2
+    assert log_models_to_mlflow(here) == 2
     assert [one.name for one in mlflow.models] == ["network-north", "network-south"]
     one = mlflow.models[0]
-    assert one.run == tracking.run_of(here) == "run-0"
+    assert one.run == tracking.read_mlflow_run_id(here) == "run-0"
     assert [(c.type, c.name) for c in one.signature.inputs] == [("double", "age"), ("string", "sex")]
     assert [(t.type, t.shape) for t in one.signature.outputs] == [(np.dtype("float32"), (-1, 2))]
     assert [need.partition("==")[0] for need in one.needs] == ["torch", "numpy"]
-    assert mlflow.runs["run-0"].data.tags[MARK] == "2"
-    assert log_models(here) == 0  # they are there
+    assert mlflow.runs["run-0"].data.tags[MODELS_TAG] == "2"
+    assert log_models_to_mlflow(here) == 0  # they are there
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_model_answers_as_polyfed_does(here, mlflow, tmp_path):
     follow(here)
     kept = shutil.copytree(export_model(here, "south", tmp_path / "again"), tmp_path / "moved")
-    log_models(here)
+    log_models_to_mlflow(here)
     code = mlflow.made
     code.load_context(types.SimpleNamespace(artifacts={"network": str(kept)}))
     frame = pd.DataFrame({"sex": ["m", None, "x"], "age": [50.0, np.nan, 77], "more": [1, 2, 3]})
@@ -173,12 +173,12 @@ def test_the_model_answers_as_polyfed_does(here, mlflow, tmp_path):
     from polyfed.data.frames import read_table
 
     with pytest.warns(UserWarning, match="which the table of the run did not have"):
-        wanted = load_model(here, "south").predict(read_table(frame))
+        wanted = load_saved_model(here, "south").predict(read_table(frame))
     assert logits.softmax(1)[:, 1].tolist() == pytest.approx(wanted["probability of yes"], abs=1e-6)
 
 
 def follow(folder):
-    progress = tracked("mlflow", folder, Silent())
+    progress = build_tracker("mlflow", folder, SilentProgress())
     progress.start("fedavg", 2, 2)
     progress.stop()
 
@@ -190,7 +190,7 @@ def test_a_comparison_is_a_run_with_its_runs_below(here, mlflow):
         "runs": {"0": {"path": "run"}, "1": {"path": None}}, "statistics": {"mean": 0.5, "gain": None, "worst": 0.4},
     }}}  # fmt: skip
     for _ in range(2):  # nothing twice
-        log_comparison(content, here.parent, ["mlflow"])
+        track_comparison(content, here.parent, ["mlflow"])
         parent, below = mlflow.runs["run-0"].data, mlflow.runs["run-1"].data
         assert (parent.metrics, set(parent.artifacts)) == (
             {"fedavg/mean": 0.5, "fedavg/worst": 0.4},
@@ -206,7 +206,7 @@ def test_pictures_have_a_tensor_in_the_signature(mlflow, tmp_path):
     data = pf.Examples(x, torch.arange(12) % 3, transform=Normalise((0.3,), (0.2,)))
     parts = [data.select(rows) for rows in torch.arange(12).split(6)]
     run = pf.federate([pf.Client("a", ModelSpec("mlp", {}, (1, 8, 8), 3), *parts)], "local", rounds=1, workers=0)
-    signature = signature_of_export(export_model(run, "a", tmp_path / "a"))
+    signature = mlflow_signature(export_model(run, "a", tmp_path / "a"))
     assert [(t.type, t.shape, t.name) for t in signature.inputs] == [(np.dtype("uint8"), (-1, 1, 8, 8), None)]
 
 
@@ -218,7 +218,7 @@ def test_a_network_that_cannot_be_exported_costs_no_other(here, mlflow):
     with pytest.warns(
         RuntimeWarning, match="the network of 'north' is not in MLflow: the networks of .* were made in Python"
     ):
-        assert log_models(here) == 1
+        assert log_models_to_mlflow(here) == 1
     assert [one.name for one in mlflow.models] == ["network-south"]
 
 
@@ -256,7 +256,7 @@ def test_a_server_that_fails_at_the_end_costs_no_run(mlflow, tmp_path, monkeypat
         raise ConnectionError("the server has gone")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "_log_one", gone)
+    monkeypatch.setattr(module, "_log_exported_model", gone)
     words = ["--rounds", "1", "--workers", "0", "--quiet", "--data.clients", "2", "--baselines", "[]"]
     with pytest.warns(RuntimeWarning, match="not in MLflow: the server has gone; polyfed resume r tries again"):
         assert main(["run", "fedavg_digits", *words, "--logger", "mlflow", "--out", "r"]) == 0
@@ -273,18 +273,18 @@ def test_mlflow_serves_what_polyfed_predicts(here, tmp_path, monkeypatch):
     from polyfed.data.frames import read_table
 
     follow(here)
-    assert log_models(here) == 2
-    run_id = tracking.run_of(here)
+    assert log_models_to_mlflow(here) == 2
+    run_id = tracking.read_mlflow_run_id(here)
     assert mlflow.MlflowClient().get_run(run_id).info.status == "FINISHED"
     model = mlflow.pyfunc.load_model(f"runs:/{run_id}/network-south")
     frame = pd.DataFrame({"age": [50.0, np.nan, 77], "sex": ["m", "f", "f"]})
     logits = torch.from_numpy(np.asarray(model.predict(frame)))
-    wanted = load_model(here, "south").predict(read_table(frame))
+    wanted = load_saved_model(here, "south").predict(read_table(frame))
     assert logits.softmax(1)[:, 1].tolist() == pytest.approx(wanted["probability of yes"], abs=1e-6)
     assert [str(column.type) for column in model.metadata.signature.inputs] == ["DataType.double", "DataType.string"]
     content = {"seeds": [0], "title": "t", "best": "fedavg", "methods": {"fedavg": {
         "runs": {"0": {"path": "run"}}, "statistics": {"mean": 0.5, "gain": None, "worst": 0.4}}}}  # fmt: skip
     (tmp_path / "comparison.json").write_text("{}")
-    log_comparison(content, tmp_path, ["mlflow"])
+    track_comparison(content, tmp_path, ["mlflow"])
     parent = json.loads((tmp_path / "mlflow.json").read_text())["run_id"]
     assert mlflow.MlflowClient().get_run(run_id).data.tags["mlflow.parentRunId"] == parent

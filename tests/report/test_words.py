@@ -6,10 +6,10 @@ import random
 import pytest
 from rich.console import Console
 
-from polyfed.cli.commands.report import show
+from polyfed.cli.commands.report import show_report
 from polyfed.core.errors import UserError
-from polyfed.report.gathering import gather
-from polyfed.report.words import notes, summary
+from polyfed.report.gathering import read_run_groups
+from polyfed.report.words import comparison_notes, result_sentences
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def stopped(write_run, tmp_path):
             for seed, values in by_seed.items():
                 named = {name: [value] for name, value in zip("xyz", values, strict=False)}
                 write_run(tmp_path / f"{method}/seed-{seed}", method, named, seed=seed)
-        ((setting,), _) = gather([tmp_path])
+        ((setting,), _) = read_run_groups([tmp_path])
         return setting
 
     return stopped
@@ -31,30 +31,32 @@ def stopped(write_run, tmp_path):
 
 def test_methods_of_different_seeds_are_not_ranked(stopped):
     setting = stopped({"local": {0: [0.7]}, "fedprox": {1: [0.8]}})
-    assert summary(setting)[0] == "No seed has a score of every method, so that none can be called the highest."
+    assert (
+        result_sentences(setting)[0] == "No seed has a score of every method, so that none can be called the highest."
+    )
 
 
 def test_methods_are_ranked_over_the_seeds_that_all_have(stopped):
     """Over both seeds local has 0.7, over the common one 0.9."""
     setting = stopped({"local": {0: [0.9], 1: [0.5]}, "fedprox": {0: [0.85]}})
-    first = summary(setting)[0]
+    first = result_sentences(setting)[0]
     assert first == "The highest mean of the seed that every method with a score has (0) has local, 90.0 %."
-    assert [setting.mean(line) for line in setting.lines] == [0.85, 0.9]
-    assert setting.scores(setting.lines[1]) == {"x": 0.9}
+    assert [setting.mean_score(line) for line in setting.methods] == [0.85, 0.9]
+    assert setting.score_by_participant(setting.methods[1]) == {"x": 0.9}
 
 
 def test_a_method_without_any_score_does_not_keep_the_others_from_being_ranked(stopped):
     setting = stopped(
         {"local": {0: [0.5], 1: [0.5]}, "fedprox": {0: [None], 1: [None]}, "fedavg": {0: [0.6], 1: [0.7]}}
     )
-    assert summary(setting)[0] == "The highest mean has fedavg, 65.0 %; training alone has 50.0 %."
+    assert result_sentences(setting)[0] == "The highest mean has fedavg, 65.0 %; training alone has 50.0 %."
 
 
 def test_ties_are_ties_whatever_the_rounding(stopped):
     scores = {"local": {0: [0.7, 0.2], 1: [0.3, 0.3]}, "fedavg": {0: [0.8, 0.1], 1: [0.2, 0.4]}}
     setting = stopped(scores)
-    assert summary(setting)[0] == "No method has a higher mean than training alone, 37.5 %."
-    assert "0 gain, 0 lose" in summary(setting)[1]
+    assert result_sentences(setting)[0] == "No method has a higher mean than training alone, 37.5 %."
+    assert "0 gain, 0 lose" in result_sentences(setting)[1]
 
 
 def test_what_the_command_tells_of_a_comparison_is_on_the_page(comparison_of, tmp_path):
@@ -63,12 +65,12 @@ def test_what_the_command_tells_of_a_comparison_is_on_the_page(comparison_of, tm
     content["tuning"] = {"sentence": "lr, by Optuna", "by": "validation", "methods": {"fedavg": one}}
     (tmp_path / "comparison.yaml").write_text("title: mine\n")
     (tmp_path / "comparison.json").write_text(json.dumps(content))
-    ((setting,), _) = gather([tmp_path])
+    ((setting,), _) = read_run_groups([tmp_path])
     assert (
-        summary(setting)[0]
+        result_sentences(setting)[0]
         == "fedprox failed and is not in the table: round 1, client 'north', phase 'reply': it diverged."
     )
-    told = notes(setting)
+    told = comparison_notes(setting)
     assert "3 seeds: intervals are wide." in told
     assert "The best by test examples is fedavg, with which p (best) compares." in told
     assert "Searched lr, by Optuna." in told
@@ -82,9 +84,9 @@ def test_gains_are_over_the_reference_of_the_comparison(comparison_of, tmp_path)
     content["methods"]["alone"]["name"] = "local"
     (tmp_path / "comparison.yaml").write_text("title: mine\n")
     (tmp_path / "comparison.json").write_text(json.dumps(content))
-    ((setting,), _) = gather([tmp_path])
-    assert setting.local.label == "alone"
-    gains = {line.label: setting.gains(line) for line in setting.lines}
+    ((setting,), _) = read_run_groups([tmp_path])
+    assert setting.local_method.label == "alone"
+    gains = {line.label: setting.gains_over_local(line) for line in setting.methods}
     assert {label: found[0].mean for label, found in gains.items() if found} == {"local": -0.6, "fedavg": -0.4}
 
 
@@ -95,7 +97,7 @@ def test_a_comparison_without_a_round_within_its_budget_is_not_damaged(compariso
     (tmp_path / "comparison.yaml").write_text("title: mine\n")
     (tmp_path / "comparison.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"no method of .* has an evaluated round within the budget; read it with"):
-        gather([tmp_path])
+        read_run_groups([tmp_path])
 
 
 @pytest.mark.slow
@@ -115,7 +117,7 @@ def test_a_page_of_500_clients_stays_below_3_megabytes(comparison_of, tmp_path):
     }
     (tmp_path / "comparison.yaml").write_text("title: mine\n")
     (tmp_path / "comparison.json").write_text(json.dumps(content))
-    show([tmp_path], Console(quiet=True), out=tmp_path / "page.html")
+    show_report([tmp_path], Console(quiet=True), out=tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert len(page.encode()) < 3 * 2**20
     assert "Drawn are 400 of them, evenly." in page

@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from polyfed.algorithms import CAFedPNAS, FedPNAS
-from polyfed.core.seeds import local_rng
-from polyfed.search import Plan, draw, gumbel, stacks
+from polyfed.core.seeds import temporary_rng_seed
+from polyfed.search import SupernetPlan, gumbel_noise_like, plan_cell_stacks, sample_operations
 
 TEMPERATURE = 0.7
 
 
 def supernet(context="free", per="example", dtype=torch.float64):
-    base, personal = stacks(base_cells=1, personal_cells=1)
-    with local_rng(0):
-        network = Plan(1, 3, 4, base, personal, context=context, per=per)().to(dtype)
+    base, personal = plan_cell_stacks(base_cells=1, personal_cells=1)
+    with temporary_rng_seed(0):
+        network = SupernetPlan(1, 3, 4, base, personal, context=context, per=per)().to(dtype)
         for name, parameter in network.named_parameters():
             if "samplers" in name or parameter.dim() == 1:
                 nn.init.uniform_(parameter, -0.4, 0.4) if "samplers" in name else nn.init.uniform_(parameter, 0.5, 1.5)
@@ -27,7 +27,7 @@ def supernet(context="free", per="example", dtype=torch.float64):
 
 
 def batch(dtype=torch.float64, number=7):
-    with local_rng(1):
+    with temporary_rng_seed(1):
         return torch.randn(number, 1, 8, 8, dtype=dtype), torch.arange(number) % 3
 
 
@@ -35,7 +35,7 @@ def slopes(network, form, x, y, seed=5):
     """(logits, gradients by name) of one draw."""
     network.gradient = form
     network.zero_grad()
-    with local_rng(seed):
+    with temporary_rng_seed(seed):
         logits = network(x)
     F.cross_entropy(logits, y).backward()
     return logits.detach(), {n: None if p.grad is None else p.grad.clone() for n, p in network.named_parameters()}
@@ -47,12 +47,12 @@ def plain(network, x, seed=5):
     those that chose it, which go together, as everywhere in polyfed."""
 
     previous = skip = network.base["stem"](x)
-    with local_rng(seed):
-        for cell, sampler in network.cells():
+    with temporary_rng_seed(seed):
+        for cell, sampler in network.cells_with_samplers():
             logits = sampler(F.adaptive_avg_pool2d(x, 8), previous)
             if logits.dim() == 3 and network.plan.per == "batch":
                 logits = F.softmax(logits, -1).mean(0).log()
-            perturbed = logits + gumbel(logits)
+            perturbed = logits + gumbel_noise_like(logits)
             soft = F.softmax(perturbed / TEMPERATURE, -1)
             z = F.one_hot(perturbed.argmax(-1), logits.shape[-1]) + soft - soft.detach()
             z = z.expand(len(x), *z.shape[-2:])
@@ -129,13 +129,13 @@ def test_the_forward_pass_the_weights_and_the_statistics_are_those_of_the_chosen
 
 def test_the_softmax_part_against_finite_differences():
     """Σ_k c_k·∂softmax((g + log π)/τ)[k]/∂log π is what `draw` gives for ∂L/∂Z = c."""
-    with local_rng(2):
+    with temporary_rng_seed(2):
         logits, c = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
     leaf = logits.clone().requires_grad_()
-    with local_rng(3):
-        choice = draw(leaf, TEMPERATURE, "full")
-    with local_rng(3):
-        noise = gumbel(logits)
+    with temporary_rng_seed(3):
+        choice = sample_operations(leaf, TEMPERATURE, "full")
+    with temporary_rng_seed(3):
+        noise = gumbel_noise_like(logits)
     assert torch.equal(choice.one_hot.detach(), F.one_hot((logits + noise).argmax(-1), 5).double())
     assert choice.scale is None
     (slope,) = torch.autograd.grad((c * choice.one_hot).sum(), leaf)
@@ -173,8 +173,8 @@ def test_the_meta_step_with_full_gradients(method):
         channels=4, base_cells=1, base_nodes=1, personal_nodes=1, operations=("sep_conv_3", "max_pool_3", "skip"),
         personal_operations=("sep_conv_3", "skip"), eta=0.3, gradient="full",
     )  # fmt: skip
-    with local_rng(3):
-        network = method.plan(1, 3)().double().train()
+    with temporary_rng_seed(3):
+        network = method.supernet_plan(1, 3)().double().train()
     network.gradient, network.temperature = method.gradient, TEMPERATURE
     x, y = batch()
     personal = [n for n, _ in network.named_parameters() if n.startswith("personal.")]
@@ -196,14 +196,14 @@ def test_the_meta_step_with_full_gradients(method):
 
     def loss_of(_):
         network.zero_grad()
-        with local_rng(next(seeds)):
+        with temporary_rng_seed(next(seeds)):
             loss = F.cross_entropy(network(x), y)
         loss.backward()
         drawn.append({n for n, p in network.named_parameters() if p.grad is not None})
         return loss.detach()
 
     drawn = []
-    method.meta_gradient(network)(loss_of)
+    method.build_meta_gradient(network)(loss_of)
     both = drawn[0] & drawn[1]
     alpha = sum((first[n] * second[n]).sum() for n in personal if n in both)
     for name, parameter in network.named_parameters():

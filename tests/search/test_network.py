@@ -9,38 +9,38 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from polyfed.core.buffers import recompute
+from polyfed.core.buffers import recompute_norm_statistics
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.seeds import local_rng
+from polyfed.core.seeds import temporary_rng_seed
 from polyfed.search import (
-    NAMES,
-    SMALL,
+    OPERATION_NAMES,
+    SMALL_OPERATION_NAMES,
     Cell,
     CellPlan,
-    Choice,
     Network,
-    Plan,
+    OperationChoice,
     Sampled,
-    describe,
-    edge_parameters,
-    fixed,
-    gumbel,
-    load,
+    SupernetPlan,
+    count_edge_parameters,
+    describe_network,
+    fix_operations,
+    gumbel_noise_like,
+    load_network,
     most_probable_network,
+    operation_probabilities,
     operations,
-    probabilities,
-    rebuild,
-    stacks,
+    plan_cell_stacks,
+    rebuild_network,
 )  # fmt: skip
-from polyfed.search.cells import _chosen, grouped
+from polyfed.search.cells import _scale_by_choice, apply_chosen_operations
 from polyfed.search.operations import GroupedNorm
 
 
 def supernet(context="free", seed=0, **fields):
-    base, personal = stacks(base_cells=2, base_nodes=2, personal_nodes=1)
-    with local_rng(seed):
-        network = Plan(1, 3, 4, base, personal, context=context, **fields)()
+    base, personal = plan_cell_stacks(base_cells=2, base_nodes=2, personal_nodes=1)
+    with temporary_rng_seed(seed):
+        network = SupernetPlan(1, 3, 4, base, personal, context=context, **fields)()
         for name, parameter in network.named_parameters():
             if "samplers" in name:
                 nn.init.normal_(parameter, std=1.0 if context == "free" else 0.2)
@@ -50,19 +50,19 @@ def supernet(context="free", seed=0, **fields):
 
 
 def images(number=6, seed=1, size=9):
-    with local_rng(seed):
+    with temporary_rng_seed(seed):
         return torch.randn(number, 1, size, size)
 
 
 def test_form_of_the_paper():
-    base, personal = stacks()
+    base, personal = plan_cell_stacks()
     assert [cell.inputs for cell in base + personal] == [2, 2, 2, 1]
     assert [cell.reduces for cell in base + personal] == [False, True, True, True]
-    assert {names for cell in base for names in cell.candidates} == {NAMES}
-    assert {names for cell in personal for names in cell.candidates} == {SMALL}
-    network = Plan(3, 10, 16, base, personal)()
+    assert {names for cell in base for names in cell.candidates} == {OPERATION_NAMES}
+    assert {names for cell in personal for names in cell.candidates} == {SMALL_OPERATION_NAMES}
+    network = SupernetPlan(3, 10, 16, base, personal)()
     # A base edge counts as in Table 3.
-    assert sum(p.numel() for p in next(network.cells())[0].operations[0].parameters()) == 9_184
+    assert sum(p.numel() for p in next(network.cells_with_samplers())[0].operations[0].parameters()) == 9_184
 
 
 @pytest.mark.thorough
@@ -72,25 +72,28 @@ def test_form_of_the_paper():
 def test_table_3_counts_four_and_four_cells_with_all_operations_on_every_edge(channels, edge, master):
     """ "Total of 32 edges". A network of this form has nothing else on its edges but what a skip of stride 2 is made of:
     C² weights and a BatchNorm, which the table does not count."""
-    base, personal = stacks(4, 4, 2, 2, NAMES, NAMES)
+    base, personal = plan_cell_stacks(4, 4, 2, 2, OPERATION_NAMES, OPERATION_NAMES)
     cells = base + personal
     assert (sum(len(cell.edges) for cell in cells), 32 * edge) == (32, master)
     with torch.device("meta"):
-        network = Plan(3, 10, channels, base, personal)()
-    on_edges = sum(p.numel() for cell, _ in network.cells() for p in cell.operations.parameters())
+        network = SupernetPlan(3, 10, channels, base, personal)()
+    on_edges = sum(p.numel() for cell, _ in network.cells_with_samplers() for p in cell.operations.parameters())
     halved = sum(cell.reduces * (i < cell.inputs) for cell in cells for i, _ in cell.edges)
     assert halved == 10
     assert on_edges == master + halved * (channels**2 + 2 * channels)
-    assert edge_parameters(network.plan) == master
-    assert edge_parameters(Plan(3, 10, channels, *stacks())) == 15 * edge + 3 * sum(
-        p.numel() for p in operations(channels, SMALL).parameters()
+    assert count_edge_parameters(network.plan) == master
+    assert count_edge_parameters(SupernetPlan(3, 10, channels, *plan_cell_stacks())) == 15 * edge + 3 * sum(
+        p.numel() for p in operations(channels, SMALL_OPERATION_NAMES).parameters()
     )  # section 3.1's form, the default
 
 
 def test_the_number_of_architectures_is_what_the_pages_say():
     """The paper's 2^40 is of neither form; the wrong numbers would be seen."""
     page = (Path(__file__).parents[2] / "docs" / "methods" / "feddsnas.md").read_text(encoding="utf-8")
-    for (base, personal), said in ((stacks(), "2^54.5"), (stacks(4, 4, 2, 2, NAMES, NAMES), "2^101.4")):
+    for (base, personal), said in (
+        (plan_cell_stacks(), "2^54.5"),
+        (plan_cell_stacks(4, 4, 2, 2, OPERATION_NAMES, OPERATION_NAMES), "2^101.4"),
+    ):
         number = math.prod(len(names) for cell in base + personal for names in cell.candidates)
         assert f"2^{math.log2(number):.1f}" == said
         assert f"= {said}" in page
@@ -107,10 +110,10 @@ def test_cell_is_the_sum_over_its_edges():
     o = [edge[names[k]] for edge, k in zip(cell.operations, index.tolist(), strict=True)]
     v2 = o[0](v0) + o[1](v1)
     v3 = o[2](v0) + o[3](v1) + o[4](v2)
-    assert torch.allclose(cell(previous, skip, Choice(index)), v3, atol=1e-6)
+    assert torch.allclose(cell(previous, skip, OperationChoice(index)), v3, atol=1e-6)
     cell.join = "mean"
     v2 = (o[0](v0) + o[1](v1)) / 2
-    assert torch.allclose(cell(previous, skip, Choice(index)), (o[2](v0) + o[3](v1) + o[4](v2)) / 3, atol=1e-6)
+    assert torch.allclose(cell(previous, skip, OperationChoice(index)), (o[2](v0) + o[3](v1) + o[4](v2)) / 3, atol=1e-6)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -124,7 +127,7 @@ def test_grouping_is_the_naive_loop(channels_last):
     weights = torch.randn(12, 4, 5, 5, dtype=torch.float64)
     found = []
     for run in (
-        lambda v: grouped(ops, v, index),
+        lambda v: apply_chosen_operations(ops, v, index),
         lambda v: torch.cat([ops[k](v[i : i + 1]) for i, k in enumerate(index)]),
     ):
         leaf = value.clone().requires_grad_()
@@ -141,8 +144,8 @@ def test_grouping_is_the_naive_loop(channels_last):
 @pytest.mark.parametrize("form", [(), (3, 1, 1, 1)])
 def test_a_choice_of_1_has_the_value_and_the_gradients_of_a_product(form):
     found = []
-    for product in (_chosen, torch.mul):
-        with local_rng(2):
+    for product in (_scale_by_choice, torch.mul):
+        with temporary_rng_seed(2):
             out, scale = torch.randn(3, 2, 4, 4).requires_grad_(), torch.ones(form, requires_grad=True)
             value = product(out, scale)
             (value * torch.randn(3, 2, 4, 4)).sum().backward()
@@ -158,12 +161,12 @@ def test_only_what_is_chosen_is_computed(context):
     """Calls are counted by hooks: at most one for each operation and edge, and none for those that nobody chose."""
     network = supernet(context).train()
     calls, chosen = [], []
-    for cell, _ in network.cells():
+    for cell, _ in network.cells_with_samplers():
         for edge in cell.operations:
             for op in edge.values():
                 op.register_forward_hook(lambda module, _, __: calls.append(id(module)))
-        cell.register_forward_pre_hook(lambda cell, inputs: chosen.append((cell, inputs[2].index)))
-    with local_rng(5):
+        cell.register_forward_pre_hook(lambda cell, inputs: chosen.append((cell, inputs[2].indices)))
+    with temporary_rng_seed(5):
         network(images())
     expected = [
         id(list(edge.values())[k])
@@ -180,8 +183,8 @@ def test_only_what_is_chosen_is_computed(context):
 def test_every_choice_is_an_operation_of_its_cell(context):
     network = supernet(context).train()
     seen = []
-    for cell, _ in network.cells():
-        cell.register_forward_pre_hook(lambda cell, inputs: seen.append((len(cell.operations[0]), inputs[2].index)))
+    for cell, _ in network.cells_with_samplers():
+        cell.register_forward_pre_hook(lambda cell, inputs: seen.append((len(cell.operations[0]), inputs[2].indices)))
     for _ in range(20):
         network(images())
     assert {operations for operations, _ in seen} == {9, 5}
@@ -190,10 +193,10 @@ def test_every_choice_is_an_operation_of_its_cell(context):
 
 def test_gradient_reaches_samplers_and_chosen_operations_only():
     network = supernet().train()
-    with local_rng(6):
+    with temporary_rng_seed(6):
         network(images()).square().sum().backward()
     reached = 0
-    for cell, sampler in network.cells():
+    for cell, sampler in network.cells_with_samplers():
         assert sampler.logits.grad.abs().sum() > 0
         for edge in cell.operations:
             weighted = [op for op in edge.values() if any(True for _ in op.parameters())]
@@ -206,8 +209,8 @@ def test_gradient_reaches_samplers_and_chosen_operations_only():
 def test_one_choice_per_batch():
     network = supernet("aware", per="batch").train()
     seen = []
-    for cell, _ in network.cells():
-        cell.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[2].index.dim()))
+    for cell, _ in network.cells_with_samplers():
+        cell.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[2].indices.dim()))
     network(images())
     assert set(seen) == {1}
 
@@ -216,8 +219,8 @@ def test_the_choice_of_a_batch_follows_the_mean_of_its_probabilities():
     """Two kinds of images with opposite preferences: the mean is even, and each operation is drawn about half the time."""
     network = supernet("aware", per="batch").train()
     logits = torch.tensor([[[8.0, 0.0]], [[0.0, 8.0]], [[0.0, 8.0]], [[8.0, 0.0]]])
-    with local_rng(8):
-        drawn = torch.stack([network._choose(0, logits).index for _ in range(400)]).flatten()
+    with temporary_rng_seed(8):
+        drawn = torch.stack([network._choose_operations(0, logits).indices for _ in range(400)]).flatten()
     assert 150 < int(drawn.sum()) < 250
 
 
@@ -228,10 +231,10 @@ def test_the_temperature_reaches_the_sample():
     slopes = []
     for temperature in (1.0, 4.0):
         network.temperature = temperature
-        with local_rng(9):
-            noise = gumbel(logits)
-        with local_rng(9):
-            (slope,) = torch.autograd.grad(network._choose(0, logits).scale.sum(), logits)
+        with temporary_rng_seed(9):
+            noise = gumbel_noise_like(logits)
+        with temporary_rng_seed(9):
+            (slope,) = torch.autograd.grad(network._choose_operations(0, logits).scale.sum(), logits)
         k = int(noise.argmax())
         soft = torch.softmax(noise / temperature, -1)[0]
         by_hand = soft[k] * (nn.functional.one_hot(torch.tensor(k), 3) - soft) / temperature
@@ -244,20 +247,20 @@ def test_statistics_of_one_value_are_left_as_they_are():
     """An operation that one image reaches at one pixel has no variance: `recompute` must not make it zero."""
     norm = GroupedNorm(2)
     network = nn.Sequential(nn.AdaptiveAvgPool2d(1), norm)
-    recompute(network, Examples(torch.randn(1, 2, 3, 3), torch.zeros(1, dtype=torch.int64)))
+    recompute_norm_statistics(network, Examples(torch.randn(1, 2, 3, 3), torch.zeros(1, dtype=torch.int64)))
     assert torch.equal(norm.running_var, torch.ones(2))
     assert torch.equal(norm.running_mean, torch.zeros(2))
-    recompute(network, Examples(torch.randn(9, 2, 3, 3), torch.zeros(9, dtype=torch.int64)))
+    recompute_norm_statistics(network, Examples(torch.randn(9, 2, 3, 3), torch.zeros(9, dtype=torch.int64)))
     assert not torch.equal(norm.running_var, torch.ones(2))
 
 
 def test_a_supernet_is_read_once(monkeypatch):
     """Not once a weight: that took longer than the evaluation of the network that was found."""
-    base, personal = stacks(base_cells=1)
-    network, read = Plan(1, 10, 4, base, personal)(), []
+    base, personal = plan_cell_stacks(base_cells=1)
+    network, read = SupernetPlan(1, 10, 4, base, personal)(), []
     own = Network.state_dict
     monkeypatch.setattr(Network, "state_dict", lambda self, *a, **k: (read.append(self), own(self, *a, **k))[1])
-    fixed(network, [torch.zeros(5, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)])
+    fix_operations(network, [torch.zeros(5, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)])
     assert sum(one is network for one in read) == 1
 
 
@@ -270,7 +273,7 @@ def test_what_was_found_computes_what_the_supernet_does():
     assert not list(plain.base["samplers"])
     assert not list(plain.personal["samplers"])
     choices = [torch.tensor([k % 9 for k in range(5)]), torch.tensor([8 - k for k in range(5)]), torch.tensor([3])]
-    other = fixed(network, choices)
+    other = fix_operations(network, choices)
     sizes = zip(choices, (9, 9, 5), strict=True)
     network.noise = {
         k: 100.0 * nn.functional.one_hot(c, n) for k, (c, n) in enumerate(sizes)
@@ -286,7 +289,7 @@ def test_an_example_is_routed_the_same_whatever_else_is_in_the_batch():
     x = images(8)
     together = network(x)
     assert torch.allclose(together, torch.cat([network(x[i : i + 1]) for i in range(8)]), atol=1e-5)
-    routes = probabilities(network, Examples(x, torch.zeros(8, dtype=torch.int64)))
+    routes = operation_probabilities(network, Examples(x, torch.zeros(8, dtype=torch.int64)))
     assert [tuple(r.shape) for r in routes] == [(5, 9), (5, 9), (1, 5)]
     assert all(torch.allclose(r.sum(1), torch.ones(len(r)), atol=1e-5) for r in routes)
 
@@ -294,8 +297,11 @@ def test_an_example_is_routed_the_same_whatever_else_is_in_the_batch():
 @pytest.mark.parametrize("context", ["free", "aware"])
 def test_sampled_is_the_mean_of_its_networks(context):
     network = supernet(context).eval()
-    with local_rng(7):
-        noise = {k: gumbel(torch.empty(4, s.edges, s.operations)) for k, (_, s) in enumerate(network.cells())}
+    with temporary_rng_seed(7):
+        noise = {
+            k: gumbel_noise_like(torch.empty(4, s.edges, s.operations))
+            for k, (_, s) in enumerate(network.cells_with_samplers())
+        }
     mean = Sampled(network, noise).eval()
     singles = []
     for k in range(4):
@@ -313,17 +319,20 @@ def test_written_and_read_back(kind, tmp_path):
     network = supernet("aware" if kind == "aware" else "free").eval()
     module = network if kind == "aware" else most_probable_network(network)
     if kind == "sampled":
-        noise = {k: gumbel(torch.empty(2, s.edges, s.operations)) for k, (_, s) in enumerate(network.cells())}
+        noise = {
+            k: gumbel_noise_like(torch.empty(2, s.edges, s.operations))
+            for k, (_, s) in enumerate(network.cells_with_samplers())
+        }
         module = Sampled(network, noise).eval()
-    known = probabilities(network, Examples(images(), torch.zeros(6, dtype=torch.int64)))
-    description = describe(module, known)
+    known = operation_probabilities(network, Examples(images(), torch.zeros(6, dtype=torch.int64)))
+    description = describe_network(module, known)
     (tmp_path / "a.json").write_text(json.dumps(description))
     safetensors.torch.save_file({n: t.contiguous() for n, t in module.state_dict().items()}, tmp_path / "a.safetensors")
-    again = load(tmp_path / "a.json")
+    again = load_network(tmp_path / "a.json")
     assert type(again) is type(module)
     assert torch.allclose(again(images()), module(images()), atol=1e-5)  # `probabilities` has changed the memory layout
     edge = description["cells"][0]["edges"][0]
-    assert edge["candidates"] == list(NAMES)
+    assert edge["candidates"] == list(OPERATION_NAMES)
     assert len(edge["probabilities"]) == 9
     assert len(edge["operations"]) == (1 if kind == "plain" else 9)
     inner = again.network if kind == "sampled" else again
@@ -333,27 +342,27 @@ def test_written_and_read_back(kind, tmp_path):
 
 def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(UserError, match=r"models/ID\.json"):
-        load(tmp_path / "none.json")
+        load_network(tmp_path / "none.json")
     with pytest.raises(UserError, match="no description"):
-        rebuild({"format": "something"})
+        rebuild_network({"format": "something"})
     with pytest.raises(UserError, match="its format is 'list'"):
-        rebuild([])
+        rebuild_network([])
     with pytest.raises(UserError, match="not whole"):
-        rebuild({"format": "polyfed.search 1", "plan": {"channels": 3}})
+        rebuild_network({"format": "polyfed.search 1", "plan": {"channels": 3}})
     network = most_probable_network(supernet())
-    (tmp_path / "a.json").write_text(json.dumps(describe(network, network.known)))
+    (tmp_path / "a.json").write_text(json.dumps(describe_network(network, network.known)))
     safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "a.safetensors")
     with pytest.raises(UserError, match="do not belong together"):
-        load(tmp_path / "a.json")
+        load_network(tmp_path / "a.json")
 
 
 def test_errors_of_forms():
     with pytest.raises(UserError, match="at least 1 base cell"):
-        stacks(base_cells=0)
+        plan_cell_stacks(base_cells=0)
     with pytest.raises(UserError, match="has 5 edges, got candidates for 2"):
         CellPlan(2, 2, (("skip",),) * 2)
     with pytest.raises(UserError, match="equally many"):
-        Network(Plan(1, 2, 4, (CellPlan(2, 1, (("skip",), ("skip", "sep_conv_3"))),), ()))
+        Network(SupernetPlan(1, 2, 4, (CellPlan(2, 1, (("skip",), ("skip", "sep_conv_3"))),), ()))
 
 
 @pytest.mark.thorough

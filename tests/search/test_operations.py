@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from polyfed.core.errors import UserError
-from polyfed.search import NAMES, SMALL, operation, operations
+from polyfed.search import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operation, operations
 from polyfed.search.operations import GroupedNorm
 
 # FedPNAS, Table 3, and METHODS for the operation that the table leaves out (sep_conv_7); written by hand.
@@ -29,16 +29,16 @@ def test_parameters_of_table_3(channels, edge):
 
 
 def test_small_operations_have_no_large_kernel():
-    assert len(NAMES) == 9
-    kernels = {m.kernel_size for m in operations(4, SMALL).modules() if isinstance(m, nn.Conv2d)}
+    assert len(OPERATION_NAMES) == 9
+    kernels = {m.kernel_size for m in operations(4, SMALL_OPERATION_NAMES).modules() if isinstance(m, nn.Conv2d)}
     assert kernels == {(1, 1), (3, 3)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8])
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OPERATION_NAMES)
 def test_shapes(name, stride, size):
-    op = operation(name, 4, stride)
+    op = build_operation(name, 4, stride)
     x = torch.randn(3, 4, size, size, requires_grad=True)
     out = op(x)
     half = (size + stride - 1) // stride
@@ -49,7 +49,7 @@ def test_shapes(name, stride, size):
 
 def test_strided_skip_sees_both_diagonals_of_each_patch():
     """A pixel at (even, even) and one at (odd, odd) both reach the output; the 1×1 kernels are set to pick one channel."""
-    halve = operation("skip", 2, 2).eval()
+    halve = build_operation("skip", 2, 2).eval()
     with torch.no_grad():
         halve.even.weight.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1, 1))
         halve.odd.weight.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1, 1))
@@ -60,7 +60,7 @@ def test_strided_skip_sees_both_diagonals_of_each_patch():
 
 
 def test_average_pooling_leaves_padding_out():
-    pool = operation("avg_pool_3", 1)[0]
+    pool = build_operation("avg_pool_3", 1)[0]
     assert torch.equal(pool(torch.ones(1, 1, 3, 3)), torch.ones(1, 1, 3, 3))
 
 

@@ -13,18 +13,18 @@ import yaml
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, REGISTRY, FedAvg, FedHeNN, PFedHN, PFedLA
 from polyfed.core.algorithm import Message
-from polyfed.core.compressed import compress, decompress
+from polyfed.core.compressed import compress_message, decompress_message
 from polyfed.core.compression import Int8, TopK
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.evaluation import client_scores
+from polyfed.core.evaluation import evaluate_client_with_outputs
 from polyfed.core.seeds import torch_generator
-from polyfed.core.threads import one_thread
-from polyfed.core.tree import encode
+from polyfed.core.threads import single_torch_thread
+from polyfed.core.tree import serialize_state
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.directory import read_config
 from polyfed.simulation.settings import Settings
-from polyfed.testing import SmallNet, assert_same_run, small_clients, without_times
+from polyfed.testing import SmallNet, assert_runs_equal, small_clients, without_durations
 from tests.hostile.test_replies import KINDS, ODD, clients_of, method_of
 from tests.stopped import Stop
 
@@ -42,13 +42,13 @@ def check_contract(tmp_path, method, clients, **how):
     words = {"rounds": 3, "clients_per_round": 2, **how}
     whole = federate(method, clients, **words)
     assert all(record["failures"] == [] for record in whole.history)
-    assert_same_run(whole, federate(method, clients, **{**words, "workers": 2}))
+    assert_runs_equal(whole, federate(method, clients, **{**words, "workers": 2}))
     with pytest.raises(KeyboardInterrupt):
         federate(method, clients, out=tmp_path / "run", progress=Stop(1), **words)
     public = PUBLIC if "public_data" in method.requires else None
-    assert_same_run(whole, pf.resume(tmp_path / "run", clients=clients, public=public))
+    assert_runs_equal(whole, pf.resume(tmp_path / "run", clients=clients, public=public))
     for client in clients:
-        metrics, outputs = client_scores(whole.model(client.id), client, whole.federation.metrics)
+        metrics, outputs = evaluate_client_with_outputs(whole.model(client.id), client, whole.federation.metrics)
         recorded = whole.history[-1]["clients"][client.id]
         assert {name: recorded[name] for name in metrics} == metrics
         assert torch.equal(whole.predictions(client.id).outputs, outputs["test"])
@@ -78,30 +78,31 @@ def test_every_method_gives_the_same_bits_on_a_pool_and_after_a_stop(tmp_path, n
 def test_neither_order_nor_compression_changes_anything_it_was_given(method, how):
     public = pf.core.examples.as_examples(PUBLIC) if "public_data" in method.requires else None
     federation = Federation({c.id: c for c in small_clients()}, method, Settings(rounds=2, seed=3, **how), public)
-    engine = InProcessEngine(method, small_clients(), torch.device("cpu"), compression=federation.compression)
-    with one_thread():
-        start = federation.begin()
-        before = encode(start.state)
-        (tasks,) = federation.tasks("local", list(federation.clients), 1, start)
-        downs = [encode([dict(t.down.tensors), dict(t.travelling.tensors)]) for t in tasks]
+    engine = InProcessEngine(method, small_clients(), torch.device("cpu"), compression=federation.reply_compression)
+    with single_torch_thread():
+        start = federation.initial_checkpoint()
+        before = serialize_state(start.state)
+        (tasks,) = federation.build_task_blocks("local", list(federation.clients), 1, start)
+        downs = [serialize_state([dict(t.message.tensors), dict(t.transmitted_message.tensors)]) for t in tasks]
         one, other = ({r.task.client: r.reply for r in engine.run(order)} for order in (tasks, tasks[::-1]))
         for client, reply in one.items():
-            assert encode(dict(reply.tensors)) == encode(dict(other[client].tensors))
-        replies = {t.client: federation.opened(one[t.client], t.down) for t in tasks}
-        assert not [flaw for t in tasks if (flaw := federation.flaw(replies[t.client], start.state, t.down))]
+            assert serialize_state(dict(reply.tensors)) == serialize_state(dict(other[client].tensors))
+        replies = {t.client: federation.decode_reply(one[t.client], t.message) for t in tasks}
+        assert not [flaw for t in tasks if (flaw := federation.reply_error(replies[t.client], start.state, t.message))]
         after = [
-            method.aggregate(start.state, r, federation.context()) for r in (replies, dict(reversed(replies.items())))
+            method.aggregate(start.state, r, federation.server_context())
+            for r in (replies, dict(reversed(replies.items())))
         ]
-        assert encode(after[0]) == encode(after[1])
-        assert downs == [encode([dict(t.down.tensors), dict(t.travelling.tensors)]) for t in tasks]
-        assert before == encode(start.state)
+        assert serialize_state(after[0]) == serialize_state(after[1])
+        assert downs == [serialize_state([dict(t.message.tensors), dict(t.transmitted_message.tensors)]) for t in tasks]
+        assert before == serialize_state(start.state)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [BOTH, SPARSE], ids=str)
 def test_ray_gives_the_same_bits(how):
     clients, method = [pf.Client(c.id, lambda: SmallNet(), c.train, c.test) for c in small_clients()], PFedLA(lr=0.05)
-    assert_same_run(federate(method, clients, engine="ray", workers=2, **how), federate(method, clients, **how))
+    assert_runs_equal(federate(method, clients, engine="ray", workers=2, **how), federate(method, clients, **how))
 
 
 @pytest.mark.parametrize("name", ["fedavg", "pfedla"])
@@ -113,7 +114,7 @@ def test_top_k_of_all_entries_is_the_run_itself(name):
         [
             {k: v for k, v in {**r, "clients": {i: {**row, "bytes_up": 0} for i, row in r["clients"].items()}}.items()
              if k not in sizes}
-            for r in without_times(run.history)
+            for r in without_durations(run.history)
         ]
         for run in (plain, whole)
     ]  # fmt: skip
@@ -141,7 +142,7 @@ def travelled(monkeypatch):
     def watched(engine, tasks):
         for result in run(engine, tasks):
             if result.task.phase == "local":
-                pair = result.task.travelling, result.reply
+                pair = result.task.transmitted_message, result.reply
                 flat = [{f"{g}/{n}": t for g, tree in m.tensors.items() for n, t in tree.items()} for m in pair]
                 seen[result.task.round, result.task.client] = [len(safetensors.torch.save(tensors)) for tensors in flat]
             yield result
@@ -166,22 +167,26 @@ def test_a_large_network_travels_in_a_quarter_a_seventh_or_less():
     up, down = Message({"model": {n: t + torch.randn(t.shape) for n, t in state.items()}}), Message({"model": state})
     plain, few = up.nbytes, 1500  # biases and names
     for how, expected in ((Int8(), 90_000), (TopK(0.1), 9_000 * 8), (TopK(0.01), 900 * 8)):
-        assert expected < compress(up, down, how, 0).nbytes < expected + few < plain
+        assert expected < compress_message(up, down, how, 0).nbytes < expected + few < plain
 
 
 def test_what_is_evaluated_is_what_the_next_round_sends():
     """The rounding of the server's message is drawn from its state, not from what the message is for."""
     run = federate(FedAvg(lr=0.05), **BOTH)
     federation = run.federation
-    one, other = (federation.one_task(phase, "client-0", run.last) for phase in ("evaluate", "local"))
-    assert encode(dict(one.down.tensors)) == encode(dict(other.down.tensors))
-    assert one.sent is not None
-    assert encode(dict(decompress(one.sent, Message(), Int8()).tensors)) == encode(dict(one.down.tensors))
+    one, other = (federation.build_single_task(phase, "client-0", run.last) for phase in ("evaluate", "local"))
+    assert serialize_state(dict(one.message.tensors)) == serialize_state(dict(other.message.tensors))
+    assert one.compressed_message is not None
+    assert serialize_state(
+        dict(decompress_message(one.compressed_message, Message(), Int8()).tensors)
+    ) == serialize_state(dict(one.message.tensors))
     state = run.model("client-0").state_dict()
-    assert all(torch.equal(state[name], t) for name, t in one.down.tensors["model"].items())
-    assert any(not torch.equal(t, run.last.state["model"][name]) for name, t in one.down.tensors["model"].items())
-    again = federation.one_task("local", "client-1", run.last)
-    assert encode(dict(again.down.tensors)) == encode(dict(one.down.tensors)), "one global model is compressed once"
+    assert all(torch.equal(state[name], t) for name, t in one.message.tensors["model"].items())
+    assert any(not torch.equal(t, run.last.state["model"][name]) for name, t in one.message.tensors["model"].items())
+    again = federation.build_single_task("local", "client-1", run.last)
+    assert serialize_state(dict(again.message.tensors)) == serialize_state(dict(one.message.tensors)), (
+        "one global model is compressed once"
+    )
 
 
 # -- hostile replies ---------------------------------------------------------------------------------------------------
@@ -217,7 +222,7 @@ HOSTILE = {
 
 @cache
 def of_the_others(how):
-    return without_times(federate(FedAvg(lr=0.05), small_clients()[1:], compress=how).history)
+    return without_durations(federate(FedAvg(lr=0.05), small_clients()[1:], compress=how).history)
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

@@ -18,7 +18,7 @@ from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.runs.directory import RunDirectory
 from polyfed.simulation.settings import Settings
-from polyfed.testing import assert_same_run, small_clients, without_times
+from polyfed.testing import assert_runs_equal, small_clients, without_durations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def test_a_failure_late_in_a_run_keeps_the_rounds_before(tmp_path):
         pf.federate(small_clients(), Late(), rounds=6, workers=0, out=tmp_path / "run", checkpoint_every=5)
     last_good = 9
     run = pf.resume(tmp_path / "run", clients=small_clients(), algorithm=Late())
-    assert_same_run(run, pf.federate(small_clients(), FedAvg(), rounds=6, workers=0))
+    assert_runs_equal(run, pf.federate(small_clients(), FedAvg(), rounds=6, workers=0))
 
 
 def test_cohorts_are_the_same_for_every_method_and_change_from_round_to_round():
@@ -147,7 +147,7 @@ def test_cohorts_are_the_same_for_every_method_and_change_from_round_to_round():
 @pytest.mark.parametrize(("sample", "size"), [(1.0, 10), (0.25, 3), (0.01, 1), (1, 1), (7, 7)])
 def test_cohort_sizes(sample, size):
     federation = Federation({c.id: c for c in small_clients(10)}, FedAvg(), Settings(clients_per_round=sample))
-    assert {len(federation.cohort(r)) for r in range(1, 5)} == {size}
+    assert {len(federation.sample_cohort(r)) for r in range(1, 5)} == {size}
 
 
 def test_all_clients_of_a_round_see_the_state_of_its_start():
@@ -182,7 +182,7 @@ def test_records_have_what_the_design_says(tmp_path):
     assert set(third["summary"]["accuracy"]) == {"mean", "weighted_mean", "std", "min", "p10", "p90"}
     taking_part = first["clients"]
     assert len(taking_part) == 2
-    message = FedAvg().dispatch(run.last.state, run.federation.info("client-0", 1))
+    message = FedAvg().dispatch(run.last.state, run.federation.client_info("client-0", 1))
     for row in taking_part.values():
         assert row["bytes_down"] == row["bytes_up"] == message.nbytes
     assert third["bytes_down_total"] == sum(r["bytes_down"] for r in lines) == 6 * message.nbytes
@@ -281,8 +281,8 @@ def test_learning_rates_of_the_rounds_follow_the_schedule():
     method = FedAvg(lr=0.5, schedule="cosine", batch_size=0)
     run = pf.federate(small_clients(), method, rounds=4, workers=0)
     constant = pf.federate(small_clients(), replace(method, schedule="constant"), rounds=4, workers=0)
-    assert without_times(run.history)[0]["train_loss"] == without_times(constant.history)[0]["train_loss"]
-    assert without_times(run.history)[3]["train_loss"] != without_times(constant.history)[3]["train_loss"]
+    assert without_durations(run.history)[0]["train_loss"] == without_durations(constant.history)[0]["train_loss"]
+    assert without_durations(run.history)[3]["train_loss"] != without_durations(constant.history)[3]["train_loss"]
 
 
 def test_messages_of_a_round_need_not_fit_into_memory_at_once(monkeypatch):
@@ -295,17 +295,19 @@ def test_messages_of_a_round_need_not_fit_into_memory_at_once(monkeypatch):
         started.append([task.client for task in tasks])
         return good(self, tasks)
 
-    monkeypatch.setattr(Engine, "block_bytes", 1)
+    monkeypatch.setattr(Engine, "max_block_bytes", 1)
     monkeypatch.setattr(InProcessEngine, "run", run)
     alone = pf.federate(small_clients(), PFedLA(lr=0.05), rounds=2, workers=0)
     assert started == [["client-0"], ["client-1"], ["client-2"]] * 4  # training and evaluation
-    assert without_times(alone.history) == without_times(whole.history)
+    assert without_durations(alone.history) == without_durations(whole.history)
 
 
 def test_messages_of_one_model_are_one_block():
     federation = Federation({c.id: c for c in small_clients()}, FedAvg(), Settings(rounds=1))
-    at = Checkpoint(0, federation.algorithm.server_init(federation.context()), {})
-    assert [len(block) for block in federation.tasks("local", list(federation.clients), 1, at, limit=1000)] == [3]
+    at = Checkpoint(0, federation.algorithm.server_init(federation.server_context()), {})
+    assert [
+        len(block) for block in federation.build_task_blocks("local", list(federation.clients), 1, at, max_bytes=1000)
+    ] == [3]
 
 
 def test_time_of_server_and_clients_is_told_apart():

@@ -9,7 +9,7 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.core.algorithm import Message
-from polyfed.core.tree import tensors_of
+from polyfed.core.tree import iter_tensors
 from polyfed.testing import small_clients
 
 SMALL = {
@@ -102,7 +102,7 @@ def test_a_state_that_is_not_finite_is_traced_to_its_replies(fails, who):
     run = pf.federate(small_clients(5), method, rounds=2, workers=0, on_error="skip")
     for record in run.history:
         assert {(f["client"], f["phase"]) for f in record["failures"]} == {(i, "aggregate") for i in who}
-    assert all(bool(torch.isfinite(t).all()) for t in tensors_of(run.last.state) if t.is_floating_point())
+    assert all(bool(torch.isfinite(t).all()) for t in iter_tensors(run.last.state) if t.is_floating_point())
     error, match = (ZeroDivisionError, "a bias is 0") if fails else (pf.RoundError, f"for the replies of '{min(who)}'")
     with pytest.raises(error, match=match):
         pf.federate(small_clients(5), method, rounds=2, workers=0)

@@ -14,7 +14,7 @@ from polyfed.cli.main import main
 from polyfed.core.examples import Examples, Normalise
 from polyfed.simulation.runs import predictions
 from polyfed.simulation.runs.directory import read_config
-from polyfed.testing import assert_same_run, small_clients
+from polyfed.testing import assert_runs_equal, small_clients
 from tests.stopped import Stop
 
 WILD = {"rounds": 6, "workers": 0, "seed": 11, "keep": "best"}  # the best rounds are 1, 1, 1, 4, 4 and 4
@@ -33,7 +33,7 @@ def test_the_network_of_the_best_round_is_returned(tmp_path, kind):
     method = kind(lr=2.0)
     run = wild(tmp_path / "run", method, seed=4)
     assert 1 <= run.best_round < 6, "the last round is the best, with which this test shows nothing"
-    assert run.kept.round == run.best_round
+    assert run.kept_checkpoint.round == run.best_round
     last = wild(tmp_path / "last", method, seed=4, keep="last")
     for client in small_clients():
         kept = run.predictions(client.id)
@@ -65,12 +65,12 @@ def test_the_best_round_survives_a_stop(tmp_path, every):
         with pytest.raises(KeyboardInterrupt):
             wild(out, checkpoint_every=every, progress=Stop(stop))
         run = pf.resume(out, clients=small_clients())
-        assert_same_run(whole, run)
-        assert run.kept.round == best
+        assert_runs_equal(whole, run)
+        assert run.kept_checkpoint.round == best
         names = {folder.name for folder in (out / "checkpoint").iterdir()}
         assert {f"round-{best:06d}", "round-000006"} <= names
         assert len(names) <= 4
-        assert_same_run(whole, pf.resume(out, clients=small_clients()))
+        assert_runs_equal(whole, pf.resume(out, clients=small_clients()))
 
 
 @pytest.mark.thorough
@@ -81,7 +81,7 @@ def test_checkpoints_are_written_at_each_new_best_round(tmp_path):
         wild(tmp_path / "run", checkpoint_every=50, progress=Stop(best + 1))
     shutil.rmtree(tmp_path / "run" / "checkpoint" / f"round-{best + 1:06d}")  # as kill -9 would have it
     assert (tmp_path / "run" / "checkpoint" / f"round-{best:06d}").is_dir()
-    assert_same_run(wild(), pf.resume(tmp_path / "run", clients=small_clients()))
+    assert_runs_equal(wild(), pf.resume(tmp_path / "run", clients=small_clients()))
 
 
 @pytest.mark.thorough
@@ -96,7 +96,7 @@ def test_without_the_checkpoint_of_the_best_round_the_run_goes_back(tmp_path):
     shutil.copytree(tmp_path / "run", tmp_path / "both")
     (checkpoints / "round-000004" / "server.safetensors").write_bytes(b"damaged")
     with pytest.warns(RuntimeWarning, match="is damaged"):
-        assert_same_run(whole, pf.resume(tmp_path / "run", clients=small_clients()))
+        assert_runs_equal(whole, pf.resume(tmp_path / "run", clients=small_clients()))
 
     checkpoints = tmp_path / "both" / "checkpoint"
     for number in (1, 4):  # then 3 is whole, and cannot be gone on with
@@ -104,7 +104,7 @@ def test_without_the_checkpoint_of_the_best_round_the_run_goes_back(tmp_path):
     with pytest.raises(pf.UserError, match=r"no checkpoint .* is whole .*round-000001 is missing or damaged"):
         pf.resume(tmp_path / "both", clients=small_clients())
     shutil.rmtree(checkpoints)  # as the sentence says
-    assert_same_run(whole, pf.resume(tmp_path / "both", clients=small_clients()))
+    assert_runs_equal(whole, pf.resume(tmp_path / "both", clients=small_clients()))
 
 
 def test_no_checkpoint_shares_a_file_with_that_of_the_best_round(tmp_path):
@@ -142,16 +142,16 @@ def test_a_round_by_its_number_is_kept(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             wild(out, keep=2, method=Local(lr=0.5), rounds=4, checkpoint_every=10, progress=Stop(stop))
         runs.append(pf.resume(out, clients=clients))
-        assert_same_run(whole, runs[-1])
+        assert_runs_equal(whole, runs[-1])
     for run in runs:
-        assert run.kept.round == 2
+        assert run.kept_checkpoint.round == 2
         for client in clients:
             expected = short.predict(client.id, client.test.x)
             assert torch.equal(run.predict(client.id, client.test.x), expected)
             kept = run.predictions(client.id)
             assert kept.round == 2
             assert torch.equal(kept.outputs, expected)
-            assert predictions.read(run.out, client.id).round == 2
+            assert predictions.read_predictions(run.out, client.id).round == 2
             file = safetensors.torch.load_file(run.out / "models" / f"{client.id}.safetensors")
             own = short.model(client.id).state_dict()
             assert all(torch.equal(file[name], tensor) for name, tensor in own.items())
@@ -165,7 +165,7 @@ def test_the_command_takes_the_number_of_a_round(tmp_path):
     assert main(["run", "fedavg_digits", *words, "--rounds", "3", "--keep", "2", "--out", str(out)]) == 0
     assert read_config(out)["keep"] == 2
     for folder in (out, out / "baselines" / "local"):
-        assert predictions.read(folder, "client-000").round == 2
+        assert predictions.read_predictions(folder, "client-000").round == 2
 
 
 def test_the_kept_rounds_predictions_stay_where_there_is_no_room_for_all(monkeypatch):
@@ -182,7 +182,7 @@ def test_without_any_validation_score_the_last_round_is_kept():
     one = [pf.Client(c.id, c.model, c.train, c.test, c.val.select(torch.tensor([0]))) for c in clients]
     with pytest.warns(RuntimeWarning, match="no round has a validation score"):
         run = pf.federate(one, FedAvg(), rounds=2, workers=0, keep="best", metrics="sensitivity_at_80")
-    assert run.kept.round == 2
+    assert run.kept_checkpoint.round == 2
 
 
 def test_inputs_are_transformed_as_the_clients_are():

@@ -12,7 +12,7 @@ from polyfed.core.examples import Examples
 from polyfed.core.seeds import torch_generator
 from polyfed.data import IID, SOURCES, Split, make_clients
 from polyfed.simulation import leaks
-from polyfed.simulation.leaks import warn_of_leaks
+from polyfed.simulation.leaks import warn_of_test_leakage
 
 
 def rows(number, seed=0, width=4):
@@ -28,7 +28,7 @@ def told(*clients):
     """The warning as text; empty without one."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        warn_of_leaks(clients)
+        warn_of_test_leakage(clients)
     assert len(found) <= 1
     assert all(warning.category is UserWarning for warning in found)
     return str(found[0].message) if found else ""

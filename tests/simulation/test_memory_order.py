@@ -9,10 +9,10 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Message
-from polyfed.core.dense import dense, dense_message
-from polyfed.core.tree import tensors_of
-from polyfed.simulation.unseen import load_server, warmstart
-from polyfed.testing import _StopAfter, small_clients
+from polyfed.core.dense import as_contiguous, contiguous_message
+from polyfed.core.tree import iter_tensors
+from polyfed.simulation.unseen import compute_warm_start, load_trained_server
+from polyfed.testing import _InterruptAfter, small_clients
 
 
 def turned(tensor):
@@ -49,7 +49,7 @@ class Turns(Averaging):
 
 def strides(nested):
     """How many tensors are not in row-major order."""
-    return sum(not tensor.is_contiguous() for tensor in tensors_of(nested))
+    return sum(not tensor.is_contiguous() for tensor in iter_tensors(nested))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -59,7 +59,7 @@ def test_a_method_gets_row_major_numbers_whatever_it_gave(workers, stopped, tmp_
     method, out = Turns(local_epochs=1), tmp_path / "run"
     if stopped:
         with pytest.raises(KeyboardInterrupt):
-            pf.federate(small_clients(), method, rounds=3, out=out, workers=workers, progress=_StopAfter(1))
+            pf.federate(small_clients(), method, rounds=3, out=out, workers=workers, progress=_InterruptAfter(1))
         run = pf.resume(out, clients=small_clients(), algorithm=method, workers=workers)
     else:
         run = pf.federate(small_clients(), method, rounds=3, workers=workers)
@@ -68,10 +68,10 @@ def test_a_method_gets_row_major_numbers_whatever_it_gave(workers, stopped, tmp_
 
 def test_what_is_in_row_major_order_stays_the_same_object():
     kept = {"w": torch.ones(2, 3), "n": [1, None, torch.ones(2)]}
-    assert dense(kept) is kept
+    assert as_contiguous(kept) is kept
     message = Message({"model": {"w": torch.ones(2, 3)}})
-    assert dense_message(message) is message
-    assert dense(7) == 7
+    assert contiguous_message(message) is message
+    assert as_contiguous(7) == 7
 
 
 def test_a_warm_start_reads_a_message_as_it_arrives(monkeypatch, tmp_path):
@@ -93,5 +93,5 @@ def test_a_warm_start_reads_a_message_as_it_arrives(monkeypatch, tmp_path):
     pf.federate(others, FLHAGHN(latent=12, head="mlp"), rounds=1, workers=0, out=tmp_path / "run")
     monkeypatch.setattr(FLHAGHN, "dispatch", left_turned)
     monkeypatch.setattr(FLHAGHN, "client_graph", seen)
-    warmstart(load_server(tmp_path / "run"), first)
+    compute_warm_start(load_trained_server(tmp_path / "run"), first)
     assert found == [0]

@@ -11,11 +11,11 @@ from polyfed.algorithms import FedAvg, Local, PFedMe
 from polyfed.core.metrics import METRICS, Metric
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.engines.pool import PoolEngine
-from polyfed.simulation.rounds import Federation, best_round
+from polyfed.simulation.rounds import Federation, round_of_best_score
 from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.progress import Lines
+from polyfed.simulation.runs.progress import LineProgress
 from polyfed.simulation.settings import Settings
-from polyfed.testing import assert_same_run, small_clients
+from polyfed.testing import assert_runs_equal, small_clients
 
 
 def cost(outputs, targets):
@@ -69,10 +69,10 @@ def records(name, values):
 
 def test_the_best_round_has_the_highest_or_the_lowest_score_as_the_metric_says():
     history = records("val_cost", [0.3, 0.1, 0.1, 0.2])
-    assert best_round(history, COST) == 2
-    assert best_round(history, Metric("cost", cost)) == 1
-    assert best_round(history) is None
-    assert best_round(records("val_auc", [0.3, 0.4])) == 2
+    assert round_of_best_score(history, COST) == 2
+    assert round_of_best_score(history, Metric("cost", cost)) == 1
+    assert round_of_best_score(history) is None
+    assert round_of_best_score(records("val_auc", [0.3, 0.4])) == 2
     run = pf.federate(small_clients(), FedAvg(lr=0.5), rounds=5, workers=0, seed=11, metrics=["brier", "accuracy"])
     values = [record["summary"]["val_brier"]["mean"] for record in run.history]
     assert run.best_round == 1 + values.index(min(values))
@@ -87,7 +87,7 @@ def test_the_best_round_has_the_highest_or_the_lowest_score_as_the_metric_says()
 
 def test_a_run_directory_tells_the_metric_that_decides(tmp_path, capsys):
     pf.federate(small_clients(), Local(), rounds=1, workers=0, out=tmp_path / "run", metrics=[COST, "auc"],
-                progress=Lines())  # fmt: skip
+                progress=LineProgress())  # fmt: skip
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["score"] == {"name": "cost", "label": "cost of misses", "unit": "", "higher_is_better": False}
     (record,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -126,13 +126,13 @@ def test_a_resumed_run_has_the_same_metrics(tmp_path):
         pf.resume(tmp_path / "own", clients=clients)
     with pytest.raises(pf.UserError, match="metrics are not those of the run: they were cost, f1 and are now cost"):
         pf.resume(tmp_path / "own", clients=clients, metrics=[COST])
-    assert_same_run(whole, pf.resume(tmp_path / "own", clients=clients, metrics=[COST, "f1"]))
+    assert_runs_equal(whole, pf.resume(tmp_path / "own", clients=clients, metrics=[COST, "f1"]))
     built_in = pf.federate(clients, FedAvg(), metrics=["f1", "sensitivity_at_75"], out=tmp_path / "names", **options)
     again = pf.resume(tmp_path / "names", clients=clients)
-    assert_same_run(built_in, again)
+    assert_runs_equal(built_in, again)
     assert [metric.name for metric in again.federation.metrics] == ["f1", "sensitivity_at_75"]
     plain = pf.federate(clients, FedAvg(), out=tmp_path / "plain", **options)
-    assert_same_run(plain, pf.resume(tmp_path / "plain", clients=clients, metrics="accuracy"))
+    assert_runs_equal(plain, pf.resume(tmp_path / "plain", clients=clients, metrics="accuracy"))
     with pytest.raises(pf.UserError, match="they were not given and are now f1"):
         pf.resume(tmp_path / "plain", clients=clients, metrics="f1")
 
@@ -148,15 +148,15 @@ def test_metrics_are_checked_before_anything_is_computed(tmp_path):
 
 def test_a_metric_that_cannot_be_sent_stays_in_this_process(monkeypatch):
     from polyfed.models import ModelSpec
-    from polyfed.simulation.engines.start import start
+    from polyfed.simulation.engines.start import build_engine
 
     clients = [pf.Client(c.id, ModelSpec("mlp", {"hidden": [4]}, (6,), 3), c.train, c.test) for c in small_clients()]
     monkeypatch.setattr("polyfed.simulation.engines.start.can_fork", lambda device: False)
     here = Metric("here", lambda outputs, targets: 0.0)
     with pytest.raises(pf.UserError, match="metric 'here' cannot be sent to another process"):
-        start("pool", Local(), clients, torch.device("cpu"), 2, metrics=[here])
+        build_engine("pool", Local(), clients, torch.device("cpu"), 2, metrics=[here])
     with pytest.warns(RuntimeWarning, match="metric 'here' cannot be sent"):
-        start("auto", Local(), clients, torch.device("cpu"), 2, metrics=[here]).close()
+        build_engine("auto", Local(), clients, torch.device("cpu"), 2, metrics=[here]).close()
 
 
 @pytest.mark.slow
@@ -166,8 +166,8 @@ def test_spawned_workers_compute_the_same_metrics():
     clients = [pf.Client(c.id, ModelSpec("mlp", {"hidden": [8]}, (6,), 3), c.train, c.test) for c in small_clients()]
     metrics = (METRICS["ece"], METRICS["sensitivity_at_90"], COST)
     federation = Federation({c.id: c for c in clients}, FedAvg(), Settings(), metrics=metrics)
-    start = Checkpoint(0, FedAvg().server_init(federation.context()), {})
-    tasks = [federation.one_task("evaluate", c, start) for c in federation.clients]
+    start = Checkpoint(0, FedAvg().server_init(federation.server_context()), {})
+    tasks = [federation.build_single_task("evaluate", c, start) for c in federation.clients]
     found = []
     for method in ("fork", "spawn"):
         engine = PoolEngine(FedAvg(), clients, torch.device("cpu"), 1, start_method=method, metrics=metrics)

@@ -6,7 +6,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_WORDS
+from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.runs.progress import Progress
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
 
-METHODS = [name for name, method in REGISTRY.items() if method.requires & MODEL_WORDS]
+METHODS = [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS]
 Y = torch.arange(24) % 3
 
 
@@ -32,10 +32,10 @@ class Rounds(Progress):
     def start(self, *_):
         self.began = True
 
-    def client(self, *_):
+    def update_clients(self, *_):
         pass
 
-    round = say = warn = stop = client
+    finish_round = say = warn = stop = update_clients
 
 
 def outcome(name, factory, public=24, out=None, **fields):

@@ -12,15 +12,21 @@ from rich.console import Console
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, FedKD, FedProto, Local, PFedHN
-from polyfed.cli.commands.flower import show_newest
-from polyfed.cli.commands.report import show
+from polyfed.cli.commands.flower import show_newest_run
+from polyfed.cli.commands.report import show_report
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.report.records import read_run
+from polyfed.report.records import read_run_record
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.norms import losses_lost, norms_of, outlying, update_norm, warnings_about
-from polyfed.simulation.runs.progress import Lines
-from polyfed.testing import small_clients, without_times
+from polyfed.simulation.norms import (
+    describe_diverged_losses,
+    describe_round_warnings,
+    find_outlying_norms,
+    norms_by_client,
+    update_norm,
+)
+from polyfed.simulation.runs.progress import LineProgress
+from polyfed.testing import small_clients, without_durations
 
 honest = InProcessEngine.run
 
@@ -31,7 +37,7 @@ def scaled_by(factor):
     def run(engine, tasks):
         for result in honest(engine, tasks):
             if result.task.client == "client-0" and result.reply is not None:
-                down = result.task.down.tensors["model"]
+                down = result.task.message.tensors["model"]
                 model = {
                     name: down[name] + factor * (tensor - down[name]) if tensor.is_floating_point() else tensor
                     for name, tensor in result.reply.tensors["model"].items()
@@ -50,37 +56,39 @@ def test_the_norm_is_that_of_the_change_of_the_model():
     run = federate(rounds=1)
     replies = {}
     for task in (
-        task for block in run.federation.tasks("local", ["client-1"], 1, run.federation.begin()) for task in block
+        task
+        for block in run.federation.build_task_blocks("local", ["client-1"], 1, run.federation.initial_checkpoint())
+        for task in block
     ):
         engine = InProcessEngine(run.federation.algorithm, list(run.federation.clients.values()), torch.device("cpu"))
-        replies = next(engine.run([task])).reply.tensors["model"], task.down.tensors["model"]
+        replies = next(engine.run([task])).reply.tensors["model"], task.message.tensors["model"]
     sent, received = replies
     squares = sum(
         float(((sent[n].double() - received[n].double()) ** 2).sum()) for n in sent if sent[n].is_floating_point()
     )
-    assert norms_of(run.history[0])["client-1"] == pytest.approx(squares**0.5, rel=1e-6)
+    assert norms_by_client(run.history[0])["client-1"] == pytest.approx(squares**0.5, rel=1e-6)
 
 
 def test_an_update_that_outweighs_all_others_is_told_in_the_history_the_log_and_the_records(tmp_path, monkeypatch):
     monkeypatch.setattr(InProcessEngine, "run", scaled_by(50.0))
     stream = io.StringIO()
-    run = federate(FedAvg(lr=0.001), out=tmp_path / "run", progress=Lines(stream, norms=True))
-    norms = norms_of(run.history[0])
+    run = federate(FedAvg(lr=0.001), out=tmp_path / "run", progress=LineProgress(stream, norms=True))
+    norms = norms_by_client(run.history[0])
     assert set(norms) == {"client-0", "client-1", "client-2", "client-3"}
-    assert set(outlying(norms)) == {"client-0"}
+    assert set(find_outlying_norms(norms)) == {"client-0"}
     (sentence,) = run.history[0]["warnings"]
     assert sentence.startswith("round 1: the update of 'client-0' has a norm of ")
     assert f"warning: {sentence}" in stream.getvalue()
     assert "round 1: norms of updates: client-0 " in stream.getvalue()
-    told = read_run(tmp_path / "run")
-    assert told.norms[1] == norms
+    told = read_run_record(tmp_path / "run")
+    assert told.update_norms[1] == norms
     assert sentence in told.warnings
 
 
 def test_honest_clients_get_no_warning(monkeypatch):
     run = federate()
     assert all(record["warnings"] == [] for record in run.history)
-    assert all(len(norms_of(record)) == 4 for record in run.history)
+    assert all(len(norms_by_client(record)) == 4 for record in run.history)
 
 
 def test_losses_that_are_finite_nowhere_are_a_warning_once(monkeypatch):
@@ -94,17 +102,17 @@ def test_losses_that_are_finite_nowhere_are_a_warning_once(monkeypatch):
 def test_a_loss_that_is_not_finite_at_one_client_is_told_with_its_name():
     rows = {"a": {"loss": None, "train_loss": 1.0}, "b": {"loss": 0.5, "train_loss": 1.0}, "c": {}}
     record = {"round": 3, "clients": rows}
-    assert warnings_about(record) == ["round 3: the test loss of 'a' is not finite"]
-    assert losses_lost([record]) == ""
+    assert describe_round_warnings(record) == ["round 3: the test loss of 'a' is not finite"]
+    assert describe_diverged_losses([record]) == ""
     many = {f"c{k}": {"loss": None} for k in range(5)} | {"d": {"loss": 1.0}}
-    assert warnings_about({"round": 1, "clients": many}) == [
+    assert describe_round_warnings({"round": 1, "clients": many}) == [
         "round 1: the test loss of 'c0', 'c1', 'c2' and 2 more is not finite"
     ]
 
 
 def test_secure_sums_hide_the_norm():
     run = federate(secure=True)
-    assert all(norms_of(record) == {} for record in run.history)
+    assert all(norms_by_client(record) == {} for record in run.history)
 
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))
@@ -119,7 +127,7 @@ def test_no_method_subtracts_what_is_a_difference_already(name):
 )
 def test_replies_that_are_no_update_of_a_message_have_the_norm_of_what_they_hold(method, known):
     run = federate(method, rounds=3)
-    assert all((len(norms_of(record)) == 4) is known for record in run.history)
+    assert all((len(norms_by_client(record)) == 4) is known for record in run.history)
 
 
 def test_integer_tensors_scalars_and_half_numbers():
@@ -142,9 +150,9 @@ def test_engines_and_resumed_runs_have_the_same_norms(tmp_path):
     (tmp_path / "run/checkpoint/round-000003").rename(tmp_path / "away")
     resumed = pf.resume(tmp_path / "run", clients=small_clients(4))
     for one, other in zip(whole.history, resumed.history, strict=True):
-        assert norms_of(one) == pytest.approx(norms_of(other), rel=1e-4)
+        assert norms_by_client(one) == pytest.approx(norms_by_client(other), rel=1e-4)
     again = pf.federate(small_clients(4), FedAvg(lr=0.01), rounds=3, workers=2, engine="pool")
-    assert without_times(again.history) == without_times(whole.history)
+    assert without_durations(again.history) == without_durations(whole.history)
 
 
 def test_records_of_early_versions_can_be_read(tmp_path):
@@ -158,8 +166,8 @@ def test_records_of_early_versions_can_be_read(tmp_path):
     file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        told = read_run(tmp_path / "run")
-    assert (told.norms, told.warnings) == ({}, ())
+        told = read_run_record(tmp_path / "run")
+    assert (told.update_norms, told.warnings) == ({}, ())
 
 
 def test_the_status_of_a_deployment_shows_norms_and_warnings(tmp_path, monkeypatch, capsys):
@@ -167,23 +175,23 @@ def test_the_status_of_a_deployment_shows_norms_and_warnings(tmp_path, monkeypat
     run = federate(FedAvg(lr=0.001), out=tmp_path / "runs/run-1", rounds=1)
     file = tmp_path / "runs/run-1/manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"sites": sorted(run.federation.clients)}))
-    show_newest(tmp_path / "runs", Console(width=200))
+    show_newest_run(tmp_path / "runs", Console(width=200))
     printed = capsys.readouterr().out
     assert f"warning: {run.history[0]['warnings'][0]}" in printed
     assert "update_norm" in printed
-    assert f"{norms_of(run.history[0])['client-1']:.4f}" in printed
+    assert f"{norms_by_client(run.history[0])['client-1']:.4f}" in printed
 
 
 def test_the_status_says_that_secure_sums_hide_norms(tmp_path, capsys):
     federate(out=tmp_path / "runs/run-1", rounds=1, secure=True)
-    show_newest(tmp_path / "runs", Console(width=200))
+    show_newest_run(tmp_path / "runs", Console(width=200))
     printed = capsys.readouterr().out
     assert "secure sums hide the norms of single updates" in printed
     assert "update_norm" not in printed
 
 
 def page_of(folder):
-    show([folder], Console(record=True, width=200, quiet=True))
+    show_report([folder], Console(record=True, width=200, quiet=True))
     return html.unescape((folder / "report.html").read_text(encoding="utf-8"))
 
 
@@ -192,7 +200,7 @@ def test_the_page_has_norms_by_client_and_round_and_says_whose_stand_out(tmp_pat
     run = federate(FedAvg(lr=0.001), out=tmp_path / "run")
     page = page_of(tmp_path / "run")
     assert "How much each client changes" in page
-    assert f"{norms_of(run.history[1])['client-2']:.4g}" in page
+    assert f"{norms_by_client(run.history[1])['client-2']:.4g}" in page
     assert "The update of client-0 stands out in 2 rounds: up to " in page
     assert "2 warnings about its rounds; the first: round 1: the update of 'client-0'" in page
 
@@ -210,10 +218,10 @@ def test_a_norm_that_is_no_number_is_a_damaged_file(tmp_path):
     whole = file.read_text()
     file.write_text(whole.replace('"update_norm": ', '"update_norm": "x", "other": '))
     with pytest.raises(UserError, match="update_norm of client 'client-0' in round 1 is"):
-        read_run(tmp_path / "run")
+        read_run_record(tmp_path / "run")
     file.write_text(whole.replace('"warnings": []', '"warnings": [1]'))
     with pytest.raises(UserError, match="a warning of round 1 is no text"):
-        read_run(tmp_path / "run")
+        read_run_record(tmp_path / "run")
 
 
 def test_the_page_of_a_comparison_has_norms_and_no_warning_of_python_is_raised(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.simulation.runs.progress import Silent, progress_of
+from polyfed.simulation.runs.progress import SilentProgress, resolve_progress
 from polyfed.testing import small_clients
 
 CLIENTS = small_clients(3)
@@ -101,10 +101,10 @@ def test_progress_is_said_in_the_same_words_by_both():
     assert {"progress", "quiet"} <= set(inspect.signature(pf.federate).parameters)
     assert {"progress", "quiet"} <= set(inspect.signature(pf.resume).parameters)
     assert {"progress", "quiet"} <= set(inspect.signature(pf.compare).parameters)
-    silent = Silent()
-    assert progress_of(silent, quiet=True) is silent
-    assert isinstance(progress_of(False), Silent)
-    assert isinstance(progress_of(True, quiet=True), Silent)
+    silent = SilentProgress()
+    assert resolve_progress(silent, quiet=True) is silent
+    assert isinstance(resolve_progress(False), SilentProgress)
+    assert isinstance(resolve_progress(True, quiet=True), SilentProgress)
     with pytest.raises(pf.UserError, match="progress must be True, False or a Progress, got 'bar'"):
-        progress_of("bar")
+        resolve_progress("bar")
     pf.federate(CLIENTS, "fedavg", rounds=1, workers=0, quiet=True)

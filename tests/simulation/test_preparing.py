@@ -8,8 +8,8 @@ import torch
 import polyfed as pf
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.data.features import fitted
-from polyfed.simulation.preparing import agree, with_prepared
+from polyfed.data.features import fit_preprocessor
+from polyfed.simulation.preparing import apply_preprocessing, fit_common_preprocessing
 from polyfed.simulation.runs.directory import read_manifest
 
 
@@ -22,26 +22,26 @@ def frame(number=90):
 
 
 def clients_of(data, **options):
-    sites = pf.data.table(data, "ill", "site", **options)
-    return sites.clients(lambda: torch.nn.Linear(sites.num_features, sites.num_outputs))
+    sites = pf.data.split_table(data, "ill", "site", **options)
+    return sites.build_clients(lambda: torch.nn.Linear(sites.num_features, sites.num_outputs))
 
 
 def test_two_rounds_give_the_moments_of_all_training_rows():
     clients = clients_of(frame())
-    found = agree(clients)
+    found = fit_common_preprocessing(clients)
     values = np.concatenate([c.train.x[c.train.index].double().numpy()[:, [0, 2]] for c in clients])
     np.testing.assert_allclose(found.prepared.mean, np.nanmean(values, axis=0), rtol=1e-12)
     np.testing.assert_allclose(found.prepared.spread, np.nanstd(values, axis=0), rtol=1e-9)
-    direct = fitted(clients[0].train.transform, [c.train for c in clients], "federated")
+    direct = fit_preprocessor(clients[0].train.transform, [c.train for c in clients], "federated")
     np.testing.assert_allclose(found.prepared.mean, direct.mean, rtol=1e-13)
     assert found.facts["rounds"] == 2
     assert 0 < found.facts["bytes_up"] < 4 * 2 * 1000
-    assert all(with_prepared(c, found.prepared).test.transform == found.prepared for c in clients)
+    assert all(apply_preprocessing(c, found.prepared).test.transform == found.prepared for c in clients)
 
 
 def test_secure_sums_give_the_same_up_to_fixed_point():
     clients = clients_of(frame())
-    plain, secure = agree(clients).prepared, agree(clients, secure=True).prepared
+    plain, secure = fit_common_preprocessing(clients).prepared, fit_common_preprocessing(clients, secure=True).prepared
     np.testing.assert_allclose(secure.mean, plain.mean, atol=1e-8)
     np.testing.assert_allclose(secure.spread, plain.spread, atol=1e-8)
     assert secure != plain
@@ -52,17 +52,17 @@ def test_a_column_that_fixed_point_cannot_tell_from_a_constant_is_named(recwarn)
     numbers = [name for name in table if table[name].dtype == float]
     table[numbers[0]] *= 1e-7
     clients = clients_of(table)
-    agree(clients)
-    agree(clients_of(frame()), secure=True)
+    fit_common_preprocessing(clients)
+    fit_common_preprocessing(clients_of(frame()), secure=True)
     assert not [w for w in recwarn if "vary by too little" in str(w.message)]
     with pytest.warns(UserWarning, match=f"the columns {numbers[0]} vary by too little for secure sums"):
-        agree(clients, secure=True)
+        fit_common_preprocessing(clients, secure=True)
 
 
 def test_examples_of_no_table_are_refused():
     x, y = torch.ones(4, 2), torch.tensor([0, 1, 0, 1])
     with pytest.raises(UserError, match="needs examples of one table at all clients"):
-        agree([pf.Client("a", None, (x, y), (x, y))])
+        fit_common_preprocessing([pf.Client("a", None, (x, y), (x, y))])
 
 
 def test_a_run_on_federated_preprocessing_tells_its_cost(tmp_path, monkeypatch, capsys):

@@ -23,9 +23,9 @@ from polyfed.algorithms import (
 )
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.fixed import from_message
-from polyfed.simulation.secure import can_be_secure, part_flaw, part_of
-from polyfed.testing import _StopAfter, assert_same_run, small_clients
+from polyfed.core.fixed import parse_sum_message
+from polyfed.simulation.secure import encode_sum_part, sum_part_error, supports_secure_sum
+from polyfed.testing import _InterruptAfter, assert_runs_equal, small_clients
 
 
 def run(method, clients=None, **words):
@@ -93,7 +93,7 @@ def averaging_buffers(weighted):
     found = {}
     for name, method in REGISTRY.items():
         fields = {f.name for f in dataclasses.fields(method)}
-        if can_be_secure(method()) and "images" not in method.requires:
+        if supports_secure_sum(method()) and "images" not in method.requires:
             with contextlib.suppress(UserError):  # it weighs, or treats buffers, in one way only
                 found[name] = method(**{key: value for key, value in words.items() if key in fields})
     return found
@@ -128,16 +128,16 @@ def test_whole_numbers_are_those_of_the_plain_run(method):
 def test_the_result_does_not_depend_on_order_or_workers():
     method = FedAvg(lr=0.05)
     one = run(method)
-    assert_same_run(one, run(method, small_clients()[::-1]))
-    assert_same_run(one, run(method, engine="pool", workers=2))
+    assert_runs_equal(one, run(method, small_clients()[::-1]))
+    assert_runs_equal(one, run(method, engine="pool", workers=2))
 
 
 def test_a_resumed_run_is_the_same(tmp_path):
     method = FedAvg(lr=0.05)
     whole = run(method, rounds=3)
     with pytest.raises(KeyboardInterrupt):
-        run(method, rounds=3, out=tmp_path / "run", progress=_StopAfter(1))
-    assert_same_run(whole, pf.resume(tmp_path / "run", clients=small_clients(), workers=0))
+        run(method, rounds=3, out=tmp_path / "run", progress=_InterruptAfter(1))
+    assert_runs_equal(whole, pf.resume(tmp_path / "run", clients=small_clients(), workers=0))
 
 
 def test_no_number_of_one_client_goes_up():
@@ -173,7 +173,7 @@ def test_methods_that_need_each_reply_refuse(method):
 
 
 def test_the_list_of_methods_is_known():
-    assert {name for name, m in REGISTRY.items() if can_be_secure(m())} == {
+    assert {name for name, m in REGISTRY.items() if supports_secure_sum(m())} == {
         "fedavg", "fedavg_ft", "fedprox", "fedrep", "fedbn", "per_fedavg", "pfedme", "fedavg_kd", "flha_ghn", "fedpnas",
         "ca_fedpnas", "feddsnas", "ca_feddsnas", "lg_fedavg", "fedproto", "fd", "fml",
         "fedopt", "ditto", "scaffold", "feddyn", "moon",
@@ -182,10 +182,10 @@ def test_the_list_of_methods_is_known():
 
 
 def test_the_mean_of_all_clients_latest_models_needs_each_of_them():
-    assert not can_be_secure(FedAvg(final="all"))
+    assert not supports_secure_sum(FedAvg(final="all"))
     with pytest.raises(UserError, match=r"fedavg with final='all' keeps each .*; give final='cohort'"):
         run(FedAvg(final="all"))
-    assert can_be_secure(REGISTRY["fedhenn_homo"](final="cohort"))
+    assert supports_secure_sum(REGISTRY["fedhenn_homo"](final="cohort"))
 
 
 def test_one_client_a_round_refuses():
@@ -217,15 +217,15 @@ def test_a_value_that_does_not_fit_is_the_failure_of_its_client():
 
 def test_parts_of_another_form_are_refused():
     method, down = FedAvg(lr=0.05), Message({"model": {"w": torch.zeros(2)}})
-    good = part_of(Message({"model": {"w": torch.ones(2)}}, {"num_examples": 3}), method, 2)
-    assert part_flaw(good, method, {}, down) is None
-    assert from_message(good)[0][0] == 3
+    good = encode_sum_part(Message({"model": {"w": torch.ones(2)}}, {"num_examples": 3}), method, 2)
+    assert sum_part_error(good, method, {}, down) is None
+    assert parse_sum_message(good)[0][0] == 3
     for tree, sentence in (
         ({"w": torch.ones(3)}, "has shape"),
         ({"w": torch.ones(2).double()}, "has dtype torch.float64"),
         ({"v": torch.ones(2)}, "is missing"),
     ):
-        bad = part_of(Message({"model": tree}, {"num_examples": 3}), method, 2)
-        assert sentence in part_flaw(bad, method, {}, down)
-    assert "not a Message" in part_flaw(None, method, {}, down)
-    assert "a part of a secure sum is expected" in part_flaw(down, method, {}, down)
+        bad = encode_sum_part(Message({"model": tree}, {"num_examples": 3}), method, 2)
+        assert sentence in sum_part_error(bad, method, {}, down)
+    assert "not a Message" in sum_part_error(None, method, {}, down)
+    assert "a part of a secure sum is expected" in sum_part_error(down, method, {}, down)

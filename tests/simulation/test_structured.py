@@ -6,21 +6,21 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, Local
-from polyfed.comparison.references import pooled_reference, simple_references
-from polyfed.core.examples import ByPart, Examples
-from polyfed.core.inputs import form_of, leaves
+from polyfed.comparison.references import fit_client_references, train_pooled_reference
+from polyfed.core.examples import Examples, PartwiseTransform
+from polyfed.core.inputs import input_spec_of, named_leaves
 from polyfed.core.seeds import torch_generator
 from polyfed.data import IID, Shift, Split, make_clients
-from polyfed.data.held_out import with_validation
-from polyfed.data.lazy import in_files, lazily
-from polyfed.data.pool import Pool
-from polyfed.data.resplit import resplit
+from polyfed.data.held_out import hold_out_validation_sets
+from polyfed.data.lazy import build_encoded_files, build_lazy_images
+from polyfed.data.pool import PooledDataset
+from polyfed.data.resplit import resplit_clients
 from polyfed.graphs import extract
-from polyfed.models.split import head_modules, representation
+from polyfed.models.split import compute_batch_representation, find_head_modules
 from polyfed.report.export.folder import export_model
-from polyfed.simulation.engines.store import place, tensor_of
-from polyfed.simulation.fingerprints import fingerprint
-from polyfed.testing import assert_same_run
+from polyfed.simulation.engines.store import store_clients, unflatten_tensor
+from polyfed.simulation.fingerprints import data_fingerprint
+from polyfed.testing import assert_runs_equal
 
 OPTIONS = {"lr": 0.05, "batch_size": 8}
 
@@ -56,30 +56,30 @@ def run_with(engine, **more):
 
 
 def test_cohorts_leave_them_one_by_one():
-    assert_same_run(run_with("inprocess", workers=0), run_with("cohort", workers=0))
+    assert_runs_equal(run_with("inprocess", workers=0), run_with("cohort", workers=0))
 
 
 @pytest.mark.slow
 def test_a_pool_gives_the_same():
-    assert_same_run(run_with("inprocess", workers=0), run_with("pool", workers=2))
+    assert_runs_equal(run_with("inprocess", workers=0), run_with("pool", workers=2))
 
 
 def test_a_fingerprint_counts_every_part():
     one, other, third = clients(1), clients(1), clients(1)
     other[0].train.x["age"][3] += 1
-    assert fingerprint(one) == fingerprint(clients(1)) != fingerprint(other)
+    assert data_fingerprint(one) == data_fingerprint(clients(1)) != data_fingerprint(other)
     object.__setattr__(third[0].train, "x", (third[0].train.x["age"], third[0].train.x["image"]))
-    assert fingerprint(third) != fingerprint(one)
+    assert data_fingerprint(third) != data_fingerprint(one)
 
 
 def test_object_stores_keep_each_part_once():
     train = clients(1)[0].train
     shared = [pf.Client(name, None, train.select(torch.arange(k + 2)), train) for k, name in enumerate("ab")]
     put = []
-    placed = place(shared, lambda kept: put.append(kept) or kept)
+    placed = store_clients(shared, lambda kept: put.append(kept) or kept)
     assert placed[0].sets[0][0].parts[0] is placed[1].sets[1][0].parts[0]
-    back = placed[1].client(tensor_of)
-    for (name, mine), (_, theirs) in zip(leaves(back.train.x), leaves(train.x), strict=True):
+    back = placed[1].restore(unflatten_tensor)
+    for (name, mine), (_, theirs) in zip(named_leaves(back.train.x), named_leaves(train.x), strict=True):
         assert torch.equal(mine, theirs), name
     assert len(back.train) == 3
 
@@ -116,14 +116,14 @@ def test_splits_keep_groups_and_parts_together():
     x, y = inputs(40)
     x["patient"] = torch.arange(40).view(40, 1) // 4
     store = Examples(x, y, columns={"patient": [i // 4 for i in range(40)]}, group="patient")
-    (client,) = with_validation([pf.Client("c", None, store, inputs_of(9))], seed=0)
+    (client,) = hold_out_validation_sets([pf.Client("c", None, store, inputs_of(9))], seed=0)
     sets = [
         set(data.batch(torch.arange(len(data)))[0]["patient"].flatten().tolist()) for data in (client.train, client.val)
     ]
     assert not sets[0] & sets[1]
     assert len(sets[0]) + len(sets[1]) == 10
     given = pf.Client("c", None, store.select(torch.arange(28)), store.select(torch.arange(28, 40)))
-    ((dealt,),) = resplit([given], splits=2, seed=1)[1:]
+    ((dealt,),) = resplit_clients([given], splits=2, seed=1)[1:]
     assert dealt.train.x["image"] is store.x["image"]
     assert not set(dealt.train.column("patient")) & set(dealt.test.column("patient"))
 
@@ -135,11 +135,13 @@ def inputs_of(number):
 
 def test_a_pool_of_a_source_of_your_own():
     x, y = inputs(60)
-    pool = Pool(Examples(x, y), None, ("a", "b", "c"))
+    pool = PooledDataset(Examples(x, y), None, ("a", "b", "c"))
     dealt, _ = make_clients(pool, Split(clients=3), IID(), seed=0)
     assert sum(len(one.train) + len(one.test) for one in dealt) == 60
     assert pool.input_shape == ()
-    assert pool.fingerprint != Pool(Examples({**x, "age": x["age"] + 1}, y), None, pool.class_names).fingerprint
+    assert (
+        pool.fingerprint != PooledDataset(Examples({**x, "age": x["age"] + 1}, y), None, pool.class_names).fingerprint
+    )
     with pytest.raises(pf.UserError, match=r"a shift transforms uint8 images .* these inputs are age: torch.float32"):
         make_clients(pool, Split(clients=3), IID(), seed=0, shifts=[Shift(rotation=90)])
     with pytest.raises(pf.UserError, match="inputs of several parts need a network of your own"):
@@ -154,14 +156,16 @@ def test_one_part_may_be_images_that_stay_encoded(tmp_path):
     for k, picture in enumerate(pixels):
         files.append(tmp_path / f"{k}.png")
         Image.fromarray(picture.numpy()).save(files[-1])
-    keys, decoded = lazily(in_files(files), "L", 6, len(files))
-    lazy = Examples({"image": keys, "age": x["age"]}, y, transform=ByPart({"image": decoded}))
-    eager = Examples({"image": pixels[:, None], "age": x["age"]}, y, transform=ByPart({"image": decoded.normalise}))
+    keys, decoded = build_lazy_images(build_encoded_files(files), "L", 6, len(files))
+    lazy = Examples({"image": keys, "age": x["age"]}, y, transform=PartwiseTransform({"image": decoded}))
+    eager = Examples(
+        {"image": pixels[:, None], "age": x["age"]}, y, transform=PartwiseTransform({"image": decoded.normalise})
+    )
     runs = []
     for data in (lazy, eager):
         one = pf.Client("c", ImageAndAge, data.select(torch.arange(14)), data.select(torch.arange(14, 20)))
         runs.append(pf.federate([one], FedAvg(**OPTIONS), rounds=1, workers=0))
-    assert_same_run(*runs)
+    assert_runs_equal(*runs)
     new = {"image": pixels[:3], "age": x["age"][:3]}
     assert torch.equal(*(run.predict("c", new) for run in runs))
 
@@ -173,8 +177,8 @@ def test_a_network_of_two_inputs_has_a_graph_a_head_and_a_representation():
     joined = next(i for i, node in enumerate(graph.nodes) if node.type == "concat")
     into = {graph.nodes[a].name for a, b in graph.edges if b == joined}
     assert (into, graph.coverage) == ({"norm", "age"}, 1.0)
-    assert head_modules(net, x) == ("last",)
-    assert representation(net, x).shape == (5, 8)
+    assert find_head_modules(net, x) == ("last",)
+    assert compute_batch_representation(net, x).shape == (5, 8)
     with pytest.raises(pf.UserError, match=r"ImageAndAge.forward cannot be called with the inputs age \(missing"):
         extract(net, {"age": x["age"]})
     unseen = FLHAGHN(**OPTIONS, head="factored")
@@ -186,7 +190,7 @@ def test_a_network_of_two_inputs_has_a_graph_a_head_and_a_representation():
 @pytest.mark.slow
 def test_yardsticks_of_a_comparison():
     some = clients()
-    assert [one.name for one in simple_references(some)] == ["majority"]  # tables alone have more
-    found = pooled_reference(some, Local(**OPTIONS), rounds=1, seed=0)
+    assert [one.name for one in fit_client_references(some)] == ["majority"]  # tables alone have more
+    found = train_pooled_reference(some, Local(**OPTIONS), rounds=1, seed=0)
     assert {name: tuple(out.shape) for name, out in found.outputs.items()} == {"c0": (9, 3), "c1": (9, 3)}
-    assert form_of(some[0].train.x) == form_of(some[1].train.x)
+    assert input_spec_of(some[0].train.x) == input_spec_of(some[1].train.x)

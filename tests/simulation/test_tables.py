@@ -9,10 +9,10 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.comparison.references import pooled_reference
+from polyfed.comparison.references import train_pooled_reference
 from polyfed.core.errors import UserError
-from polyfed.core.examples import ByPart, Examples
-from polyfed.data.features import Column, Prepared
+from polyfed.core.examples import Examples, PartwiseTransform
+from polyfed.data.features import Column, TablePreprocessor
 
 ONE_MEANING = sorted(set(REGISTRY) - {"local", "fedproto", "fedtgp", "fedgh", "fd", "lg_fedavg", "pfedhn", "flha_ghn"})
 ONE_MEANING = [name for name in ONE_MEANING if "images" not in REGISTRY[name].requires]
@@ -26,7 +26,7 @@ def net():
 
 
 def clients_of(rows, name, model=net, **options):
-    return pf.data.table(rows, "ill", None, name=name, **options).clients(model)
+    return pf.data.split_table(rows, "ill", None, name=name, **options).build_clients(model)
 
 
 def swapped(rows):
@@ -93,7 +93,7 @@ def test_a_table_and_plain_inputs_are_not_averaged():
 
 def test_numbers_scaled_by_sites_and_by_sums_are_not_averaged():
     both = two_sites()
-    common = pf.data.table(both, "ill", "site", preprocess="federated").clients(net)
+    common = pf.data.split_table(both, "ill", "site", preprocess="federated").build_clients(net)
     with pytest.raises(UserError, match="the numbers of client 'b' are scaled otherwise than those of 'n'"):
         pf.federate([*common, *clients_of(ROWS, "b")], "fedavg", rounds=1, workers=0)
 
@@ -108,18 +108,18 @@ def test_a_client_is_not_tested_on_another_table():
 def test_public_examples_of_another_table_are_refused():
     both = two_sites()
     options = {"preprocess": "federated", "public_fraction": 0.2}
-    sites = pf.data.table(both, "ill", "site", **options)
-    clients, words = sites.clients(net), {"rounds": 1, "workers": 0}
+    sites = pf.data.split_table(both, "ill", "site", **options)
+    clients, words = sites.build_clients(net), {"rounds": 1, "workers": 0}
     assert pf.federate(clients, "fedmd", public=sites.public, **words).history
-    other = pf.data.table({"crp": both["crp"], **both}, "ill", "site", **options)
+    other = pf.data.split_table({"crp": both["crp"], **both}, "ill", "site", **options)
     with pytest.raises(
         UserError, match=r"public=.*are of another table than client 'n': its columns are in another order"
     ):
         pf.federate(clients, "fedmd", public=other.public, **words)
-    older = pf.data.table({**both, "age": [age + 9 for age in both["age"]]}, "ill", "site", **options)
+    older = pf.data.split_table({**both, "age": [age + 9 for age in both["age"]]}, "ill", "site", **options)
     run = pf.federate(clients, "fedmd", public=older.public, **words)  # prepared as the clients' rows are
     assert run.federation.public.transform == clients[0].train.transform
-    own = pf.data.table(both, "ill", "site").clients(net)
+    own = pf.data.split_table(both, "ill", "site").build_clients(net)
     alike = replace(sites.public, x=sites.public.x.float())
     with pytest.raises(UserError, match=r"public=.*are scaled otherwise than the inputs of client 'n'") as told:
         pf.federate(own, "fedmd", public=alike, **words)
@@ -139,15 +139,15 @@ def test_a_comparison_leaves_out_what_the_tables_do_not_suit():
         UserError, match=r"no method that federates suits these clients: .*columns are in another order"
     ):
         pf.compare(clients, ["fedavg"], rounds=1, tune="none", parallel=1)
-    assert pooled_reference(clients, pf.algorithms.Local(), rounds=1, seed=0) is None
-    assert pooled_reference(clients[:1], pf.algorithms.Local(), rounds=1, seed=0) is not None
+    assert train_pooled_reference(clients, pf.algorithms.Local(), rounds=1, seed=0) is None
+    assert train_pooled_reference(clients[:1], pf.algorithms.Local(), rounds=1, seed=0) is not None
 
 
 def test_tables_that_are_parts_of_inputs_are_compared_too():
     def client(name, columns):
-        table = Prepared(tuple(map(Column, columns)), (0.0, 0.0), (1.0, 1.0), classes=("no", "yes"))
+        table = TablePreprocessor(tuple(map(Column, columns)), (0.0, 0.0), (1.0, 1.0), classes=("no", "yes"))
         x = {"image": torch.randn(8, 1, 2, 2), "rows": torch.randn(8, 2)}
-        both = Examples(x, torch.arange(8) % 2, transform=ByPart({"rows": table}))
+        both = Examples(x, torch.arange(8) % 2, transform=PartwiseTransform({"rows": table}))
         return pf.Client(name, TwoParts, both, both.head(4))
 
     with pytest.warns(UserWarning, match="trained on"), pytest.raises(UserError, match="columns are in another order"):

@@ -12,9 +12,9 @@ from polyfed.core.errors import UserError
 from polyfed.simulation import tracking
 from polyfed.simulation.federation import federate, resume
 from polyfed.simulation.runs.directory import read_metrics
-from polyfed.simulation.runs.progress import Silent
-from polyfed.simulation.tracking import Logger, kept, numbers, tracked
-from polyfed.testing import _StopAfter, small_clients
+from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.tracking import Logger, build_tracker, flatten_numbers, list_loggers_of_run
+from polyfed.testing import _InterruptAfter, small_clients
 
 pytestmark = pytest.mark.thorough
 ROUNDS = 5
@@ -25,10 +25,10 @@ class Paper(Logger):
 
     fails_at = None
 
-    def reach(self):
+    def check_reachable(self):
         pass
 
-    def open(self, folder, title, done):
+    def open(self, folder, title, rounds_done):
         self.file = folder / "paper.jsonl"
         self.title = title
         return max(logged(folder), default=0)
@@ -56,19 +56,19 @@ def logged(folder):
 @pytest.fixture
 def paper(monkeypatch):
     monkeypatch.setitem(tracking.LOGGERS, "paper", Paper)
-    monkeypatch.setattr(tracking, "check_extra", lambda *_: None)
+    monkeypatch.setattr(tracking, "check_extra_installed", lambda *_: None)
     monkeypatch.setattr(Paper, "fails_at", None)
 
 
 def play(out, names="paper", rounds=ROUNDS):
-    progress = tracked(names, out, Silent()) if names else Silent()
+    progress = build_tracker(names, out, SilentProgress()) if names else SilentProgress()
     return federate(
         small_clients(), FedAvg(lr=0.1), rounds=rounds, workers=0, checkpoint_every=2, out=out, progress=progress
     )
 
 
 def go_on(out, names="paper"):
-    return resume(out, clients=small_clients(), progress=tracked(names, out, Silent()))
+    return resume(out, clients=small_clients(), progress=build_tracker(names, out, SilentProgress()))
 
 
 def lose(out, after):
@@ -79,13 +79,13 @@ def lose(out, after):
 
 
 def expected(out):
-    return {record["round"]: numbers(record) for record in read_metrics(out / "metrics.jsonl")}
+    return {record["round"]: flatten_numbers(record) for record in read_metrics(out / "metrics.jsonl")}
 
 
 def test_numbers_are_all_of_a_record():
     record = {"round": 2, "train_loss": None, "clients": {"a/b": {"accuracy": 0.5, "loss": None}}, "failures": [{"x": 1}],
               "summary": {"accuracy": {"mean": 0.5}}, "analysis": {"k": True}}  # fmt: skip
-    assert numbers(record) == {"round": 2.0, "clients/a/b/accuracy": 0.5, "summary/accuracy/mean": 0.5}
+    assert flatten_numbers(record) == {"round": 2.0, "clients/a/b/accuracy": 0.5, "summary/accuracy/mean": 0.5}
 
 
 def test_each_round_is_logged_as_metrics_has_it(tmp_path, paper):
@@ -132,7 +132,12 @@ def test_a_stopped_run_is_not_called_finished(tmp_path, paper):
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         federate(
-            small_clients(), FedAvg(), rounds=ROUNDS, workers=0, out=out, progress=tracked("paper", out, _StopAfter(3))
+            small_clients(),
+            FedAvg(),
+            rounds=ROUNDS,
+            workers=0,
+            out=out,
+            progress=build_tracker("paper", out, _InterruptAfter(3)),
         )
     assert (out / "closed").read_text() == "fedavg False"
     go_on(out)
@@ -150,10 +155,10 @@ def test_the_command_tracks_baselines_too(tmp_path, paper, monkeypatch, capsys):
 
 
 def test_what_was_tracked_before(tmp_path):
-    assert kept(tmp_path) == []
+    assert list_loggers_of_run(tmp_path) == []
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "mlflow.json").write_text("{}")
-    assert kept(tmp_path) == ["tensorboard", "mlflow"]
+    assert list_loggers_of_run(tmp_path) == ["tensorboard", "mlflow"]
 
 
 def test_a_missing_package_is_said_before_work(tmp_path, monkeypatch, capsys):
@@ -175,7 +180,7 @@ def test_a_server_that_cannot_be_reached_is_said_before_work(tmp_path, paper, mo
     def reach(self):
         raise ConnectionError("refused\nand more")
 
-    monkeypatch.setattr(Paper, "reach", reach)
+    monkeypatch.setattr(Paper, "check_reachable", reach)
     with pytest.raises(UserError, match=r"^cannot track with paper: refused$"):
         play(tmp_path / "run")
     assert not list(tmp_path.iterdir())
@@ -225,7 +230,7 @@ def test_tensorboard_reads_back_what_metrics_has(tmp_path):
     play(out, "tensorboard")
     check_series(read_events(out), out)
     lose(out, after=2)
-    assert kept(out) == ["tensorboard"]
+    assert list_loggers_of_run(out) == ["tensorboard"]
     go_on(out, "tensorboard")
     check_series(read_events(out), out)
 
@@ -261,7 +266,7 @@ def test_mlflow_reads_back_what_metrics_has(tmp_path, monkeypatch):
     play(out, "mlflow")
     check_series(read_mlflow(out), out)
     lose(out, after=2)
-    assert kept(out) == ["mlflow"]
+    assert list_loggers_of_run(out) == ["mlflow"]
     go_on(out, "mlflow")
     check_series(read_mlflow(out), out)
     client = MlflowClient()
@@ -285,5 +290,5 @@ def test_mlflow_takes_any_client_id(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     out = tmp_path / "run"
     clients = [replace(client, id=f"Zürich #{k} (ä)") for k, client in enumerate(small_clients())]
-    federate(clients, FedAvg(), rounds=1, workers=0, out=out, progress=tracked("mlflow", out, Silent()))
+    federate(clients, FedAvg(), rounds=1, workers=0, out=out, progress=build_tracker("mlflow", out, SilentProgress()))
     assert "clients/Z_rich _0 ___/accuracy" in read_mlflow(out)

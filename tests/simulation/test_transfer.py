@@ -7,7 +7,7 @@ import polyfed as pf
 from polyfed.algorithms import CAFedPNAS, FedAvg, FedDSNAS
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.transfer import adapted, transfer
+from polyfed.simulation.transfer import score_after_adaptation, transfer_network
 from polyfed.testing import SmallNet, small_clients
 
 SMALL = {
@@ -44,7 +44,7 @@ def quick():
 def test_a_new_task_is_learned_and_samplers_stay(run, parts):
     assert run.table()[-1]["accuracy"] > 0.9
     task = pf.Client("turned", None, images(40, turn=1), images(60, turn=1, seed=5))
-    done = transfer(run, "c0", task, parts=parts)
+    done = transfer_network(run, "c0", task, parts=parts)
     assert done.after["accuracy"] > done.before["accuracy"] + 0.2
     assert float((done.model(task.test.x).argmax(1) == task.test.labels).double().mean()) == done.after["accuracy"]
     before, after = run.model("c0").state_dict(), done.model.state_dict()
@@ -59,7 +59,9 @@ def test_a_new_task_is_learned_and_samplers_stay(run, parts):
 
 def test_the_run_is_left_as_it_was(quick):
     before = {n: t.clone() for n, t in quick.model("c0").state_dict().items()}
-    one, other = (transfer(quick, "c0", pf.Client("t", None, images(20, 1), images(20, 1)), steps=3) for _ in range(2))
+    one, other = (
+        transfer_network(quick, "c0", pf.Client("t", None, images(20, 1), images(20, 1)), steps=3) for _ in range(2)
+    )
     assert one.after == other.after
     assert all(torch.equal(t, before[n]) for n, t in quick.model("c0").state_dict().items())
 
@@ -73,28 +75,28 @@ def test_adapted_afterwards_is_adapted_in_the_run(method):
     for client in ("c0", "c1"):
         plain, tuned = (run.history[-1]["clients"][client] for run in runs)
         for run in runs:
-            assert adapted(run, client, epochs=2)["loss"] == tuned["loss"]
-            assert adapted(run, client, epochs=0)["loss"] == plain["loss"] == tuned["server_loss"]
+            assert score_after_adaptation(run, client, epochs=2)["loss"] == tuned["loss"]
+            assert score_after_adaptation(run, client, epochs=0)["loss"] == plain["loss"] == tuned["server_loss"]
         assert plain["loss"] != tuned["loss"]
     with pytest.raises(UserError, match="finetune_epochs must be at least 0, got -1"):
-        adapted(runs[0], "c0", epochs=-1)
+        score_after_adaptation(runs[0], "c0", epochs=-1)
     with pytest.raises(UserError, match="no client 'c7' in this run"):
-        adapted(runs[0], "c7")
+        score_after_adaptation(runs[0], "c7")
 
 
 def test_what_is_refused(quick):
     task = pf.Client("t", None, images(20), images(20))
     with pytest.raises(UserError, match="no client 'c9'"):
-        transfer(quick, "c9", task)
+        transfer_network(quick, "c9", task)
     with pytest.raises(UserError, match="steps must be at least 1, got 0"):
-        transfer(quick, "c0", task, steps=0)
+        transfer_network(quick, "c0", task, steps=0)
     x, y = images(20)
     with pytest.raises(UserError, match="label 7, but the run's network has 3 outputs"):
-        transfer(quick, "c0", pf.Client("t", None, (x, y), (x, y + 5)))
+        transfer_network(quick, "c0", pf.Client("t", None, (x, y), (x, y + 5)))
     small = torch.zeros(4, 1, 5, 5), torch.zeros(4, dtype=torch.int64)
     with pytest.raises(UserError, match=r"inputs \(1, 5, 5\)"):
-        transfer(quick, "c0", pf.Client("t", None, small, small))
+        transfer_network(quick, "c0", pf.Client("t", None, small, small))
     other = pf.federate(small_clients(1), FedAvg(), rounds=1, workers=0)
     assert other.federation.clients["client-0"].model is SmallNet
     with pytest.raises(UserError, match="this run is of FedAvg"):
-        transfer(other, "client-0", task)
+        transfer_network(other, "client-0", task)

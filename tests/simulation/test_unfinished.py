@@ -9,12 +9,12 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import Local, PFedLA
 from polyfed.core.errors import RoundError
-from polyfed.simulation.collecting import play_round
+from polyfed.simulation.collecting import run_round
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.runs import checkpoint as checkpoints
 from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.directory import changes, read_metrics
-from polyfed.testing import assert_same_run, small_clients, without_times
+from polyfed.simulation.runs.directory import list_changes, read_metrics
+from polyfed.testing import assert_runs_equal, small_clients, without_durations
 
 METHOD = PFedLA(lr=0.05)
 
@@ -33,7 +33,7 @@ def together(monkeypatch):
         seen.append(sorted({(task.phase, task.round) for task in tasks}))
         return run(self, tasks)
 
-    monkeypatch.setattr(InProcessEngine, "rides", True)
+    monkeypatch.setattr(InProcessEngine, "overlaps_evaluation", True)
     monkeypatch.setattr(InProcessEngine, "run", watched)
     return seen
 
@@ -46,9 +46,9 @@ def stop(monkeypatch):
         def playing(federation, now, *rest):
             if now.round == last:
                 raise KeyboardInterrupt
-            return play_round(federation, now, *rest)
+            return run_round(federation, now, *rest)
 
-        monkeypatch.setattr("polyfed.simulation.federation.play_round", playing)
+        monkeypatch.setattr("polyfed.simulation.federation.run_round", playing)
 
     return at
 
@@ -68,13 +68,13 @@ def test_records_predictions_and_models_are_the_same(tmp_path, together, words):
     assert rode == [[("evaluate", n), ("local", n + 1)] for n in range(1, 4) if n % words.get("evaluate_every", 1) == 0]
     assert together[-2:] == [[("evaluate", 4)], [("export", 4)]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InProcessEngine, "rides", False)
+        patch.setattr(InProcessEngine, "overlaps_evaluation", False)
         other = play(tmp_path / "b", **words)
-    assert_same_run(found, other)
-    assert without_times(read_metrics(tmp_path / "a" / "metrics.jsonl")) == without_times(other.history)
+    assert_runs_equal(found, other)
+    assert without_durations(read_metrics(tmp_path / "a" / "metrics.jsonl")) == without_durations(other.history)
     assert [list(record) for record in found.history] == [list(record) for record in other.history]
     assert files(tmp_path / "a") == files(tmp_path / "b")
-    assert changes(tmp_path / "a") == []
+    assert list_changes(tmp_path / "a") == []
 
 
 def test_a_run_that_keeps_its_best_round_does_not_ride(together):
@@ -91,18 +91,18 @@ def test_a_run_that_lacks_an_evaluation_makes_it_first(tmp_path, together, stop,
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         play(out)
-    assert checkpoints.load(out / "checkpoint")[0].unfinished["round"] == last
+    assert checkpoints.load_newest_checkpoint(out / "checkpoint")[0].unevaluated_record["round"] == last
     assert len(read_metrics(out / "metrics.jsonl")) == last - 1
-    assert changes(out) == []
+    assert list_changes(out) == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyfed.simulation.federation.play_round", play_round)
-        patch.setattr(InProcessEngine, "rides", rides)
+        patch.setattr("polyfed.simulation.federation.run_round", run_round)
+        patch.setattr(InProcessEngine, "overlaps_evaluation", rides)
         whole = play()
         together.clear()
-        assert_same_run(pf.resume(out, clients=small_clients()), whole)
+        assert_runs_equal(pf.resume(out, clients=small_clients()), whole)
     assert together[0] == ([("evaluate", last), ("local", last + 1)] if rides else [("evaluate", last)])
     assert {f"analysis/round-{n:06d}.npz" for n in range(5)} <= set(files(out))
-    assert changes(out) == []
+    assert list_changes(out) == []
 
 
 def test_a_round_that_ends_the_run_costs_no_record_of_the_one_before(tmp_path, together):
@@ -133,11 +133,11 @@ RECORD = {
 
 
 def test_an_unfinished_record_comes_back_as_it_was(tmp_path):
-    checkpoints.save(tmp_path, Checkpoint(2, {"w": torch.ones(2)}, {}, RECORD), set(), 1)
-    found, _ = checkpoints.load(tmp_path, covered=1)
-    assert found.unfinished == RECORD
-    assert found.recorded == 1
-    assert checkpoints.load(tmp_path, covered=0)[0] is None
+    checkpoints.save_checkpoint(tmp_path, Checkpoint(2, {"w": torch.ones(2)}, {}, RECORD), set(), 1)
+    found, _ = checkpoints.load_newest_checkpoint(tmp_path, last_metrics_round=1)
+    assert found.unevaluated_record == RECORD
+    assert found.last_recorded_round == 1
+    assert checkpoints.load_newest_checkpoint(tmp_path, last_metrics_round=0)[0] is None
 
 
 @pytest.mark.parametrize(
@@ -153,18 +153,20 @@ def test_an_unfinished_record_comes_back_as_it_was(tmp_path):
     ids=str,
 )
 def test_a_record_that_none_is_is_named_and_the_checkpoint_before_is_used(tmp_path, wrong, sentence):
-    checkpoints.save(tmp_path, Checkpoint(1, {}, {}), set(), 0)
-    checkpoints.save(tmp_path, Checkpoint(2, {}, {}, {"round": 2} if wrong is None else {**RECORD, **wrong}), set(), 1)
-    found, (note,) = checkpoints.load(tmp_path)
+    checkpoints.save_checkpoint(tmp_path, Checkpoint(1, {}, {}), set(), 0)
+    checkpoints.save_checkpoint(
+        tmp_path, Checkpoint(2, {}, {}, {"round": 2} if wrong is None else {**RECORD, **wrong}), set(), 1
+    )
+    found, (note,) = checkpoints.load_newest_checkpoint(tmp_path)
     assert found.round == 1
     assert sentence in note
 
 
 @pytest.mark.parametrize("text", ["", "[", "7", '{"round": NaN}'])
 def test_so_is_one_that_is_no_json(tmp_path, monkeypatch, text):
-    checkpoints.save(tmp_path, Checkpoint(1, {}, {}), set(), 0)
+    checkpoints.save_checkpoint(tmp_path, Checkpoint(1, {}, {}), set(), 0)
     monkeypatch.setattr(json, "dumps", lambda value, **_: text if value is RECORD else json.JSONEncoder().encode(value))
-    checkpoints.save(tmp_path, Checkpoint(2, {}, {}, RECORD), set(), 1)
-    found, (note,) = checkpoints.load(tmp_path)
+    checkpoints.save_checkpoint(tmp_path, Checkpoint(2, {}, {}, RECORD), set(), 1)
+    found, (note,) = checkpoints.load_newest_checkpoint(tmp_path)
     assert found.round == 1
     assert "round-000002 is damaged" in note

@@ -12,19 +12,19 @@ from torch.func import functional_call
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, Local
 from polyfed.core.evaluation import evaluate
-from polyfed.core.scratch import fill, initial_state, new_module
-from polyfed.core.tree import encode
+from polyfed.core.scratch import build_module, fill_module, initial_state
+from polyfed.core.tree import serialize_state
 from polyfed.graphs import extract
-from polyfed.hypernetworks.ghn import GHN, catalogue_of, tensors_of_graph
+from polyfed.hypernetworks.ghn import GHN, catalogue_from_weights, graph_to_tensors
 from polyfed.simulation.unseen import (
-    Curves,
-    Server,
-    as_unseen,
-    compare_curves,
-    from_scratch,
-    load_server,
+    TrainedServer,
+    TrainingCurves,
+    build_unseen_client,
+    compare_with_scratch,
+    compute_warm_start,
+    initial_weights,
+    load_trained_server,
     training_curve,
-    warmstart,
 )
 from polyfed.testing import small_clients
 
@@ -81,7 +81,7 @@ def run():
 
 
 def server_of(run):
-    return Server(run.federation.algorithm, run.last.state, run.federation.settings, run.last.round)
+    return TrainedServer(run.federation.algorithm, run.last.state, run.federation.settings, run.last.round)
 
 
 def same(one, other):
@@ -114,17 +114,17 @@ def test_the_score_before_is_that_of_the_weights_of_the_hypernetwork(run):
     data = run.federation.clients["client-0"]
     start = run.warmstart(thin, data.train, test=data.test)
     state = run.last.state["ghn"]
-    form = run.federation.algorithm._form(catalogue_of(state))
+    form = run.federation.algorithm._ghn_config(catalogue_from_weights(state))
     ghn = GHN(form)
     ghn.load_state_dict(state)
     graph = extract(thin(), torch.zeros(2, 6))
     with torch.no_grad():
-        weights = ghn(tensors_of_graph(graph, form.catalogue, torch.device("cpu")))
+        weights = ghn(graph_to_tensors(graph, form.catalogue, torch.device("cpu")))
         right = functional_call(thin(), weights, (data.test.batch(torch.arange(len(data.test)))[0],))
     assert start.before["accuracy"] == float((right.argmax(1) == data.test.labels).double().mean())
     for name, value in weights.items():
         torch.testing.assert_close(start.generated[name], value)
-    assert evaluate(fill(new_module(thin, 0), start.generated), data.test, "classification") == start.before
+    assert evaluate(fill_module(build_module(thin, 0), start.generated), data.test, "classification") == start.before
     assert evaluate(start.model, data.test, "classification") == start.after
 
 
@@ -156,7 +156,7 @@ def test_a_network_of_which_nothing_is_generated_starts_as_drawn(run):
     start = run.warmstart(wide, data.train, test=data.test)
     assert (start.coverage, len(start.local)) == (0.0, 4)
     same(start.generated, initial_state(wide, 4))
-    same(start.generated, from_scratch(server_of(run), start.client))
+    same(start.generated, initial_weights(server_of(run), start.client))
 
 
 def test_statistics_of_batch_norm_are_those_of_the_newcomers_training_data(run):
@@ -183,25 +183,27 @@ def test_the_model_is_its_own(run):
 
 def test_run_data_and_random_state_stay_as_they_were(run):
     data = run.federation.clients["client-0"]
-    before = encode(run.last.state), data.train.x.clone(), torch.random.get_rng_state()
+    before = serialize_state(run.last.state), data.train.x.clone(), torch.random.get_rng_state()
     torch.nn.functional.dropout(torch.ones(2))  # so that the state is not that of a fresh generator
     state = torch.random.get_rng_state()
     run.warmstart(with_norm, data.train)
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert encode(run.last.state) == before[0]
+    assert serialize_state(run.last.state) == before[0]
     assert torch.equal(data.train.x, before[1])
 
 
 def test_a_fifth_is_held_out_with_the_classes_shares():
     x, y = torch.arange(100.0).unsqueeze(1), torch.tensor([0] * 50 + [1] * 30 + [2] * 20)
-    client, held_out = as_unseen(lambda: nn.Linear(1, 3), (x, y), seed=1)
+    client, held_out = build_unseen_client(lambda: nn.Linear(1, 3), (x, y), seed=1)
     assert (len(client.train), len(client.test), held_out) == (80, 20, 20)
     assert client.test.labels.bincount().tolist() == [10, 6, 4]
     rows = torch.cat([client.train.index, client.test.index])
     assert sorted(rows.tolist()) == list(range(100))
-    assert torch.equal(as_unseen(lambda: nn.Linear(1, 3), (x, y), seed=1)[0].test.index, client.test.index)
-    assert not torch.equal(as_unseen(lambda: nn.Linear(1, 3), (x, y), seed=2)[0].test.index, client.test.index)
-    part = as_unseen(lambda: nn.Linear(1, 3), client.train, seed=1)[0]
+    assert torch.equal(build_unseen_client(lambda: nn.Linear(1, 3), (x, y), seed=1)[0].test.index, client.test.index)
+    assert not torch.equal(
+        build_unseen_client(lambda: nn.Linear(1, 3), (x, y), seed=2)[0].test.index, client.test.index
+    )
+    part = build_unseen_client(lambda: nn.Linear(1, 3), client.train, seed=1)[0]
     assert set(part.test.index.tolist()) < set(client.train.index.tolist())
 
 
@@ -269,7 +271,7 @@ def test_other_methods_say_which_one_can(tmp_path):
     with pytest.raises(pf.UserError, match=sentence):
         run.warmstart(deep, data)
     with pytest.raises(pf.UserError, match=f"run: {sentence}"):
-        load_server(tmp_path / "run")
+        load_trained_server(tmp_path / "run")
 
 
 def test_too_few_examples_to_hold_one_out(run):
@@ -296,11 +298,11 @@ def test_a_network_that_fails_later_is_told_with_its_client(run):
 
 def test_a_run_directory_gives_the_same_and_is_left_alone(run, out):
     before = files_of(out)
-    server = load_server(out)
+    server = load_trained_server(out)
     assert (server.round, server.settings.seed) == (3, 4)
     data = run.federation.clients["client-0"]
-    client, _ = as_unseen(thin, data.train, test=data.test)
-    found, expected = warmstart(server, client), run.warmstart(thin, data.train, test=data.test)
+    client, _ = build_unseen_client(thin, data.train, test=data.test)
+    found, expected = compute_warm_start(server, client), run.warmstart(thin, data.train, test=data.test)
     same(found.model.state_dict(), expected.model.state_dict())
     assert (found.before, found.after) == (expected.before, expected.after)
     assert files_of(out) == before
@@ -313,24 +315,24 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(out, tmp_path):
         file.write_bytes(file.read_bytes()[:-3])
         if number == 3:
             with pytest.warns(RuntimeWarning, match=r"round-000003 is damaged .*; the one before it is used"):
-                assert load_server(folder).round == 2
+                assert load_trained_server(folder).round == 2
     before = files_of(folder)
     with pytest.raises(
         pf.UserError, match=r"no checkpoint of the run in .* is whole: .*; put a copy of what was lost back"
     ):
-        load_server(folder)
+        load_trained_server(folder)
     assert files_of(folder) == before
 
 
 def test_what_is_no_run_directory(out, tmp_path):
     with pytest.raises(pf.UserError, match=r"is not a run directory: it has no config\.yaml"):
-        load_server(tmp_path)
+        load_trained_server(tmp_path)
     folder = shutil.copytree(out, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint"))
     with pytest.raises(pf.UserError, match="has no checkpoint yet; go on with it, `polyfed resume"):
-        load_server(folder)
+        load_trained_server(folder)
     (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace("  latent:", "  latest:"))
     with pytest.raises(pf.UserError, match="algorithm has no field 'latest'"):
-        load_server(folder)
+        load_trained_server(folder)
 
 
 def test_a_curve_is_plain_training_one_epoch_after_another():
@@ -340,7 +342,7 @@ def test_a_curve_is_plain_training_one_epoch_after_another():
     one = run.federation.clients["client-0"]
     start = initial_state(deep, 2)
     curve = training_curve(one, start, options, 4)
-    assert curve[0]["loss"] == evaluate(fill(new_module(deep, 0), start), one.test, "classification")["loss"]
+    assert curve[0]["loss"] == evaluate(fill_module(build_module(deep, 0), start), one.test, "classification")["loss"]
     for record, scores in zip(run.history, curve[1:], strict=True):
         expected = record["clients"]["client-0"]
         assert scores["loss"] == pytest.approx(expected["loss"], rel=1e-4)
@@ -367,12 +369,12 @@ def test_curves_start_where_they_should(run):
     data = run.federation.clients["client-0"]
     start = run.warmstart(thin, data.train, test=data.test)
     server = server_of(run)
-    curves = compare_curves(server, start, 2, lr=0.1)
+    curves = compare_with_scratch(server, start, 2, lr=0.1)
     assert (curves.epochs, curves.score, curves.warm[0]) == (2, "accuracy", start.before["accuracy"])
-    scratch = training_curve(start.client, from_scratch(server, start.client), server.algorithm, 2, lr=0.1, seed=4)
+    scratch = training_curve(start.client, initial_weights(server, start.client), server.algorithm, 2, lr=0.1, seed=4)
     assert curves.scratch == tuple(scores["accuracy"] for scores in scratch)
-    other = compare_curves(server, start, 2, lr=0.1, scratch_lr=0.02)
-    slow = training_curve(start.client, from_scratch(server, start.client), server.algorithm, 2, lr=0.02, seed=4)
+    other = compare_with_scratch(server, start, 2, lr=0.1, scratch_lr=0.02)
+    slow = training_curve(start.client, initial_weights(server, start.client), server.algorithm, 2, lr=0.02, seed=4)
     assert other.warm == curves.warm
     assert other.scratch == tuple(scores["accuracy"] for scores in slow)
 
@@ -388,4 +390,4 @@ def test_curves_start_where_they_should(run):
     ],
 )
 def test_the_epoch_at_which_the_warm_start_has_the_goal(warm, scratch, reached):
-    assert Curves("accuracy", warm, scratch).reached == reached
+    assert TrainingCurves("accuracy", warm, scratch).epochs_to_match_scratch == reached

@@ -46,7 +46,7 @@ from polyfed.algorithms.pfedla import PFedLA
 from polyfed.algorithms.pfedme import PFedMe
 from polyfed.algorithms.scaffold import Scaffold
 from polyfed.core.algorithm import Algorithm
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 
 REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "local": Local,
@@ -103,14 +103,14 @@ def get(name: str) -> type[Algorithm[Any, Any]]:
     0.1
     """
     if name not in REGISTRY:
-        raise UserError(f"unknown algorithm {name!r}; {nearest(name, REGISTRY)}")
+        raise UserError(f"unknown algorithm {name!r}; {did_you_mean(name, REGISTRY)}")
     return REGISTRY[name]
 
 
-def name_of(algorithm: Algorithm[Any, Any]) -> str:
+def registry_name(algorithm: Algorithm[Any, Any]) -> str:
     """The name of a method: that of the registry, or the class's for one that is not registered.
 
-    >>> name_of(FedAvg())
+    >>> registry_name(FedAvg())
     'fedavg'
     """
     names = {method: name for name, method in REGISTRY.items()}
@@ -161,5 +161,5 @@ __all__ = [
     "PerFedAvg",
     "Scaffold",
     "get",
-    "name_of",
+    "registry_name",
 ]

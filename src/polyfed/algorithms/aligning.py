@@ -10,28 +10,28 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.public_pool import PublicPool, prepared
-from polyfed.alignment.held import OncePerEpoch
-from polyfed.alignment.rad import noise_like, rad_rows
-from polyfed.alignment.representations import check_representation, representation_name
-from polyfed.alignment.target import Distance, Target
-from polyfed.alignment.term import Alignment, OfNetwork
+from polyfed.algorithms.public_pool import PublicDataMethod, prepare_public_examples
+from polyfed.alignment.held import EpochGradientTerm
+from polyfed.alignment.rad import draw_public_rows, noise_like
+from polyfed.alignment.representations import check_has_representation, representation_module_name
+from polyfed.alignment.target import AlignmentTarget, Distance
+from polyfed.alignment.term import AlignmentTerm, NetworkTarget
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples import Examples
-from polyfed.core.frozen import FrozenArguments
-from polyfed.core.gathered import OfClient
-from polyfed.core.inputs import first
-from polyfed.core.network_needs import LooksInside
-from polyfed.core.scratch import scratch
-from polyfed.core.seeds import derive
-from polyfed.core.stacked import needs_two
-from polyfed.core.streams import plan
-from polyfed.core.tree import Tree
+from polyfed.core.frozen import FrozenMapping
+from polyfed.core.gathered import PerClientTerm
+from polyfed.core.inputs import first_leaf
+from polyfed.core.network_needs import ValidatesNetworks
+from polyfed.core.scratch import cached_module
+from polyfed.core.seeds import derive_seed
+from polyfed.core.stacked import has_batch_statistics
+from polyfed.core.streams import plan_batch_sizes
+from polyfed.core.tree import StateDict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Aligning(PublicPool, LooksInside, ABC):
+class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
     """Hyper-parameters of the alignment term, η_t·d(K_i, ·) on the RAD, with η_t = η_0·f(t), d = 1 − CKA by default.
 
     Args:
@@ -85,7 +85,7 @@ class Aligning(PublicPool, LooksInside, ABC):
             fits, "kernel", "'linear' with distance='procrustes', which compares representations, not kernels"
         )
         if isinstance(self.module, Mapping):
-            object.__setattr__(self, "module", FrozenArguments(self.module))
+            object.__setattr__(self, "module", FrozenMapping(self.module))
         if self.rad == "noise":  # instead of public data, inputs of one form
             object.__setattr__(self, "requires", self.requires - {"public_data"} | {"one_input_spec"})
 
@@ -98,95 +98,106 @@ class Aligning(PublicPool, LooksInside, ABC):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def _start_pool(self, server: ServerContext) -> dict[str, Any]:
+    def _init_public_state(self, server: ServerContext) -> dict[str, Any]:
         """The public examples as they are stored, the run's seed, and who has the pool already."""
         ids = [info.id for info in server.clients]
         if isinstance(self.module, Mapping) and (unknown := sorted(set(self.module) - set(ids))):
             raise UserError(
-                f"{type(self).__name__}: module names {unknown[0]!r}, but no client is called so; {nearest(unknown[0], ids)}"
+                f"{type(self).__name__}: module names {unknown[0]!r}, but no client is called so; "
+                f"{did_you_mean(unknown[0], ids)}"
             )
         if self.rad == "noise":
             return {"public": {}, "seed": server.seed, "holders": []}
-        public = self._stored(server)
-        if len(first(public)) < self.rad_size:
+        public = self._stored_public_tensors(server)
+        if len(first_leaf(public)) < self.rad_size:
             raise UserError(
-                f"{type(self).__name__}: rad_size must be at most the number of public examples, {len(first(public))}, got "
-                f"{self.rad_size}; lower rad_size, or give more public examples (public=..., or --data.public_fraction)"
+                f"{type(self).__name__}: rad_size must be at most the number of public examples, "
+                f"{len(first_leaf(public))}, got {self.rad_size}; lower rad_size, or give more public examples "
+                "(public=..., or --data.public_fraction)"
             )
         return {"public": public, "seed": server.seed, "holders": []}
 
-    def _rows(self, state: Mapping[str, Any], client_info: ClientInfo) -> Tensor:
+    def _rad_rows(self, server_state: Mapping[str, Any], client_info: ClientInfo) -> Tensor:
         """The rows of the pool that are X, the RAD of this round: the same for everyone."""
-        pool = len(first(state["public"])) if state["public"] else 2 * self.rad_size
-        return rad_rows(state["seed"], client_info.round, pool, self.rad_size)
+        pool_size = len(first_leaf(server_state["public"])) if server_state["public"] else 2 * self.rad_size
+        return draw_public_rows(server_state["seed"], client_info.round, pool_size, self.rad_size)
 
-    def _rad(self, state: Mapping[str, Any], client_info: ClientInfo, whole: bool) -> dict[str, Tensor]:
+    def _rad_tensors(
+        self, server_state: Mapping[str, Any], client_info: ClientInfo, needs_pool: bool
+    ) -> dict[str, Tensor]:
         """What says X to the clients: X itself, or its rows in the pool, where a client has all of that: because it needs
         it (`whole`), was sent it once, or makes it from noise."""
-        rows = self._rows(state, client_info)
-        if whole or self.pool_once or self.rad == "noise":
+        rows = self._rad_rows(server_state, client_info)
+        if needs_pool or self.pool_once or self.rad == "noise":
             return {"rows": rows}
-        return {name: part[rows.long()] for name, part in state["public"].items()}
+        return {name: part[rows.long()] for name, part in server_state["public"].items()}
 
-    def _public(self, state: Mapping[str, Any], client_info: ClientInfo, rad: Tree) -> dict[str, Tree]:
-        """X in the form of `_rad`, and the pool, where a client needs it and does not have it."""
-        needed = "rows" in rad and self.rad == "public"
-        return {"rad": rad, **(self._sent_pool(state, client_info.id) if needed else {})}
+    def _rad_and_pool_groups(
+        self, server_state: Mapping[str, Any], client_info: ClientInfo, rad: StateDict
+    ) -> dict[str, StateDict]:
+        """X in the form of `_rad_tensors`, and the pool, where a client needs it and does not have it."""
+        needs_pool = "rows" in rad and self.rad == "public"
+        return {"rad": rad, **(self._pool_group(server_state, client_info.id) if needs_pool else {})}
 
-    def _scalars(self, state: Mapping[str, Any], client_info: ClientInfo) -> dict[str, float]:
+    def _round_scalars(self, server_state: Mapping[str, Any], client_info: ClientInfo) -> dict[str, float]:
         scalars = {"lr": self.lr_at(client_info.round, client_info.rounds), "eta": self.eta_at(client_info.round)}
         if self.rad == "noise":  # whole numbers up to 2^53 survive as floats on every wire
-            scalars["noise"] = derive(state["seed"], "noise") >> 10
+            scalars["noise"] = derive_seed(server_state["seed"], "noise") >> 10
         return scalars
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def _received(self, message: Message, client_state: Mapping[str, Any], client: Client) -> tuple[Examples, Tensor]:
+    def _pool_and_rad_rows(
+        self, message: Message, client_state: Mapping[str, Any], client: Client
+    ) -> tuple[Examples, Tensor]:
         """The public examples that the client has, prepared as its own are; and which of them are X."""
         rad = message.tensors["rad"]
         if "rows" not in rad:
-            pool = prepared(rad, client)
+            pool = prepare_public_examples(rad, client)
             return pool, torch.arange(len(pool), device=pool.device)
         rows = rad["rows"].to(client.train.device, torch.int64)
         if self.rad == "noise":
             return noise_like(client.train, 2 * self.rad_size, int(message.scalars["noise"])), rows
-        return self._pool(message, client_state, client), rows
+        return self._public_examples(message, client_state, client), rows
 
-    def look_inside(self, client: Client) -> None:
+    def validate_network(self, client: Client) -> None:
         """For the module whose input is Φ."""
         assert client.model is not None
-        model = scratch(client.model, client.train.device).module
-        name = self._representation(model, client.id, client.train)
-        check_representation(client, name)
+        model = cached_module(client.model, client.train.device).module
+        name = self._representation_module(model, client.id, client.train)
+        check_has_representation(client, name)
 
-    def _representation(self, model: nn.Module, client: str, examples: Examples) -> str:
+    def _representation_module(self, model: nn.Module, client: str, examples: Examples) -> str:
         """Name of the module whose input is Φ, in the network of this client, which takes such examples."""
-        given = self.module.get(client) if isinstance(self.module, Mapping) else self.module
+        module_name = self.module.get(client) if isinstance(self.module, Mapping) else self.module
         names = dict(model.named_modules())
-        if given is not None and given not in names:
+        if module_name is not None and module_name not in names:
             raise UserError(
-                f"{type(self).__name__}: module={given!r}: the network of {client!r} has none; {nearest(given, names)}"
+                f"{type(self).__name__}: module={module_name!r}: the network of {client!r} has none; "
+                f"{did_you_mean(module_name, names)}"
             )
-        return representation_name(model, examples) if given is None else given
+        return representation_module_name(model, examples) if module_name is None else module_name
 
-    def _term(
+    def _alignment_term(
         self,
         network: nn.Module,
         client: Client,
         module: str,
-        target: Target | OfNetwork,
+        target: AlignmentTarget | NetworkTarget,
         pool: Examples,
         rows: Tensor,
         eta: float,
         seed: int,
-    ) -> OfClient | None:
-        """η·d(K_i, K̄) at the present parameters (eq. 5, 6), or those at the epoch's start, on `rad_batch` rows of X that are
-        drawn whenever it is computed; None if η is 0."""
+    ) -> PerClientTerm | None:
+        """η·d(K_i, K̄) at the present parameters (eq. 5, 6), or those at the epoch's start, on `rad_batch` rows of X
+        that are drawn whenever it is computed; None if η is 0."""
         if eta == 0:
             return None
-        number = min(self.rad_batch or len(rows), len(rows))
-        term = Alignment(pool, rows, module, target, self.distance, eta, number, type(self).__name__)
+        batch_rows = min(self.rad_batch or len(rows), len(rows))
+        term = AlignmentTerm(pool, rows, module, target, self.distance, eta, batch_rows, type(self).__name__)
         if self.term == "minibatch":
-            return term.of_client(seed)
-        epoch = plan(len(client.train), self.batch_size, 1, None, self.accumulate, needs_two(network))
-        return OncePerEpoch.of_client(term, network, len(epoch), seed)
+            return term.build_for_client(seed)
+        batches = plan_batch_sizes(
+            len(client.train), self.batch_size, 1, None, self.accumulate, has_batch_statistics(network)
+        )
+        return EpochGradientTerm.build_for_client(term, network, len(batches), seed)

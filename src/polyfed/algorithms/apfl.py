@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, build_reply
-from polyfed.algorithms.points import buffers_of, put, restore_buffers, trained_state
+from polyfed.algorithms.points import assign_parameters, clone_buffers, restore_buffers, trained_parameters_on_cpu
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import Policy, load_client_model, prepare_for_eval
-from polyfed.core.gathered import OfClient
-from polyfed.core.scratch import initial_state, scratch
-from polyfed.core.stacked import chances_of, per_client, set_chances, widened
+from polyfed.core.buffers import BufferPolicy, load_client_model, prepare_for_eval
+from polyfed.core.gathered import PerClientTerm
+from polyfed.core.scratch import cached_module, initial_state
+from polyfed.core.stacked import get_network_rng_states, reshape_to_broadcast, set_network_rng_states, sum_per_client
 from polyfed.core.training import fit
 
 
@@ -42,11 +42,11 @@ class APFL(Averaging):
     True
     """
 
-    keeps_trained: ClassVar[bool] = True
+    clients_keep_trained_weights: ClassVar[bool] = True
     alpha: float = 0.5
     adaptive: bool = True
     weighted: bool = True
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +55,7 @@ class APFL(Averaging):
     def client_init(self, client: Client, seed: int) -> ClientState:
         """v_i of the common draw, and α_i."""
         assert client.model is not None  # `requires` names "one_architecture"
-        draw, buffers = initial_state(client.model, seed), scratch(client.model).buffers
+        draw, buffers = initial_state(client.model, seed), cached_module(client.model).buffers
         v = {name: tensor for name, tensor in draw.items() if name not in buffers}
         return {"model": v, "alpha": self.alpha, "trained": False}
 
@@ -64,14 +64,19 @@ class APFL(Averaging):
     ) -> tuple[Message, ClientState]:
         """w_i for the server; v_i and α_i, which stay private (algorithm 1)."""
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
-        moved = {name: p for name, p in net.module.named_parameters() if p.requires_grad}
-        v = [client_state["model"][name].to(p.device, copy=True) for name, p in moved.items()]
-        alpha, due = v[0].new_tensor(client_state["alpha"]), v[0].new_tensor(float(self.adaptive))
-        both = OfClient(_Both(lr), [alpha, due, *v])
-        found = fit(net.module, client, self, lr=lr, seed=seed, gradient=both)
-        reply, kept = build_reply(net, client, found.loss, self)
-        put(list(moved.values()), v)
-        return reply, {**kept, "model": trained_state(net.module), "alpha": float(alpha), "trained": True}
+        parameters = {name: p for name, p in net.module.named_parameters() if p.requires_grad}
+        v = [client_state["model"][name].to(p.device, copy=True) for name, p in parameters.items()]
+        alpha, alpha_is_due = v[0].new_tensor(client_state["alpha"]), v[0].new_tensor(float(self.adaptive))
+        mixture_gradient = PerClientTerm(_MixtureGradient(lr), [alpha, alpha_is_due, *v])
+        fit_result = fit(net.module, client, self, lr=lr, seed=seed, gradient=mixture_gradient)
+        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        assign_parameters(list(parameters.values()), v)
+        return reply, {
+            **buffer_state,
+            "model": trained_parameters_on_cpu(net.module),
+            "alpha": float(alpha),
+            "trained": True,
+        }
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """v̄_i = α_i·v_i + (1 − α_i)·w, with the w of now."""
@@ -102,31 +107,35 @@ class APFL(Averaging):
 
 @final
 @dataclass(frozen=True)
-class _Both:
+class _MixtureGradient:
     """Leaves ∇L(w) in `grad`, and steps v and, where it is due, α. The tensors are α, whether it is due, and v."""
 
     lr: float
 
     def __call__(self, network: nn.Module, loss_of: Callable[[int], Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        alpha, due, *v = tensors
-        moved = [p for p in network.parameters() if p.requires_grad]
+        alpha, alpha_is_due, *v = tensors
+        parameters = [p for p in network.parameters() if p.requires_grad]
         # Both passes draw the same dropout, and BatchNorm's statistics are those of v̄, which is evaluated.
-        before, drawn = buffers_of(network), chances_of(network, moved[0].device)
+        buffers, rng_states = clone_buffers(network), get_network_rng_states(network, parameters[0].device)
         loss_of(0)
-        w, slopes = [p.detach().clone() for p in moved], [p.grad for p in moved]
-        restore_buffers(network, before)
-        set_chances(network, moved[0].device, drawn)
-        put(moved, [torch.lerp(b, a, widened(alpha, b)) for a, b in zip(v, w, strict=True)])
+        w, gradients = [p.detach().clone() for p in parameters], [p.grad for p in parameters]
+        restore_buffers(network, buffers)
+        set_network_rng_states(network, parameters[0].device, rng_states)
+        assign_parameters(
+            parameters, [torch.lerp(b, a, reshape_to_broadcast(alpha, b)) for a, b in zip(v, w, strict=True)]
+        )
         loss = loss_of(0)
         with torch.no_grad():
-            along = torch.zeros_like(alpha)
-            for mine, shared, p in zip(v, w, moved, strict=True):
+            alpha_gradient = torch.zeros_like(alpha)
+            for v_part, w_part, p in zip(v, w, parameters, strict=True):
                 if p.grad is not None:
-                    along += per_client(network, (mine - shared) * p.grad)
-                    mine.add_(widened(alpha, p) * p.grad, alpha=-self.lr)  # v ← v − η·∇_v L(αv + (1 − α)w)
-            alpha.sub_(due * self.lr * along).clamp_(0, 1)  # α ← α − η⟨v − w, ∇L(v̄)⟩
-            due.zero_()
-        put(moved, w)
-        for p, slope in zip(moved, slopes, strict=True):
-            p.grad = slope
+                    alpha_gradient += sum_per_client(network, (v_part - w_part) * p.grad)
+                    v_part.add_(
+                        reshape_to_broadcast(alpha, p) * p.grad, alpha=-self.lr
+                    )  # v ← v − η·∇_v L(αv + (1 − α)w)
+            alpha.sub_(alpha_is_due * self.lr * alpha_gradient).clamp_(0, 1)  # α ← α − η⟨v − w, ∇L(v̄)⟩
+            alpha_is_due.zero_()
+        assign_parameters(parameters, w)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
         return loss

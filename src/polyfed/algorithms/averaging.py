@@ -8,15 +8,22 @@ from typing import Any, ClassVar, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.adapters import Adapters, divided
+from polyfed.core.adapters import AdapterMode, factorise_mean_adapters
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import SendsBuffers, extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.buffers import HasBufferPolicy, extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import Scratch, initial_state, scratch
-from polyfed.core.training import LocalTraining, fit, scalars_of
-from polyfed.core.tree import RunningMean, Spec, Tree, UnlikeTreesError, spec, weighted_mean
+from polyfed.core.scratch import CachedModule, cached_module, initial_state
+from polyfed.core.training import LocalTraining, fit, reply_scalars
+from polyfed.core.tree import (
+    IncompatibleTensorsError,
+    RunningMean,
+    StateDict,
+    StateDictSpec,
+    state_dict_spec,
+    weighted_mean,
+)
 
-Final = Literal["cohort", "all"]
+AveragedOver = Literal["cohort", "all"]
 ServerState = dict[str, Any]  # the groups that are averaged, and what a method adds
 ClientState = dict[str, Any]
 
@@ -49,18 +56,20 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
     groups: ClassVar[tuple[str, ...]] = ("model",)
     """What a reply holds; all of it is averaged."""
-    keeps_trained: ClassVar[bool] = False
+    clients_keep_trained_weights: ClassVar[bool] = False
     """Whether clients keep what they trained on the server's weights of a round, so that these must not become others."""
     weighted: bool = True
-    adapters: Adapters | None = None
+    adapters: AdapterMode | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.adapters is not None:
-            self._require(self.adapters in get_args(Adapters), "adapters", "'zero_pad', 'svd', 'stack', or none")
-            one = "one_architecture" in self.requires and self.aggregates_by_sum
-            self._require(one, "adapters", "none, except where one global model is averaged (with final='cohort')")
-            fits = not (self.adapters == "stack" and self.keeps_trained)
+            self._require(self.adapters in get_args(AdapterMode), "adapters", "'zero_pad', 'svd', 'stack', or none")
+            averages_one_model = "one_architecture" in self.requires and self.aggregates_by_sum
+            self._require(
+                averages_one_model, "adapters", "none, except where one global model is averaged (with final='cohort')"
+            )
+            fits = not (self.adapters == "stack" and self.clients_keep_trained_weights)
             self._require(
                 fits, "adapters", "'zero_pad' or 'svd': clients keep networks trained on the last round's weights"
             )
@@ -76,7 +85,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     def server_init(self, server: ServerContext) -> ServerState:
         """The initial global model θ: the common draw of the federation's architecture."""
         assert server.model is not None  # `requires` names "one_architecture"
-        buffers = scratch(server.model).buffers
+        buffers = cached_module(server.model).buffers
         return {"model": shared_tensors(initial_state(server.model, server.seed), buffers, self.buffers)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
@@ -86,9 +95,9 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """The groups that are averaged, in the form in which they went down."""
-        return {group: spec(message.tensors[group]) for group in self.groups}
+        return {group: state_dict_spec(message.tensors[group]) for group in self.groups}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Whether the server knows which tensors a reply holds, so that replies can be summed as they come. Where only the
@@ -107,24 +116,24 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
         """θ ← Σ_i (n_i/n) θ_i, or (1/m) Σ_i θ_i unweighted."""
-        known = self.weighted and all("num_examples" in reply.scalars for reply in replies.values())
-        found = self.running_aggregate(
-            {i: replies[i].scalars["num_examples"] if known else 1.0 for i in sorted(replies)}
+        counts_are_known = self.weighted and all("num_examples" in reply.scalars for reply in replies.values())
+        aggregator = self.running_aggregate(
+            {i: replies[i].scalars["num_examples"] if counts_are_known else 1.0 for i in sorted(replies)}
         )
         for i in sorted(replies):
-            found.add(i, replies[i])
-        return found.finalize(server_state)
+            aggregator.add(i, replies[i])
+        return aggregator.finalize(server_state)
 
-    def _mean(self, trees: Mapping[str, Tree], replies: Mapping[str, Message]) -> dict[str, Tensor]:
+    def _average_by_client(self, trees: Mapping[str, StateDict], replies: Mapping[str, Message]) -> dict[str, Tensor]:
         """Σ_i (n_i/n) θ_i of trees by client, or (1/m) Σ_i θ_i unweighted; n_i as the replies have it."""
-        n = {i: replies[i].scalars["num_examples"] for i in trees} if self.weighted else None
+        num_examples = {i: replies[i].scalars["num_examples"] for i in trees} if self.weighted else None
         try:
-            return weighted_mean(trees, n)
-        except UnlikeTreesError as error:
+            return weighted_mean(trees, num_examples)
+        except IncompatibleTensorsError as error:
             raise self.incompatible_replies_error(error) from error
 
     def server_step(
-        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
         """The next state, from the mean of the replies, group -> tree, and from who replied, in the order of ids."""
         return {**server_state, **mean}
@@ -133,7 +142,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         """The state after `server_step` with what it keeps of single replies; asked for only without `aggregates_by_sum`."""
         return server_state
 
-    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """What to say where replies have no mean, because their tensors differ."""
         return UserError(f"{type(self).__name__}: {error}; the clients' networks must have one form")
 
@@ -148,8 +157,8 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     ) -> tuple[Message, ClientState]:
         """θ_i: θ after `local_epochs` on the client's data."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
-        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-        return build_reply(net, client, found.loss, self)
+        fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        return build_reply(net, client, fit_result.loss, self)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ."""
@@ -162,7 +171,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneModel(Averaging, ABC):
+class GlobalModelMethod(Averaging, ABC):
     """An averaging method of one global model that is the result of the run. Which mean that is, `final` says:
 
     - "cohort": θ(t), the mean over the clients of the last round, with which training would go on.
@@ -181,7 +190,7 @@ class OneModel(Averaging, ABC):
     it needs the part before: so it holds each client's latest weights by themselves, and `aggregates_by_sum` is false.
     """
 
-    final: Final = "cohort"
+    final: AveragedOver = "cohort"
 
     @property
     def aggregates_by_sum(self) -> bool:
@@ -197,21 +206,25 @@ class OneModel(Averaging, ABC):
     def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
         """θ_i and n_i of those who replied take the place of their last ones."""
         latest = {**server_state["latest"], **{i: dict(reply.tensors["model"]) for i, reply in replies.items()}}
-        counted = {i: float(reply.scalars["num_examples"]) for i, reply in replies.items()} if self.weighted else {}
-        examples = {**server_state["examples"], **counted}
-        return {**server_state, "latest": _by_id(latest), "examples": _by_id(examples)}
+        num_examples = (
+            {i: float(reply.scalars["num_examples"]) for i, reply in replies.items()} if self.weighted else {}
+        )
+        examples = {**server_state["examples"], **num_examples}
+        return {**server_state, "latest": _sorted_by_id(latest), "examples": _sorted_by_id(examples)}
 
     dispatch = Algorithm.dispatch  # that of `dispatch_all`, for one client
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """To train with, θ(t); as the result, what `result` has, computed once for all."""
-        result: Mapping[str, Tree] = {}
-        for who in client_infos:
-            result = result or (self.result(server_state) if who.purpose == "personal" else {})
-            down = result if who.purpose == "personal" else {"model": server_state["model"]}
-            yield Message(down, {"lr": self.lr_at(who.round, who.rounds)})
+        """To train with, θ(t); as the result, what `result_models` has, computed once for all."""
+        result_tensors: Mapping[str, StateDict] = {}
+        for client_info in client_infos:
+            result_tensors = result_tensors or (
+                self.result_models(server_state) if client_info.purpose == "personal" else {}
+            )
+            tensors = result_tensors if client_info.purpose == "personal" else {"model": server_state["model"]}
+            yield Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
-    def result(self, server_state: ServerState) -> dict[str, Tree]:
+    def result_models(self, server_state: ServerState) -> dict[str, StateDict]:
         """The result after this round, the group "model"; with "all" the last cohort's mean too, as "cohort"."""
         if self.aggregates_by_sum:
             return {"model": server_state["model"]}
@@ -229,11 +242,11 @@ class OneModel(Averaging, ABC):
     ) -> Iterator[tuple[str, nn.Module]]:
         """The last cohort's mean, where it is not the result."""
         if "cohort" in message.tensors:
-            yield "cohort", self.personal_model(_only_cohort(message), client_state, client, seed)
+            yield "cohort", self.personal_model(_with_cohort_model(message), client_state, client, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerStep(Averaging, ABC):
+class ServerUpdateMethod(Averaging, ABC):
     """An averaging method whose server does more with the mean of the parameters than take it: `server_update`. Buffers that
     travel are averaged and no more: a step along their changes could make a running variance negative. So the server keeps
     them apart, as "buffers"."""
@@ -241,7 +254,7 @@ class ServerStep(Averaging, ABC):
     def server_init(self, server: ServerContext) -> ServerState:
         """The initial parameters, and the buffers that travel."""
         assert server.model is not None  # `requires` names "one_architecture"
-        model, names = super().server_init(server)["model"], scratch(server.model).buffers
+        model, names = super().server_init(server)["model"], cached_module(server.model).buffers
         return {
             "model": {name: tensor for name, tensor in model.items() if name not in names},
             "buffers": {name: tensor for name, tensor in model.items() if name in names},
@@ -255,7 +268,7 @@ class ServerStep(Averaging, ABC):
         )
 
     def server_step(
-        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
         """Parameters by `server_update`, buffers averaged."""
         model = mean["model"]
@@ -264,24 +277,26 @@ class ServerStep(Averaging, ABC):
         return {**self.server_update(server_state, {**mean, "model": parameters}, client_ids), "buffers": buffers}
 
     @abstractmethod
-    def server_update(self, server_state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_update(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
         """The next state, from the mean of the replies without buffers, group -> tree, and from who replied."""
 
 
-def mixed(w: Tensor, mean: Tensor, beta: float) -> Tensor:
+def interpolate(w: Tensor, mean: Tensor, beta: float) -> Tensor:
     """(1−β)w + β·mean in the type of w, exact where both are equal and where β is 1."""
     if beta == 1:
         return mean
-    before = w.to(torch.float64)
-    return (before + beta * (mean.to(torch.float64) - before)).to(w.dtype)
+    precise_w = w.to(torch.float64)
+    return (precise_w + beta * (mean.to(torch.float64) - precise_w)).to(w.dtype)
 
 
-def _only_cohort(message: Message) -> Message:
+def _with_cohort_model(message: Message) -> Message:
     """The message as it would be if the last cohort's mean were the result."""
     return Message({"model": message.tensors["cohort"]}, message.scalars)
 
 
-def _by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
+def _sorted_by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
     return {client: by_client[client] for client in sorted(by_client)}
 
 
@@ -295,32 +310,34 @@ class RunningAggregate:
         self._method, self._mean = method, RunningMean(expected)
         self._replies: dict[str, Message] = {}
 
-    def add(self, client: str, reply: Message) -> None:
+    def add(self, client_id: str, reply: Message) -> None:
         """Takes in one reply, which is not needed after if sums suffice.
 
         Raises:
             UserError: its tensors are not those of the first reply.
         """
-        groups = self._method.groups
-        tree: dict[str, Tensor] = {f"{g}/{n}": t for g in groups for n, t in reply.tensors.get(g, {}).items()}
+        group_names = self._method.groups
+        tensors: dict[str, Tensor] = {f"{g}/{n}": t for g in group_names for n, t in reply.tensors.get(g, {}).items()}
         try:
-            self._mean.add(client, tree, reply.scalars["num_examples"] if self._method.weighted else 1.0)
-        except UnlikeTreesError as error:
+            self._mean.add(client_id, tensors, reply.scalars["num_examples"] if self._method.weighted else 1.0)
+        except IncompatibleTensorsError as error:
             raise self._method.incompatible_replies_error(error) from error
         if not self._method.aggregates_by_sum:
-            self._replies[client] = reply
+            self._replies[client_id] = reply
 
     def finalize(self, server_state: ServerState) -> ServerState:
         """The server's next state."""
         mean: dict[str, dict[str, Tensor]] = {group: {} for group in self._method.groups}
-        for key, tensor in self._mean.value().items():
+        for key, tensor in self._mean.mean().items():
             group, _, name = key.partition("/")
             mean[group][name] = tensor
-        after = self._method.server_step(server_state, divided(self._method, mean), self._mean.ids)
+        after = self._method.server_step(
+            server_state, factorise_mean_adapters(self._method, mean), self._mean.client_ids
+        )
         return after if self._method.aggregates_by_sum else self._method.keep_replies(after, self._replies)
 
 
-def build_reply(net: Scratch, client: Client, loss: float, method: SendsBuffers) -> tuple[Message, ClientState]:
+def build_reply(net: CachedModule, client: Client, loss: float, method: HasBufferPolicy) -> tuple[Message, ClientState]:
     """The trained model θ_i with n_i, and the private state of the buffer policy."""
-    model, own = extract_update(net, method)
-    return Message({"model": model}, scalars_of(client, loss)), own
+    model, buffer_state = extract_update(net, method)
+    return Message({"model": model}, reply_scalars(client, loss)), buffer_state

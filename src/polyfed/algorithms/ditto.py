@@ -5,18 +5,18 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from polyfed.algorithms.averaging import ClientState, build_reply
-from polyfed.algorithms.own_network import BesideGlobal
-from polyfed.algorithms.penalties import Pull, trained_copies
+from polyfed.algorithms.own_network import PersonalBesideGlobalMethod
+from polyfed.algorithms.penalties import ProximalTerm, clone_trained_parameters
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import Policy, load_client_model
-from polyfed.core.gathered import OfClient
-from polyfed.core.scratch import whole_state
+from polyfed.core.buffers import BufferPolicy, load_client_model
+from polyfed.core.gathered import PerClientTerm
+from polyfed.core.scratch import trainable_state
 from polyfed.core.training import fit
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Ditto(BesideGlobal):
+class Ditto(PersonalBesideGlobalMethod):
     """min over v_i of L_i(v_i) + λ/2·‖v_i − w‖², where w is what FedAvg finds: w never depends on any v_i. One architecture.
     Evaluated model: v_i (w for a client that never took part); next to it w, as `server_...`.
 
@@ -37,11 +37,11 @@ class Ditto(BesideGlobal):
     True
     """
 
-    keeps_trained: ClassVar[bool] = True
+    clients_keep_trained_weights: ClassVar[bool] = True
     lam: float = 1.0
     personal_epochs: int | None = None
     weighted: bool = True
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,11 +55,13 @@ class Ditto(BesideGlobal):
     ) -> tuple[Message, ClientState]:
         """w_i, from w, for the server; and v_i ← v_i − η(∇L_i(v_i) + λ(v_i − w)), which stays private."""
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
-        pull = OfClient(Pull(self.lam), trained_copies(net.module))  # w as it came, not w_i
-        found = fit(net.module, client, self, lr=lr, seed=seed)
-        reply, kept = build_reply(net, client, found.loss, self)
+        proximal_term = PerClientTerm(
+            ProximalTerm(self.lam), clone_trained_parameters(net.module)
+        )  # w as it came, not w_i
+        fit_result = fit(net.module, client, self, lr=lr, seed=seed)
+        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
         epochs = self.personal_epochs
         options = self if epochs is None else replace(self, local_epochs=epochs, local_steps=None)
-        personal = self.own_network(client_state, client)
-        fit(personal, client, options, lr=lr, seed=seed, penalty=pull)
-        return reply, {**kept, "model": whole_state(personal), "trained": True}
+        personal = self.load_personal_network(client_state, client)
+        fit(personal, client, options, lr=lr, seed=seed, penalty=proximal_term)
+        return reply, {**buffer_state, "model": trainable_state(personal), "trained": True}

@@ -9,15 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
-from polyfed.algorithms.class_means import class_means, class_spec, class_sums, unlike_classes
-from polyfed.algorithms.own_network import KeepsNetwork
+from polyfed.algorithms.class_means import (
+    class_means_from_sums,
+    class_means_spec,
+    incompatible_class_means_error,
+    weighted_class_sums,
+)
+from polyfed.algorithms.own_network import PersonalNetworkMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy
+from polyfed.core.buffers import BufferPolicy
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation import predict
-from polyfed.core.scratch import settled, whole_state
-from polyfed.core.training import Forward, fit, scalars_of
-from polyfed.core.tree import Spec, Tree, UnlikeTreesError, copied, spec
+from polyfed.core.scratch import reset_for_eval, trainable_state
+from polyfed.core.training import ForwardPass, fit, reply_scalars
+from polyfed.core.tree import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
 
 # The server keeps "classes", the last round's mean of the replies, and "who" replied
 # A client keeps "model", W_i and buffers, and "classes", what it sent last
@@ -25,7 +30,7 @@ from polyfed.core.tree import Spec, Tree, UnlikeTreesError, copied, spec
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FD(KeepsNetwork, Averaging):
+class FD(PersonalNetworkMethod, Averaging):
     """Each client minimises CE + γ·CE(F̂_y, softmax(z)) with a network of its own, z being its outputs and F̂_y the mean over
     the *other* clients of their mean softmax for class y. γ = 0 is Local, bit for bit. Evaluated model: W_i.
 
@@ -52,7 +57,7 @@ class FD(KeepsNetwork, Averaging):
     gamma: float = 1.0
     outputs: Literal["probabilities", "logits"] = "probabilities"
     weighted: bool = False
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,26 +76,31 @@ class FD(KeepsNetwork, Averaging):
         scalars = {"lr": self.lr_at(client_info.round, client_info.rounds)}
         if not server_state["classes"] or client_info.purpose == "personal":
             return Message({}, scalars)
-        counted = {"members": float(len(server_state["who"])), "included": float(client_info.id in server_state["who"])}
-        return Message({"others": server_state["classes"]}, scalars | counted)
+        membership = {
+            "members": float(len(server_state["who"])),
+            "included": float(client_info.id in server_state["who"]),
+        }
+        return Message({"others": server_state["classes"]}, scalars | membership)
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Sums and weights of the classes, each as wide as there are classes."""
-        return class_spec(reply, {"classes": spec(server_state["classes"])} if server_state["classes"] else None)
+        return class_means_spec(
+            reply, {"classes": state_dict_spec(server_state["classes"])} if server_state["classes"] else None
+        )
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Not in round 1."""
         return bool(server_state["classes"])
 
     def server_step(
-        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
         """F̄ = (1/m)·Σ_i F_i, and who they were."""
         return {"classes": mean["classes"], "who": list(client_ids)}
 
-    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """Outputs of one form are needed."""
-        return unlike_classes(self, error)
+        return incompatible_class_means_error(self, error)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -99,52 +109,57 @@ class FD(KeepsNetwork, Averaging):
     ) -> tuple[Message, ClientState]:
         """W_i after `local_epochs` (algorithm 1), and its mean output for each class."""
         model = self.personal_model(message, client_state, client, seed)
-        found = fit(
+        fit_result = fit(
             model,
             client,
             self,
             lr=message.scalars["lr"],
             seed=seed,
-            loss=self._loss(message, client_state, client),
-            reported="task",
+            loss=self._distillation_loss(message, client_state, client),
+            reported_loss="task",
         )
-        outputs = predict(settled(model), client.train)
+        outputs = predict(reset_for_eval(model), client.train)
         values = outputs.softmax(1) if self.outputs == "probabilities" else outputs
-        sent = class_sums(values, client.train.labels, outputs.shape[1])
-        scalars = scalars_of(client, found.loss)
-        kept = copied(sent)
-        return Message({"classes": sent}, scalars), {"model": whole_state(model), "classes": kept}
+        class_sums_i = weighted_class_sums(values, client.train.labels, outputs.shape[1])
+        scalars = reply_scalars(client, fit_result.loss)
+        class_sums_copy = clone_tensors(class_sums_i)
+        return Message({"classes": class_sums_i}, scalars), {
+            "model": trainable_state(model),
+            "classes": class_sums_copy,
+        }
 
-    def _loss(self, message: Message, client_state: ClientState, client: Client) -> Callable[[Forward], Tensor] | None:
+    def _distillation_loss(
+        self, message: Message, client_state: ClientState, client: Client
+    ) -> Callable[[ForwardPass], Tensor] | None:
         """The task's loss and the distance to F̂; None where that has no weight, or there is none."""
         if self.gamma == 0 or "others" not in message.tensors:
             return None
-        targets, present = (tensor.to(client.train.device) for tensor in others(message, client_state))
-        hard = self.criterion(client)
+        targets, present = (tensor.to(client.train.device) for tensor in class_means_of_others(message, client_state))
+        label_loss = self.criterion(client)
 
-        def loss(batch: Forward) -> Tensor:
+        def loss(batch: ForwardPass) -> Tensor:
             z, y = batch.outputs.float(), batch.targets
             if self.outputs == "probabilities":
-                apart = F.cross_entropy(z, targets[y], reduction="none")
+                distance = F.cross_entropy(z, targets[y], reduction="none")
             else:
-                apart = 0.5 * (z - targets[y]).square().mean(1)
-            return hard(batch.outputs, y) + self.gamma * (apart * present[y]).mean()
+                distance = 0.5 * (z - targets[y]).square().mean(1)
+            return label_loss(batch.outputs, y) + self.gamma * (distance * present[y]).mean()
 
         return loss
 
 
-def others(message: Message, client_state: ClientState) -> tuple[Tensor, Tensor]:
+def class_means_of_others(message: Message, client_state: ClientState) -> tuple[Tensor, Tensor]:
     """F̂_c = (Σ_j F_jc − F_ic)/(m_c − 1), the mean over the other clients that have class c, m_c of them with this one; and
     which classes have one.
 
     >>> import torch
     >>> mean = {"sums": torch.tensor([[2.0], [0.5]]), "weights": torch.tensor([1.0, 0.5])}
     >>> mine = {"sums": torch.tensor([[1.0], [1.0]]), "weights": torch.tensor([1.0, 1.0])}
-    >>> others(Message({"others": mean}, {"members": 2.0, "included": 1.0}), {"classes": mine})
+    >>> class_means_of_others(Message({"others": mean}, {"members": 2.0, "included": 1.0}), {"classes": mine})
     (tensor([[3.],
             [0.]]), tensor([ True, False]))
     """
-    total = {name: tensor * message.scalars["members"] for name, tensor in message.tensors["others"].items()}
+    sums_of_others = {name: tensor * message.scalars["members"] for name, tensor in message.tensors["others"].items()}
     if message.scalars["included"]:
-        total = {name: tensor - client_state["classes"][name] for name, tensor in total.items()}
-    return class_means({"sums": total["sums"], "weights": total["weights"].round()})
+        sums_of_others = {name: tensor - client_state["classes"][name] for name, tensor in sums_of_others.items()}
+    return class_means_from_sums({"sums": sums_of_others["sums"], "weights": sums_of_others["weights"].round()})

@@ -8,14 +8,14 @@ from typing import Any, ClassVar, final
 
 from torch import Tensor
 
-from polyfed.algorithms.own_network import KeepsNetwork
-from polyfed.algorithms.penalties import Pull
+from polyfed.algorithms.own_network import PersonalNetworkMethod
+from polyfed.algorithms.penalties import ProximalTerm
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy, shared_tensors
-from polyfed.core.gathered import OfClient
-from polyfed.core.scratch import initial_state, scratch, whole_state
-from polyfed.core.training import LocalTraining, fit, scalars_of
-from polyfed.core.tree import Spec, Tree, spec, weighted_mean
+from polyfed.core.buffers import BufferPolicy, shared_tensors
+from polyfed.core.gathered import PerClientTerm
+from polyfed.core.scratch import cached_module, initial_state, trainable_state
+from polyfed.core.training import LocalTraining, fit, reply_scalars
+from polyfed.core.tree import StateDict, StateDictSpec, state_dict_spec, weighted_mean
 
 ServerState = dict[str, Any]
 ClientState = dict[str, Any]
@@ -23,7 +23,7 @@ ClientState = dict[str, Any]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedAMP(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
+class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientState]):
     """min over w_1..w_N of Σ_i L_i(w_i) + λ·Σ_{i<j} A(‖w_i − w_j‖²), with A(x) = 1 − e^(−x/σ). The server takes
     a gradient step on A, from which each client gets u_i = ξ_ii·w_i + Σ_j ξ_ij·w_j with ξ_ij = α·A'(‖w_i − w_j‖²), so
     that the near attract more than the far; the client then minimises L_i(w) + λ/(2α)·‖w − u_i‖², from its own w_i. One
@@ -51,7 +51,7 @@ class FedAMP(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
     lam: float = 1.0
     sigma: float | None = None
     alpha: float | None = None
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,38 +65,47 @@ class FedAMP(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
     def server_init(self, server: ServerContext) -> ServerState:
         """The common draw, and a place for everyone's model."""
         assert server.model is not None  # `requires` names "one_architecture"
-        draw = shared_tensors(initial_state(server.model, server.seed), scratch(server.model).buffers, self.buffers)
-        return {"model": draw, "models": {who.id: {} for who in sorted(server.clients, key=lambda who: who.id)}}
+        draw = shared_tensors(
+            initial_state(server.model, server.seed), cached_module(server.model).buffers, self.buffers
+        )
+        return {
+            "model": draw,
+            "models": {
+                client_info.id: {} for client_info in sorted(server.clients, key=lambda client_info: client_info.id)
+            },
+        }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """u_i, and λ/α, by which it pulls; nothing to evaluate, since a client has its own model."""
         if client_info.purpose == "personal":
             return Message()
         lr = {"lr": self.lr_at(client_info.round, client_info.rounds)}
-        mine = server_state["models"].get(client_info.id) or server_state["model"]
-        distances = {j: _distance(mine, w) for j, w in server_state["models"].items() if j != client_info.id and w}
+        w_i = server_state["models"].get(client_info.id) or server_state["model"]
+        distances = {
+            j: _squared_distance(w_i, w) for j, w in server_state["models"].items() if j != client_info.id and w
+        }
         if not any(distances.values()):  # nobody else has trained, or all are where this client is
             return Message({}, lr)
         sigma = self.sigma or sum(distances.values()) / len(distances) / 4
-        slopes = {j: math.exp(-x / sigma) / sigma for j, x in distances.items()}  # A'(‖w_i − w_j‖²)
-        total = sum(slopes.values())
+        attractions = {j: math.exp(-x / sigma) / sigma for j, x in distances.items()}  # A'(‖w_i − w_j‖²)
+        total = sum(attractions.values())
         if total < 1e-300:
             return Message({}, lr)  # all are too far away to attract at all
         alpha = self.alpha or (1 - 1 / len(server_state["models"])) / total
-        pull = self.lam if self.alpha is None else self.lam / self.alpha
-        xi = {j: alpha * slope for j, slope in slopes.items()}
-        return Message({"cloud": _mixture(mine, server_state["models"], xi)}, {**lr, "pull": pull})
+        pull_strength = self.lam if self.alpha is None else self.lam / self.alpha
+        xi = {j: alpha * slope for j, slope in attractions.items()}
+        return Message({"cloud": _mix_models(w_i, server_state["models"], xi)}, {**lr, "pull": pull_strength})
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """The client's parameters."""
-        return {"model": spec(server_state["model"])}
+        return {"model": state_dict_spec(server_state["model"])}
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
         """The last model of each client; nothing is averaged."""
-        new = {i: dict(reply.tensors["model"]) for i, reply in replies.items()}
-        return {**server_state, "models": {i: new.get(i, model) for i, model in server_state["models"].items()}}
+        new_models = {i: dict(reply.tensors["model"]) for i, reply in replies.items()}
+        return {**server_state, "models": {i: new_models.get(i, model) for i, model in server_state["models"].items()}}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -105,32 +114,34 @@ class FedAMP(KeepsNetwork, LocalTraining, Algorithm[ServerState, ClientState]):
     ) -> tuple[Message, ClientState]:
         """w_i ← argmin L_i(w) + λ/(2α)·‖w − u_i‖², by local training from w_i."""
         module = self.personal_model(message, client_state, client, seed)
-        cloud, pull = message.tensors.get("cloud", {}), None
+        cloud, penalty = message.tensors.get("cloud", {}), None
         if cloud and message.scalars["pull"]:
             trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
             u = [cloud[name].to(p.device) for name, p in trained]
-            pull = OfClient(_pull, [u[0].new_tensor(message.scalars["pull"]), *u])
-        found = fit(module, client, self, lr=message.scalars["lr"], seed=seed, penalty=pull)
-        model = whole_state(module)
+            penalty = PerClientTerm(_weighted_proximal_term, [u[0].new_tensor(message.scalars["pull"]), *u])
+        fit_result = fit(module, client, self, lr=message.scalars["lr"], seed=seed, penalty=penalty)
+        model = trainable_state(module)
         assert client.model is not None
-        sent = shared_tensors(whole_state(module), scratch(client.model, client.train.device).buffers, self.buffers)
-        return Message({"model": sent}, scalars_of(client, found.loss)), {"model": model}
+        sent = shared_tensors(
+            trainable_state(module), cached_module(client.model, client.train.device).buffers, self.buffers
+        )
+        return Message({"model": sent}, reply_scalars(client, fit_result.loss)), {"model": model}
 
 
-def _pull(weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+def _weighted_proximal_term(weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """s/2·‖w − u‖²; the tensors are s, which differs between clients, and u."""
-    return tensors[0] * Pull(1.0)(weights, tensors[1:])
+    return tensors[0] * ProximalTerm(1.0)(weights, tensors[1:])
 
 
-def _distance(one: Tree, other: Tree) -> float:
+def _squared_distance(w_i: StateDict, w_j: StateDict) -> float:
     """‖w_i − w_j‖²: squared, as A takes it."""
-    return sum(float((w - other[name]).double().square().sum()) for name, w in one.items())
+    return sum(float((w - w_j[name]).double().square().sum()) for name, w in w_i.items())
 
 
-def _mixture(mine: Tree, models: Mapping[str, Tree], xi: Mapping[str, float]) -> Tree:
+def _mix_models(w_i: StateDict, models: Mapping[str, StateDict], xi: Mapping[str, float]) -> StateDict:
     """w_i + Σ_j ξ_ij (w_j − w_i), so that ξ_ii = 1 − Σ_j ξ_ij."""
     total = sum(xi.values())
     if not total:
-        return mine
+        return w_i
     mean = weighted_mean({j: models[j] for j in xi}, xi)
-    return {name: (w.double() + total * (mean[name].double() - w.double())).to(w.dtype) for name, w in mine.items()}
+    return {name: (w.double() + total * (mean[name].double() - w.double())).to(w.dtype) for name, w in w_i.items()}

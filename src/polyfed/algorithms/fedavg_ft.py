@@ -5,22 +5,22 @@ from typing import final
 
 from torch import nn
 
-from polyfed.algorithms.averaging import ClientState, Final, OneModel
+from polyfed.algorithms.averaging import AveragedOver, ClientState, GlobalModelMethod
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import load_client_model, prepare_for_eval, recompute
+from polyfed.core.buffers import load_client_model, prepare_for_eval, recompute_norm_statistics
 from polyfed.core.training import fit
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedAvgFT(OneModel):
+class FedAvgFT(GlobalModelMethod):
     """FedAvg, then `finetune_epochs` on the client's own training data before evaluation: an honest baseline of
     personalisation (Cheng et al., 2021). Evaluated model: θ after fine-tuning. Neither θ nor the replies depend on it.
 
     Args:
         weighted: by the number of training examples (FedAvg's paper); False counts every client the same.
         final: which mean is the result: "cohort", that of the last round's clients (paper), or "all", that of all clients'
-            latest models, for which the server keeps each of them (see `OneModel`).
+            latest models, for which the server keeps each of them (see `GlobalModelMethod`).
         finetune_epochs: epochs of fine-tuning (1, polyfed's choice).
         finetune_lr: its learning rate; None takes the round's (polyfed's choice).
 
@@ -30,7 +30,7 @@ class FedAvgFT(OneModel):
     """
 
     weighted: bool = True
-    final: Final = "cohort"
+    final: AveragedOver = "cohort"
     finetune_epochs: int = 1
     finetune_lr: float | None = None
 
@@ -44,9 +44,9 @@ class FedAvgFT(OneModel):
         of the client's data; under "recompute" they are estimated again for the tuned weights."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         prepare_for_eval(net, client, client_state, self.buffers)
-        tuning = replace(self, local_epochs=self.finetune_epochs, local_steps=None)
+        options = replace(self, local_epochs=self.finetune_epochs, local_steps=None)
         lr = message.scalars["lr"] if self.finetune_lr is None else self.finetune_lr
-        fit(net.module, client, tuning, lr=lr, seed=seed)
+        fit(net.module, client, options, lr=lr, seed=seed)
         if self.buffers == "recompute":
-            recompute(net.module, client.train)
+            recompute_norm_statistics(net.module, client.train)
         return net.module

@@ -9,18 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import Averaging, build_reply
-from polyfed.algorithms.common_network import check_found, common_form, learner, spec_of
-from polyfed.algorithms.distillation import divergence
+from polyfed.algorithms.common_network import (
+    build_model_spec,
+    infer_shared_network_form,
+    validate_network_name,
+    with_shared_network,
+)
+from polyfed.algorithms.distillation import softened_kl_divergence
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.errors import UserError
-from polyfed.core.frozen import FrozenArguments
-from polyfed.core.inputs import call, logits_of, mapped
-from polyfed.core.layout import arrange
-from polyfed.core.network_needs import LooksInside, TrainsBeside
-from polyfed.core.scratch import fill, initial_state, scratch, whole_state
-from polyfed.core.training import Forward, fit
-from polyfed.core.tree import Spec, Tree, UnlikeTreesError, spec
+from polyfed.core.frozen import FrozenMapping
+from polyfed.core.inputs import call_network, logits_of, tree_map
+from polyfed.core.layout import to_preferred_memory_format
+from polyfed.core.network_needs import TrainsAuxiliaryNetwork, ValidatesNetworks
+from polyfed.core.scratch import cached_module, fill_module, initial_state, trainable_state
+from polyfed.core.training import ForwardPass, fit
+from polyfed.core.tree import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
 
 ServerState = dict[
     str, Any
@@ -32,7 +37,7 @@ ClientState = dict[
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedAvgKD(Averaging, LooksInside, TrainsBeside):
+class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     """Phase 1: all clients train one teacher t by FedAvg. Phase 2: each client trains its own network θ_i, of whatever
     architecture, on its own data by (1−α)·CE(θ_i, y) + α·2T²·KL, KL being the divergence of the teacher's softmax at
     temperature T from the student's. Evaluated model: θ_i, which is the initial draw until the client has distilled; next to
@@ -79,49 +84,49 @@ class FedAvgKD(Averaging, LooksInside, TrainsBeside):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {"name": self.teacher} if isinstance(self.teacher, str) else self.teacher
-        named = isinstance(given, Mapping) and isinstance(given.get("name"), str)
-        self._require(named, "teacher", "a network's name, or a mapping with it, as {name: resnet18, width: 16}")
-        object.__setattr__(self, "teacher", FrozenArguments(given))
-        spec_of(self._given, (1,), 1)  # refuses an unknown name
+        options = {"name": self.teacher} if isinstance(self.teacher, str) else self.teacher
+        has_name = isinstance(options, Mapping) and isinstance(options.get("name"), str)
+        self._require(has_name, "teacher", "a network's name, or a mapping with it, as {name: resnet18, width: 16}")
+        object.__setattr__(self, "teacher", FrozenMapping(options))
+        build_model_spec(self._teacher_options, (1,), 1)  # refuses an unknown name
         self._positive("teacher_lr")
         self._at_least(1, "teacher_rounds")
         self._require(0 <= self.alpha <= 1, "alpha", "between 0 and 1")
         self._positive("temperature")
 
     @property
-    def _given(self) -> Mapping[str, Any]:
+    def _teacher_options(self) -> Mapping[str, Any]:
         assert isinstance(self.teacher, Mapping)
         return self.teacher
 
-    def _rounds_of_teacher(self, rounds: int) -> int:
+    def _num_teacher_rounds(self, rounds: int) -> int:
         return (rounds + 1) // 2 if self.teacher_rounds is None else self.teacher_rounds
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
         """No teacher yet: it is that of the first replies."""
-        check_found(self._given)
-        rounds = self._rounds_of_teacher(server.rounds)
-        if self.teacher_rounds is not None and rounds >= server.rounds:
+        validate_network_name(self._teacher_options)
+        teacher_rounds = self._num_teacher_rounds(server.rounds)
+        if self.teacher_rounds is not None and teacher_rounds >= server.rounds:
             raise UserError(
-                f"FedAvgKD: teacher_rounds must be below the number of rounds, {server.rounds}, got {rounds}: there "
+                f"FedAvgKD: teacher_rounds must be below the number of rounds, {server.rounds}, got {teacher_rounds}: there "
                 "would be no round to distil in; give more rounds, or a smaller teacher_rounds"
             )
-        return {"model": {}, "rounds_left": rounds, "taught": []}
+        return {"model": {}, "rounds_left": teacher_rounds, "taught": []}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """Phase 1: t, the same for everyone. Phase 2: t for a client that does not have it yet."""
-        first = self._rounds_of_teacher(client_info.rounds)
+        teacher_rounds = self._num_teacher_rounds(client_info.rounds)
         if server_state["rounds_left"]:
-            lr = replace(self, lr=self.teacher_lr, schedule="cosine").lr_at(client_info.round, first)
+            lr = replace(self, lr=self.teacher_lr, schedule="cosine").lr_at(client_info.round, teacher_rounds)
         else:
-            lr = self.lr_at(client_info.round - first, max(1, client_info.rounds - first))
-        needed = server_state["model"] and client_info.id not in server_state["taught"]
+            lr = self.lr_at(client_info.round - teacher_rounds, max(1, client_info.rounds - teacher_rounds))
+        needs_teacher = server_state["model"] and client_info.id not in server_state["taught"]
         scalars = {"lr": lr, "distil": float(server_state["rounds_left"] == 0)}
-        return Message({"model": server_state["model"]} if needed else {}, scalars)
+        return Message({"model": server_state["model"]} if needs_teacher else {}, scalars)
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Phase 1: a teacher, in the form of the first. Phase 2: no tensor may go up."""
         if server_state["rounds_left"] == 0:
             return {}
@@ -129,80 +134,93 @@ class FedAvgKD(Averaging, LooksInside, TrainsBeside):
             raise ValueError(
                 f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', with the trained teacher"
             )
-        return {"model": spec(server_state["model"] or reply.tensors["model"])}
+        return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Not in round 1: the teacher's outputs are those that the clients' networks have."""
         return bool(server_state["model"])
 
     def server_step(
-        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
         """Phase 1: t ← Σ_i (n_i/n) t_i. Phase 2: who has t from now on."""
         if server_state["rounds_left"] == 0:
             return {**server_state, "taught": sorted({*server_state["taught"], *client_ids})}
         return {**server_state, **mean, "rounds_left": server_state["rounds_left"] - 1}
 
-    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """The first teachers must have one form to have a mean."""
         return UserError(
-            f"FedAvgKD: the teachers of clients {error.first!r} and {error.other!r} differ ({error.other!r}: "
-            f"{error.differs}); clients need inputs of one shape, and networks with the same number of outputs"
+            f"FedAvgKD: the teachers of clients {error.first_client!r} and {error.other_client!r} differ "
+            f"({error.other_client!r}: {error.difference}); clients need inputs of one shape, and networks with the "
+            "same number of outputs"
         )
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def look_inside(self, client: Client) -> None:
+    def validate_network(self, client: Client) -> None:
         """As the client's first state does."""
         self.client_init(client, 0)
 
-    def beside(self, client: Client) -> Architecture:
+    def auxiliary_network(self, client: Client) -> Architecture:
         """t, in the form of the client's data."""
-        return learner(self._given, self.client_init(client, 0), client)[1]
+        return with_shared_network(self._teacher_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """θ_i: the common draw of the client's architecture, as in Local. And what a teacher must take and give here."""
         assert client.model is not None
         student = initial_state(client.model, seed)
-        return {"seed": seed, **common_form(self._given, student, client, "FedAvgKD", "teacher"), "student": student}
+        return {
+            "seed": seed,
+            **infer_shared_network_form(self._teacher_options, student, client, "FedAvgKD", "teacher"),
+            "student": student,
+        }
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """Phase 1: t_i, t after `local_epochs` on the client's data, as in FedAvg. Phase 2: θ_i after `local_epochs`."""
         if message.scalars["distil"]:
-            return self._distil(message, client_state, client, seed)
-        as_if, factory = learner(self._given, client_state, client)
-        drawn = shared_tensors(initial_state(factory, client_state["seed"]), scratch(factory).buffers, self.buffers)
-        net = load_client_model(as_if, message.tensors.get("model", drawn), client_state, self.buffers)
-        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-        reply, kept = build_reply(net, client, found.loss, self)
-        return reply, {**client_state, **kept}
+            return self._train_student(message, client_state, client, seed)
+        teacher_client, factory = with_shared_network(self._teacher_options, client_state, client)
+        initial_teacher = shared_tensors(
+            initial_state(factory, client_state["seed"]), cached_module(factory).buffers, self.buffers
+        )
+        net = load_client_model(
+            teacher_client, message.tensors.get("model", initial_teacher), client_state, self.buffers
+        )
+        fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        return reply, {**client_state, **buffer_state}
 
-    def _distil(
+    def _train_student(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         teacher, student = (
-            self._teacher(message, client_state, client),
+            self._load_teacher(message, client_state, client),
             self.personal_model(message, client_state, client, seed),
         )
         hard = self.criterion(client)
 
-        def loss(batch: Forward) -> Tensor:
+        def loss(batch: ForwardPass) -> Tensor:
             """(1−α)·CE(y_pred, y) + α·KL·2T² (appendix E), on the same, augmented, inputs."""
             with torch.no_grad():
-                x = arrange(teacher, mapped(Tensor.contiguous, batch.inputs))  # they have the student's layout
-                target = logits_of(call(teacher, x))
-            soft = divergence(target, batch.outputs, self.temperature, client.task) * 2 * self.temperature**2
+                x = to_preferred_memory_format(
+                    teacher, tree_map(Tensor.contiguous, batch.inputs)
+                )  # they have the student's layout
+                target = logits_of(call_network(teacher, x))
+            soft = (
+                softened_kl_divergence(target, batch.outputs, self.temperature, client.task) * 2 * self.temperature**2
+            )
             return (1 - self.alpha) * hard(batch.outputs, batch.targets) + self.alpha * soft
 
-        found = fit(student, client, self, lr=message.scalars["lr"], seed=seed, loss=loss)
-        after = {**client_state, "student": whole_state(student)}
+        fit_result = fit(student, client, self, lr=message.scalars["lr"], seed=seed, loss=loss)
+        state_after = {**client_state, "student": trainable_state(student)}
         if "model" in message.tensors:
-            after["teacher"] = dict(message.tensors["model"])
-        return Message({}, {"train_loss": found.loss, "num_examples": len(client.train)}), after
+            state_after["teacher"] = dict(message.tensors["model"])
+        return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), state_after
 
-    def _teacher(self, message: Message, client_state: ClientState, client: Client) -> nn.Module:
+    def _load_teacher(self, message: Message, client_state: ClientState, client: Client) -> nn.Module:
         """t, from the message or as the client kept it, ready to be evaluated."""
         model = message.tensors.get("model", client_state.get("teacher"))
         if model is None:
@@ -210,18 +228,21 @@ class FedAvgKD(Averaging, LooksInside, TrainsBeside):
                 f"client {client.id!r} was sent the teacher in an earlier round, and lost it with its private state; "
                 "start the run again"
             )
-        as_if, _ = learner(self._given, client_state, client)
+        teacher_client, _ = with_shared_network(self._teacher_options, client_state, client)
         return prepare_for_eval(
-            load_client_model(as_if, model, client_state, self.buffers), as_if, client_state, self.buffers
+            load_client_model(teacher_client, model, client_state, self.buffers),
+            teacher_client,
+            client_state,
+            self.buffers,
         ).eval()
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_i."""
         assert client.model is not None
-        return fill(scratch(client.model, client.train.device).module, client_state["student"])
+        return fill_module(cached_module(client.model, client.train.device).module, client_state["student"])
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """t, on the client's data."""
-        yield "teacher", self._teacher(message, client_state, client)
+        yield "teacher", self._load_teacher(message, client_state, client)

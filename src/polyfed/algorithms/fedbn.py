@@ -8,17 +8,17 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
-from polyfed.core.buffers import Policy, extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.errors import UserError
-from polyfed.core.network_needs import LooksInside
-from polyfed.core.scratch import Scratch, initial_state, scratch
-from polyfed.core.training import fit, scalars_of
-from polyfed.models.split import norm_tensor_names, split_names
+from polyfed.core.network_needs import ValidatesNetworks
+from polyfed.core.scratch import CachedModule, cached_module, initial_state
+from polyfed.core.training import fit, reply_scalars
+from polyfed.models.split import norm_tensor_names, split_body_and_head
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedBN(Averaging, LooksInside):
+class FedBN(Averaging, ValidatesNetworks):
     """FedAvg of everything but norm layers: their parameters and statistics never leave the client. Norm layers are found
     by type (batch, instance, layer, group and RMS norms), wherever they are. One architecture. Evaluated model: the average
     with the client's own norm layers; a client that never took part has the initial norm parameters, and statistics
@@ -41,7 +41,7 @@ class FedBN(Averaging, LooksInside):
 
     weighted: bool = True
     norms: tuple[str, ...] | None = None
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,8 +58,8 @@ class FedBN(Averaging, LooksInside):
     def server_init(self, server: ServerContext) -> ServerState:
         """The initial θ without norm layers."""
         assert server.model is not None  # `requires` names "one_architecture"
-        net = scratch(server.model)
-        norms = frozenset(self._norm_names(net.module))
+        net = cached_module(server.model)
+        norms = frozenset(self._find_norm_tensors(net.module))
         if not norms:
             warnings.warn("FedBN: the network has no norm layer, so only buffers stay local: this is FedAvg with "
                           "buffers='local'", RuntimeWarning, stacklevel=2)  # fmt: skip
@@ -68,36 +68,38 @@ class FedBN(Averaging, LooksInside):
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def look_inside(self, client: Client) -> None:
+    def validate_network(self, client: Client) -> None:
         """As the client's first state does."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """The norm layers' parameters of the common draw."""
         assert client.model is not None
-        start, net = initial_state(client.model, seed), scratch(client.model)
-        norms = {name: start[name] for name in self._norm_names(net.module) if name in start}
+        initial_weights, net = initial_state(client.model, seed), cached_module(client.model)
+        norms = {name: initial_weights[name] for name in self._find_norm_tensors(net.module) if name in initial_weights}
         return {"norms": shared_tensors(norms, net.buffers, self.buffers)}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """θ_i: θ with the client's own norm layers after `local_epochs`; all of it is trained."""
-        net = self._assembled(message, client_state, client)
-        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-        theta, kept = extract_update(net, self)
+        net = self._load_with_own_norms(message, client_state, client)
+        fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        theta, buffer_state = extract_update(net, self)
         model = {name: tensor for name, tensor in theta.items() if name not in client_state["norms"]}
         norms = {name: theta[name] for name in client_state["norms"]}
-        return Message({"model": model}, scalars_of(client, found.loss)), {"norms": norms, **kept}
+        return Message({"model": model}, reply_scalars(client, fit_result.loss)), {"norms": norms, **buffer_state}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ with the client's own norm layers."""
-        return prepare_for_eval(self._assembled(message, client_state, client), client, client_state, self.buffers)
+        return prepare_for_eval(
+            self._load_with_own_norms(message, client_state, client), client, client_state, self.buffers
+        )
 
-    def _norm_names(self, module: nn.Module) -> tuple[str, ...]:
-        return norm_tensor_names(module) if self.norms is None else split_names(module, self.norms)[1]
+    def _find_norm_tensors(self, module: nn.Module) -> tuple[str, ...]:
+        return norm_tensor_names(module) if self.norms is None else split_body_and_head(module, self.norms)[1]
 
-    def _assembled(self, message: Message, client_state: ClientState, client: Client) -> Scratch:
+    def _load_with_own_norms(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
         return load_client_model(
             client, {**message.tensors["model"], **client_state["norms"]}, client_state, self.buffers
         )

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.averaging import Averaging, ServerState
-from polyfed.algorithms.distillation import distil, divergence
+from polyfed.algorithms.distillation import fit_to_targets, softened_kl_divergence
 from polyfed.core.algorithm import Architecture, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy
+from polyfed.core.buffers import BufferPolicy
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation import predict
 from polyfed.core.examples import Examples
-from polyfed.core.scratch import fill, initial_state, scratch, settled, whole_state
-from polyfed.core.seeds import derive
+from polyfed.core.scratch import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
+from polyfed.core.seeds import derive_seed
 from polyfed.core.training import LocalTraining
-from polyfed.core.tree import Tree
+from polyfed.core.tree import StateDict
 
 # The server keeps "model": θ^p by architecture; "seed" of the run; "round"
 
@@ -57,7 +57,7 @@ class FedDF(Averaging):
     server_lr: float = 0.001
     server_batch_size: int = 128
     weighted: bool = True
-    buffers: Policy = "average"
+    buffers: BufferPolicy = "average"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,19 +77,28 @@ class FedDF(Averaging):
         """θ^p: the common draw of each architecture. The outputs of all must be as many."""
         assert server.architectures is not None  # `requires` names both
         assert server.public is not None
-        drawn = {key: initial_state(factory, server.seed) for key, factory in sorted(server.architectures.items())}
-        one = server.public.head()
-        widths = {key: _outputs(server.architectures[key], tree, one).shape[1] for key, tree in drawn.items()}
-        if len(set(widths.values())) > 1:
-            told = {who.id: widths[who.architecture or ""] for who in server.clients}
-            first, other = (
-                next(i for i in told if told[i] == width) for width in list(dict.fromkeys(told.values()))[:2]
+        initial_models = {
+            key: initial_state(factory, server.seed) for key, factory in sorted(server.architectures.items())
+        }
+        example = server.public.head()
+        num_outputs = {
+            key: _predict_public(server.architectures[key], tree, example).shape[1]
+            for key, tree in initial_models.items()
+        }
+        if len(set(num_outputs.values())) > 1:
+            outputs_by_client = {
+                client_info.id: num_outputs[client_info.architecture or ""] for client_info in server.clients
+            }
+            first, second = (
+                next(i for i in outputs_by_client if outputs_by_client[i] == width)
+                for width in list(dict.fromkeys(outputs_by_client.values()))[:2]
             )
             raise UserError(
-                f"FedDF: the network of {first!r} has {told[first]} outputs, that of {other!r} {told[other]}, which have no "
-                "mean; give all networks the same number of outputs, one for each class of the federation"
+                f"FedDF: the network of {first!r} has {outputs_by_client[first]} outputs, that of {second!r} "
+                f"{outputs_by_client[second]}, which have no mean; give all networks the same number of outputs, one "
+                "for each class of the federation"
             )
-        return {"model": drawn, "seed": server.seed, "round": 0}
+        return {"model": initial_models, "seed": server.seed, "round": 0}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """θ^p of the client's architecture, and the learning rate of the round."""
@@ -104,29 +113,35 @@ class FedDF(Averaging):
         """θ^p ← Σ_i (n_i/n) θ_i over the clients of architecture p; then `server_steps` of distillation."""
         assert server.architectures is not None
         assert server.public is not None
-        kinds = {who.id: who.architecture or "" for who in server.clients}
-        models, number = dict(server_state["model"]), server_state["round"] + 1
-        for key in sorted({kinds[i] for i in replies}):
-            models[key] = self._mean(
-                {i: replies[i].tensors["model"] for i in sorted(replies) if kinds[i] == key}, replies
+        architecture_by_client = {client_info.id: client_info.architecture or "" for client_info in server.clients}
+        models, round_number = dict(server_state["model"]), server_state["round"] + 1
+        for key in sorted({architecture_by_client[i] for i in replies}):
+            models[key] = self._average_by_client(
+                {i: replies[i].tensors["model"] for i in sorted(replies) if architecture_by_client[i] == key}, replies
             )
         if not self.server_steps:
-            return {**server_state, "model": models, "round": number}
-        trees = [(server.architectures[kinds[i]], replies[i].tensors["model"]) for i in sorted(replies)]
-        mean = torch.stack([_outputs(factory, tree, server.public) for factory, tree in trees]).mean(0)
+            return {**server_state, "model": models, "round": round_number}
+        client_models = [
+            (server.architectures[architecture_by_client[i]], replies[i].tensors["model"]) for i in sorted(replies)
+        ]
+        mean_outputs = torch.stack(
+            [_predict_public(factory, tree, server.public) for factory, tree in client_models]
+        ).mean(0)
         options = LocalTraining(local_steps=self.server_steps, batch_size=self.server_batch_size, optimizer="adam")
-        seed = derive(server_state["seed"], number, "server")
+        seed = derive_seed(server_state["seed"], round_number, "server")
         for key, tree in models.items():
-            student = fill(scratch(server.architectures[key]).module, tree)
-            distil(student, server.public, mean, options, lr=self.server_lr, seed=seed, apart=_softened)
-            models[key] = whole_state(student)
-        return {**server_state, "model": models, "round": number}
+            student = fill_module(cached_module(server.architectures[key]).module, tree)
+            fit_to_targets(
+                student, server.public, mean_outputs, options, lr=self.server_lr, seed=seed, distance=_kl_divergence
+            )
+            models[key] = trainable_state(student)
+        return {**server_state, "model": models, "round": round_number}
 
 
-def _outputs(factory: Architecture, tree: Tree, examples: Examples) -> Tensor:
+def _predict_public(factory: Architecture, tree: StateDict, examples: Examples) -> Tensor:
     """Logits of a client's model on public examples."""
-    return predict(settled(fill(scratch(factory).module, tree)), examples)
+    return predict(reset_for_eval(fill_module(cached_module(factory).module, tree)), examples)
 
 
-def _softened(teacher: Tensor, student: Tensor) -> Tensor:
-    return divergence(teacher, student, 1.0)
+def _kl_divergence(teacher: Tensor, student: Tensor) -> Tensor:
+    return softened_kl_divergence(teacher, student, 1.0)

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from polyfed.algorithms.averaging import ClientState
-from polyfed.algorithms.searching import Searching
+from polyfed.algorithms.searching import SupernetMethod
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.training import fit
-from polyfed.search.network import Context, Per
+from polyfed.search.network import SamplerContext, SamplingUnit
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedDSNAS(Searching):
+class FedDSNAS(SupernetMethod):
     """argmin_{W, Π} (1/M) Σ_i L_i(W, Π) (eq. 3): FedAvg of a supernet and of the probabilities of its operations. One
     architecture is drawn per minibatch. Evaluated model: the most probable architecture, as it comes from the server.
 
@@ -22,7 +22,7 @@ class FedDSNAS(Searching):
             at once.
         finetune_epochs: 0, no adaptation (paper).
 
-    The other fields are those of `Searching` and `LocalTraining`; clients' own networks are not used.
+    The other fields are those of `SupernetMethod` and `LocalTraining`; clients' own networks are not used.
 
     >>> FedDSNAS(channels=8).finetune_epochs
     0
@@ -35,14 +35,16 @@ class FedDSNAS(Searching):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """θ^k: the supernet after the client's steps on L_k(W, Π), each on an architecture drawn by eq. 2."""
-        net = self.receive(message, client_state, client)
-        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, rate=self.rate)
-        return self.reply(net, client, found.loss)
+        net = self.load_supernet(message, client_state, client)
+        fit_result = fit(
+            net.module, client, self, lr=message.scalars["lr"], seed=seed, lr_factor=self.sampler_lr_factor
+        )
+        return self.build_reply(net, client, fit_result.loss)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CAFedDSNAS(Searching):
+class CAFedDSNAS(SupernetMethod):
     """FedDSNAS with the context-aware samplers of section 3.3: each example has an architecture of its own. Evaluated
     model: the supernet, which takes the most probable operations for each example.
 
@@ -52,21 +54,23 @@ class CAFedDSNAS(Searching):
         sampler_lr: 0.05 (polyfed's choice), as for context-free samplers.
         finetune_epochs: 0, no adaptation (paper).
 
-    The other fields are those of `Searching` and `LocalTraining`; clients' own networks are not used.
+    The other fields are those of `SupernetMethod` and `LocalTraining`; clients' own networks are not used.
     """
 
-    context: ClassVar[Context] = "aware"
-    per: Per = "example"
+    context: ClassVar[SamplerContext] = "aware"
+    per: SamplingUnit = "example"
     sampler_lr: float | None = 0.05
     finetune_epochs: int = 0
 
-    def _per(self) -> Per:
+    def _sampling_unit(self) -> SamplingUnit:
         return self.per
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """θ^k: the supernet after the client's steps, each example on an architecture drawn by eq. 2."""
-        net = self.receive(message, client_state, client)
-        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, rate=self.rate)
-        return self.reply(net, client, found.loss)
+        net = self.load_supernet(message, client_state, client)
+        fit_result = fit(
+            net.module, client, self, lr=message.scalars["lr"], seed=seed, lr_factor=self.sampler_lr_factor
+        )
+        return self.build_reply(net, client, fit_result.loss)

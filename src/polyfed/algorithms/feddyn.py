@@ -8,18 +8,18 @@ from typing import final
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.averaging import ClientState, ServerState, ServerStep, build_reply
-from polyfed.algorithms.penalties import Pull, slope, trained_copies
+from polyfed.algorithms.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply
+from polyfed.algorithms.penalties import ProximalTerm, clone_trained_parameters, linear_term
 from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.buffers import load_client_model
-from polyfed.core.gathered import OfClient
+from polyfed.core.gathered import PerClientTerm
 from polyfed.core.training import fit
-from polyfed.core.tree import Tree
+from polyfed.core.tree import StateDict
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedDyn(ServerStep):
+class FedDyn(ServerUpdateMethod):
     """Each client minimises L_i(θ) − ⟨g_i, θ⟩ + α/2·‖θ − θ̄‖² (eq. 1), θ̄ being the model that it received and g_i the
     gradient of L_i where it last ended, so that where the rounds come to rest the gradients of all add up to zero. One
     architecture. Evaluated model: θ, the server's.
@@ -53,13 +53,15 @@ class FedDyn(ServerStep):
         zeros = {name: torch.zeros_like(theta) for name, theta in state["model"].items()}
         return {**state, "h": zeros, "clients": len(server.clients)}
 
-    def server_update(self, server_state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_update(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
         """h ← h − α/m·Σ_{i∈P} (θ_i − θ) over m clients in all, and θ ← mean of θ_i − h/α (algorithm 1)."""
-        share, theta, h = len(who) / server_state["clients"], {}, {}
-        for name, before in server_state["model"].items():
-            found = mean["model"][name].to(torch.float64)
-            moved = server_state["h"][name].to(torch.float64) - share * (found - before)
-            h[name], theta[name] = moved.to(before.dtype), (found - moved).to(before.dtype)
+        share, theta, h = len(client_ids) / server_state["clients"], {}, {}
+        for name, old_theta in server_state["model"].items():
+            mean_theta = mean["model"][name].to(torch.float64)
+            new_h = server_state["h"][name].to(torch.float64) - share * (mean_theta - old_theta)
+            h[name], theta[name] = new_h.to(old_theta.dtype), (mean_theta - new_h).to(old_theta.dtype)
         return {**server_state, "model": theta, "h": h}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -73,25 +75,28 @@ class FedDyn(ServerStep):
     ) -> tuple[Message, ClientState]:
         """θ_i by eq. (1), and g_i ← g_i − α(θ_i − θ̄), which is the gradient of L_i at a minimum of it."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
-        trained = {name: theta for name, theta in net.module.named_parameters() if theta.requires_grad}
-        g = client_state["gradient"] or {name: torch.zeros_like(theta, device="cpu") for name, theta in trained.items()}
-        anchors = trained_copies(net.module)
-        term = OfClient(
-            _Dynamic(self.alpha), [*anchors, *(g[name].to(theta.device) for name, theta in trained.items())]
+        parameters = {name: theta for name, theta in net.module.named_parameters() if theta.requires_grad}
+        g = client_state["gradient"] or {
+            name: torch.zeros_like(theta, device="cpu") for name, theta in parameters.items()
+        }
+        anchors = clone_trained_parameters(net.module)
+        regularizer = PerClientTerm(
+            _DynamicRegularizer(self.alpha),
+            [*anchors, *(g[name].to(theta.device) for name, theta in parameters.items())],
         )
-        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, penalty=term)
-        reply, kept = build_reply(net, client, found.loss, self)
-        moved = {name: reply.tensors["model"][name] - message.tensors["model"][name] for name in trained}
-        return reply, {**kept, "gradient": {name: g[name] - self.alpha * moved[name] for name in trained}}
+        fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, penalty=regularizer)
+        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        change = {name: reply.tensors["model"][name] - message.tensors["model"][name] for name in parameters}
+        return reply, {**buffer_state, "gradient": {name: g[name] - self.alpha * change[name] for name in parameters}}
 
 
 @final
 @dataclass(frozen=True)
-class _Dynamic:
+class _DynamicRegularizer:
     """α/2·‖θ − θ̄‖² − ⟨g, θ⟩; the tensors are θ̄ and then g."""
 
     alpha: float
 
     def __call__(self, weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
         anchors, g = tensors[: len(weights)], tensors[len(weights) :]
-        return Pull(self.alpha)(weights, anchors) - slope(weights, g)
+        return ProximalTerm(self.alpha)(weights, anchors) - linear_term(weights, g)

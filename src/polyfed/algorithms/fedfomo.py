@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message, ServerContext
-from polyfed.core.buffers import Policy, extract_update, load_client_model, prepare_for_eval, shared_tensors
-from polyfed.core.criteria import trained_loss
+from polyfed.core.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.criteria import client_training_loss
 from polyfed.core.evaluation import evaluate
 from polyfed.core.examples import Examples
-from polyfed.core.scratch import initial_state, scratch
-from polyfed.core.seeds import derive, torch_generator
+from polyfed.core.scratch import cached_module, initial_state
+from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.training import LocalTraining, fit
-from polyfed.core.tree import Spec, Tree, copied, spec, weighted_mean
+from polyfed.core.tree import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
 
 ServerState = dict[str, dict[str, Any]]
 ClientState = dict[str, Any]
-_MODEL = "model/"  # group of a model that goes down, followed by its owner's position
+_MODEL_PREFIX = "model/"  # group of a model that goes down, followed by its owner's position
 
 
 @final
@@ -59,7 +59,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     epsilon: float = 0.3
     epsilon_decay: float = 0.05
     holdout: float = 0.2
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,25 +78,27 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     def server_init(self, server: ServerContext) -> ServerState:
         """Nobody has sent a model or a request. `models` has a place for everyone: a client's position is its place in the
         order of ids. The common draw is kept for its form."""
-        everyone = sorted(info.id for info in server.clients)
+        client_ids = sorted(info.id for info in server.clients)
         assert server.model is not None  # `requires` names "one_architecture"
-        common = shared_tensors(initial_state(server.model, server.seed), scratch(server.model).buffers, self.buffers)
-        return {"model": common, "models": {client: {} for client in everyone}, "requests": {}}
+        initial_model = shared_tensors(
+            initial_state(server.model, server.seed), cached_module(server.model).buffers, self.buffers
+        )
+        return {"model": initial_model, "models": {client: {} for client in client_ids}, "requests": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """The models that the client asked for; nothing for evaluation, since a client has its own model."""
         if client_info.purpose == "personal":
             return Message()
-        everyone = sorted(server_state["models"])
-        wanted = server_state["requests"].get(client_info.id, torch.zeros(0, dtype=torch.int64)).tolist()
-        models = {k: server_state["models"][everyone[k]] for k in wanted}
+        client_ids = sorted(server_state["models"])
+        positions = server_state["requests"].get(client_info.id, torch.zeros(0, dtype=torch.int64)).tolist()
+        models = {k: server_state["models"][client_ids[k]] for k in positions}
         return Message(
-            {f"{_MODEL}{k}": model for k, model in models.items() if model},
+            {f"{_MODEL_PREFIX}{k}": model for k, model in models.items() if model},
             {
                 "lr": self.lr_at(client_info.round, client_info.rounds),
                 "epsilon": self.epsilon_at(client_info.round),
-                "clients": len(everyone),
-                "position": everyone.index(client_info.id),
+                "clients": len(client_ids),
+                "position": client_ids.index(client_info.id),
             },
         )
 
@@ -115,79 +117,93 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
             "requests": {i: requests[i] for i in sorted(requests)},
         }
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """The client's parameters, and min(M, N−1) different positions of other clients."""
         number = min(self.num_models, len(server_state["models"]) - 1)
-        asked = reply.tensors.get("request", {}).get("clients", torch.zeros(0))
-        wanted = asked.tolist() if asked.shape == (number,) else []  # of another shape, it is refused for that
-        if len(set(wanted)) < len(wanted) or not all(0 <= k < len(server_state["models"]) for k in wanted):
+        request_tensor = reply.tensors.get("request", {}).get("clients", torch.zeros(0))
+        positions = (
+            request_tensor.tolist() if request_tensor.shape == (number,) else []
+        )  # of another shape, it is refused for that
+        if len(set(positions)) < len(positions) or not all(0 <= k < len(server_state["models"]) for k in positions):
             raise ValueError(
-                f"it asks for the models of clients {wanted}; a request names different positions from 0 to "
+                f"it asks for the models of clients {positions}; a request names different positions from 0 to "
                 f"{len(server_state['models']) - 1}: mend the client's software"
             )
-        request: dict[str, Spec] = {"request": {"clients": ((number,), torch.int64)}} if number else {}
-        return {"model": spec(server_state["model"]), **request}
+        request: dict[str, StateDictSpec] = {"request": {"clients": ((number,), torch.int64)}} if number else {}
+        return {"model": state_dict_spec(server_state["model"]), **request}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """θ_i: the common draw; and the rows that are held out."""
         assert client.model is not None  # `requires` names "one_architecture"
-        names = scratch(client.model).buffers
+        buffer_names = cached_module(client.model).buffers
         drawn = initial_state(client.model, seed)
-        own: ClientState = {"model": {name: tensor for name, tensor in drawn.items() if name not in names}}
-        number = len(client.train)
-        held = min(max(1, round(self.holdout * number)), number - 2)  # BatchNorm needs two examples to train on
-        if held > 0:
-            order = torch.randperm(number, generator=torch_generator(derive(seed, client.id, "holdout")))
-            own["holdout"] = order[:held].sort().values
-        return own
+        client_state: ClientState = {
+            "model": {name: tensor for name, tensor in drawn.items() if name not in buffer_names}
+        }
+        num_examples = len(client.train)
+        num_holdout = min(
+            max(1, round(self.holdout * num_examples)), num_examples - 2
+        )  # BatchNorm needs two examples to train on
+        if num_holdout > 0:
+            order = torch.randperm(num_examples, generator=torch_generator(derive_seed(seed, client.id, "holdout")))
+            client_state["holdout"] = order[:num_holdout].sort().values
+        return client_state
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """θ_i: the mixture of eq. (3) after `local_epochs` on the client's data; and the next request."""
-        number, position = int(message.scalars["clients"]), int(message.scalars["position"])
-        training, judging = _split(client, client_state)
-        offered = {int(g.removeprefix(_MODEL)): tree for g, tree in message.tensors.items() if g.startswith(_MODEL)}
-        theta: Tree = client_state["model"]
+        num_clients, position = int(message.scalars["clients"]), int(message.scalars["position"])
+        training, holdout = _split_holdout(client, client_state)
+        models_by_position = {
+            int(g.removeprefix(_MODEL_PREFIX)): tree
+            for g, tree in message.tensors.items()
+            if g.startswith(_MODEL_PREFIX)
+        }
+        theta: StateDict = client_state["model"]
         weights: dict[int, float] = {}
         if "before" in client_state:  # it has trained, so that there is a θ_i' to compare with
-            offered[position], theta = client_state["model"], client_state["before"]
-            weights = _weights(offered, theta, client_state, client, judging, trained_loss(client, self))
+            models_by_position[position], theta = client_state["model"], client_state["before"]
+            weights = _model_weights(
+                models_by_position, theta, client_state, client, holdout, client_training_loss(client, self)
+            )
         positive = {str(j): weight for j, weight in weights.items() if weight > 0}
         if positive:
             # eq. (5): max(w, 0), scaled to sum 1; then θ_i' + Σ_j w_ij(θ_j − θ_i') of eq. (3) is the mean Σ_j w_ij θ_j.
-            theta = weighted_mean({j: offered[int(j)] for j in positive}, positive)
+            theta = weighted_mean({j: models_by_position[int(j)] for j in positive}, positive)
         net = load_client_model(client, theta, client_state, self.buffers)
-        found = fit(net.module, replace(client, train=training), self, lr=message.scalars["lr"], seed=seed)
-        model, kept = extract_update(net, self)
+        fit_result = fit(net.module, replace(client, train=training), self, lr=message.scalars["lr"], seed=seed)
+        model, buffer_state = extract_update(net, self)
 
         preferences = (
             client_state["preferences"].clone()
             if "preferences" in client_state
-            else torch.zeros(number, dtype=torch.float64)
+            else torch.zeros(num_clients, dtype=torch.float64)
         )
         for j, weight in weights.items():
             preferences[j] += weight  # p_i ← p_i + w_i (section 3.3), the weights as they are
-        arrays: dict[str, Tree] = {"model": model}
-        if number > 1:
-            generator = torch_generator(derive(seed, "request"))
-            arrays["request"] = {"clients": self._choose(preferences, position, message.scalars["epsilon"], generator)}
-        held = {"holdout": client_state["holdout"]} if "holdout" in client_state else {}
-        scalars = {"num_examples": len(training), "train_loss": found.loss}
-        models = {"model": copied(model), "before": dict(theta)}
-        return Message(arrays, scalars), {**models, "preferences": preferences, **kept, **held}
+        tensors: dict[str, StateDict] = {"model": model}
+        if num_clients > 1:
+            generator = torch_generator(derive_seed(seed, "request"))
+            tensors["request"] = {"clients": self._choose(preferences, position, message.scalars["epsilon"], generator)}
+        holdout_state = {"holdout": client_state["holdout"]} if "holdout" in client_state else {}
+        scalars = {"num_examples": len(training), "train_loss": fit_result.loss}
+        models = {"model": clone_tensors(model), "before": dict(theta)}
+        return Message(tensors, scalars), {**models, "preferences": preferences, **buffer_state, **holdout_state}
 
     def _choose(self, preferences: Tensor, position: int, epsilon: float, generator: torch.Generator) -> Tensor:
         """Positions of min(M, N−1) others: each the one preferred most among those left (of equals, any), or with
         probability ε any of them."""
         shuffled = torch.randperm(len(preferences), generator=generator).tolist()
-        left = sorted((k for k in shuffled if k != position), key=lambda k: -float(preferences[k]))
+        candidates = sorted((k for k in shuffled if k != position), key=lambda k: -float(preferences[k]))
         chosen = []
-        for draw in torch.rand(min(self.num_models, len(left)), generator=generator, dtype=torch.float64).tolist():
-            explored = int(torch.randint(len(left), (), generator=generator)) if draw < epsilon else 0
-            chosen.append(left.pop(explored))
+        for draw in torch.rand(
+            min(self.num_models, len(candidates)), generator=generator, dtype=torch.float64
+        ).tolist():
+            place = int(torch.randint(len(candidates), (), generator=generator)) if draw < epsilon else 0
+            chosen.append(candidates.pop(place))
         return torch.tensor(chosen, dtype=torch.int64)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
@@ -200,40 +216,42 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         )
 
 
-def _split(client: Client, client_state: ClientState) -> tuple[Examples, Examples]:
+def _split_holdout(client: Client, client_state: ClientState) -> tuple[Examples, Examples]:
     """The examples that train, and those that weigh models."""
     if "holdout" not in client_state:
         return client.train, client.train
-    kept = torch.ones(len(client.train), dtype=torch.bool)
-    kept[client_state["holdout"]] = False
+    train_mask = torch.ones(len(client.train), dtype=torch.bool)
+    train_mask[client_state["holdout"]] = False
     device = client.train.device
-    return client.train.select(kept.nonzero()[:, 0].to(device)), client.train.select(client_state["holdout"].to(device))
+    return client.train.select(train_mask.nonzero()[:, 0].to(device)), client.train.select(
+        client_state["holdout"].to(device)
+    )
 
 
-def _weights(
-    offered: Mapping[int, Tree],
-    before: Tree,
+def _model_weights(
+    models_by_position: Mapping[int, StateDict],
+    before: StateDict,
     client_state: ClientState,
     client: Client,
-    judging: Examples,
+    holdout: Examples,
     criterion: Loss,
 ) -> dict[int, float]:
     """w_ij = (L_i(θ_i') − L_i(θ_j))/‖θ_j − θ_i'‖ (eq. 4) by position j, `before` being θ_i' and `criterion` what training
     minimises; 0 for a model that is θ_i' itself, and where a loss is not finite and says nothing."""
 
-    def loss(model: Tree) -> float:
+    def loss(model: StateDict) -> float:
         module = load_client_model(client, model, client_state, "local").module
-        value = evaluate(module, judging, client.task, loss=criterion)["loss"]
+        value = evaluate(module, holdout, client.task, loss=criterion)["loss"]
         return math.nan if value is None else value
 
-    at_first = loss(before)
+    loss_before = loss(before)
     weights = {}
-    for j, theta_j in sorted(offered.items()):
-        distance = math.sqrt(sum(_squares(before, theta_j)))
-        weight = (at_first - loss(theta_j)) / distance if distance else 0.0
+    for j, theta_j in sorted(models_by_position.items()):
+        distance = math.sqrt(sum(_squared_differences(before, theta_j)))
+        weight = (loss_before - loss(theta_j)) / distance if distance else 0.0
         weights[j] = weight if math.isfinite(weight) else 0.0
     return weights
 
 
-def _squares(one: Tree, other: Tree) -> Iterator[float]:
-    return (float((other[name].to(torch.float64) - tensor).square().sum()) for name, tensor in one.items())
+def _squared_differences(theta: StateDict, theta_j: StateDict) -> Iterator[float]:
+    return (float((theta_j[name].to(torch.float64) - tensor).square().sum()) for name, tensor in theta.items())

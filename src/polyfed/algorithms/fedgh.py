@@ -8,17 +8,23 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import nn
 
-from polyfed.algorithms.class_means import class_spec, class_sums, linear_head, points, trained_on_points
-from polyfed.algorithms.first_heads import FirstHead, first_state
-from polyfed.algorithms.own_network import KeepsNetwork
-from polyfed.alignment.representations import representation_name, representations
+from polyfed.algorithms.class_means import (
+    class_means_as_examples,
+    class_means_spec,
+    find_replaceable_head,
+    train_on_class_means,
+    weighted_class_sums,
+)
+from polyfed.algorithms.first_heads import InitialHead, initial_weights_with_head
+from polyfed.algorithms.own_network import PersonalNetworkMethod
+from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy
-from polyfed.core.network_needs import LooksInside
-from polyfed.core.scratch import fill, new_module, settled, whole_state
-from polyfed.core.seeds import derive
-from polyfed.core.training import LocalTraining, fit, scalars_of
-from polyfed.core.tree import Spec, spec
+from polyfed.core.buffers import BufferPolicy
+from polyfed.core.network_needs import ValidatesNetworks
+from polyfed.core.scratch import build_module, fill_module, reset_for_eval, trainable_state
+from polyfed.core.seeds import derive_seed
+from polyfed.core.training import LocalTraining, fit, reply_scalars
+from polyfed.core.tree import StateDictSpec, state_dict_spec
 
 ServerState = dict[str, Any]  # "head": φ, empty before the first replies; "seed" of the run; "round"
 ClientState = dict[str, Any]  # "model": W_i with the head that the client trained, and buffers
@@ -26,7 +32,7 @@ ClientState = dict[str, Any]  # "model": W_i with the head that the client train
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
+class FedGH(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientState]):
     """Each client trains a network of its own, of any architecture, whose head is replaced by the server's φ before each
     round, and sends the mean representation of its examples of each class. The server trains φ on these means, with their
     classes as labels. If φ never replaced a head, it would be Local, bit for bit. Evaluated model: W_i as the client trained
@@ -54,12 +60,12 @@ class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, Cli
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "classification", "one_representation"})
     discloses: ClassVar[frozenset[str]] = frozenset({"class_means"})
-    first_head: FirstHead = "form"
+    first_head: InitialHead = "form"
     evaluate: Literal["trained", "global"] = "trained"
     server_epochs: int = 100
     server_lr: float = 0.01
     server_batch_size: int = 10
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,57 +87,68 @@ class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, Cli
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Sums and weights of the classes, as many and as wide as φ takes."""
         if not server_state["head"]:
-            return class_spec(reply, None)
-        form = spec(server_state["head"])
-        return class_spec(reply, {"classes": {"sums": form["weight"], "weights": form["bias"]}})
+            return class_means_spec(reply, None)
+        head_spec = state_dict_spec(server_state["head"])
+        return class_means_spec(reply, {"classes": {"sums": head_spec["weight"], "weights": head_spec["bias"]}})
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
         """φ ← φ after training on all clients' class means by cross-entropy."""
-        means, number = points(replies), server_state["round"] + 1
+        means, round_number = class_means_as_examples(replies), server_state["round"] + 1
         if not len(means):
-            return {**server_state, "round": number}
+            return {**server_state, "round": round_number}
         classes, width = next(iter(replies.values())).tensors["classes"]["sums"].shape
-        head = new_module(partial(nn.Linear, width, classes), derive(server_state["seed"], "head"))
-        fill(head, server_state["head"] or head.state_dict())
-        seed = derive(server_state["seed"], number, "server")
-        after = trained_on_points(head, means, self.server_epochs, self.server_batch_size, lr=self.server_lr, seed=seed)
-        return {**server_state, "head": after, "round": number}
+        head = build_module(partial(nn.Linear, width, classes), derive_seed(server_state["seed"], "head"))
+        fill_module(head, server_state["head"] or head.state_dict())
+        seed = derive_seed(server_state["seed"], round_number, "server")
+        head_state = train_on_class_means(
+            head, means, self.server_epochs, self.server_batch_size, lr=self.server_lr, seed=seed
+        )
+        return {**server_state, "head": head_state, "round": round_number}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def look_inside(self, client: Client) -> None:
+    def validate_network(self, client: Client) -> None:
         """As the client's first state does."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """W_i: the common draw of the client's architecture, with the first φ as its head, whose place it must be able to
         take."""
-        own = {"model": first_state(self.first_head, client, 1, lambda _: derive(seed, "head"), seed)}  # the seed of φ
-        linear_head(super().personal_model(Message(), own, client, seed), client, "FedGH")
-        return own
+        client_state = {
+            "model": initial_weights_with_head(self.first_head, client, 1, lambda _: derive_seed(seed, "head"), seed)
+        }  # the seed of φ
+        find_replaceable_head(super().personal_model(Message(), client_state, client, seed), client, "FedGH")
+        return client_state
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """W_i after `local_epochs`, from its body and φ; and the class means of its representations after that."""
-        model = self._with_head(message, client_state, client, seed)
-        found = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
-        name = representation_name(model, client.train)
-        features, outputs = representations(settled(model), client.train, module=name), model.get_submodule(name)
-        assert isinstance(outputs, nn.Linear)
-        sent = class_sums(features, client.train.labels, outputs.out_features)
-        return Message({"classes": sent}, scalars_of(client, found.loss)), {"model": whole_state(model)}
+        model = self._load_with_global_head(message, client_state, client, seed)
+        fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
+        name = representation_module_name(model, client.train)
+        features, head = (
+            compute_representations(reset_for_eval(model), client.train, module=name),
+            model.get_submodule(name),
+        )
+        assert isinstance(head, nn.Linear)
+        sums_and_weights = weighted_class_sums(features, client.train.labels, head.out_features)
+        return Message({"classes": sums_and_weights}, reply_scalars(client, fit_result.loss)), {
+            "model": trainable_state(model)
+        }
 
-    def _with_head(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+    def _load_with_global_head(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> nn.Module:
         """W_i with φ in place of its head, once there is a φ."""
         model = super().personal_model(message, client_state, client, seed)
         if "head" in message.tensors:
-            head = linear_head(model, client, "FedGH")
+            head = find_replaceable_head(model, client, "FedGH")
             with torch.no_grad():
                 head.weight.copy_(message.tensors["head"]["weight"])
                 head.bias.copy_(message.tensors["head"]["bias"])
@@ -139,8 +156,8 @@ class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, Cli
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """W_i, with the head that `evaluate` names."""
-        whose = self._with_head if self.evaluate == "global" else super().personal_model
-        return whose(message, client_state, client, seed)
+        load_model = self._load_with_global_head if self.evaluate == "global" else super().personal_model
+        return load_model(message, client_state, client, seed)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
@@ -149,4 +166,4 @@ class FedGH(KeepsNetwork, LocalTraining, LooksInside, Algorithm[ServerState, Cli
         if self.evaluate == "global":
             yield "trained", super().personal_model(message, client_state, client, seed)
         else:
-            yield "global", self._with_head(message, client_state, client, seed)
+            yield "global", self._load_with_global_head(message, client_state, client, seed)

@@ -9,29 +9,35 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.aligning import Aligning
-from polyfed.algorithms.own_network import KeepsNetwork
-from polyfed.alignment.representations import representations
-from polyfed.alignment.similarity import mean_similarity
-from polyfed.alignment.target import Target, joint, mean_features, mean_rbf_kernel, reduced
+from polyfed.algorithms.aligning import AlignmentMethod
+from polyfed.algorithms.own_network import PersonalNetworkMethod
+from polyfed.alignment.representations import compute_representations
+from polyfed.alignment.similarity import mean_pairwise_cka
+from polyfed.alignment.target import (
+    AlignmentTarget,
+    mean_kernel_features,
+    mean_rbf_kernel,
+    principal_components,
+    triangular_kernel_factor,
+)
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy
+from polyfed.core.buffers import BufferPolicy
 from polyfed.core.errors import UserError
-from polyfed.core.inputs import first
-from polyfed.core.scratch import fill, initial_state, scratch, settled, whole_state
+from polyfed.core.inputs import first_leaf
+from polyfed.core.scratch import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
 from polyfed.core.training import fit
-from polyfed.core.tree import Spec, Tree, copied
+from polyfed.core.tree import StateDict, StateDictSpec, clone_tensors
 
 ServerState = dict[
     str, Any
 ]  # "representations" A_j and "capacities" by client; "received" weights; "forms" of architectures;
-# "public", "seed", "holders": see `Aligning`
+# "public", "seed", "holders": see `AlignmentMethod`
 ClientState = dict[str, Any]  # "model": W_i with buffers; "public", where it is sent once
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
+class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, ClientState]):
     """Each client minimises F(W_i) + η_t·(1 − CKA(K_i, K̄(t−1))) (eq. 6) with a network of its own; K̄ = Σ_j w_j K_j is the
     mean kernel of all clients' latest networks on X, the RAD of the round. η_0 = 0 is Local, bit for bit. Evaluated model:
     W_i.
@@ -55,7 +61,7 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
             (None, paper: not at all).
         buffers: "local" only (polyfed's choice), since networks stay with their clients.
 
-    The other fields are those of `Aligning` and `LocalTraining`.
+    The other fields are those of `AlignmentMethod` and `LocalTraining`.
 
     >>> FedHeNN(share="weights").requires == {"architectures", "public_data"}
     True
@@ -68,7 +74,7 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
     weighting: Literal["uniform", "capacity"] = "uniform"
     normalise: bool = False
     rank: int | None = None
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,54 +92,63 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
     @property
     def scalars_needed(self) -> frozenset[str]:
         """The capacity, if it weighs and the server cannot count it."""
-        told = self.weighting == "capacity" and self.share == "representations"
-        return frozenset({"capacity"}) if told else frozenset()
+        sends_capacity = self.weighting == "capacity" and self.share == "representations"
+        return frozenset({"capacity"}) if sends_capacity else frozenset()
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
         """No representations yet."""
-        state = {**self._start_pool(server), "representations": {}, "capacities": {}}
+        state = {**self._init_public_state(server), "representations": {}, "capacities": {}}
         networks = (server.architectures or {}) if self.share == "weights" else {}
-        drawn = {key: initial_state(factory, server.seed) for key, factory in networks.items()}
-        forms = {k: {n: [list(t.shape), str(t.dtype)] for n, t in tree.items()} for k, tree in sorted(drawn.items())}
+        initial_models = {key: initial_state(factory, server.seed) for key, factory in networks.items()}
+        forms = {
+            k: {n: [list(t.shape), str(t.dtype)] for n, t in tree.items()} for k, tree in sorted(initial_models.items())
+        }
         return {**state, "forms": forms}
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """X, η and K̄, computed once for all; nothing for evaluation, since a client has its own network."""
         rad: dict[str, Tensor] = {}
         target: dict[str, Tensor] = {}
-        for who in client_infos:
-            if who.purpose == "personal":
+        for client_info in client_infos:
+            if client_info.purpose == "personal":
                 yield Message()
                 continue
             if not rad:
-                rad = self._rad(server_state, who, whole=self.share == "representations")
-                target = self._target(server_state, self._rows(server_state, who))
-            arrays, scalars = self._public(server_state, who, rad), self._scalars(server_state, who)
+                rad = self._rad_tensors(server_state, client_info, needs_pool=self.share == "representations")
+                target = self._mean_kernel(server_state, self._rad_rows(server_state, client_info))
+            groups, scalars = (
+                self._rad_and_pool_groups(server_state, client_info, rad),
+                self._round_scalars(server_state, client_info),
+            )
             if self.share == "weights":
-                scalars["form"] = sorted(server_state["forms"]).index(who.architecture or "")
-            yield Message({**arrays, "target": target} if target else arrays, scalars)
+                scalars["form"] = sorted(server_state["forms"]).index(client_info.architecture or "")
+            yield Message({**groups, "target": target} if target else groups, scalars)
 
-    def _target(self, server_state: ServerState, rows: Tensor) -> dict[str, Tensor]:
+    def _mean_kernel(self, server_state: ServerState, rows: Tensor) -> dict[str, Tensor]:
         """K̄(t−1) = Σ_j w_j K_j on X, over all clients with a representation."""
-        who = sorted(server_state["representations"])
-        if not who:
+        client_ids = sorted(server_state["representations"])
+        if not client_ids:
             return {}
-        parts = [server_state["representations"][j][rows.long()] for j in who]
-        raw = [server_state["capacities"][j] if self.weighting == "capacity" else 1.0 for j in who]
-        w = [one / sum(raw) for one in raw]
+        rad_representations = [server_state["representations"][j][rows.long()] for j in client_ids]
+        unscaled = [server_state["capacities"][j] if self.weighting == "capacity" else 1.0 for j in client_ids]
+        w = [weight / sum(unscaled) for weight in unscaled]
         if self.kernel == "rbf":
-            return {"kernel": mean_rbf_kernel(parts, w, self.sigma)}
-        features = mean_features(parts, w, self.normalise)
-        return {"features": joint(features if self.rank is None else reduced(features, self.rank))}
+            return {"kernel": mean_rbf_kernel(rad_representations, w, self.sigma)}
+        features = mean_kernel_features(rad_representations, w, self.normalise)
+        return {
+            "features": triangular_kernel_factor(
+                features if self.rank is None else principal_components(features, self.rank)
+            )
+        }
 
-    def _shared(self, a: Tensor) -> Tensor:
-        return a if self.rank is None else reduced(a, self.rank)
+    def _reduce_rank(self, a: Tensor) -> Tensor:
+        return a if self.rank is None else principal_components(a, self.rank)
 
     def analysis(self, server_state: ServerState, client_ids: Sequence[str]) -> Mapping[str, float]:
         """The mean CKA between two clients' representations of the public examples (256 of them)."""
-        similarity = mean_similarity(list(server_state["representations"].values()))
+        similarity = mean_pairwise_cka(list(server_state["representations"].values()))
         return {} if similarity is None else {"mean_cka": similarity}
 
     def aggregate(
@@ -142,51 +157,57 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
         """A_j of those who replied, or W_j, of which the server makes A_j; the others' are the last ones."""
         ids = sorted(replies)
         if self.share == "weights":
-            found, capacities = self._of_weights({j: replies[j].tensors["model"] for j in ids}, server)
+            new_representations, capacities = self._representations_of_models(
+                {j: replies[j].tensors["model"] for j in ids}, server
+            )
         else:
-            found = {j: replies[j].tensors["representations"]["a"] for j in ids}
+            new_representations = {j: replies[j].tensors["representations"]["a"] for j in ids}
             capacities = {j: int(replies[j].scalars["capacity"]) for j in ids} if self.weighting == "capacity" else {}
         return {
             **server_state,
-            "representations": _sorted({**server_state["representations"], **found}),
-            "capacities": _sorted({**server_state["capacities"], **capacities}),
-            "holders": self._holders(server_state, replies),
+            "representations": _sorted_by_id({**server_state["representations"], **new_representations}),
+            "capacities": _sorted_by_id({**server_state["capacities"], **capacities}),
+            "holders": self._holders_after_round(server_state, replies),
         }
 
-    def _of_weights(
-        self, received: Mapping[str, Tree], server: ServerContext
+    def _representations_of_models(
+        self, models: Mapping[str, StateDict], server: ServerContext
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
         """A_j = Φ_j(X; W_j) of the weights that came ("the server uses each client's weights", section 3.3); capacities."""
         assert server.architectures is not None
         assert server.public is not None
-        kinds, found, counted = {info.id: info.architecture or "" for info in server.clients}, {}, {}
-        for j, weights in received.items():
-            model = fill(scratch(server.architectures[kinds[j]]).module, weights)
+        architecture_by_client, by_client, capacities = (
+            {info.id: info.architecture or "" for info in server.clients},
+            {},
+            {},
+        )
+        for j, weights in models.items():
+            model = fill_module(cached_module(server.architectures[architecture_by_client[j]]).module, weights)
             try:
-                module = self._representation(model, j, server.public)
-                a = representations(model, server.public, module=module, batch_statistics=True)
+                module = self._representation_module(model, j, server.public)
+                a = compute_representations(model, server.public, module=module, batch_statistics=True)
             except UserError:
                 raise
             except Exception as error:  # of the user's network
                 raise UserError(
                     f"FedHeNN: the server ran the network of client {j!r}, a {type(model).__name__} (architecture "
-                    f"{kinds[j]}), on the public examples, and it failed: {type(error).__name__}: {error}; mend the "
-                    "network, or set share='representations', with which each client runs its own"
+                    f"{architecture_by_client[j]}), on the public examples, and it failed: {type(error).__name__}: "
+                    f"{error}; mend the network, or set share='representations', with which each client runs its own"
                 ) from error
-            if _broken(a):
+            if _has_diverged(a):
                 warnings.warn(
-                    f"FedHeNN: the representation of client {j!r} is not finite or beyond {_LARGEST:g}, and does not count: "
-                    "its training diverged; lower lr or set clip_norm",
+                    f"FedHeNN: the representation of client {j!r} is not finite or beyond {_MAX_VALUE:g}, and does not "
+                    "count: its training diverged; lower lr or set clip_norm",
                     RuntimeWarning,
                     stacklevel=2,
                 )
                 continue
-            found[j] = self._shared(a)
+            by_client[j] = self._reduce_rank(a)
             if self.weighting == "capacity":
-                counted[j] = _capacity(model)
-        return found, counted
+                capacities[j] = _count_trained_parameters(model)
+        return by_client, capacities
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """A_j of the whole pool, of no more columns than agreed; or W_j in the form of the client's architecture."""
         if self.share == "weights":
             form = server_state["forms"][sorted(server_state["forms"])[int(message.scalars["form"])]]
@@ -197,32 +218,32 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
                 }
             }
         capacity = reply.scalars.get("capacity", 0)
-        if self.weighting == "capacity" and not (1 <= capacity <= _MOST and float(capacity).is_integer()):
+        if self.weighting == "capacity" and not (1 <= capacity <= _MAX_CAPACITY and float(capacity).is_integer()):
             raise ValueError(
-                f"capacity, its number of parameters, is {capacity!r}; it must be a whole number from 1 to {_MOST:,}"
+                f"capacity, its number of parameters, is {capacity!r}; it must be a whole number from 1 to {_MAX_CAPACITY:,}"
             )
-        number = len(first(server_state["public"])) if server_state["public"] else 2 * self.rad_size
+        num_public = len(first_leaf(server_state["public"])) if server_state["public"] else 2 * self.rad_size
         a = reply.tensors.get("representations", {}).get("a")
         if a is not None and a.dim() == 2 and not 1 <= a.shape[1] <= (self.rank or a.shape[1]):
             raise ValueError(
                 f"its representation has {a.shape[1]} columns; it must have from 1 to {self.rank or 'any number'}"
             )
-        here = (
+        has_values = (
             a is not None and not a.is_meta and a.is_floating_point() and a.numel()
         )  # else only its form is asked for
-        if a is not None and here and bool(torch.isfinite(a).all()) and _broken(a):
+        if a is not None and has_values and bool(torch.isfinite(a).all()) and _has_diverged(a):
             raise ValueError(
-                f"its representation has values beyond {_LARGEST:g}; its training diverged: lower lr or set clip_norm"
+                f"its representation has values beyond {_MAX_VALUE:g}; its training diverged: lower lr or set clip_norm"
             )
-        return {"representations": {"a": ((number, None), torch.float32)}}
+        return {"representations": {"a": ((num_public, None), torch.float32)}}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def _counters_as_built(self, client: Client) -> Tree:
+    def _initial_counters(self, client: Client) -> StateDict:
         """Buffers of whole numbers as the network has them when it is built, unless the server may know the number of
         examples, which they show. No representation depends on them."""
         assert client.model is not None
-        buffers = {} if "num_examples" in self.scalars_needed else scratch(client.model).buffers
+        buffers = {} if "num_examples" in self.scalars_needed else cached_module(client.model).buffers
         return {name: buffer.clone() for name, buffer in buffers.items() if not buffer.is_floating_point()}
 
     def local_update(
@@ -230,40 +251,42 @@ class FedHeNN(KeepsNetwork, Aligning, Algorithm[ServerState, ClientState]):
     ) -> tuple[Message, ClientState]:
         """W_i(t) after `local_epochs` on the loss of eq. 6; and its representation of the public examples, or itself."""
         model = self.personal_model(message, client_state, client, seed)
-        pool, rows = self._received(message, client_state, client)
-        module, term = self._representation(model, client.id, client.train), None
+        pool, rows = self._pool_and_rad_rows(message, client_state, client)
+        module, term = self._representation_module(model, client.id, client.train), None
         if "target" in message.tensors:
             (matrix,) = message.tensors["target"].values()
-            target = Target(matrix, self.sigma if self.kernel == "rbf" else None)
-            term = self._term(model, client, module, target, pool, rows, message.scalars["eta"], seed)
-        found = fit(model, client, self, lr=message.scalars["lr"], seed=seed, penalty=term)
-        scalars = {"train_loss": found.loss, "num_examples": len(client.train)}
+            target = AlignmentTarget(matrix, self.sigma if self.kernel == "rbf" else None)
+            term = self._alignment_term(model, client, module, target, pool, rows, message.scalars["eta"], seed)
+        fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed, penalty=term)
+        scalars = {"train_loss": fit_result.loss, "num_examples": len(client.train)}
         if self.weighting == "capacity" and self.share == "representations":
-            scalars["capacity"] = _capacity(model)
-        state = whole_state(model)
-        after: ClientState = {"model": state, **self._keep_pool(message, client_state)}
+            scalars["capacity"] = _count_trained_parameters(model)
+        state = trainable_state(model)
+        state_after: ClientState = {"model": state, **self._pool_state(message, client_state)}
         if self.share == "weights":
-            return Message({"model": {**copied(state), **self._counters_as_built(client)}}, scalars), after
-        a = self._shared(representations(settled(model), pool, module=module, batch_statistics=True))
-        return Message({"representations": {"a": a}}, scalars), after
+            return Message({"model": {**clone_tensors(state), **self._initial_counters(client)}}, scalars), state_after
+        a = self._reduce_rank(
+            compute_representations(reset_for_eval(model), pool, module=module, batch_statistics=True)
+        )
+        return Message({"representations": {"a": a}}, scalars), state_after
 
 
-_LARGEST = 1e9
+_MAX_VALUE = 1e9
 """Of a representation. Networks that learn are far from it; squares of sums of such numbers are still finite."""
 
 
-_MOST = 10**12
+_MAX_CAPACITY = 10**12
 """Parameters that a client may claim to have: more than any network that is trained on a client."""
 
 
-def _capacity(model: nn.Module) -> int:
+def _count_trained_parameters(model: nn.Module) -> int:
     """The number of trained parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def _broken(a: Tensor) -> bool:
-    return not bool(a.abs().amax() <= _LARGEST)  # NaN is not
+def _has_diverged(a: Tensor) -> bool:
+    return not bool(a.abs().amax() <= _MAX_VALUE)  # NaN is not
 
 
-def _sorted(by_client: Mapping[str, Any]) -> dict[str, Any]:
+def _sorted_by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
     return {client: by_client[client] for client in sorted(by_client)}

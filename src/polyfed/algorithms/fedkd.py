@@ -9,18 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import ClientState, ServerState
-from polyfed.algorithms.distillation import divergence
-from polyfed.algorithms.low_rank import compressed, difference, expanded, moved, spec_of_compressed
-from polyfed.algorithms.mutual import Mutual, Pair, bridged
+from polyfed.algorithms.distillation import softened_kl_divergence
+from polyfed.algorithms.low_rank import (
+    apply_update,
+    compress_update,
+    compressed_update_spec,
+    expand_update,
+    subtract_state,
+)
+from polyfed.algorithms.mutual import MutualLearningMethod, Pair, build_bridged_pair
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
-from polyfed.core.training import Forward
-from polyfed.core.tree import Spec, Tree
+from polyfed.core.training import ForwardPass
+from polyfed.core.tree import StateDict, StateDictSpec
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedKD(Mutual):
+class FedKD(MutualLearningMethod):
     """Each client trains its own network θ_i ("mentor") and a common one s ("mentee") by CE + (KL + H)/(CE_θ + CE_s): KL is
     that of the other's softmax from its own, H the mean squared difference of their representations, with a matrix W_i of
     the client's in between. Clients send the update of s, each matrix by as many singular values as hold a share T(t) of
@@ -78,74 +84,82 @@ class FedKD(Mutual):
             return Message({"update": server_state["update"]}, scalars)
         return Message({"model": server_state["model"]} if server_state["model"] else {}, scalars)
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """The first s; then its updates."""
         if not server_state["model"]:
             return super().reply_spec(server_state, message, reply)
-        return {"update": spec_of_compressed(reply.tensors.get("update", {}), server_state["model"])}
+        return {"update": compressed_update_spec(reply.tensors.get("update", {}), server_state["model"])}
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
         """s ← s + Δ, Δ being the mean update (algorithm 1, lines 13 to 22) by as many singular values."""
-        number = server_state["round"] + 1
+        round_number = server_state["round"] + 1
         if not server_state["model"]:
-            mean = self._mean({i: r.tensors["model"] for i, r in replies.items()}, replies)
-            return {"model": mean, "update": {}, "holders": [], "round": number}
-        whole = {i: expanded(r.tensors["update"], server_state["model"]) for i, r in replies.items()}
-        update = compressed(self._mean(whole, replies), self.energy_at(number, server.rounds))
+            mean = self._average_by_client({i: r.tensors["model"] for i, r in replies.items()}, replies)
+            return {"model": mean, "update": {}, "holders": [], "round": round_number}
+        updates = {i: expand_update(r.tensors["update"], server_state["model"]) for i, r in replies.items()}
+        update = compress_update(self._average_by_client(updates, replies), self.energy_at(round_number, server.rounds))
         return {
-            "model": moved(server_state["model"], update),
+            "model": apply_update(server_state["model"], update),
             "update": update,
             "holders": sorted(replies),
-            "round": number,
+            "round": round_number,
         }
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """θ_i as in Local; and W_i."""
-        own = super().client_init(client, seed)
-        return self._with_bridge(own, client, seed) if self.hidden_loss and self.distil else own
+        client_state = super().client_init(client, seed)
+        return (
+            self._with_initial_bridge(client_state, client, seed) if self.hidden_loss and self.distil else client_state
+        )
 
-    def _received(self, message: Message, client_state: ClientState, client: Client) -> Tree:
+    def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
         """s as the message has it, or as it is after the update; or as it is at first."""
         if "update" not in message.tensors:
-            return super()._received(message, client_state, client)
+            return super()._shared_weights(message, client_state, client)
         if "common" not in client_state:
             raise UserError(
                 f"client {client.id!r} had the common network, and lost it with its private state; start the run again"
             )
-        return moved(client_state["common"], message.tensors["update"])
+        return apply_update(client_state["common"], message.tensors["update"])
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """θ_i and s_i after `local_epochs`, and what of s has changed."""
-        reply, after = super().local_update(message, client_state, client, seed)
+        reply, state_after = super().local_update(message, client_state, client, seed)
         if not message.tensors:
-            return reply, after
-        before = {name: tensor.cpu() for name, tensor in self._received(message, client_state, client).items()}
-        change = difference(reply.tensors["model"], before)
-        sent = {"update": compressed(change, message.scalars["energy"])}
-        return Message(sent, reply.scalars), {**after, "common": before}
+            return reply, state_after
+        before = {name: tensor.cpu() for name, tensor in self._shared_weights(message, client_state, client).items()}
+        change = subtract_state(reply.tensors["model"], before)
+        groups = {"update": compress_update(change, message.scalars["energy"])}
+        return Message(groups, reply.scalars), {**state_after, "common": before}
 
-    def pair(self, mine: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> Pair:
+    def build_pair(self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> Pair:
         """Both networks, with W_i between their representations."""
-        return bridged(mine, shared, client_state["bridge"], client) if "bridge" in client_state else Pair(mine, shared)
+        return (
+            build_bridged_pair(personal, shared, client_state["bridge"], client)
+            if "bridge" in client_state
+            else Pair(personal, shared)
+        )
 
-    def losses(self, pair: Pair, client: Client) -> Callable[[Forward], Tensor]:
+    def joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
         """CE of both, and (KL(s ‖ z) + KL(z ‖ s) + H)/(CE_z + CE_s) (eqs. 1 to 7); the divisor is a constant."""
-        hard = self.criterion(client)
+        label_loss = self.criterion(client)
 
-        def loss(batch: Forward) -> Tensor:
+        def loss(batch: ForwardPass) -> Tensor:
             z, s, y = batch.outputs, pair.outputs, batch.targets
-            labels = hard(z, y) + hard(s, y)
+            labels = label_loss(z, y) + label_loss(s, y)
             if not self.distil:
                 return labels
-            apart = divergence(s.detach(), z, 1.0, client.task) + divergence(z.detach(), s, 1.0, client.task)
+            distance = softened_kl_divergence(s.detach(), z, 1.0, client.task) + softened_kl_divergence(
+                z.detach(), s, 1.0, client.task
+            )
             if batch.representation is not None:
-                apart = apart + F.mse_loss(batch.representation.flatten(1), pair.bridged)
-            return labels + self.distil * apart / labels.detach()
+                distance = distance + F.mse_loss(batch.representation.flatten(1), pair.bridged)
+            return labels + self.distil * distance / labels.detach()
 
         return loss

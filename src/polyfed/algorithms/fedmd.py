@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
-from polyfed.algorithms.distillation import distil
-from polyfed.algorithms.own_network import KeepsNetwork
-from polyfed.algorithms.public_pool import PublicPool
-from polyfed.alignment.rad import rad_rows
+from polyfed.algorithms.distillation import fit_to_targets
+from polyfed.algorithms.own_network import PersonalNetworkMethod
+from polyfed.algorithms.public_pool import PublicDataMethod
+from polyfed.alignment.rad import draw_public_rows
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy
+from polyfed.core.buffers import BufferPolicy
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation import predict
-from polyfed.core.inputs import first
-from polyfed.core.scratch import settled, whole_state
-from polyfed.core.seeds import derive
-from polyfed.core.training import fit, scalars_of
-from polyfed.core.tree import Spec, Tree, UnlikeTreesError
+from polyfed.core.inputs import first_leaf
+from polyfed.core.scratch import reset_for_eval, trainable_state
+from polyfed.core.seeds import derive_seed
+from polyfed.core.training import fit, reply_scalars
+from polyfed.core.tree import IncompatibleTensorsError, StateDict, StateDictSpec
 
 # The server keeps "outputs", f̃ of the last round, empty at first; "done", how many rounds that were; and the public examples
 # A client keeps "model", W_i and buffers; and the public examples
@@ -29,11 +29,11 @@ from polyfed.core.tree import Spec, Tree, UnlikeTreesError
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedMD(KeepsNetwork, PublicPool, Averaging):
-    """Each client first trains its network on |f_i(x) − f̃(x)| ("digest"), f̃ being the clients' mean outputs (logits) on the
-    public examples x of the round, then on its own examples ("revisit"); then it sends its outputs on those of the next
-    round. `digest_epochs` = 0 is Local, bit for bit. Evaluated model: W_i. Classes are those of all clients; public examples
-    need no labels.
+class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
+    """Each client first trains its network on |f_i(x) − f̃(x)| ("digest"), f̃ being the clients' mean outputs (logits)
+    on the public examples x of the round, then on its own examples ("revisit"); then it sends its outputs on those of
+    the next round. `digest_epochs` = 0 is Local, bit for bit. Evaluated model: W_i. Classes are those of all clients;
+    public examples need no labels.
 
     The paper's clients first train on labelled public examples; here they begin with their own, and round 1 has no f̃. A
     network that is pretrained elsewhere can be brought as the client's own.
@@ -65,7 +65,7 @@ class FedMD(KeepsNetwork, PublicPool, Averaging):
     public_size: int = 5000
     pool_once: bool = True
     weighted: bool = False
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,26 +78,34 @@ class FedMD(KeepsNetwork, PublicPool, Averaging):
 
     def server_init(self, server: ServerContext) -> ServerState:
         """No mean yet."""
-        return {"public": self._stored(server), "seed": server.seed, "holders": [], "outputs": {}, "done": 0}
+        return {
+            "public": self._stored_public_tensors(server),
+            "seed": server.seed,
+            "holders": [],
+            "outputs": {},
+            "done": 0,
+        }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """f̃ and the public examples that it is of, by their numbers; and those to be looked at after training."""
         if client_info.purpose == "personal":
             return Message()
-        now, after = (self._rows(server_state, number) for number in (server_state["done"], server_state["done"] + 1))
+        current_rows, next_rows = (
+            self._public_rows(server_state, number) for number in (server_state["done"], server_state["done"] + 1)
+        )
         digest = (
-            {"digest": {"rows": now, **server_state["outputs"]}}
+            {"digest": {"rows": current_rows, **server_state["outputs"]}}
             if server_state["outputs"] and self.digest_epochs
             else {}
         )
-        sent = {**digest, "next": {"rows": after}, **self._sent_pool(server_state, client_info.id)}
-        return Message(sent, {"lr": self.lr_at(client_info.round, client_info.rounds)})
+        groups = {**digest, "next": {"rows": next_rows}, **self._pool_group(server_state, client_info.id)}
+        return Message(groups, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
-    def _rows(self, server_state: ServerState, number: int) -> torch.Tensor:
-        pool = len(first(server_state["public"]))
-        return rad_rows(server_state["seed"], number, pool, min(self.public_size, pool))
+    def _public_rows(self, server_state: ServerState, round_number: int) -> torch.Tensor:
+        pool_size = len(first_leaf(server_state["public"]))
+        return draw_public_rows(server_state["seed"], round_number, pool_size, min(self.public_size, pool_size))
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """As many outputs as there were at first, for each of the public examples asked for."""
         width = server_state["outputs"]["logits"].shape[1] if server_state["outputs"] else None
         return {"outputs": {"logits": ((len(message.tensors["next"]["rows"]), width), torch.float32)}}
@@ -107,21 +115,21 @@ class FedMD(KeepsNetwork, PublicPool, Averaging):
         return bool(server_state["outputs"])
 
     def server_step(
-        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
         """f̃(x) = (1/m)·Σ_i f_i(x) ("aggregate")."""
         return {
             **server_state,
             **mean,
-            "holders": self._holders(server_state, client_ids),
+            "holders": self._holders_after_round(server_state, client_ids),
             "done": server_state["done"] + 1,
         }
 
-    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """Outputs of one form are needed."""
         return UserError(
-            f"FedMD: the outputs of {error.first!r} and {error.other!r} differ ({error.differs}); give all networks the "
-            "same number of outputs, one for each class of the federation"
+            f"FedMD: the outputs of {error.first_client!r} and {error.other_client!r} differ ({error.difference}); "
+            "give all networks the same number of outputs, one for each class of the federation"
         )
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -130,10 +138,10 @@ class FedMD(KeepsNetwork, PublicPool, Averaging):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """W_i after "digest" and "revisit"; and its outputs on the public examples of the next round ("communicate")."""
-        kept = self._keep_pool(message, client_state)
+        pool_state = self._pool_state(message, client_state)
         model, pool = (
             self.personal_model(message, client_state, client, seed),
-            self._pool(message, client_state, client),
+            self._public_examples(message, client_state, client),
         )
         lr = message.scalars["lr"]
         if digest := message.tensors.get("digest"):
@@ -141,12 +149,20 @@ class FedMD(KeepsNetwork, PublicPool, Averaging):
                 self, local_epochs=self.digest_epochs, local_steps=None, batch_size=self.digest_batch_size,
                 sampler="shuffle", class_weights=None, patience=None,
             )  # fmt: skip
-            apart = F.l1_loss if self.distance == "l1" else F.mse_loss
-            few = pool.select(digest["rows"].long().to(pool.device))
-            distil(model, few, digest["logits"], options, lr=lr, seed=derive(seed, "digest"), apart=apart)
-        found = fit(model, client, self, lr=lr, seed=seed)
-        outputs = predict(settled(model), pool.select(message.tensors["next"]["rows"].long().to(pool.device)))
-        return Message({"outputs": {"logits": outputs}}, scalars_of(client, found.loss)), {
-            "model": whole_state(model),
-            **kept,
+            distance = F.l1_loss if self.distance == "l1" else F.mse_loss
+            digest_examples = pool.select(digest["rows"].long().to(pool.device))
+            fit_to_targets(
+                model,
+                digest_examples,
+                digest["logits"],
+                options,
+                lr=lr,
+                seed=derive_seed(seed, "digest"),
+                distance=distance,
+            )
+        fit_result = fit(model, client, self, lr=lr, seed=seed)
+        outputs = predict(reset_for_eval(model), pool.select(message.tensors["next"]["rows"].long().to(pool.device)))
+        return Message({"outputs": {"logits": outputs}}, reply_scalars(client, fit_result.loss)), {
+            "model": trainable_state(model),
+            **pool_state,
         }

@@ -8,16 +8,16 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.averaging import ServerState, ServerStep
+from polyfed.algorithms.averaging import ServerState, ServerUpdateMethod
 from polyfed.core.algorithm import ServerContext
-from polyfed.core.tree import Tree
+from polyfed.core.tree import StateDict
 
-Optimiser = Literal["avgm", "adagrad", "adam", "yogi"]
+ServerOptimizer = Literal["avgm", "adagrad", "adam", "yogi"]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedOpt(ServerStep):
+class FedOpt(ServerUpdateMethod):
     """FedAvg with an optimiser at the server, to which the mean change Δ of the clients' models is minus a gradient:
     θ ← θ + η·m/(√v + τ). One architecture. Evaluated model: θ.
 
@@ -41,7 +41,7 @@ class FedOpt(ServerStep):
     0.001
     """
 
-    server: Optimiser = "adam"
+    server: ServerOptimizer = "adam"
     server_lr: float | None = None
     beta1: float | None = None
     beta2: float = 0.99
@@ -60,42 +60,46 @@ class FedOpt(ServerStep):
         )
 
     @property
-    def eta(self) -> float:
+    def effective_server_lr(self) -> float:
         """η."""
         return self.server_lr if self.server_lr is not None else 1.0 if self.server == "avgm" else 0.01
 
     @property
-    def momentum1(self) -> float:
+    def effective_beta1(self) -> float:
         """β₁."""
         return self.beta1 if self.beta1 is not None else 0.0 if self.server == "adagrad" else 0.9
 
     def server_init(self, server: ServerContext) -> ServerState:
         """θ, m = 0 and v = τ²."""
         state = super().server_init(server)
-        kept = {
+        first_moment = {
             n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for n, t in state["model"].items()
         }
-        second = {} if self.server == "avgm" else {n: torch.full_like(m, self.tau**2) for n, m in kept.items()}
-        return {**state, "m": kept, "v": second}
+        second_moment = (
+            {} if self.server == "avgm" else {n: torch.full_like(m, self.tau**2) for n, m in first_moment.items()}
+        )
+        return {**state, "m": first_moment, "v": second_moment}
 
-    def server_update(self, server_state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_update(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
         """θ ← θ + η·m/(√v + τ), with Δ = Σ_i (n_i/n) θ_i − θ."""
-        after: dict[str, dict[str, Tensor]] = {"model": {}, "m": {}, "v": {}}
+        new_state: dict[str, dict[str, Tensor]] = {"model": {}, "m": {}, "v": {}}
         for name, theta in server_state["model"].items():
-            before, m = theta.to(torch.float64), server_state["m"][name]
-            delta = mean["model"][name].to(torch.float64) - before
-            share = 1.0 if self.server == "avgm" else 1 - self.momentum1
-            first = self.momentum1 * m + share * delta  # m ← β₁m + (1 − β₁)Δ; FedAvgM: m ← βm + Δ
-            along = first
+            precise_theta, m = theta.to(torch.float64), server_state["m"][name]
+            delta = mean["model"][name].to(torch.float64) - precise_theta
+            delta_weight = 1.0 if self.server == "avgm" else 1 - self.effective_beta1
+            new_m = self.effective_beta1 * m + delta_weight * delta  # m ← β₁m + (1 − β₁)Δ; FedAvgM: m ← βm + Δ
+            step = new_m
             if name in server_state["v"]:
-                v = self._second(server_state["v"][name].to(torch.float64), delta.square())
-                along = first / (v.sqrt() + self.tau)
-                after["v"][name] = v.to(m.dtype)
-            after["model"][name] = (before + self.eta * along).to(theta.dtype)
-            after["m"][name] = first.to(m.dtype)
-        return {**server_state, **after}
+                v = self._update_second_moment(server_state["v"][name].to(torch.float64), delta.square())
+                step = new_m / (v.sqrt() + self.tau)
+                new_state["v"][name] = v.to(m.dtype)
+            new_state["model"][name] = (precise_theta + self.effective_server_lr * step).to(theta.dtype)
+            new_state["m"][name] = new_m.to(m.dtype)
+        return {**server_state, **new_state}
 
-    def _second(self, v: Tensor, square: Tensor) -> Tensor:
+    def _update_second_moment(self, v: Tensor, square: Tensor) -> Tensor:
         """v, by Δ²; without correction of its beginning, which is what v = τ² is for."""
         if self.server == "adagrad":
             return v + square

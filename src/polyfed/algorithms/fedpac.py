@@ -9,25 +9,25 @@ from typing import ClassVar, final
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import ClientState, ServerState
-from polyfed.algorithms.body_and_head import BodyAndHead, part_of, trained_in_turn
-from polyfed.algorithms.class_means import class_sums, linear_head, num_outputs
-from polyfed.algorithms.head_shares import moments, moments_spec, shares
-from polyfed.algorithms.prototypes import prototype_spec, pulled, renewed
-from polyfed.alignment.representations import representation_name, representations
+from polyfed.algorithms.body_and_head import BodyAndHeadMethod, spec_of_part, train_head_then_body
+from polyfed.algorithms.class_means import count_outputs, find_replaceable_head, weighted_class_sums
+from polyfed.algorithms.head_shares import head_mixing_statistics, head_mixing_statistics_spec, head_mixing_weights
+from polyfed.algorithms.prototypes import build_prototype_loss, class_means_spec_for_prototypes, update_prototypes
+from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy
-from polyfed.core.scratch import scratch, settled
-from polyfed.core.seeds import derive
-from polyfed.core.training import fit, scalars_of
-from polyfed.core.tree import Spec, Tree, copied, spec, weighted_mean
-from polyfed.models.split import representation_module
+from polyfed.core.buffers import BufferPolicy
+from polyfed.core.scratch import cached_module, reset_for_eval
+from polyfed.core.seeds import derive_seed
+from polyfed.core.training import fit, reply_scalars
+from polyfed.core.tree import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
+from polyfed.models.split import find_representation_module
 
-# The server keeps, beside `BodyAndHead`'s, "prototypes": p̄, and "heads": the mixed head of each client that took part
+# The server keeps, beside `BodyAndHeadMethod`'s, "prototypes": p̄, and "heads": the mixed head of each client that took part
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedPAC(BodyAndHead):
+class FedPAC(BodyAndHeadMethod):
     """A body φ, which is averaged, and a head g_i for each client, the last linear layer. A client trains its head with the
     body frozen, then the body by CE + λ/d·‖f(x) − p̄_y‖² with the head frozen, p̄_c being the mean representation of class c
     over all clients. The server gives each client a head of its own, Σ_j α_ij g_j, by the weights that minimise the sum of
@@ -74,7 +74,7 @@ class FedPAC(BodyAndHead):
     momentum: float = 0.5
     weight_decay: float = 0.0005
     weighted: bool = True
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,26 +95,29 @@ class FedPAC(BodyAndHead):
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """φ, the client's mixed head, and p̄ where it is to train with it."""
-        common, sent = super().dispatch(server_state, client_info), {"head": server_state["heads"].get(client_info.id)}
+        common, groups = (
+            super().dispatch(server_state, client_info),
+            {"head": server_state["heads"].get(client_info.id)},
+        )
         if client_info.purpose != "personal":
-            sent["prototypes"] = server_state["prototypes"]
-        return Message({**common.tensors, **{group: tree for group, tree in sent.items() if tree}}, common.scalars)
+            groups["prototypes"] = server_state["prototypes"]
+        return Message({**common.tensors, **{group: tree for group, tree in groups.items() if tree}}, common.scalars)
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """φ and class means; and, where heads are mixed, the head, h and V."""
-        classes = prototype_spec(server_state["prototypes"], reply)
-        found = {**super().reply_spec(server_state, message, reply), **classes}
+        classes = class_means_spec_for_prototypes(server_state["prototypes"], reply)
+        specs = {**super().reply_spec(server_state, message, reply), **classes}
         if not self.collaborate:
-            return found
-        known = spec(next(iter(server_state["heads"].values()), server_state.get("draw", {})))
-        head = part_of(known, reply, "head") if "draw" in server_state else known
-        return {**found, "head": head, "statistics": moments_spec(reply, classes["classes"])}
+            return specs
+        head_spec = state_dict_spec(next(iter(server_state["heads"].values()), server_state.get("draw", {})))
+        head = spec_of_part(head_spec, reply, "head") if "draw" in server_state else head_spec
+        return {**specs, "head": head, "statistics": head_mixing_statistics_spec(reply, classes["classes"])}
 
     def server_step(
-        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
         """φ ← Σ_i (n_i/n) φ_i and p̄_c ← Σ_i n_ic μ_ic / Σ_i n_ic."""
-        prototypes = renewed(server_state["prototypes"], mean["classes"])
+        prototypes = update_prototypes(server_state["prototypes"], mean["classes"])
         return {
             **super().server_step(server_state, mean, client_ids),
             "prototypes": prototypes,
@@ -123,8 +126,13 @@ class FedPAC(BodyAndHead):
 
     def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
         """The head of client i ← Σ_j α_ij g_j."""
-        statistics, own = ({i: replies[i].tensors[part] for i in sorted(replies)} for part in ("statistics", "head"))
-        heads = {**server_state["heads"], **{i: weighted_mean(own, alpha) for i, alpha in shares(statistics).items()}}
+        statistics, local_heads = (
+            {i: replies[i].tensors[part] for i in sorted(replies)} for part in ("statistics", "head")
+        )
+        heads = {
+            **server_state["heads"],
+            **{i: weighted_mean(local_heads, alpha) for i, alpha in head_mixing_weights(statistics).items()},
+        }
         return {**server_state, "heads": {i: heads[i] for i in sorted(heads)}}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -132,29 +140,36 @@ class FedPAC(BodyAndHead):
     def client_init(self, client: Client, seed: int) -> ClientState:
         """g_i of the common draw, which must be what gives the outputs."""
         assert client.model is not None
-        linear_head(scratch(client.model, client.train.device).module, client, "FedPAC")
+        find_replaceable_head(cached_module(client.model, client.train.device).module, client, "FedPAC")
         return super().client_init(client, seed)
 
-    def _head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
-        return (representation_module(module, example),)
+    def _find_head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
+        return (find_representation_module(module, example),)
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """V and h by φ; then g_i by `head_epochs` on φ, and φ_i by `local_epochs` on g_i; then class means by φ_i."""
-        features = representations(settled(self.personal_model(message, client_state, client, seed)), client.train)
-        net, lr, y = self._assembled(message, client_state, client), message.scalars["lr"], client.train.labels
-        name, classes = representation_name(net.module, client.train), num_outputs(net.module, client)
-        head, rate = replace(self, local_epochs=self.head_epochs, local_steps=None), self.head_lr
-        seed_of_head, of_head_lr = derive(seed, "head"), lr if rate is None else lr * rate / self.lr
-        of_body = partial(fit, net.module, client, self, lr=lr, seed=seed)
-        if pull := pulled(self.criterion(client), message.tensors.get("prototypes"), self.lam, client.train.device):
-            of_body = partial(of_body, loss=pull, representation=name, reported="task")
-        of_head = partial(fit, net.module, client, head, lr=of_head_lr, seed=seed_of_head)
-        loss = trained_in_turn(net.module, client_state["head"], of_head, of_body)
-        body, trained, kept = self._divided(net, client_state)
-        means = representations(settled(net.module), client.train, module=name)
-        sent = {"model": body, "classes": class_sums(means, y, classes, self.weighted)}
+        features = compute_representations(
+            reset_for_eval(self.personal_model(message, client_state, client, seed)), client.train
+        )
+        net, lr, y = self._load_body_and_head(message, client_state, client), message.scalars["lr"], client.train.labels
+        name, classes = representation_module_name(net.module, client.train), count_outputs(net.module, client)
+        head_options, first_head_lr = replace(self, local_epochs=self.head_epochs, local_steps=None), self.head_lr
+        head_seed, head_lr = derive_seed(seed, "head"), lr if first_head_lr is None else lr * first_head_lr / self.lr
+        fit_body = partial(fit, net.module, client, self, lr=lr, seed=seed)
+        if prototype_loss := build_prototype_loss(
+            self.criterion(client), message.tensors.get("prototypes"), self.lam, client.train.device
+        ):
+            fit_body = partial(fit_body, loss=prototype_loss, representation=name, reported_loss="task")
+        fit_head = partial(fit, net.module, client, head_options, lr=head_lr, seed=head_seed)
+        loss = train_head_then_body(net.module, client_state["head"], fit_head, fit_body)
+        body, head_state, buffer_state = self._split_trained(net, client_state)
+        means = compute_representations(reset_for_eval(net.module), client.train, module=name)
+        groups = {"model": body, "classes": weighted_class_sums(means, y, classes, self.weighted)}
         if self.collaborate:
-            sent["head"], sent["statistics"] = copied(trained), moments(features, y, classes)
-        return Message(sent, scalars_of(client, loss)), {"head": trained, "trained": True, **kept}
+            groups["head"], groups["statistics"] = (
+                clone_tensors(head_state),
+                head_mixing_statistics(features, y, classes),
+            )
+        return Message(groups, reply_scalars(client, loss)), {"head": head_state, "trained": True, **buffer_state}

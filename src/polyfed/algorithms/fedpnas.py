@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import ClientState
-from polyfed.algorithms.searching import Searching, network
+from polyfed.algorithms.searching import SupernetMethod, supernet_of
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.optimizers import Adam, Group
+from polyfed.core.optimizers import Adam, ParameterGroup
 from polyfed.core.training import fit
-from polyfed.search.network import Context, Per
-from polyfed.search.operations import statistics_kept
+from polyfed.search.network import SamplerContext, SamplingUnit
+from polyfed.search.operations import untracked_batch_statistics
 
 SecondOrder = Literal["outer_product", "none"]
-Inner = Literal["sgd", "adam"]
+InnerOptimizer = Literal["sgd", "adam"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anticipating(Searching, ABC):
+class MetaSupernetMethod(SupernetMethod, ABC):
     """The local update of FedPNAS: the supernet learns to be good after one step of adaptation of its personal stack.
 
     L̃_i(θ_b, θ_p) = L_i(θ_b, θ̃_p) with θ̃_p = θ_p − η∇_{θ_p}L_i(θ_b, θ_p), and two passes for its gradient.
@@ -37,7 +37,7 @@ class Anticipating(Searching, ABC):
     """
 
     eta: float = 0.01
-    inner: Inner = "sgd"
+    inner: InnerOptimizer = "sgd"
     second_order: SecondOrder = "outer_product"
 
     def __post_init__(self) -> None:
@@ -49,38 +49,38 @@ class Anticipating(Searching, ABC):
     ) -> tuple[Message, ClientState]:
         """θ^k after the client's steps (algorithm 1, CLIENTUPDATE). The personal stack is the server's at the start of the
         round; from then on it moves with each minibatch."""
-        net = self.receive(message, client_state, client)
-        found = fit(
+        net = self.load_supernet(message, client_state, client)
+        fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed,
-            gradient=self.meta_gradient(network(net)), rate=self.rate,
+            gradient=self.build_meta_gradient(supernet_of(net)), lr_factor=self.sampler_lr_factor,
         )  # fmt: skip
-        return self.reply(net, client, found.loss)
+        return self.build_reply(net, client, fit_result.loss)
 
-    def meta_gradient(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
+    def build_meta_gradient(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
         """The direction of a step, as `fit` asks for it; the loss is that at θ̃_p. Parameters named `personal...` are θ_p."""
         personal = [p for n, p in supernet.named_parameters() if n.startswith("personal.")]
-        go_ahead = self._inner_step(personal)
+        take_inner_step = self._build_inner_step(personal)
 
-        def direction(loss_of: Callable[[int], Tensor]) -> Tensor:
+        def compute_meta_gradient(loss_of: Callable[[int], Tensor]) -> Tensor:
             theta = [p.detach().clone() for p in personal]
-            with statistics_kept(supernet):  # a step counts as one
+            with untracked_batch_statistics(supernet):  # a step counts as one
                 loss_of(0)  # line 10: L and ∇L at (θ_b, θ_p)
             g = [p.grad for p in personal]
-            go_ahead()  # line 11: θ̃_p
+            take_inner_step()  # line 11: θ̃_p
             loss = loss_of(0)  # line 12: L̃ and ∇L̃ at (θ_b, θ̃_p), on operations drawn again
             with torch.no_grad():
                 for parameter, start in zip(personal, theta, strict=True):
                     parameter.copy_(start)
                 if self.second_order == "outer_product":
-                    self._corrected(personal, g)
+                    self._add_second_order_term(personal, g)
             return loss
 
-        return direction
+        return compute_meta_gradient
 
-    def _inner_step(self, personal: list[nn.Parameter]) -> Callable[[], None]:
+    def _build_inner_step(self, personal: list[nn.Parameter]) -> Callable[[], None]:
         """GRADUPDATE of line 11, in place: θ_p − η∇L, or Adam's step, whose moments go on from minibatch to minibatch."""
         if self.inner == "adam":
-            return Adam([Group(personal, self.eta)]).step
+            return Adam([ParameterGroup(personal, self.eta)]).step
 
         @torch.no_grad()
         def descend() -> None:
@@ -90,7 +90,7 @@ class Anticipating(Searching, ABC):
 
         return descend
 
-    def _corrected(self, personal: list[nn.Parameter], g: list[Tensor | None]) -> None:
+    def _add_second_order_term(self, personal: list[nn.Parameter], g: list[Tensor | None]) -> None:
         """Line 13: ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃), one product over all of θ_p (appendix E: α). Weights of
         operations that only the first pass drew stay without a gradient (polyfed's choice): −η·α·g is a tiny one, but
         Adam would make
@@ -98,14 +98,14 @@ class Anticipating(Searching, ABC):
         alpha = sum(
             (s * p.grad).sum() for p, s in zip(personal, g, strict=True) if s is not None and p.grad is not None
         )
-        for parameter, slope in zip(personal, g, strict=True):
-            if slope is not None and parameter.grad is not None:
-                parameter.grad = parameter.grad - self.eta * alpha * slope
+        for parameter, gradient in zip(personal, g, strict=True):
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad = parameter.grad - self.eta * alpha * gradient
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedPNAS(Anticipating):
+class FedPNAS(MetaSupernetMethod):
     """FedPNAS with context-free samplers: one architecture a minibatch, drawn from learnable probabilities. Evaluated
     model: the most probable architecture after `finetune_epochs` of the personal stack on the client's data; next to it
     the one that came from the server, as `server_...`. Neither θ nor the replies depend on that adaptation.
@@ -114,7 +114,8 @@ class FedPNAS(Anticipating):
         sampler_lr: 0.2 (polyfed's choice): probabilities that hardly move leave weights that must suit all operations
             at once.
 
-    The other fields are those of `Anticipating`, `Searching` and `LocalTraining`; clients' own networks are not used.
+    The other fields are those of `MetaSupernetMethod`, `SupernetMethod` and `LocalTraining`; clients' own networks
+    are not used.
 
     >>> FedPNAS(eta=0.05).second_order
     'outer_product'
@@ -125,7 +126,7 @@ class FedPNAS(Anticipating):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CAFedPNAS(Anticipating):
+class CAFedPNAS(MetaSupernetMethod):
     """The paper's method: FedPNAS with context-aware samplers, so that each example has an architecture of its own (section
     3.3). Evaluated model: the supernet after `finetune_epochs` of the personal stack, which takes the most probable
     operations for each example; next to it the one that came from the server, as `server_...`.
@@ -135,12 +136,13 @@ class CAFedPNAS(Anticipating):
             its probabilities, which is faster (authors' code).
         sampler_lr: 0.05 (polyfed's choice), as for context-free samplers.
 
-    The other fields are those of `Anticipating`, `Searching` and `LocalTraining`; clients' own networks are not used.
+    The other fields are those of `MetaSupernetMethod`, `SupernetMethod` and `LocalTraining`; clients' own networks
+    are not used.
     """
 
-    context: ClassVar[Context] = "aware"
-    per: Per = "example"
+    context: ClassVar[SamplerContext] = "aware"
+    per: SamplingUnit = "example"
     sampler_lr: float | None = 0.05
 
-    def _per(self) -> Per:
+    def _sampling_unit(self) -> SamplingUnit:
         return self.per

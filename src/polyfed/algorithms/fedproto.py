@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from polyfed.algorithms.averaging import Averaging, ServerState
-from polyfed.algorithms.class_means import unlike_classes
-from polyfed.algorithms.prototypes import Evaluate, Prototypes, renewed
+from polyfed.algorithms.class_means import incompatible_class_means_error
+from polyfed.algorithms.prototypes import EvaluatedClassifier, PrototypeMethod, update_prototypes
 from polyfed.core.algorithm import ServerContext
 from polyfed.core.errors import UserError
-from polyfed.core.tree import Tree, UnlikeTreesError
+from polyfed.core.tree import IncompatibleTensorsError, StateDict
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedProto(Prototypes, Averaging):
+class FedProto(PrototypeMethod, Averaging):
     """Each client minimises CE + λ/d·‖f(x) − p̄_y‖² with a network of its own, of any architecture, and sends p_ic, the
     mean of f over its examples of class c; the server averages them to p̄_c. λ = 0 is Local, bit for bit, as far as
     training goes. Evaluated model: the class of the nearest prototype; next to it W_i with its own head, as `head_...`.
@@ -39,7 +39,7 @@ class FedProto(Prototypes, Averaging):
 
     groups: ClassVar[tuple[str, ...]] = ("classes",)
     lam: float = 1.0
-    evaluate: Evaluate = "prototypes"
+    evaluate: EvaluatedClassifier = "prototypes"
     weighted: bool = False
 
     def server_init(self, server: ServerContext) -> ServerState:
@@ -51,11 +51,11 @@ class FedProto(Prototypes, Averaging):
         return bool(server_state["prototypes"])
 
     def server_step(
-        self, server_state: ServerState, mean: Mapping[str, Tree], client_ids: Sequence[str]
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
         """p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c (eq. 6)."""
-        return {"prototypes": renewed(server_state["prototypes"], mean["classes"])}
+        return {"prototypes": update_prototypes(server_state["prototypes"], mean["classes"])}
 
-    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """Prototypes of one form are needed."""
-        return unlike_classes(self, error)
+        return incompatible_class_means_error(self, error)

@@ -8,18 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import ClientState, ServerState
-from polyfed.algorithms.body_and_head import BodyAndHead, nothing_travels, trained_in_turn, warn
+from polyfed.algorithms.body_and_head import (
+    BodyAndHeadMethod,
+    emit_runtime_warning,
+    empty_body_warning,
+    train_head_then_body,
+)
 from polyfed.core.algorithm import Client, Message, ServerContext
-from polyfed.core.buffers import Policy
-from polyfed.core.scratch import scratch
-from polyfed.core.seeds import derive
-from polyfed.core.training import fit, scalars_of
-from polyfed.models.split import head_modules, split_names
+from polyfed.core.buffers import BufferPolicy
+from polyfed.core.scratch import cached_module
+from polyfed.core.seeds import derive_seed
+from polyfed.core.training import fit, reply_scalars
+from polyfed.models.split import find_head_modules, split_body_and_head
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedRep(BodyAndHead):
+class FedRep(BodyAndHeadMethod):
     """A body φ that is averaged and heads h_i that never leave their clients. In a round each client trains its head with
     the body frozen, then the body with the head frozen. One architecture. Evaluated model: φ with the client's own head; a
     client that never took part has the head of the initial draw.
@@ -55,7 +60,7 @@ class FedRep(BodyAndHead):
     batch_size: int = 10
     lr: float = 0.01
     momentum: float = 0.5
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,29 +79,33 @@ class FedRep(BodyAndHead):
         if self.head is None and self.head_layers > 0:
             return state
         assert server.model is not None
-        module = scratch(server.model).module
-        body, head = split_names(module, self._head_modules(module, torch.empty(0)))
+        module = cached_module(server.model).module
+        body, head = split_body_and_head(module, self._find_head_modules(module, torch.empty(0)))
         model = {name: state["draw"][name] for name in body if name in state["draw"]}
         if not head:
-            warn("FedRep: the head is empty, so nothing stays local: this is FedAvg with local_epochs=body_epochs")
+            emit_runtime_warning(
+                "FedRep: the head is empty, so nothing stays local: this is FedAvg with local_epochs=body_epochs"
+            )
         elif not model:
-            warn(nothing_travels(self))
+            emit_runtime_warning(empty_body_warning(self))
         return {"model": model}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def _head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
-        return head_modules(module, example, num_layers=self.head_layers, names=self.head)
+    def _find_head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
+        return find_head_modules(module, example, num_layers=self.head_layers, names=self.head)
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """h_i by `local_epochs` on φ, then φ_i by `body_epochs` on h_i (algorithm 1)."""
-        net = self._assembled(message, client_state, client)
-        train = partial(fit, net.module, client, lr=message.scalars["lr"])
+        net = self._load_body_and_head(message, client_state, client)
+        fit_net = partial(fit, net.module, client, lr=message.scalars["lr"])
         # The body's seed is the round's own, which makes FedRep without a head FedAvg.
-        body = replace(self, local_epochs=self.body_epochs, local_steps=None)
-        of_head = partial(train, options=self, seed=derive(seed, "head"))
-        loss = trained_in_turn(net.module, client_state["head"], of_head, partial(train, options=body, seed=seed))
-        model, head, kept = self._divided(net, client_state)
-        return Message({"model": model}, scalars_of(client, loss)), {"head": head, "trained": True, **kept}
+        body_options = replace(self, local_epochs=self.body_epochs, local_steps=None)
+        fit_head = partial(fit_net, options=self, seed=derive_seed(seed, "head"))
+        loss = train_head_then_body(
+            net.module, client_state["head"], fit_head, partial(fit_net, options=body_options, seed=seed)
+        )
+        model, head, buffer_state = self._split_trained(net, client_state)
+        return Message({"model": model}, reply_scalars(client, loss)), {"head": head, "trained": True, **buffer_state}

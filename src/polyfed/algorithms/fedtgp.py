@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.algorithms.class_means import class_means, points, trained_on_points
-from polyfed.algorithms.prototypes import Evaluate, Prototypes
+from polyfed.algorithms.class_means import class_means_as_examples, class_means_from_sums, train_on_class_means
+from polyfed.algorithms.prototypes import EvaluatedClassifier, PrototypeMethod
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.examples import Examples
-from polyfed.core.inputs import first
-from polyfed.core.scratch import fill, new_module
-from polyfed.core.seeds import derive
-from polyfed.core.training import Forward
+from polyfed.core.inputs import first_leaf
+from polyfed.core.scratch import build_module, fill_module
+from polyfed.core.seeds import derive_seed
+from polyfed.core.training import ForwardPass
 
 ServerState = dict[str, Any]  # "generator"; "prototypes": `means`, `present`; "seed" of the run; "round"
 ClientState = dict[str, Any]  # "model": W_i and buffers
@@ -24,7 +24,7 @@ ClientState = dict[str, Any]  # "model": W_i and buffers
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedTGP(Prototypes, Algorithm[ServerState, ClientState]):
+class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
     """Clients do as in FedProto: CE + λ/d·‖f(x) − p̂_y‖², and they send p_ic, the mean of f over their examples of class c.
     The server does not average: it trains p̂_c = F(p̊_c), two layers on a trained vector, so that each p_ic is nearer to p̂_c
     than to the others, by a margin δ. λ = 0 is Local, bit for bit, as far as training goes. Evaluated model: the class of
@@ -52,7 +52,7 @@ class FedTGP(Prototypes, Algorithm[ServerState, ClientState]):
     """
 
     lam: float = 1.0
-    evaluate: Evaluate = "prototypes"
+    evaluate: EvaluatedClassifier = "prototypes"
     margin: float = 100.0
     hidden: int | None = None
     server_epochs: int = 100
@@ -74,30 +74,30 @@ class FedTGP(Prototypes, Algorithm[ServerState, ClientState]):
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
         """p̂ after training on all p_ic with the loss of eq. 10."""
-        means, number = points(replies), server_state["round"] + 1
+        means, round_number = class_means_as_examples(replies), server_state["round"] + 1
         if not len(means):
-            return {**server_state, "round": number}
+            return {**server_state, "round": round_number}
         classes, width = next(iter(replies.values())).tensors["classes"]["sums"].shape
         factory = partial(TrainablePrototypes, classes, width, self.hidden or width)
-        model = new_module(factory, derive(server_state["seed"], "prototypes"))
+        model = build_module(factory, derive_seed(server_state["seed"], "prototypes"))
         assert isinstance(model, TrainablePrototypes)
         if server_state["generator"]:
-            fill(model, server_state["generator"])
-        delta = min(largest_gap(means, classes), self.margin)
+            fill_module(model, server_state["generator"])
+        delta = min(largest_class_distance(means, classes), self.margin)
 
-        def loss(batch: Forward) -> Tensor:
+        def loss(batch: ForwardPass) -> Tensor:
             """−log of e^−(d(p, p̂_c) + δ) over its sum with e^−d(p, p̂_c') of the other classes (eq. 10)."""
             return F.cross_entropy(batch.outputs - delta * F.one_hot(batch.targets, classes), batch.targets)
 
-        seed = derive(server_state["seed"], number, "server")
-        after = trained_on_points(
+        seed = derive_seed(server_state["seed"], round_number, "server")
+        generator_state = train_on_class_means(
             model, means, self.server_epochs, self.server_batch_size, lr=self.server_lr, seed=seed, loss=loss
         )
         present = torch.zeros(classes, dtype=torch.bool).index_fill_(0, means.y, True)
         if server_state["prototypes"]:
             present = present | server_state["prototypes"]["present"]
         prototypes = {"means": model.prototypes().detach(), "present": present}
-        return {**server_state, "generator": after, "prototypes": prototypes, "round": number}
+        return {**server_state, "generator": generator_state, "prototypes": prototypes, "round": round_number}
 
 
 @final
@@ -116,22 +116,22 @@ class TrainablePrototypes(nn.Module):
 
     def prototypes(self) -> Tensor:
         """(classes, width)."""
-        found: Tensor = self.mlp(self.embedding)
-        return found
+        vectors: Tensor = self.mlp(self.embedding)
+        return vectors
 
     def forward(self, x: Tensor) -> Tensor:
         """−‖x − p̂_c‖, shape (batch, classes)."""
         return -torch.cdist(x, self.prototypes(), compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def largest_gap(means: Examples, classes: int) -> float:
+def largest_class_distance(means: Examples, num_classes: int) -> float:
     """max over c ≠ c' of ‖Q_c − Q_c'‖, Q_c being the plain mean of the clients' means of class c (eq. 9); 0 for one class.
 
-    >>> largest_gap(Examples(torch.tensor([[0.0], [2.0], [4.0]]), torch.tensor([0, 0, 1])), 3)
+    >>> largest_class_distance(Examples(torch.tensor([[0.0], [2.0], [4.0]]), torch.tensor([0, 0, 1])), 3)
     3.0
     """
-    x = first(means.x)
-    sums = torch.zeros(classes, x.shape[1]).index_add_(0, means.y, x)
-    counts = torch.bincount(means.y, minlength=classes).float()
-    centres, present = class_means({"sums": sums, "weights": counts})
+    x = first_leaf(means.x)
+    sums = torch.zeros(num_classes, x.shape[1]).index_add_(0, means.y, x)
+    counts = torch.bincount(means.y, minlength=num_classes).float()
+    centres, present = class_means_from_sums({"sums": sums, "weights": counts})
     return float(torch.cdist(centres[present], centres[present], compute_mode="donot_use_mm_for_euclid_dist").max())

@@ -11,25 +11,35 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
-from polyfed.core.buffers import Policy, fill_client_model, prepare_for_eval, recompute
-from polyfed.core.decided import Decides
+from polyfed.core.buffers import BufferPolicy, fill_client_model, prepare_for_eval, recompute_norm_statistics
+from polyfed.core.decided import ResolvesAutoFields
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import Scratch, initial_state, scratch
-from polyfed.core.training import Schedule, fit, scalars_of
+from polyfed.core.scratch import CachedModule, cached_module, initial_state
+from polyfed.core.training import Schedule, fit, reply_scalars
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.graphs.architecture import NONE
-from polyfed.graphs.cached import graph_of
-from polyfed.graphs.catalogue import graph_of_file
+from polyfed.graphs.cached import graph_of_client
+from polyfed.graphs.catalogue import read_graph_variant
 from polyfed.graphs.contraction import Contraction
-from polyfed.hypernetworks.generated import GeneratedNetwork, assembled
-from polyfed.hypernetworks.ghn import Form, Gnn, Head, Init, Passing, catalogue_of, create, light, told_of_heads
+from polyfed.hypernetworks.generated import GeneratedNetwork, build_generated_network
+from polyfed.hypernetworks.ghn import (
+    GHNConfig,
+    Gnn,
+    Head,
+    Init,
+    Passing,
+    catalogue_from_weights,
+    describe_factored_heads,
+    factor_if_large,
+    init_ghn_params,
+)
 
-Graph = Literal["layers", "layers_and_norms"]
+GraphForm = Literal["layers", "layers_and_norms"]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FLHAGHN(Averaging, Decides):
+class FLHAGHN(Averaging, ResolvesAutoFields):
     """A graph hypernetwork (GHN) generates the weights θ_c(𝒜_c; W_G, W_H) of each client's network from the graph 𝒜_c of its
     layers. Clients train the GHN through their networks on their data, the server averages it (algorithm 1). Neither the
     graph nor the network is sent, though a single reply reveals much of them (docs/methods/flha_ghn.md); layers
@@ -94,7 +104,7 @@ class FLHAGHN(Averaging, Decides):
     rank: int = 16
     normalise: bool = True
     initialisation: Init = "kaiming"
-    graph: Graph = "layers_and_norms"
+    graph: GraphForm = "layers_and_norms"
     joins: bool = True
     norms: Literal["generate", "local"] = "generate"
     catalogue: str | None = None
@@ -106,7 +116,7 @@ class FLHAGHN(Averaging, Decides):
     batch_size: int = 64
     momentum: float = 0.9
     clip_norm: float | None = 5.0
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,7 +133,7 @@ class FLHAGHN(Averaging, Decides):
 
     def server_init(self, server: ServerContext) -> ServerState:
         """(W_G, W_H), initialised for the layer types of the catalogue."""
-        catalogue = server.layer_catalogue if self.catalogue is None else self._catalogue(self.catalogue)
+        catalogue = server.layer_catalogue if self.catalogue is None else self._read_catalogue(self.catalogue)
         types = tuple(
             t if self.norms == "generate" else replace(t, norm=NONE, norm_bias=False)
             for t in catalogue.types
@@ -138,13 +148,13 @@ class FLHAGHN(Averaging, Decides):
                 "(docs/methods/flha_ghn.md); take normalise=True, initialisation='kaiming'",
                 UserWarning, stacklevel=2,
             )  # fmt: skip
-        form = self._form(LayerCatalogue(types))
-        state = {"ghn": create(form, self.initialisation, server.seed)}
-        for what, told in self.decided(state).items():
-            warnings.warn(f"FLHAGHN: {what} is {told}; give {what}=... to have either", UserWarning, stacklevel=2)
+        config = self._ghn_config(LayerCatalogue(types))
+        state = {"ghn": init_ghn_params(config, self.initialisation, server.seed)}
+        for field, decision in self.resolved_fields(state).items():
+            warnings.warn(f"FLHAGHN: {field} is {decision}; give {field}=... to have either", UserWarning, stacklevel=2)
         return state
 
-    def _catalogue(self, path: str) -> LayerCatalogue:
+    def _read_catalogue(self, path: str) -> LayerCatalogue:
         """The catalogue of a file.
 
         Raises:
@@ -153,14 +163,14 @@ class FLHAGHN(Averaging, Decides):
         catalogue = LayerCatalogue.read(path)
         if self.norms == "local":
             return catalogue
-        folded = next((t for t in catalogue.types if t.norm != NONE), None)
-        if self.graph == "layers_and_norms" and (folded is not None or graph_of_file(path) == "layers"):
+        type_with_norm = next((t for t in catalogue.types if t.norm != NONE), None)
+        if self.graph == "layers_and_norms" and (type_with_norm is not None or read_graph_variant(path) == "layers"):
             raise UserError(
                 f"the layer catalogue {path} is for graph='layers' (norms are part of layers), and this method has "
                 "graph='layers_and_norms'; give graph='layers', or write the catalogue with polyfed graph --graph "
                 "layers_and_norms"
             )
-        if self.graph == "layers" and folded is None and _has_norms(catalogue):
+        if self.graph == "layers" and type_with_norm is None and _has_norms(catalogue):
             warnings.warn(
                 f"FLHAGHN: no layer type of the catalogue {path} has a norm, though there are norm layers: layers with a "
                 "norm after them will stay with their clients. If it was written for graph='layers_and_norms', write it "
@@ -169,27 +179,27 @@ class FLHAGHN(Averaging, Decides):
             )  # fmt: skip
         return catalogue
 
-    def decided(self, server_state: ServerState) -> dict[str, str]:
+    def resolved_fields(self, server_state: ServerState) -> dict[str, str]:
         """Which heads "auto" stands for, if not for the paper's."""
-        form = self._form(catalogue_of(server_state["ghn"]))
-        return {"head": told_of_heads(form)} if self.head == "auto" and form.head == "factored" else {}
+        config = self._ghn_config(catalogue_from_weights(server_state["ghn"]))
+        return {"head": describe_factored_heads(config)} if self.head == "auto" and config.head == "factored" else {}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """All trained parameters from the common draw; those that turn out to be generated do not count."""
         assert client.model is not None
-        start = initial_state(client.model, seed)
-        names = [name for name, _ in scratch(client.model).module.named_parameters()]
-        return {"private": {name: start[name] for name in names if name in start}}
+        initial_weights = initial_state(client.model, seed)
+        names = [name for name, _ in cached_module(client.model).module.named_parameters()]
+        return {"private": {name: initial_weights[name] for name in names if name in initial_weights}}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """W_c by eq. 5: SGD on the task's loss, through the generated weights, into the GHN, and into the parameters that
         are private."""
-        network, net, graph = self._assembled(message, client_state, client)
-        if not graph.generated:
+        generated, cached, graph = self._generate_network(message, client_state, client)
+        if not graph.generated_weights:
             warnings.warn(
                 f"FLHAGHN: nothing of the network of client {client.id!r} is generated, so that it trains alone: none of "
                 "its layers is of a type of the catalogue (kind, channels, kernel, stride, dilation, groups, bias and "
@@ -197,44 +207,46 @@ class FLHAGHN(Averaging, Decides):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        for name, parameter in net.module.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad and name in graph.local)
-        found = fit(network, client, self, lr=message.scalars["lr"], seed=seed)
-        trained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in network.ghn.state_dict().items()}
-        return Message({"ghn": trained}, scalars_of(client, found.loss)), self._kept(net, graph)
+        for name, parameter in cached.module.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name in graph.local_reasons)
+        fit_result = fit(generated, client, self, lr=message.scalars["lr"], seed=seed)
+        trained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in generated.ghn.state_dict().items()}
+        return Message({"ghn": trained}, reply_scalars(client, fit_result.loss)), self._private_state(cached, graph)
 
-    def _kept(self, net: Scratch, graph: ArchitectureGraph) -> ClientState:
-        state = net.module.state_dict()
-        parts = {
-            "private": [name for name in graph.local if name not in net.frozen],
-            "buffers": net.buffers if self.buffers == "local" else (),
+    def _private_state(self, cached: CachedModule, graph: ArchitectureGraph) -> ClientState:
+        state = cached.module.state_dict()
+        names_by_part = {
+            "private": [name for name in graph.local_reasons if name not in cached.frozen],
+            "buffers": cached.buffers if self.buffers == "local" else (),
         }
-        kept = {part: {name: state[name].to("cpu", copy=True) for name in names} for part, names in parts.items()}
-        return {part: tensors for part, tensors in kept.items() if tensors}
+        tensors_by_part = {
+            part: {name: state[name].to("cpu", copy=True) for name in names} for part, names in names_by_part.items()
+        }
+        return {part: tensors for part, tensors in tensors_by_part.items() if tensors}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_c with the linear head refined on the client's data ("Inference and local refinement")."""
-        _, net, graph = self._assembled(message, client_state, client)
-        prepare_for_eval(net, client, client_state, self.buffers)
+        _, cached, graph = self._generate_network(message, client_state, client)
+        prepare_for_eval(cached, client, client_state, self.buffers)
         if self.refine_epochs:
-            self._refine(net.module, graph.head, client, seed)
+            self._refine_head(cached.module, graph.head_parameters, client, seed)
             if self.buffers == "recompute":
-                recompute(net.module, client.train)
-        return net.module
+                recompute_norm_statistics(cached.module, client.train)
+        return cached.module
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """θ_c as it is generated."""
-        _, net, _ = self._assembled(message, client_state, client)
-        yield "generated", prepare_for_eval(net, client, client_state, self.buffers)
+        _, cached, _ = self._generate_network(message, client_state, client)
+        yield "generated", prepare_for_eval(cached, client, client_state, self.buffers)
 
     def client_graph(self, message: Message, client: Client) -> ArchitectureGraph:
         """The client's graph under the GHN that came down: layers outside its catalogue are private, each with a reason."""
-        return self._graph_of(client, catalogue_of(message.tensors["ghn"]))
+        return self._build_graph(client, catalogue_from_weights(message.tensors["ghn"]))
 
-    def _graph_of(self, client: Client, catalogue: LayerCatalogue) -> ArchitectureGraph:
-        return graph_of(client, catalogue, self.contraction)
+    def _build_graph(self, client: Client, catalogue: LayerCatalogue) -> ArchitectureGraph:
+        return graph_of_client(client, catalogue, self.contraction)
 
     @property
     def contraction(self) -> Contraction:
@@ -243,7 +255,7 @@ class FLHAGHN(Averaging, Decides):
             return Contraction("nodes", self.joins)
         return Contraction("layers" if self.norms == "generate" else "local", self.joins)
 
-    def _refine(self, network: nn.Module, head: frozenset[str], client: Client, seed: int) -> None:
+    def _refine_head(self, network: nn.Module, head: frozenset[str], client: Client, seed: int) -> None:
         """One epoch on the last layer; BatchNorm's statistics move along, as in training."""
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name in head)
@@ -251,24 +263,26 @@ class FLHAGHN(Averaging, Decides):
             options = replace(self, local_epochs=self.refine_epochs, local_steps=None)
             fit(network, client, options, lr=self.refine_lr, seed=seed)
 
-    def _assembled(
+    def _generate_network(
         self, message: Message, client_state: ClientState, client: Client
-    ) -> tuple[GeneratedNetwork, Scratch, ArchitectureGraph]:
+    ) -> tuple[GeneratedNetwork, CachedModule, ArchitectureGraph]:
         """The client's network under the GHN that came down; filled with what that generates, the private parameters and
         the buffers; and its graph, in which layers outside the catalogue stay private."""
         assert client.model is not None
-        form = self._form(catalogue_of(message.tensors["ghn"]))
-        graph = self._graph_of(client, form.catalogue)
-        network, net = assembled(client.model, graph, form, message.tensors["ghn"], client.train.device)
+        config = self._ghn_config(catalogue_from_weights(message.tensors["ghn"]))
+        graph = self._build_graph(client, config.catalogue)
+        generated, cached = build_generated_network(
+            client.model, graph, config, message.tensors["ghn"], client.train.device
+        )
         with torch.no_grad():
-            weights = {**client_state.get("private", {}), **network.weights()}
-        return network, fill_client_model(net, weights, client_state, self.buffers), graph
+            weights = {**client_state.get("private", {}), **generated.generate_weights()}
+        return generated, fill_client_model(cached, weights, client_state, self.buffers), graph
 
-    def _form(self, catalogue: LayerCatalogue) -> Form:
+    def _ghn_config(self, catalogue: LayerCatalogue) -> GHNConfig:
         head: Head = "mlp" if self.head == "auto" else self.head
         sizes = (self.depth, self.latent, self.hidden, head, self.rank, self.normalise)
-        form = Form(catalogue, *sizes, self.gnn, self.passing)
-        return light(form) if self.head == "auto" else form
+        config = GHNConfig(catalogue, *sizes, self.gnn, self.passing)
+        return factor_if_large(config) if self.head == "auto" else config
 
 
 def _has_norms(catalogue: LayerCatalogue) -> bool:

@@ -6,15 +6,15 @@ from typing import final
 
 from torch import Tensor
 
-from polyfed.algorithms.distillation import divergence
-from polyfed.algorithms.mutual import Mutual, Pair
+from polyfed.algorithms.distillation import softened_kl_divergence
+from polyfed.algorithms.mutual import MutualLearningMethod, Pair
 from polyfed.core.algorithm import Client
-from polyfed.core.training import Forward
+from polyfed.core.training import ForwardPass
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FML(Mutual):
+class FML(MutualLearningMethod):
     """Each client trains its own network θ_i, of any architecture, by α·CE + (1−α)·KL(s ‖ θ_i), and with it the common
     network s ("meme model") by β·CE + (1−β)·KL(θ_i ‖ s); the server averages s. In each divergence the teacher is a
     constant. α = 1 is Local, bit for bit, and β = 1 FedAvg of s. Evaluated model: θ_i; next to it s, as `shared_...`.
@@ -45,13 +45,19 @@ class FML(Mutual):
         self._require(0 <= self.alpha <= 1, "alpha", "between 0 and 1")
         self._require(0 <= self.beta <= 1, "beta", "between 0 and 1")
 
-    def losses(self, pair: Pair, client: Client) -> Callable[[Forward], Tensor]:
+    def joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
         """α·CE(z, y) + (1−α)·KL(s ‖ z), and β·CE(s, y) + (1−β)·KL(z ‖ s), z and s being the two networks' outputs."""
-        hard = self.criterion(client)
+        label_loss = self.criterion(client)
 
-        def loss(batch: Forward) -> Tensor:
+        def loss(batch: ForwardPass) -> Tensor:
             z, s, y = batch.outputs, pair.outputs, batch.targets
-            own = self.alpha * hard(z, y) + (1 - self.alpha) * divergence(s.detach(), z, 1.0, client.task)
-            return own + self.beta * hard(s, y) + (1 - self.beta) * divergence(z.detach(), s, 1.0, client.task)
+            personal_loss = self.alpha * label_loss(z, y) + (1 - self.alpha) * softened_kl_divergence(
+                s.detach(), z, 1.0, client.task
+            )
+            return (
+                personal_loss
+                + self.beta * label_loss(s, y)
+                + (1 - self.beta) * softened_kl_divergence(z.detach(), s, 1.0, client.task)
+            )
 
         return loss

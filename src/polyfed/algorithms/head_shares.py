@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from polyfed.core.algorithm import Message
-from polyfed.core.tree import Spec, Tree
+from polyfed.core.tree import StateDict, StateDictSpec
 
 _RIDGE = 1e-9
 """Of the mean of the diagonal, added to it, so that the minimum is one point."""
 
 
-def least_on_simplex(form: Tensor) -> Tensor:
+def minimize_quadratic_on_simplex(matrix: Tensor) -> Tensor:
     """α = argmin αᵀPα over α ≥ 0 with Σα = 1, exactly, float64.
 
     At the minimum Pα = μ + λ·1 with μ ≥ 0 and μᵀα = 0. So α is x/Σx for the x ≥ 0 that minimises ½·xᵀPx − 1ᵀx, and with
@@ -22,33 +22,33 @@ def least_on_simplex(form: Tensor) -> Tensor:
     Args:
         form: P, symmetric and positive semidefinite, (m, m).
 
-    >>> least_on_simplex(torch.diag(torch.tensor([1.0, 3.0])))
+    >>> minimize_quadratic_on_simplex(torch.diag(torch.tensor([1.0, 3.0])))
     tensor([0.7500, 0.2500], dtype=torch.float64)
     """
     from scipy.optimize import nnls  # imported late: it takes time that other methods should not pay
 
-    p = form.to(torch.float64).numpy()
+    p = matrix.to(torch.float64).numpy()
     scale = float(np.trace(p)) / len(p) or 1.0
     lower = np.linalg.cholesky(p / scale + _RIDGE * np.eye(len(p)))
     x, _ = nnls(lower.T, np.linalg.solve(lower, np.ones(len(p))))
     return torch.from_numpy(x / x.sum())
 
 
-def moments(features: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
+def head_mixing_statistics(features: Tensor, labels: Tensor, num_classes: int) -> dict[str, Tensor]:
     """h_c = p_c·μ_c, (C, d), and V = (1/n)·[Σ_c p_c·E(‖f‖² | c) − Σ_c p_c²·‖μ_c‖²], of a client.
 
-    >>> found = moments(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 0]), 2)
+    >>> found = head_mixing_statistics(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 0]), 2)
     >>> found["h"].flatten().tolist(), found["v"].item()
     ([2.0, 0.0], 0.5)
     """
     f, y = features.to(torch.float64), labels.cpu()
-    h = torch.zeros(classes, f.shape[1], dtype=torch.float64).index_add_(0, y, f) / len(f)
+    h = torch.zeros(num_classes, f.shape[1], dtype=torch.float64).index_add_(0, y, f) / len(f)
     v = (f.square().sum() / len(f) - h.square().sum()) / len(f)
     return {"h": h.float(), "v": v.clamp(min=0).float()}
 
 
-def moments_spec(reply: Message, classes: Spec) -> Spec:
-    """The form of `moments` in a reply whose class means have this form.
+def head_mixing_statistics_spec(reply: Message, classes: StateDictSpec) -> StateDictSpec:
+    """The form of `head_mixing_statistics` in a reply whose class means have this form.
 
     Raises:
         ValueError: V is negative.
@@ -59,19 +59,19 @@ def moments_spec(reply: Message, classes: Spec) -> Spec:
     return {"h": classes["sums"], "v": ((), torch.float32)}
 
 
-def shares(statistics: Mapping[str, Tree]) -> dict[str, dict[str, float]]:
+def head_mixing_weights(statistics: Mapping[str, StateDict]) -> dict[str, dict[str, float]]:
     """α_ij by i and j: what minimises variance and bias of each client's mixed head.
 
     Args:
-        statistics: `moments` by client.
+        statistics: `head_mixing_statistics` by client.
 
     >>> none = torch.zeros(1, 1)
-    >>> alpha = shares({"a": {"h": none, "v": torch.tensor(1.0)}, "b": {"h": none, "v": torch.tensor(3.0)}})
+    >>> alpha = head_mixing_weights({"a": {"h": none, "v": torch.tensor(1.0)}, "b": {"h": none, "v": torch.tensor(3.0)}})
     >>> {i: round(share, 3) for i, share in alpha["b"].items()}
     {'a': 0.75, 'b': 0.25}
     """
     ids = list(statistics)
     h, v = (torch.stack([statistics[i][name] for i in ids]).to(torch.float64) for name in ("h", "v"))
-    apart = {i: own - h.flatten(1) for i, own in zip(ids, h.flatten(1), strict=True)}
-    rows = {i: least_on_simplex(torch.diag(v) + apart[i] @ apart[i].T) for i in ids}
+    differences = {i: h_i - h.flatten(1) for i, h_i in zip(ids, h.flatten(1), strict=True)}
+    rows = {i: minimize_quadratic_on_simplex(torch.diag(v) + differences[i] @ differences[i].T) for i in ids}
     return {i: dict(zip(ids, row.tolist(), strict=True)) for i, row in rows.items()}

@@ -9,13 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState, build_reply
-from polyfed.algorithms.widths import corner, folded, rates, refuse_narrow_head, scaled, widest
+from polyfed.algorithms.widths import (
+    fold_scaling,
+    leading_slice,
+    scaled_layer_outputs,
+    validate_head_width,
+    widest_shapes,
+    width_ratios,
+)
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy, load_client_model, prepare_for_eval, shared_tensors
-from polyfed.core.scratch import initial_state, scratch
-from polyfed.core.training import Forward, fit
+from polyfed.core.buffers import BufferPolicy, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.scratch import cached_module, initial_state
+from polyfed.core.training import ForwardPass, fit
 
-_RATE = "rate of "  # before a layer's name, in a message's numbers
+_RATIO_PREFIX = "rate of "  # before a layer's name, in a message's numbers
 # The server keeps "model": θ, the widest; "forms": the shapes of each architecture's corner; "rates": r of its layers
 
 
@@ -50,7 +57,7 @@ class HeteroFL(Averaging):
     scaler: bool = True
     mask: bool = True
     weighted: bool = False
-    buffers: Policy = "recompute"
+    buffers: BufferPolicy = "recompute"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,40 +71,47 @@ class HeteroFL(Averaging):
     def server_init(self, server: ServerContext) -> ServerState:
         """θ: the common draw of each architecture is put into its corner, the widest last."""
         assert server.architectures is not None  # `requires` names "architectures"
-        shapes, networks = widest(server.architectures), server.architectures
-        drawn = {
-            key: shared_tensors(initial_state(factory, server.seed), scratch(factory).buffers, self.buffers)
+        shapes, networks = widest_shapes(server.architectures), server.architectures
+        initial_models = {
+            key: shared_tensors(initial_state(factory, server.seed), cached_module(factory).buffers, self.buffers)
             for key, factory in networks.items()
         }
-        theta = {name: tensor.new_zeros(shapes[name]) for name, tensor in next(iter(drawn.values())).items()}
-        for key in sorted(drawn, key=lambda key: (sum(tensor.numel() for tensor in drawn[key].values()), key)):
-            for name, tensor in drawn[key].items():
-                corner(theta[name], tuple(tensor.shape)).copy_(tensor)
-        forms = {key: {name: list(tensor.shape) for name, tensor in tree.items()} for key, tree in drawn.items()}
-        return {"model": theta, "forms": forms, "rates": {k: rates(f, shapes) for k, f in networks.items()}}
+        theta = {name: tensor.new_zeros(shapes[name]) for name, tensor in next(iter(initial_models.values())).items()}
+        for key in sorted(
+            initial_models, key=lambda key: (sum(tensor.numel() for tensor in initial_models[key].values()), key)
+        ):
+            for name, tensor in initial_models[key].items():
+                leading_slice(theta[name], tuple(tensor.shape)).copy_(tensor)
+        forms = {
+            key: {name: list(tensor.shape) for name, tensor in tree.items()} for key, tree in initial_models.items()
+        }
+        return {"model": theta, "forms": forms, "rates": {k: width_ratios(f, shapes) for k, f in networks.items()}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """The client's corner of θ, and r of its layers."""
-        form, shares = (server_state[part][client_info.architecture] for part in ("forms", "rates"))
-        model = {name: corner(server_state["model"][name], tuple(shape)).contiguous() for name, shape in form.items()}
-        told = {f"{_RATE}{layer}": r for layer, r in shares.items()} if self.scaler else {}
-        return Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds), **told})
+        shapes, ratios = (server_state[part][client_info.architecture] for part in ("forms", "rates"))
+        model = {
+            name: leading_slice(server_state["model"][name], tuple(shape)).contiguous()
+            for name, shape in shapes.items()
+        }
+        ratio_scalars = {f"{_RATIO_PREFIX}{layer}": r for layer, r in ratios.items()} if self.scaler else {}
+        return Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds), **ratio_scalars})
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
         """θ[e] ← Σ_i w_i θ_i[e] / Σ_i w_i over the clients that hold entry e (the paper's eq. for its complexity levels)."""
         w = {i: replies[i].scalars["num_examples"] if self.weighted else 1.0 for i in sorted(replies)}
-        after = {}
+        new_model = {}
         for name, before in server_state["model"].items():
-            total, held = (torch.zeros(before.shape, dtype=torch.float64) for _ in range(2))
+            total, weight_held = (torch.zeros(before.shape, dtype=torch.float64) for _ in range(2))
             for i, weight in w.items():
-                sent = replies[i].tensors["model"][name]
-                corner(total, tuple(sent.shape)).add_(sent, alpha=weight / sum(w.values()))
-                corner(held, tuple(sent.shape)).add_(weight)
-            share = held / sum(w.values())  # exactly 1 where all hold it
-            after[name] = torch.where(held > 0, total / share, before).to(before.dtype)
-        return {**server_state, "model": after}
+                received = replies[i].tensors["model"][name]
+                leading_slice(total, tuple(received.shape)).add_(received, alpha=weight / sum(w.values()))
+                leading_slice(weight_held, tuple(received.shape)).add_(weight)
+            share = weight_held / sum(w.values())  # exactly 1 where all hold it
+            new_model[name] = torch.where(weight_held > 0, total / share, before).to(before.dtype)
+        return {**server_state, "model": new_model}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -105,34 +119,41 @@ class HeteroFL(Averaging):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """The corner after `local_epochs` on the client's data."""
-        net, shares = load_client_model(client, message.tensors["model"], client_state, self.buffers), _shares(message)
-        refuse_narrow_head(net.module, shares, client)
-        with scaled(net.module, shares):
-            loss = self._loss(client, bool(shares))
-            found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, loss=loss, reported="task")
-        return build_reply(net, client, found.loss, self)
+        net, ratios = (
+            load_client_model(client, message.tensors["model"], client_state, self.buffers),
+            _width_ratios_of(message),
+        )
+        validate_head_width(net.module, ratios, client)
+        with scaled_layer_outputs(net.module, ratios):
+            loss = self._local_loss(client, bool(ratios))
+            fit_result = fit(
+                net.module, client, self, lr=message.scalars["lr"], seed=seed, loss=loss, reported_loss="task"
+            )
+        return build_reply(net, client, fit_result.loss, self)
 
-    def _loss(self, client: Client, scaled: bool) -> Callable[[Forward], Tensor] | None:
+    def _local_loss(self, client: Client, has_scaler: bool) -> Callable[[ForwardPass], Tensor] | None:
         """The task's loss, in which outputs of absent classes are 0; None where it is as in every method."""
-        if not (self.mask or scaled):
+        if not (self.mask or has_scaler):
             return None
-        hard, present = self.criterion(client), torch.unique(client.train.labels) if self.mask else None
+        task_loss, present = self.criterion(client), torch.unique(client.train.labels) if self.mask else None
 
-        def loss(batch: Forward) -> Tensor:
+        def loss(batch: ForwardPass) -> Tensor:
             z = batch.outputs
             if present is not None:
                 z = torch.zeros_like(z).index_copy(1, present, z[:, present])
-            return hard(z, batch.targets)
+            return task_loss(z, batch.targets)
 
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """The corner, with its scaler in the weights."""
-        tree = folded(message.tensors["model"], _shares(message))
+        tree = fold_scaling(message.tensors["model"], _width_ratios_of(message))
         return prepare_for_eval(
             load_client_model(client, tree, client_state, self.buffers), client, client_state, self.buffers
         )
 
 
-def _shares(message: Message) -> dict[str, float]:
-    return {name.removeprefix(_RATE): r for name, r in message.scalars.items() if name.startswith(_RATE)}
+def _width_ratios_of(message: Message) -> dict[str, float]:
+    return {
+        name.removeprefix(_RATIO_PREFIX): r for name, r in message.scalars.items() if name.startswith(_RATIO_PREFIX)
+    }

@@ -13,11 +13,11 @@ from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import extract_update, load_client_model
 from polyfed.core.evaluation import predict
 from polyfed.core.scratch import initial_state
-from polyfed.core.seeds import derive
-from polyfed.core.training import fit, scalars_of
-from polyfed.core.tree import Spec, spec, weighted_mean
+from polyfed.core.seeds import derive_seed
+from polyfed.core.training import fit, reply_scalars
+from polyfed.core.tree import StateDictSpec, state_dict_spec, weighted_mean
 
-_MODEL = "model/"  # group of a cluster's model, followed by its number
+_MODEL_PREFIX = "model/"  # group of a cluster's model, followed by its number
 
 
 @final
@@ -56,30 +56,32 @@ class IFCA(Averaging):
     def server_init(self, server: ServerContext) -> ServerState:
         """k models from k draws."""
         assert server.model is not None  # `requires` names "one_architecture"
-        seeds = [server.seed, *(derive(server.seed, "cluster", j) for j in range(1, self.k))]
-        return {f"{_MODEL}{j}": initial_state(server.model, seed) for j, seed in enumerate(seeds)}
+        seeds = [server.seed, *(derive_seed(server.seed, "cluster", j) for j in range(1, self.k))]
+        return {f"{_MODEL_PREFIX}{j}": initial_state(server.model, seed) for j, seed in enumerate(seeds)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """All k models, and the learning rate of the round."""
         return Message(dict(server_state), {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """One of the models, in the form in which it went down."""
-        if len(found := [group for group in reply.tensors if group in server_state]) != 1:
-            raise ValueError(f"it holds {len(found)} of the {self.k} models; a client sends the one that it trained")
-        return {found[0]: spec(server_state[found[0]])}
+        if len(model_groups := [group for group in reply.tensors if group in server_state]) != 1:
+            raise ValueError(
+                f"it holds {len(model_groups)} of the {self.k} models; a client sends the one that it trained"
+            )
+        return {model_groups[0]: state_dict_spec(server_state[model_groups[0]])}
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
         """θ_j ← mean of θ_i over the clients that chose j; a model that nobody chose stays."""
-        after = dict(server_state)
+        new_state = dict(server_state)
         for group in server_state:
             members = {i: reply for i, reply in replies.items() if group in reply.tensors}
             if members:
                 weights = {i: reply.scalars["num_examples"] for i, reply in members.items()} if self.weighted else None
-                after[group] = weighted_mean({i: reply.tensors[group] for i, reply in members.items()}, weights)
-        return after
+                new_state[group] = weighted_mean({i: reply.tensors[group] for i, reply in members.items()}, weights)
+        return new_state
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -87,21 +89,21 @@ class IFCA(Averaging):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """θ_i: the model of the least loss after `local_epochs`."""
-        group = self._nearest(message, client)
+        group = self._group_of_least_loss(message, client)
         net = load_client_model(client, message.tensors[group], client_state, self.buffers)
-        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         model, _ = extract_update(net, self)
-        return Message({group: model}, scalars_of(client, found.loss)), {}
+        return Message({group: model}, reply_scalars(client, fit_result.loss)), {}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """The model of the least loss."""
         return load_client_model(
-            client, message.tensors[self._nearest(message, client)], client_state, self.buffers
+            client, message.tensors[self._group_of_least_loss(message, client)], client_state, self.buffers
         ).module
 
-    def _nearest(self, message: Message, client: Client) -> str:
+    def _group_of_least_loss(self, message: Message, client: Client) -> str:
         """argmin_j L_i(θ_j) over the training examples; of equals the first."""
-        groups = [f"{_MODEL}{j}" for j in range(self.k)]
+        groups = [f"{_MODEL_PREFIX}{j}" for j in range(self.k)]
         if self.k == 1:
             return groups[0]
         criterion, labels, losses = self.criterion(client), client.train.labels, {}

@@ -8,23 +8,27 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.averaging import ClientState, Final, OneModel
-from polyfed.alignment.representations import check_representation, representation_name, representations
+from polyfed.algorithms.averaging import AveragedOver, ClientState, GlobalModelMethod
+from polyfed.alignment.representations import (
+    check_has_representation,
+    compute_representations,
+    representation_module_name,
+)
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.evaluation import predict
 from polyfed.core.examples import Examples
-from polyfed.core.inputs import first, logits_of
-from polyfed.core.network_needs import LooksInside
-from polyfed.core.scratch import settled
-from polyfed.core.tree import Tree
+from polyfed.core.inputs import first_leaf, logits_of
+from polyfed.core.network_needs import ValidatesNetworks
+from polyfed.core.scratch import reset_for_eval
+from polyfed.core.tree import StateDict
 from polyfed.core.wrapping import WrapsNetwork
 
-_GRID = 10  # λ is chosen among 0, 1/10, ..., 1
+_NUM_GRID_STEPS = 10  # λ is chosen among 0, 1/10, ..., 1
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class KNNPer(OneModel, WrapsNetwork, LooksInside):
+class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
     """h(x) = λ·h_kNN(x) + (1 − λ)·h_global(x): FedAvg's probabilities, mixed with those of the k training examples of the
     client whose representations by the global model are nearest, each with the weight exp(−distance). Training is FedAvg,
     bit for bit. One architecture, classification. Evaluated model: h, whose outputs are the logarithms of its
@@ -38,7 +42,7 @@ class KNNPer(OneModel, WrapsNetwork, LooksInside):
         module: name of the module whose input is the representation; None finds the last linear layer (paper).
         weighted: by the number of training examples (paper); False counts every client the same.
         final: which mean is the result: "cohort", that of the last round's clients (paper), or "all", that of all
-            clients' latest models, for which the server keeps each of them (see `OneModel`).
+            clients' latest models, for which the server keeps each of them (see `GlobalModelMethod`).
 
     The other fields are those of `LocalTraining`. The weights of a personal model hold the representations and labels
     of the client's training examples; they are not sent.
@@ -52,7 +56,7 @@ class KNNPer(OneModel, WrapsNetwork, LooksInside):
     lam: float | None = None
     module: str | None = None
     weighted: bool = True
-    final: Final = "cohort"
+    final: AveragedOver = "cohort"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,24 +64,29 @@ class KNNPer(OneModel, WrapsNetwork, LooksInside):
         self._require(self.lam is None or 0 <= self.lam <= 1, "lam", "from 0 to 1, or none")
         object.__setattr__(self, "traits", self.traits | ({"fits_validation"} if self.lam is None else set()))
 
-    def look_inside(self, client: Client) -> None:
+    def validate_network(self, client: Client) -> None:
         """For the module whose input is φ(x)."""
-        check_representation(client, self.module)
+        check_has_representation(client, self.module)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """h, with λ of the client."""
-        network, data = settled(super().personal_model(message, client_state, client, seed)), client.train
-        name = representation_name(network, data) if self.module is None else self.module
-        features = representations(network, data, module=name).to(data.device)
-        found = Neighbours(network, features, data.labels, self.k, name)
-        found.lam.fill_(0.5 if self.lam is None else self.lam)
+        network, data = reset_for_eval(super().personal_model(message, client_state, client, seed)), client.train
+        name = representation_module_name(network, data) if self.module is None else self.module
+        features = compute_representations(network, data, module=name).to(data.device)
+        neighbours = Neighbours(network, features, data.labels, self.k, name)
+        neighbours.lam.fill_(0.5 if self.lam is None else self.lam)
         if self.lam is None and (val := client.val) is not None:
-            found.lam.fill_(min((i / _GRID for i in range(_GRID + 1)), key=lambda lam: _loss(found, lam, val)))
-        return found.eval()
+            neighbours.lam.fill_(
+                min(
+                    (i / _NUM_GRID_STEPS for i in range(_NUM_GRID_STEPS + 1)),
+                    key=lambda lam: _loss_with_lam(neighbours, lam, val),
+                )
+            )
+        return neighbours.eval()
 
-    def wrap_network(self, network: nn.Module, weights: Tree) -> nn.Module:
+    def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
         """The same around a client's network, to be filled."""
-        name = self.module if self.module is not None else _read(weights["name"])
+        name = self.module if self.module is not None else _decode_name(weights["name"])
         return Neighbours(network, weights["features"], weights["labels"], self.k, name)
 
     def other_models(
@@ -105,31 +114,31 @@ class Neighbours(nn.Module):
         self.register_buffer("lam", features.new_zeros(()))
         self.register_buffer("name", torch.tensor(list(name.encode()), dtype=torch.uint8))  # whose input is φ(x)
 
-    def forward(self, *parts: Any, **named: Any) -> Tensor:
+    def forward(self, *parts: Any, **kwargs: Any) -> Tensor:
         """Of inputs as the network takes them: (batch, classes)."""
-        seen: list[Tensor] = []
-        module = self.network.get_submodule(_read(self.name))
+        captured_inputs: list[Tensor] = []
+        module = self.network.get_submodule(_decode_name(self.name))
 
-        def keep(_: nn.Module, args: tuple[Any, ...], known: dict[str, Any]) -> None:
-            seen.append(args[0] if args else first(known))
+        def capture_input(_: nn.Module, args: tuple[Any, ...], hook_kwargs: dict[str, Any]) -> None:
+            captured_inputs.append(args[0] if args else first_leaf(hook_kwargs))
 
-        hook = module.register_forward_pre_hook(keep, with_kwargs=True)
+        hook = module.register_forward_pre_hook(capture_input, with_kwargs=True)
         try:
-            shared = logits_of(self.network(*parts, **named)).float().softmax(1)
+            global_probabilities = logits_of(self.network(*parts, **kwargs)).float().softmax(1)
         finally:
             hook.remove()
-        distances = torch.cdist(seen[-1].float().flatten(1), self.features)
-        near = distances.topk(self.k, largest=False)
-        votes = (-near.values).softmax(1)  # exp(−d), divided by their sum
-        own = torch.zeros_like(shared).scatter_add(1, self.labels[near.indices], votes)
-        mixed: Tensor = self.lam * own + (1 - self.lam) * shared
-        return mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
+        distances = torch.cdist(captured_inputs[-1].float().flatten(1), self.features)
+        nearest = distances.topk(self.k, largest=False)
+        votes = (-nearest.values).softmax(1)  # exp(−d), divided by their sum
+        knn_probabilities = torch.zeros_like(global_probabilities).scatter_add(1, self.labels[nearest.indices], votes)
+        probabilities: Tensor = self.lam * knn_probabilities + (1 - self.lam) * global_probabilities
+        return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
 
 
-def _loss(found: Neighbours, lam: float, examples: Examples) -> float:
-    found.lam.fill_(lam)
-    return float(nn.functional.nll_loss(predict(found, examples), examples.labels.cpu()))
+def _loss_with_lam(neighbours: Neighbours, lam: float, examples: Examples) -> float:
+    neighbours.lam.fill_(lam)
+    return float(nn.functional.nll_loss(predict(neighbours, examples), examples.labels.cpu()))
 
 
-def _read(name: Tensor) -> str:
+def _decode_name(name: Tensor) -> str:
     return bytes(name.tolist()).decode()

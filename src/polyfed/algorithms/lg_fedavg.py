@@ -9,15 +9,15 @@ from typing import ClassVar, final
 from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
-from polyfed.algorithms.first_heads import FirstHead, first_state, last_layers
+from polyfed.algorithms.first_heads import InitialHead, find_last_layers, initial_weights_with_head
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy
+from polyfed.core.buffers import BufferPolicy
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import fill, scratch, whole_state
-from polyfed.core.seeds import derive
-from polyfed.core.training import fit, scalars_of
-from polyfed.core.tree import Spec, Tree, UnlikeTreesError, copied, spec
-from polyfed.models.split import places_in
+from polyfed.core.scratch import cached_module, fill_module, trainable_state
+from polyfed.core.seeds import derive_seed
+from polyfed.core.training import fit, reply_scalars
+from polyfed.core.tree import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
+from polyfed.models.split import tensor_names_by_position
 
 # The server keeps "head", empty before the first replies; a client keeps "body" and "head", the head that it trained itself
 
@@ -51,11 +51,11 @@ class LGFedAvg(Averaging):
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "one_representation"})
     groups: ClassVar[tuple[str, ...]] = ("head",)
-    keeps_trained: ClassVar[bool] = True
+    clients_keep_trained_weights: ClassVar[bool] = True
     head_layers: int = 1
-    first_head: FirstHead = "form"
+    first_head: InitialHead = "form"
     weighted: bool = True
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,54 +75,59 @@ class LGFedAvg(Averaging):
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """A head in the form of the first."""
-        known = server_state["head"] or reply.tensors.get("head")
-        if not known:
+        head = server_state["head"] or reply.tensors.get("head")
+        if not head:
             raise ValueError(
                 f"the reply holds the groups {sorted(reply.tensors)}; expected 'head', with the trained head"
             )
-        return {"head": spec(known)}
+        return {"head": state_dict_spec(head)}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Not in round 1."""
         return bool(server_state["head"])
 
-    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """Only heads of one form have a mean."""
         return UserError(
-            f"LGFedAvg: the heads of {error.first!r} and {error.other!r} differ ({error.differs}); the last "
-            f"{self.head_layers} layers of all networks must have one form: change the networks, or head_layers"
+            f"LGFedAvg: the heads of {error.first_client!r} and {error.other_client!r} differ ({error.difference}); "
+            f"the last {self.head_layers} layers of all networks must have one form: change the networks, or "
+            "head_layers"
         )
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """φ_i, the common draw of the client's architecture; and the first head."""
-        state = first_state(self.first_head, client, self.head_layers, partial(derive, seed, "head"), seed)
-        return self._divided(state, self._places(client))
+        state = initial_weights_with_head(
+            self.first_head, client, self.head_layers, partial(derive_seed, seed, "head"), seed
+        )
+        return self._split_body_and_head(state, self._head_tensor_names(client))
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """φ_i and h_i after `local_epochs` on the client's data, from φ_i and h (algorithm 1, ClientUpdate)."""
         model = self.personal_model(message, client_state, client, seed)
-        found = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
-        after = self._divided(whole_state(model), self._places(client))
-        return Message({"head": copied(after["head"])}, scalars_of(client, found.loss)), after
+        fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
+        state_after = self._split_body_and_head(trainable_state(model), self._head_tensor_names(client))
+        return Message(
+            {"head": clone_tensors(state_after["head"])}, reply_scalars(client, fit_result.loss)
+        ), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """h ∘ φ_i, with the h that came down; before there is one, the client's own."""
         assert client.model is not None
         head = message.tensors.get("head", client_state["head"])
-        places = self._places(client)
-        if spec(head) != spec(client_state["head"]):
+        places = self._head_tensor_names(client)
+        if state_dict_spec(head) != state_dict_spec(client_state["head"]):
             raise UserError(
                 f"LGFedAvg: the shared head does not fit the network of client {client.id!r}; the last {self.head_layers} "
                 "layers of all networks must have one form: change the networks, or head_layers"
             )
-        named = {places[place]: tensor for place, tensor in head.items()}
-        return fill(scratch(client.model, client.train.device).module, client_state["body"], named)
+        head_tensors = {places[place]: tensor for place, tensor in head.items()}
+        return fill_module(cached_module(client.model, client.train.device).module, client_state["body"], head_tensors)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
@@ -130,11 +135,13 @@ class LGFedAvg(Averaging):
         """h_i ∘ φ_i, as the client trained them."""
         yield "trained", self.personal_model(Message(), client_state, client, seed)
 
-    def _places(self, client: Client) -> dict[str, str]:
+    def _head_tensor_names(self, client: Client) -> dict[str, str]:
         """The name under which a parameter of the head travels -> its first name in the client's network."""
         assert client.model is not None
-        net = scratch(client.model, client.train.device)
-        places = places_in(net.module, last_layers(client, self.head_layers), {*net.frozen, *net.buffers})
+        net = cached_module(client.model, client.train.device)
+        places = tensor_names_by_position(
+            net.module, find_last_layers(client, self.head_layers), {*net.frozen, *net.buffers}
+        )
         if not places:
             raise UserError(
                 f"LGFedAvg: in the last {self.head_layers} layers of the network of client {client.id!r} nothing is trained "
@@ -142,8 +149,8 @@ class LGFedAvg(Averaging):
             )
         return places
 
-    def _divided(self, state: Tree, places: Mapping[str, str]) -> ClientState:
+    def _split_body_and_head(self, weights: StateDict, places: Mapping[str, str]) -> ClientState:
         """Body and head of a network's state."""
-        inside = set(places.values())
-        body = {name: tensor for name, tensor in state.items() if name not in inside}
-        return {"body": body, "head": {place: state[name] for place, name in places.items()}}
+        head_names = set(places.values())
+        body = {name: tensor for name, tensor in weights.items() if name not in head_names}
+        return {"body": body, "head": {place: weights[name] for place, name in places.items()}}

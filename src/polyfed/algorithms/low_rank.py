@@ -5,78 +5,80 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from polyfed.core.tree import Spec, Tree, spec
+from polyfed.core.tree import StateDict, StateDictSpec, state_dict_spec
 
 _LEFT, _RIGHT = ":left", ":right"
 
 
-def compressed(update: Tree, energy: float) -> dict[str, Tensor]:
+def compress_update(update: StateDict, energy: float) -> dict[str, Tensor]:
     """Each matrix P×Q (a convolution's kernel as one of its output channels) as U·Σ, (P, K), and V, (K, Q), with the least K
     whose singular values have more than this share of all their squares; whole, if that is not fewer numbers.
 
-    >>> u = compressed({"w": torch.outer(torch.arange(4.0), torch.ones(5)), "b": torch.ones(3)}, 0.95)
+    >>> u = compress_update({"w": torch.outer(torch.arange(4.0), torch.ones(5)), "b": torch.ones(3)}, 0.95)
     >>> {name: tuple(tensor.shape) for name, tensor in u.items()}
     {'w:left': (4, 1), 'w:right': (1, 5), 'b': (3,)}
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in update.items():
         flat = tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor
         if tensor.dim() < 2 or not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            found[name] = tensor
+            tensors[name] = tensor
             continue
         u, s, v = torch.linalg.svd(flat.double(), full_matrices=False)
-        shares = s.square().cumsum(0) / s.square().sum().clamp(min=torch.finfo(torch.float64).tiny)
-        k = min(int((shares <= energy).sum()) + 1, len(s))
+        energy_by_rank = s.square().cumsum(0) / s.square().sum().clamp(min=torch.finfo(torch.float64).tiny)
+        k = min(int((energy_by_rank <= energy).sum()) + 1, len(s))
         if k * sum(flat.shape) >= flat.numel():
-            found[name] = tensor
+            tensors[name] = tensor
         else:
-            found |= {name + _LEFT: (u[:, :k] * s[:k]).to(tensor.dtype), name + _RIGHT: v[:k].to(tensor.dtype)}
-    return found
+            tensors |= {name + _LEFT: (u[:, :k] * s[:k]).to(tensor.dtype), name + _RIGHT: v[:k].to(tensor.dtype)}
+    return tensors
 
 
-def expanded(tree: Tree, like: Tree) -> dict[str, Tensor]:
-    """The update that `compressed` made this of, with the names and shapes of `like`.
+def expand_update(factors: StateDict, like: StateDict) -> dict[str, Tensor]:
+    """The update that `compress_update` made this of, with the names and shapes of `like`.
 
     >>> w = torch.outer(torch.arange(4.0), torch.ones(5))
-    >>> torch.allclose(expanded(compressed({"w": w}, 0.95), {"w": w})["w"], w, atol=1e-6)
+    >>> torch.allclose(expand_update(compress_update({"w": w}, 0.95), {"w": w})["w"], w, atol=1e-6)
     True
     """
     return {
-        name: tree[name] if name in tree else (tree[name + _LEFT] @ tree[name + _RIGHT]).reshape(tensor.shape)
+        name: factors[name]
+        if name in factors
+        else (factors[name + _LEFT] @ factors[name + _RIGHT]).reshape(tensor.shape)
         for name, tensor in like.items()
     }
 
 
-def spec_of_compressed(tree: Tree, like: Tree) -> Spec:
+def compressed_update_spec(tree: StateDict, like: StateDict) -> StateDictSpec:
     """For `Algorithm.reply_spec`: each tensor whole, or as two factors where the reply has them so.
 
     Raises:
         ValueError: factors that do not fit each other.
     """
-    wanted: dict[str, tuple[tuple[int | None, ...], torch.dtype]] = {}
-    for name, (shape, dtype) in spec(like).items():
-        left, right = tree.get(name + _LEFT), tree.get(name + _RIGHT)
-        if left is None or len(shape) < 2:
-            wanted[name] = (shape, dtype)
+    specs: dict[str, tuple[tuple[int | None, ...], torch.dtype]] = {}
+    for name, (shape, dtype) in state_dict_spec(like).items():
+        left_factor, right_factor = tree.get(name + _LEFT), tree.get(name + _RIGHT)
+        if left_factor is None or len(shape) < 2:
+            specs[name] = (shape, dtype)
             continue
-        rank = left.shape[1] if left.dim() == 2 else 0
-        if right is None or right.dim() != 2 or not 1 <= rank == right.shape[0]:
+        rank = left_factor.shape[1] if left_factor.dim() == 2 else 0
+        if right_factor is None or right_factor.dim() != 2 or not 1 <= rank == right_factor.shape[0]:
             raise ValueError(f"the factors of {name!r} do not fit each other")
-        wanted[name + _LEFT] = ((shape[0], rank), dtype)
-        wanted[name + _RIGHT] = ((rank, like[name].numel() // max(shape[0] or 1, 1)), dtype)
-    return wanted
+        specs[name + _LEFT] = ((shape[0], rank), dtype)
+        specs[name + _RIGHT] = ((rank, like[name].numel() // max(shape[0] or 1, 1)), dtype)
+    return specs
 
 
-def difference(after: Tree, before: Tree) -> dict[str, Tensor]:
+def subtract_state(after: StateDict, before: StateDict) -> dict[str, Tensor]:
     """What has changed, tensor by tensor; of booleans, which are others.
 
-    >>> difference({"seen": torch.tensor([True, False])}, {"seen": torch.tensor([False, False])})
+    >>> subtract_state({"seen": torch.tensor([True, False])}, {"seen": torch.tensor([False, False])})
     {'seen': tensor([ True, False])}
     """
     return {n: t ^ before[n] if t.dtype == torch.bool else t - before[n] for n, t in after.items()}
 
 
-def moved(model: Tree, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def apply_update(model: StateDict, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model after an update, compressed or not."""
-    change = expanded(update, model)
+    change = expand_update(update, model)
     return {n: t ^ change[n] if t.dtype == torch.bool else t + change[n] for n, t in model.items()}

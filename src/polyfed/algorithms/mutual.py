@@ -10,24 +10,29 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
-from polyfed.algorithms.common_network import check_found, common_form, learner, spec_of
-from polyfed.alignment.representations import representation_name, representations
+from polyfed.algorithms.common_network import (
+    build_model_spec,
+    infer_shared_network_form,
+    validate_network_name,
+    with_shared_network,
+)
+from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.errors import UserError
-from polyfed.core.frozen import FrozenArguments
+from polyfed.core.frozen import FrozenMapping
 from polyfed.core.inputs import logits_of
-from polyfed.core.network_needs import LooksInside, TrainsBeside
-from polyfed.core.scratch import fill, initial_state, new_module, scratch, whole_state
-from polyfed.core.seeds import derive
-from polyfed.core.training import Forward, fit, scalars_of
-from polyfed.core.tree import Spec, Tree, UnlikeTreesError, spec
+from polyfed.core.network_needs import TrainsAuxiliaryNetwork, ValidatesNetworks
+from polyfed.core.scratch import build_module, cached_module, fill_module, initial_state, trainable_state
+from polyfed.core.seeds import derive_seed
+from polyfed.core.training import ForwardPass, fit, reply_scalars
+from polyfed.core.tree import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mutual(Averaging, LooksInside, TrainsBeside, ABC):
+class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork, ABC):
     """Two networks at each client, trained together on the same minibatches: θ_i, its own, of any architecture, and s, the
-    common one, which travels. A method says what they minimise (`losses`).
+    common one, which travels. A method says what they minimise (`joint_loss`).
 
     In round 1 nothing goes down, since the server does not know the form of the clients' data: every client starts s from
     the run's draw for its architecture. `buffers` is about those of s; those of θ_i stay with the client.
@@ -44,19 +49,19 @@ class Mutual(Averaging, LooksInside, TrainsBeside, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {"name": self.shared} if isinstance(self.shared, str) else self.shared
-        stated = isinstance(given, Mapping) and isinstance(given.get("name"), str)
-        self._require(stated, "shared", "a network's name, or a mapping with it, as {name: resnet18, width: 16}")
-        object.__setattr__(self, "shared", FrozenArguments(given))
-        spec_of(self._given, (1,), 1)  # refuses an unknown name
+        options = {"name": self.shared} if isinstance(self.shared, str) else self.shared
+        has_name = isinstance(options, Mapping) and isinstance(options.get("name"), str)
+        self._require(has_name, "shared", "a network's name, or a mapping with it, as {name: resnet18, width: 16}")
+        object.__setattr__(self, "shared", FrozenMapping(options))
+        build_model_spec(self._shared_options, (1,), 1)  # refuses an unknown name
 
     @property
-    def _given(self) -> Mapping[str, Any]:
+    def _shared_options(self) -> Mapping[str, Any]:
         assert isinstance(self.shared, Mapping)
         return self.shared
 
     @abstractmethod
-    def losses(self, pair: "Pair", client: Client) -> Callable[[Forward], Tensor]:
+    def joint_loss(self, pair: "Pair", client: Client) -> Callable[[ForwardPass], Tensor]:
         """What both networks minimise: the sum of the loss of θ_i, in which s is a constant, and of that of s, in which θ_i
         is. A minibatch's `outputs` are those of θ_i, and `pair.outputs` those of s."""
 
@@ -64,7 +69,7 @@ class Mutual(Averaging, LooksInside, TrainsBeside, ABC):
 
     def server_init(self, server: ServerContext) -> ServerState:
         """No s yet: it is that of the first replies."""
-        check_found(self._given)
+        validate_network_name(self._shared_options)
         return {"model": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
@@ -74,94 +79,111 @@ class Mutual(Averaging, LooksInside, TrainsBeside, ABC):
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """s, in the form of the first."""
         if not server_state["model"] and not reply.tensors.get("model"):
             raise ValueError(
                 f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', the trained network"
             )
-        return {"model": spec(server_state["model"] or reply.tensors["model"])}
+        return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Not in round 1: the outputs of s are those that the clients' networks have."""
         return bool(server_state["model"])
 
-    def incompatible_replies_error(self, error: UnlikeTreesError) -> UserError:
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """The first replies must have one form to have a mean."""
         return UserError(
-            f"{type(self).__name__}: the shared networks of clients {error.first!r} and {error.other!r} differ "
-            f"({error.other!r}: {error.differs}); clients need inputs of one shape, and as many outputs"
+            f"{type(self).__name__}: the shared networks of clients {error.first_client!r} and {error.other_client!r} "
+            f"differ ({error.other_client!r}: {error.difference}); clients need inputs of one shape, and as many "
+            "outputs"
         )
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def look_inside(self, client: Client) -> None:
+    def validate_network(self, client: Client) -> None:
         """As the client's first state does."""
         self.client_init(client, 0)
 
-    def beside(self, client: Client) -> Architecture:
+    def auxiliary_network(self, client: Client) -> Architecture:
         """s, in the form of the client's data."""
-        return learner(self._given, self.client_init(client, 0), client)[1]
+        return with_shared_network(self._shared_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """θ_i: the common draw of the client's architecture, as in Local. And what s must take and give here."""
         assert client.model is not None
         state = initial_state(client.model, seed)
-        form = common_form(self._given, state, client, type(self).__name__, "shared")
+        form = infer_shared_network_form(self._shared_options, state, client, type(self).__name__, "shared")
         return {"seed": seed, **form, "own": state}
 
-    def _received(self, message: Message, client_state: ClientState, client: Client) -> Tree:
+    def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
         """s as the message has it, or as it is at first."""
-        _, factory = learner(self._given, client_state, client)
-        drawn = shared_tensors(initial_state(factory, client_state["seed"]), scratch(factory).buffers, self.buffers)
-        return message.tensors.get("model", drawn)
+        _, factory = with_shared_network(self._shared_options, client_state, client)
+        initial_weights = shared_tensors(
+            initial_state(factory, client_state["seed"]), cached_module(factory).buffers, self.buffers
+        )
+        return message.tensors.get("model", initial_weights)
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """θ_i and s_i after `local_epochs` on the client's data."""
-        as_if, _ = learner(self._given, client_state, client)
-        net = load_client_model(as_if, self._received(message, client_state, client), client_state, self.buffers)
-        pair = self.pair(self.personal_model(message, client_state, client, seed), net.module, client_state, client)
-        found = fit(
-            pair, client, self, lr=message.scalars["lr"], seed=seed, loss=self.losses(pair, client), reported="task",
+        shared_client, _ = with_shared_network(self._shared_options, client_state, client)
+        net = load_client_model(
+            shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers
+        )
+        pair = self.build_pair(
+            self.personal_model(message, client_state, client, seed), net.module, client_state, client
+        )
+        fit_result = fit(
+            pair,
+            client,
+            self,
+            lr=message.scalars["lr"],
+            seed=seed,
+            loss=self.joint_loss(pair, client),
+            reported_loss="task",
             representation=pair.watched,
-        )  # fmt: skip
-        model, kept = extract_update(net, self)
-        return Message({"model": model}, scalars_of(client, found.loss)), {
+        )
+        model, buffer_state = extract_update(net, self)
+        return Message({"model": model}, reply_scalars(client, fit_result.loss)), {
             **client_state,
-            **kept,
-            "own": whole_state(pair.own),
-            **pair.kept(),
+            **buffer_state,
+            "own": trainable_state(pair.own),
+            **pair.bridge_state(),
         }
 
-    def _with_bridge(self, client_state: ClientState, client: Client, seed: int) -> ClientState:
+    def _with_initial_bridge(self, client_state: ClientState, client: Client, seed: int) -> ClientState:
         """Private state with W_i, a matrix from the representation of s to that of θ_i, as it is drawn."""
-        _, factory = learner(self._given, client_state, client)
-        shared, mine = (
-            scratch(factory, client.train.device).module,
+        _, factory = with_shared_network(self._shared_options, client_state, client)
+        shared, personal = (
+            cached_module(factory, client.train.device).module,
             self.personal_model(Message(), client_state, client, seed),
         )
-        columns, rows = (representations(network, client.train.head()).shape[1] for network in (shared, mine))
-        drawn = new_module(partial(nn.Linear, columns, rows, bias=False), derive(seed, client.id, "bridge"))
-        return {**client_state, "bridge": whole_state(drawn)}
+        columns, rows = (
+            compute_representations(network, client.train.head()).shape[1] for network in (shared, personal)
+        )
+        bridge = build_module(partial(nn.Linear, columns, rows, bias=False), derive_seed(seed, client.id, "bridge"))
+        return {**client_state, "bridge": trainable_state(bridge)}
 
-    def pair(self, mine: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> "Pair":
+    def build_pair(self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> "Pair":
         """Both networks as the one that `fit` trains."""
-        return Pair(mine, shared)
+        return Pair(personal, shared)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_i."""
         assert client.model is not None
-        return fill(scratch(client.model, client.train.device).module, client_state["own"])
+        return fill_module(cached_module(client.model, client.train.device).module, client_state["own"])
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """s, on the client's data."""
-        as_if, _ = learner(self._given, client_state, client)
-        net = load_client_model(as_if, self._received(message, client_state, client), client_state, self.buffers)
-        yield "shared", prepare_for_eval(net, as_if, client_state, self.buffers)
+        shared_client, _ = with_shared_network(self._shared_options, client_state, client)
+        net = load_client_model(
+            shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers
+        )
+        yield "shared", prepare_for_eval(net, shared_client, client_state, self.buffers)
 
 
 @final
@@ -182,10 +204,14 @@ class Pair(nn.Module):
     client_network = "own"  # whose names `lr_by_name` means
 
     def __init__(
-        self, own: nn.Module, shared: nn.Module, bridge: nn.Linear | None = None, modules: tuple[str, str] = ("", "")
+        self,
+        personal: nn.Module,
+        shared: nn.Module,
+        bridge: nn.Linear | None = None,
+        modules: tuple[str, str] = ("", ""),
     ) -> None:
         super().__init__()
-        self.own, self.shared, self.bridge = own, shared, bridge
+        self.own, self.shared, self.bridge = personal, shared, bridge
         self.watched = f"own.{modules[0]}".rstrip(".") if bridge is not None else None  # "": the network is one layer
         self._second = modules[1]
         self.outputs: Tensor
@@ -193,29 +219,29 @@ class Pair(nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
         """Outputs of the client's own network; those of the shared one only in training."""
-        found = logits_of(self.own(*args, **named))
+        personal_outputs = logits_of(self.own(*args, **named))
         if self.training:
-            seen = None if self.bridge is None else self.shared.get_submodule(self._second)
-            hook = None if seen is None else seen.register_forward_pre_hook(self._see)
+            watched_module = None if self.bridge is None else self.shared.get_submodule(self._second)
+            hook = None if watched_module is None else watched_module.register_forward_pre_hook(self._bridge_input)
             self.outputs = logits_of(self.shared(*args, **named))
             if hook is not None:
                 hook.remove()
-        return found
+        return personal_outputs
 
-    def _see(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def _bridge_input(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert self.bridge is not None
         self.bridged = self.bridge(inputs[0].flatten(1))
 
-    def kept(self) -> ClientState:
+    def bridge_state(self) -> ClientState:
         """What of the pair, beside the networks, a client keeps."""
-        return {} if self.bridge is None else {"bridge": whole_state(self.bridge)}
+        return {} if self.bridge is None else {"bridge": trainable_state(self.bridge)}
 
 
-def bridged(mine: nn.Module, shared: nn.Module, bridge: Tree, client: Client) -> Pair:
+def build_bridged_pair(personal: nn.Module, shared: nn.Module, bridge: StateDict, client: Client) -> Pair:
     """Both networks with this matrix between their representations."""
     rows, columns = bridge["weight"].shape
-    empty = new_module(partial(nn.Linear, columns, rows, bias=False), 0)  # torch's own random state is left alone
-    between = fill(empty.to(client.train.device), bridge)
-    assert isinstance(between, nn.Linear)
-    names = representation_name(mine, client.train), representation_name(shared, client.train)
-    return Pair(mine, shared, between, names)
+    template = build_module(partial(nn.Linear, columns, rows, bias=False), 0)  # torch's own random state is left alone
+    bridge_layer = fill_module(template.to(client.train.device), bridge)
+    assert isinstance(bridge_layer, nn.Linear)
+    names = representation_module_name(personal, client.train), representation_module_name(shared, client.train)
+    return Pair(personal, shared, bridge_layer, names)

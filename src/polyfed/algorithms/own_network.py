@@ -9,10 +9,10 @@ from torch import nn
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.buffers import load_client_model, prepare_for_eval
-from polyfed.core.scratch import fill, initial_state, scratch
+from polyfed.core.scratch import cached_module, fill_module, initial_state
 
 
-class KeepsNetwork(ABC):
+class PersonalNetworkMethod(ABC):
     """The client half of a method in which W_i, weights and buffers, is the client's private state "model"."""
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
@@ -22,15 +22,15 @@ class KeepsNetwork(ABC):
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
         """W_i."""
-        return self.own_network(client_state, client)
+        return self.load_personal_network(client_state, client)
 
-    def own_network(self, client_state: dict[str, Any], client: Client) -> nn.Module:
+    def load_personal_network(self, client_state: dict[str, Any], client: Client) -> nn.Module:
         """The scratch module with W_i."""
         assert client.model is not None
-        return fill(scratch(client.model, client.train.device).module, client_state["model"])
+        return fill_module(cached_module(client.model, client.train.device).module, client_state["model"])
 
 
-class BesideGlobal(KeepsNetwork, Averaging, ABC):
+class PersonalBesideGlobalMethod(PersonalNetworkMethod, Averaging, ABC):
     """The client half of an averaging method whose clients keep a network of their own beside the global one, as "model",
     with "trained", whether they ever took part. Evaluated is their own (for a client that never took part the global
     one), and the global one besides, as `server_...`."""
@@ -44,16 +44,16 @@ class BesideGlobal(KeepsNetwork, Averaging, ABC):
         return (
             super().personal_model(message, client_state, client, seed)
             if client_state["trained"]
-            else self._global(message, client_state, client)
+            else self._load_global_model(message, client_state, client)
         )
 
     def other_models(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """The global model, on the client's data."""
-        yield "server", self._global(message, client_state, client)
+        yield "server", self._load_global_model(message, client_state, client)
 
-    def _global(self, message: Message, client_state: dict[str, Any], client: Client) -> nn.Module:
+    def _load_global_model(self, message: Message, client_state: dict[str, Any], client: Client) -> nn.Module:
         return prepare_for_eval(
             load_client_model(client, message.tensors["model"], client_state, self.buffers),
             client,

@@ -1,4 +1,4 @@
-"""Terms of the local loss that methods share, in the form in which many clients' are computed at once (`OfClient`)."""
+"""Terms of the local loss that methods share, in the form in which many clients' are computed at once (`PerClientTerm`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 @final
 @dataclass(frozen=True)
-class Pull:
+class ProximalTerm:
     """s/2·‖θ − θ̄‖² over the trained parameters, s being the strength.
 
     >>> import torch
-    >>> Pull(3.0)([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 0.0])])
+    >>> ProximalTerm(3.0)([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 0.0])])
     tensor(6.)
     """
 
@@ -25,17 +25,17 @@ class Pull:
         return self.strength / 2 * sum(squares[1:], squares[0])
 
 
-def slope(weights: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:
+def linear_term(weights: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:
     """⟨d, θ⟩: a term whose gradient is d.
 
     >>> import torch
-    >>> slope([torch.tensor([1.0, 2.0])], [torch.tensor([3.0, -1.0])])
+    >>> linear_term([torch.tensor([1.0, 2.0])], [torch.tensor([3.0, -1.0])])
     tensor(1.)
     """
     products = [(theta * d).sum() for theta, d in zip(weights, direction, strict=True)]
     return sum(products[1:], products[0])
 
 
-def trained_copies(module: nn.Module) -> list[Tensor]:
+def clone_trained_parameters(module: nn.Module) -> list[Tensor]:
     """The parameters that are trained as they are now, in the order in which a penalty gets them."""
     return [theta.detach().clone() for theta in module.parameters() if theta.requires_grad]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, build_reply
-from polyfed.algorithms.points import buffers_of, put, restore_buffers
+from polyfed.algorithms.points import assign_parameters, clone_buffers, restore_buffers
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import Policy, load_client_model, prepare_for_eval, recompute
-from polyfed.core.gathered import OfClient
-from polyfed.core.stacked import chances_of, set_chances
+from polyfed.core.buffers import BufferPolicy, load_client_model, prepare_for_eval, recompute_norm_statistics
+from polyfed.core.gathered import PerClientTerm
+from polyfed.core.stacked import get_network_rng_states, set_network_rng_states
 from polyfed.core.training import fit
 
-Variant = Literal["fo", "hf"]
+MetaGradientVariant = Literal["fo", "hf"]
 
 
 @final
@@ -46,12 +46,12 @@ class PerFedAvg(Averaging):
     0.01
     """
 
-    variant: Variant = "fo"
+    variant: MetaGradientVariant = "fo"
     alpha: float = 0.01
     delta: float = 1e-3
     adapt_steps: int = 1
     weighted: bool = False
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,55 +64,59 @@ class PerFedAvg(Averaging):
     ) -> tuple[Message, ClientState]:
         """w_i: w after the round's steps w ← w − β(I − α∇²f(w; D''))∇f(w̃; D'), with w̃ = w − α∇f(w; D)."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
-        found = fit(
+        fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed,
-            gradient=OfClient(self._meta_gradient), batches_per_step=2 if self.variant == "fo" else 3,
+            gradient=PerClientTerm(self._meta_gradient), batches_per_step=2 if self.variant == "fo" else 3,
         )  # fmt: skip
-        return build_reply(net, client, found.loss, self)
+        return build_reply(net, client, fit_result.loss, self)
 
-    def _meta_gradient(self, module: nn.Module, loss_of: Callable[[int], Tensor], own: Sequence[Tensor]) -> Tensor:
+    def _meta_gradient(self, module: nn.Module, loss_of: Callable[[int], Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """The direction of a step, as `fit` asks for it; the loss is that of w̃ on D'."""
-        moved = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
-        def at(points: list[Tensor], batch: int) -> tuple[Tensor, list[Tensor]]:
+        def loss_and_gradient_at(points: list[Tensor], batch: int) -> tuple[Tensor, list[Tensor]]:
             """Loss and gradient at `points`, where the module is left."""
-            put(moved, points)
+            assign_parameters(parameters, points)
             loss = loss_of(batch)
-            return loss, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in moved]
+            return loss, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
 
-        w, before = [parameter.detach().clone() for parameter in moved], buffers_of(module)
-        _, inner = at(w, 0)  # ∇f(w; D)
-        restore_buffers(module, before)
-        loss, outer = at(_shifted(w, inner, -self.alpha), 1)  # ∇f(w̃; D'), the direction of "fo"
+        w, buffers_before = [parameter.detach().clone() for parameter in parameters], clone_buffers(module)
+        _, inner_gradient = loss_and_gradient_at(w, 0)  # ∇f(w; D)
+        restore_buffers(module, buffers_before)
+        loss, outer_gradient = loss_and_gradient_at(
+            _add_scaled(w, inner_gradient, -self.alpha), 1
+        )  # ∇f(w̃; D'), the direction of "fo"
         if self.variant == "hf":
             # Both passes start from one state and draw the same dropout: the difference is divided by 2δ, which would
             # make of anything else that differs a large number.
-            after, drawn = buffers_of(module), chances_of(module, w[0].device)
-            _, ahead = at(_shifted(w, outer, self.delta), 2)
-            restore_buffers(module, after)
-            set_chances(module, w[0].device, drawn)
-            _, behind = at(_shifted(w, outer, -self.delta), 2)
-            restore_buffers(module, after)
+            buffers_after, rng_states = clone_buffers(module), get_network_rng_states(module, w[0].device)
+            _, gradient_ahead = loss_and_gradient_at(_add_scaled(w, outer_gradient, self.delta), 2)
+            restore_buffers(module, buffers_after)
+            set_network_rng_states(module, w[0].device, rng_states)
+            _, gradient_behind = loss_and_gradient_at(_add_scaled(w, outer_gradient, -self.delta), 2)
+            restore_buffers(module, buffers_after)
             # ∇²f(w; D'')·v ≈ (∇f(w + δv; D'') − ∇f(w − δv; D''))/(2δ), with v = ∇f(w̃; D')
-            products = [(a - b) / (2 * self.delta) for a, b in zip(ahead, behind, strict=True)]
-            outer = _shifted(outer, products, -self.alpha)
+            hessian_products = [
+                (a - b) / (2 * self.delta) for a, b in zip(gradient_ahead, gradient_behind, strict=True)
+            ]
+            outer_gradient = _add_scaled(outer_gradient, hessian_products, -self.alpha)
         with torch.no_grad():
-            for parameter, point, slope in zip(moved, w, outer, strict=True):
+            for parameter, point, gradient in zip(parameters, w, outer_gradient, strict=True):
                 parameter.copy_(point)
-                parameter.grad = slope
+                parameter.grad = gradient
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """w − α∇f_i(w), on a minibatch of the client's training data."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         prepare_for_eval(net, client, client_state, self.buffers)
-        adapting = replace(
+        options = replace(
             self, local_steps=self.adapt_steps, optimizer="sgd", optimizer_options=None, momentum=0.0, nesterov=False,
             weight_decay=0.0, lr_by_name=None, warmup_steps=0, accumulate=1, patience=None,
         )  # fmt: skip
-        fit(net.module, client, adapting, lr=self.alpha, seed=seed)
+        fit(net.module, client, options, lr=self.alpha, seed=seed)
         if self.buffers == "recompute":
-            recompute(net.module, client.train)
+            recompute_norm_statistics(net.module, client.train)
         return net.module
 
     def other_models(
@@ -130,5 +134,5 @@ class PerFedAvg(Averaging):
         )
 
 
-def _shifted(points: list[Tensor], along: list[Tensor], by: float) -> list[Tensor]:
-    return [point + by * step for point, step in zip(points, along, strict=True)]
+def _add_scaled(points: list[Tensor], directions: list[Tensor], scale: float) -> list[Tensor]:
+    return [point + scale * step for point, step in zip(points, directions, strict=True)]

@@ -8,23 +8,29 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy, extract_update, load_client_model, prepare_for_eval
-from polyfed.core.network_needs import LooksInside
-from polyfed.core.scratch import Scratch, initial_state, scratch
-from polyfed.core.training import LocalTraining, fit, scalars_of
-from polyfed.core.tree import Spec, Tree, spec
-from polyfed.hypernetworks.weights import create, descend, generate, head_names, pull_back
+from polyfed.core.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval
+from polyfed.core.network_needs import ValidatesNetworks
+from polyfed.core.scratch import CachedModule, cached_module, initial_state
+from polyfed.core.training import LocalTraining, fit, reply_scalars
+from polyfed.core.tree import StateDict, StateDictSpec, state_dict_spec
+from polyfed.hypernetworks.weights import (
+    backpropagate_deltas,
+    generate_client_weights,
+    generated_tensor_names,
+    init_weight_hypernetwork,
+    sgd_step,
+)
 from polyfed.models.split import norm_tensor_names
 
 # "network": φ and all v_i; "velocity": their momentum; by client id "rows", of embeddings, and "architectures", of heads
 ServerState = dict[str, Any]
-ClientState = dict[str, Tree]  # "buffers"
+ClientState = dict[str, StateDict]  # "buffers"
 _BLOCK = 2**24  # numbers of clients' networks that are made, or pulled back, at one time: 64 MB
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PFedHN(LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
+class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientState]):
     """The server maps an embedding v_i of each client by a hypernetwork φ to all trained parameters θ̄_i = h(v_i; φ) of its
     network; the client trains them and sends back θ̄_i − θ_i, which the chain rule takes to φ and v_i. Clients may differ in
     architecture: each architecture, or each client, has heads of its own on the shared trunk. Evaluated model: θ̄_i with the
@@ -75,7 +81,7 @@ class PFedHN(LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
     momentum: float = 0.9
     weight_decay: float = 5e-5
     clip_norm: float | None = 50.0
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,35 +101,53 @@ class PFedHN(LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
         """φ and v_1..v_N. Biases of the heads that make norm layers' parameters start at these layers' initial values
         (polyfed's choice): scales near 0 would let nothing through."""
         assert server.architectures is not None  # `requires` names "architectures"
-        wanted, offsets = {}, {}
+        initial_parameters, offsets = {}, {}
         for key, factory in server.architectures.items():
-            module, start = scratch(factory).module, initial_state(factory, server.seed)
-            wanted[key] = {name: start[name] for name, p in module.named_parameters() if p.requires_grad}
+            module, initial_weights = cached_module(factory).module, initial_state(factory, server.seed)
+            initial_parameters[key] = {
+                name: initial_weights[name] for name, p in module.named_parameters() if p.requires_grad
+            }
             norms = frozenset(norm_tensor_names(module))
-            offsets[key] = {name: tensor for name, tensor in wanted[key].items() if name in norms}
-        kinds = {who.id: who.architecture or "" for who in server.clients}
-        heads = _heads_by_client(kinds) if self.heads == "client" else kinds
+            offsets[key] = {name: tensor for name, tensor in initial_parameters[key].items() if name in norms}
+        architecture_by_client = {client_info.id: client_info.architecture or "" for client_info in server.clients}
+        heads = _head_keys_by_client(architecture_by_client) if self.heads == "client" else architecture_by_client
         place = {kind: k for k, kind in enumerate(server.architectures)}
-        of_heads = {heads[who]: kinds[who] for who in sorted(kinds, key=lambda who: (place[kinds[who]], who))}
-        made, starts = ({key: part[kind] for key, kind in of_heads.items()} for part in (wanted, offsets))
-        dim = int(1 + len(kinds) / 4) if self.embedding_dim is None else self.embedding_dim
+        architecture_by_heads = {
+            heads[client_info]: architecture_by_client[client_info]
+            for client_info in sorted(
+                architecture_by_client,
+                key=lambda client_info: (place[architecture_by_client[client_info]], client_info),
+            )
+        }
+        parameters_by_heads, offsets_by_heads = (
+            {key: part[kind] for key, kind in architecture_by_heads.items()} for part in (initial_parameters, offsets)
+        )
+        dim = int(1 + len(architecture_by_client) / 4) if self.embedding_dim is None else self.embedding_dim
         return {
-            "network": create(server.seed, len(kinds), dim, self.hidden, self.hn_depth, made, starts),
+            "network": init_weight_hypernetwork(
+                server.seed,
+                len(architecture_by_client),
+                dim,
+                self.hidden,
+                self.hn_depth,
+                parameters_by_heads,
+                offsets_by_heads,
+            ),
             "velocity": {},
-            "rows": {client: row for row, client in enumerate(sorted(kinds))},
+            "rows": {client: row for row, client in enumerate(sorted(architecture_by_client))},
             "architectures": heads,
         }
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """The same for several clients: those of one architecture by one matrix product per tensor, a block at a time."""
-        known = {who.id: who for who in client_infos}
-        for block in _blocks(server_state, list(known)):
-            models: dict[str, Tree] = {}
-            for architecture, (ids, rows) in _by_architecture(server_state, block).items():
-                made = generate(server_state["network"], architecture, rows)
-                models |= {client: {n: t[k] for n, t in made.items()} for k, client in enumerate(ids)}
+        client_info_by_id = {client_info.id: client_info for client_info in client_infos}
+        for block in _split_into_blocks(server_state, list(client_info_by_id)):
+            models: dict[str, StateDict] = {}
+            for architecture, (ids, rows) in _group_by_heads(server_state, block).items():
+                generated = generate_client_weights(server_state["network"], architecture, rows)
+                models |= {client: {n: t[k] for n, t in generated.items()} for k, client in enumerate(ids)}
             for client in block:
-                lr = self.lr_at(known[client].round, known[client].rounds)
+                lr = self.lr_at(client_info_by_id[client].round, client_info_by_id[client].rounds)
                 yield Message({"model": models[client]}, {"lr": lr})
 
     def aggregate(
@@ -132,32 +156,32 @@ class PFedHN(LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
         """φ ← φ − α Σ_i ∇_φ θ̄_iᵀ(θ̄_i − θ_i), and v_i likewise (algorithm 1, as a sum), by SGD with momentum and weight
         decay on all of φ and all embeddings."""
         total: dict[str, Tensor] = {}
-        for block in _blocks(server_state, sorted(replies)):
-            for architecture, (ids, rows) in sorted(_by_architecture(server_state, block).items()):
+        for block in _split_into_blocks(server_state, sorted(replies)):
+            for architecture, (ids, rows) in sorted(_group_by_heads(server_state, block).items()):
                 deltas = {
                     name: torch.stack([replies[i].tensors["delta"][name] for i in ids])
-                    for name in head_names(server_state["network"], architecture)
+                    for name in generated_tensor_names(server_state["network"], architecture)
                 }
-                for name, gradient in pull_back(
+                for name, gradient in backpropagate_deltas(
                     server_state["network"], architecture, rows, deltas, self.hn_clip
                 ).items():
                     total[name] = total[name] + gradient if name in total else gradient
-        network, velocity = descend(
+        network, velocity = sgd_step(
             server_state["network"], server_state["velocity"], total,
             lr=self.hn_lr, momentum=self.hn_momentum, weight_decay=self.hn_weight_decay,
         )  # fmt: skip
         return {**server_state, "network": network, "velocity": velocity}
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """A reply holds a difference for each tensor that went down."""
-        return {"delta": spec(message.tensors["model"])}
+        return {"delta": state_dict_spec(message.tensors["model"])}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def look_inside(self, client: Client) -> None:
+    def validate_network(self, client: Client) -> None:
         """For norm layers."""
         assert client.model is not None
-        norm_tensor_names(scratch(client.model).module)
+        norm_tensor_names(cached_module(client.model).module)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """Nothing private before the first round."""
@@ -168,38 +192,40 @@ class PFedHN(LocalTraining, LooksInside, Algorithm[ServerState, ClientState]):
     ) -> tuple[Message, ClientState]:
         """θ_i from θ̄_i by `local_steps`; the reply is θ̄_i − θ_i (the authors' code's sign: descent along
         it leads to θ_i)."""
-        net = self._assembled(message, client_state, client)
-        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-        trained, kept = extract_update(net, self)
+        net = self._load_generated_weights(message, client_state, client)
+        fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        trained, buffer_state = extract_update(net, self)
         delta = {name: theta_bar - trained[name] for name, theta_bar in message.tensors["model"].items()}
-        return Message({"delta": delta}, scalars_of(client, found.loss)), kept
+        return Message({"delta": delta}, reply_scalars(client, fit_result.loss)), buffer_state
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ̄_i with the client's own buffers."""
-        return prepare_for_eval(self._assembled(message, client_state, client), client, client_state, self.buffers)
+        return prepare_for_eval(
+            self._load_generated_weights(message, client_state, client), client, client_state, self.buffers
+        )
 
-    def _assembled(self, message: Message, client_state: ClientState, client: Client) -> Scratch:
+    def _load_generated_weights(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
         """The client's network filled with θ̄_i."""
         return load_client_model(client, message.tensors["model"], client_state, self.buffers)
 
 
-def _heads_by_client(kinds: Mapping[str, str]) -> dict[str, str]:
+def _head_keys_by_client(architecture_by_client: Mapping[str, str]) -> dict[str, str]:
     """Makes the keys of heads that are each client's alone. The first client of an architecture has the architecture's key,
     so that nothing changes where no two clients have the same.
 
-    >>> _heads_by_client({"a": "mlp", "c": "mlp", "b": "cnn"})
+    >>> _head_keys_by_client({"a": "mlp", "c": "mlp", "b": "cnn"})
     {'a': 'mlp', 'b': 'cnn', 'c': 'mlp-1'}
     """
     number: dict[str, int] = {}
     heads = {}
-    for client in sorted(kinds):
-        k = number.get(kinds[client], 0)
-        heads[client] = f"{kinds[client]}-{k}" if k else kinds[client]
-        number[kinds[client]] = k + 1
+    for client in sorted(architecture_by_client):
+        k = number.get(architecture_by_client[client], 0)
+        heads[client] = f"{architecture_by_client[client]}-{k}" if k else architecture_by_client[client]
+        number[architecture_by_client[client]] = k + 1
     return heads
 
 
-def _by_architecture(server_state: ServerState, clients: Sequence[str]) -> dict[str, tuple[list[str], Tensor]]:
+def _group_by_heads(server_state: ServerState, clients: Sequence[str]) -> dict[str, tuple[list[str], Tensor]]:
     """Key of heads, an architecture's or a client's -> its clients among these, and their rows among the embeddings."""
     groups: dict[str, list[str]] = {}
     for client in clients:
@@ -207,11 +233,11 @@ def _by_architecture(server_state: ServerState, clients: Sequence[str]) -> dict[
     return {key: (ids, torch.tensor([server_state["rows"][i] for i in ids])) for key, ids in groups.items()}
 
 
-def _blocks(server_state: ServerState, clients: Sequence[str]) -> Iterator[list[str]]:
+def _split_into_blocks(server_state: ServerState, clients: Sequence[str]) -> Iterator[list[str]]:
     """Clients in their order, in blocks whose networks fit into memory together."""
     network = server_state["network"]
     sizes = {
-        key: sum(network[f"heads.{key}.{name}.bias"].numel() for name in head_names(network, key))
+        key: sum(network[f"heads.{key}.{name}.bias"].numel() for name in generated_tensor_names(network, key))
         for key in set(server_state["architectures"].values())
     }
     block: list[str] = []

@@ -10,42 +10,42 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import Policy, extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.errors import UserError
-from polyfed.core.room import check_room
-from polyfed.core.scratch import initial_state, scratch
-from polyfed.core.threads import in_threads
-from polyfed.core.training import LocalTraining, fit, scalars_of
-from polyfed.core.tree import Tree, copied
+from polyfed.core.room import check_fits_in_memory
+from polyfed.core.scratch import cached_module, initial_state
+from polyfed.core.threads import map_in_threads
+from polyfed.core.training import LocalTraining, fit, reply_scalars
+from polyfed.core.tree import StateDict, clone_tensors
 from polyfed.hypernetworks.aggregation import (
     Hypernetwork,
-    Normalise,
-    Similarity,
-    Sizes,
-    alphas,
-    create,
-    in_groups,
-    inner_products,
-    layers_of,
-    mixtures,
-    scores,
-    similarities,
-    stacked,
-    updated,
-    zero_rows,
+    HypernetworkSizes,
+    SimilarityMeasure,
+    WeightNormalisation,
+    aggregation_logits,
+    group_into_layers,
+    hypernetwork_batch_slices,
+    init_aggregation_hypernetwork,
+    layer_aggregation_weights,
+    layer_inner_products,
+    mix_models,
+    rows_without_positive,
+    similarity_weights,
+    stack_hypernetworks,
+    step_hypernetworks,
 )
-from polyfed.models.split import layer_owners
+from polyfed.models.split import tensor_names_by_module
 
 # "models": θ_j of every client; "hypernetworks": v_i, ψ_i of each that has taken part; "clients" and "layers": their names
 ServerState = dict[str, Any]
-ClientState = dict[str, Tree]
-Granularity = Literal["module", "block", "tensor", "model"]
-Weights = Literal["hypernetwork", "similarity"]
+ClientState = dict[str, StateDict]
+LayerGranularity = Literal["module", "block", "tensor", "model"]
+WeightSource = Literal["hypernetwork", "similarity"]
 _BLOCK = 2**26  # numbers in the personalised models that are made at one time: 256 MB
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerAggregation(LocalTraining, ABC):
+class LayerAggregationMethod(LocalTraining, ABC):
     """Hyper-parameters of pFedLA and HeurpFedLA.
 
     Args:
@@ -67,16 +67,16 @@ class LayerAggregation(LocalTraining, ABC):
         buffers: "local" (polyfed's choice) or "recompute"; the weights are of parameters.
     """
 
-    weights: Weights = "hypernetwork"
-    similarity: Similarity = "distance"
+    weights: WeightSource = "hypernetwork"
+    similarity: SimilarityMeasure = "distance"
     sharpness: float = 3.0
     hn_lr: float | None = None
-    normalise: Normalise = "relu"
-    layer: Granularity = "module"
+    normalise: WeightNormalisation = "relu"
+    layer: LayerGranularity = "module"
     embedding_dim: int = 100
     hidden: int = 100
     evaluate_trained: bool = True
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,12 +89,12 @@ class LayerAggregation(LocalTraining, ABC):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
+class PFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
     """Layer-wise personalised aggregation. Evaluated model: θ̄_i, what the client would download next (the paper's output);
     next to it, as `trained_...`, θ_i, the client's network after its last local training.
 
     Every client's weights go over all N clients; one that has not taken part yet counts with the initial weights. The fields
-    are those of `LayerAggregation` and `LocalTraining`.
+    are those of `LayerAggregationMethod` and `LocalTraining`.
 
     >>> PFedLA(lr=0.005, local_epochs=10, hn_lr=1.0).layer
     'module'
@@ -106,24 +106,24 @@ class PFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
 
     def server_init(self, server: ServerContext) -> ServerState:
         """Models, hypernetworks and embeddings of all clients (line 1)."""
-        return begin(server, self)
+        return init_server_state(server, self)
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """The same for many clients by one product of matrices a layer."""
-        for who, model in personalised(server_state, client_infos, self):
-            yield Message({"model": model}, {"lr": self.lr_at(who.round, who.rounds)})
+        for client_info, model in personalised_models(server_state, client_infos, self):
+            yield Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
         """θ_i of the round's clients are replaced (line 7), v_i and ψ_i updated (line 8)."""
-        return learned(server_state, {i: reply.tensors["model"] for i, reply in replies.items()}, self)
+        return update_server_state(server_state, {i: reply.tensors["model"] for i, reply in replies.items()}, self)
 
     def analysis(
         self, server_state: ServerState, client_ids: Sequence[str]
     ) -> Mapping[str, Tensor | Sequence[str] | float]:
         """α_i of the round's clients after the round."""
-        return weights_for_plots(server_state, client_ids, self)
+        return analysis_of_weights(server_state, client_ids, self)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -137,11 +137,11 @@ class PFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
         """θ_i: θ̄_i after `local_epochs` (lines 10 to 14). θ_i goes up, from which the server takes Δθ_i = θ_i − θ̄_i: the
         paper sends Δθ_i, which says the same, but adding it to θ̄_i again would round."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
-        found = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-        model, after = extract_update(net, self)
+        fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        model, state_after = extract_update(net, self)
         if self.evaluate_trained:
-            after["model"] = copied(model)
-        return Message({"model": model}, scalars_of(client, found.loss)), after
+            state_after["model"] = clone_tensors(model)
+        return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ̄_i."""
@@ -164,22 +164,22 @@ class PFedLA(LayerAggregation, Algorithm[ServerState, ClientState]):
 # -- the server half, which HeurpFedLA shares: k layers of each client are retained, none in pFedLA ---------------------
 
 
-def begin(server: ServerContext, options: LayerAggregation, k: int = 0) -> ServerState:
+def init_server_state(server: ServerContext, options: LayerAggregationMethod, k: int = 0) -> ServerState:
     """The state before round 1.
 
     Raises:
         UserError: there are fewer than `k` layers.
     """
     assert server.model is not None  # `requires` names "one_architecture"
-    model = shared_tensors(initial_state(server.model, server.seed), scratch(server.model).buffers, "local")
-    module = scratch(server.model).module
-    layers = layers_of(list(model), layer_owners(module), options.layer)
+    model = shared_tensors(initial_state(server.model, server.seed), cached_module(server.model).buffers, "local")
+    module = cached_module(server.model).module
+    layers = group_into_layers(list(model), tensor_names_by_module(module), options.layer)
     if k > len(layers):
         raise UserError(
             f"{type(options).__name__}: k={k} layers are to be retained, but the network has {len(layers)} "
             f"({', '.join(layers)}); k must be at most {len(layers)}, which is training alone"
         )
-    ids = sorted(who.id for who in server.clients)
+    ids = sorted(client_info.id for client_info in server.clients)
     state = {
         "clients": ids,
         "layers": layers,
@@ -189,30 +189,42 @@ def begin(server: ServerContext, options: LayerAggregation, k: int = 0) -> Serve
         "seed": server.seed,
     }
     if options.weights == "hypernetwork":
-        what = f"hypernetworks of {len(ids)} clients with embedding_dim={options.embedding_dim} and hidden={options.hidden}"
-        check_room(what, 4 * len(ids) * _sizes(state, options).numbers)
+        description = (
+            f"hypernetworks of {len(ids)} clients with embedding_dim={options.embedding_dim} and "
+            f"hidden={options.hidden}"
+        )
+        check_fits_in_memory(description, 4 * len(ids) * _hypernetwork_sizes(state, options).num_parameters)
     return state
 
 
-def _sizes(server_state: ServerState, options: LayerAggregation) -> Sizes:
-    return Sizes(len(server_state["clients"]), len(server_state["layers"]), options.embedding_dim, options.hidden)
+def _hypernetwork_sizes(server_state: ServerState, options: LayerAggregationMethod) -> HypernetworkSizes:
+    return HypernetworkSizes(
+        len(server_state["clients"]), len(server_state["layers"]), options.embedding_dim, options.hidden
+    )
 
 
-def hypernetworks(
-    server_state: ServerState, clients: Sequence[str], options: LayerAggregation
+def iterate_hypernetworks(
+    server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> Iterator[tuple[slice, list[Hypernetwork]]]:
     """v_i and ψ_i of these clients, a few clients at a time, with their places."""
-    for few in in_groups(len(clients), _sizes(server_state, options)):
-        yield few, _known(server_state, clients[few], options)
+    for group in hypernetwork_batch_slices(len(clients), _hypernetwork_sizes(server_state, options)):
+        yield group, _hypernetworks_of(server_state, clients[group], options)
 
 
-def _known(server_state: ServerState, clients: Sequence[str], options: LayerAggregation) -> list[Hypernetwork]:
+def _hypernetworks_of(
+    server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
+) -> list[Hypernetwork]:
     """Those of a client that has not taken part are still as they were drawn (line 1), and are drawn again."""
-    sizes, known = _sizes(server_state, options), server_state["hypernetworks"]
-    return [known[client] if client in known else create(client, sizes, server_state["seed"]) for client in clients]
+    sizes, by_client = _hypernetwork_sizes(server_state, options), server_state["hypernetworks"]
+    return [
+        by_client[client] if client in by_client else init_aggregation_hypernetwork(client, sizes, server_state["seed"])
+        for client in clients
+    ]
 
 
-def weights(server_state: ServerState, clients: Sequence[str], options: LayerAggregation) -> tuple[list[int], Tensor]:
+def aggregation_weights(
+    server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
+) -> tuple[list[int], Tensor]:
     """The clients' positions among all, and α_i of each, (clients, layers, N): HN_i(v_i; ψ_i), or from the similarity of
     layers.
 
@@ -222,12 +234,22 @@ def weights(server_state: ServerState, clients: Sequence[str], options: LayerAgg
     rows = [server_state["clients"].index(client) for client in clients]
     if options.weights == "similarity":
         models = [server_state["models"][client] for client in server_state["clients"]]
-        return rows, similarities(models, server_state["layers"], rows, options.similarity, options.sharpness)
+        return rows, similarity_weights(models, server_state["layers"], rows, options.similarity, options.sharpness)
 
-    def weigh(few: slice) -> Tensor:
-        return alphas(stacked(_known(server_state, clients[few], options)), rows[few], options.normalise)
+    def weigh_group(group: slice) -> Tensor:
+        return layer_aggregation_weights(
+            stack_hypernetworks(_hypernetworks_of(server_state, clients[group], options)),
+            rows[group],
+            options.normalise,
+        )
 
-    alpha = torch.cat(list(in_threads(weigh, in_groups(len(clients), _sizes(server_state, options)))))
+    alpha = torch.cat(
+        list(
+            map_in_threads(
+                weigh_group, hypernetwork_batch_slices(len(clients), _hypernetwork_sizes(server_state, options))
+            )
+        )
+    )
     if not bool(torch.isfinite(alpha).all()):
         raise UserError(
             f"{type(options).__name__}: the hypernetworks have diverged, their weights are no numbers; lower "
@@ -236,43 +258,43 @@ def weights(server_state: ServerState, clients: Sequence[str], options: LayerAgg
     return rows, alpha
 
 
-def retained(alpha: Tensor, rows: Sequence[int], k: int) -> Tensor:
+def retained_layer_mask(alpha: Tensor, rows: Sequence[int], k: int) -> Tensor:
     """Which layers each client keeps: the k with the largest weight of its own, AT_k (eq. 12), the earlier of equals;
     (clients, layers) of bool."""
-    net = alpha[torch.arange(len(rows)), :, torch.tensor(list(rows))]
-    largest = net.argsort(dim=1, descending=True, stable=True)[:, :k]
-    return torch.zeros(net.shape, dtype=torch.bool).scatter_(1, largest, True)
+    own_weights = alpha[torch.arange(len(rows)), :, torch.tensor(list(rows))]
+    largest = own_weights.argsort(dim=1, descending=True, stable=True)[:, :k]
+    return torch.zeros(own_weights.shape, dtype=torch.bool).scatter_(1, largest, True)
 
 
-def with_retained(alpha: Tensor, rows: Sequence[int], kept: Tensor) -> Tensor:
+def effective_weights(alpha: Tensor, rows: Sequence[int], retained_mask: Tensor) -> Tensor:
     """α with which θ̄_i is in effect made: a retained layer is the client's own."""
-    alone = torch.nn.functional.one_hot(torch.tensor(list(rows)), alpha.shape[2]).to(alpha.dtype)
-    return torch.where(kept[:, :, None], alone[:, None, :], alpha)
+    own_only = torch.nn.functional.one_hot(torch.tensor(list(rows)), alpha.shape[2]).to(alpha.dtype)
+    return torch.where(retained_mask[:, :, None], own_only[:, None, :], alpha)
 
 
-def personalised(
-    server_state: ServerState, client_infos: Sequence[ClientInfo], options: LayerAggregation, k: int = 0
+def personalised_models(
+    server_state: ServerState, client_infos: Sequence[ClientInfo], options: LayerAggregationMethod, k: int = 0
 ) -> Iterator[tuple[ClientInfo, dict[str, Tensor]]]:
     """Each client with θ̄_i (eq. 5 and 6), without its k retained layers."""
     models = [server_state["models"][client] for client in server_state["clients"]]
     size = max(1, _BLOCK // max(1, sum(tensor.numel() for tensor in models[0].values())))
     for first in range(0, len(client_infos), size):
         block = client_infos[first : first + size]
-        rows, alpha = weights(server_state, [who.id for who in block], options)
-        kept = retained(alpha, rows, k)
-        mixed = mixtures(models, with_retained(alpha, rows, kept), server_state["layers"])
-        for who, model, keeps in zip(block, mixed, kept.tolist(), strict=True):
-            sent = [
+        rows, alpha = aggregation_weights(server_state, [client_info.id for client_info in block], options)
+        retained_mask = retained_layer_mask(alpha, rows, k)
+        mixed = mix_models(models, effective_weights(alpha, rows, retained_mask), server_state["layers"])
+        for client_info, model, retained_row in zip(block, mixed, retained_mask.tolist(), strict=True):
+            names_to_send = [
                 name
-                for names, keep in zip(server_state["layers"].values(), keeps, strict=True)
-                if not keep
+                for names, is_retained in zip(server_state["layers"].values(), retained_row, strict=True)
+                if not is_retained
                 for name in names
             ]
-            yield who, {name: model[name] for name in sent}
+            yield client_info, {name: model[name] for name in names_to_send}
 
 
-def learned(
-    server_state: ServerState, replies: Mapping[str, Tree], options: LayerAggregation, k: int = 0
+def update_server_state(
+    server_state: ServerState, replies: Mapping[str, StateDict], options: LayerAggregationMethod, k: int = 0
 ) -> ServerState:
     """The state after a round: the clients' new θ_i, and v_i, ψ_i after eq. 10 and 11.
 
@@ -282,28 +304,34 @@ def learned(
     if options.weights == "similarity":
         return {**server_state, "models": {**server_state["models"], **replies}}
     clients = sorted(replies)
-    rows, alpha = weights(server_state, clients, options)
-    served = with_retained(alpha, rows, retained(alpha, rows, k))
+    rows, alpha = aggregation_weights(server_state, clients, options)
+    weights_used = effective_weights(alpha, rows, retained_layer_mask(alpha, rows, k))
     models = [server_state["models"][client] for client in server_state["clients"]]
-    products = inner_products(models, served, [replies[c] for c in clients], server_state["layers"])
+    products = layer_inner_products(models, weights_used, [replies[c] for c in clients], server_state["layers"])
     rate = len(models) / 10 if options.hn_lr is None else options.hn_lr
 
-    def learn(few: slice) -> list[dict[str, Tensor]]:
-        own = _known(server_state, clients[few], options)
-        return updated(own, rows[few], products[few], rate, options.normalise)
+    def update_group(group: slice) -> list[dict[str, Tensor]]:
+        networks = _hypernetworks_of(server_state, clients[group], options)
+        return step_hypernetworks(networks, rows[group], products[group], rate, options.normalise)
 
-    learnt = chain.from_iterable(in_threads(learn, in_groups(len(clients), _sizes(server_state, options))))
-    after = {**server_state["hypernetworks"], **dict(zip(clients, learnt, strict=True))}
-    return {**server_state, "models": {**server_state["models"], **replies}, "hypernetworks": after}
+    new_hypernetworks = chain.from_iterable(
+        map_in_threads(
+            update_group, hypernetwork_batch_slices(len(clients), _hypernetwork_sizes(server_state, options))
+        )
+    )
+    by_client = {**server_state["hypernetworks"], **dict(zip(clients, new_hypernetworks, strict=True))}
+    return {**server_state, "models": {**server_state["models"], **replies}, "hypernetworks": by_client}
 
 
-def weights_for_plots(
-    server_state: ServerState, client_ids: Sequence[str], options: LayerAggregation
+def analysis_of_weights(
+    server_state: ServerState, client_ids: Sequence[str], options: LayerAggregationMethod
 ) -> Mapping[str, Tensor | Sequence[str] | float]:
     """α of these clients with the names of its dimensions, and how many rows had no weight to give."""
-    _, alpha = weights(server_state, client_ids, options)
-    relu = options.weights == "hypernetwork" and options.normalise == "relu"
-    groups = hypernetworks(server_state, client_ids, options) if relu else ()
-    dead = sum(int(zero_rows(scores(stacked(own))).sum()) for _, own in groups)
+    _, alpha = aggregation_weights(server_state, client_ids, options)
+    uses_relu = options.weights == "hypernetwork" and options.normalise == "relu"
+    groups = iterate_hypernetworks(server_state, client_ids, options) if uses_relu else ()
+    num_zero_rows = sum(
+        int(rows_without_positive(aggregation_logits(stack_hypernetworks(group))).sum()) for _, group in groups
+    )
     names = {"rows": list(client_ids), "layers": list(server_state["layers"]), "clients": list(server_state["clients"])}
-    return {"alpha": alpha, **names, "zero_rows": dead}
+    return {"alpha": alpha, **names, "zero_rows": num_zero_rows}

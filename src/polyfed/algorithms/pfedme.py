@@ -7,19 +7,19 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.averaging import ClientState, ServerState, ServerStep, build_reply, mixed
-from polyfed.algorithms.points import put, trained_state
+from polyfed.algorithms.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply, interpolate
+from polyfed.algorithms.points import assign_parameters, trained_parameters_on_cpu
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import Policy, load_client_model, prepare_for_eval
+from polyfed.core.buffers import BufferPolicy, load_client_model, prepare_for_eval
 from polyfed.core.errors import UserError
-from polyfed.core.gathered import OfClient
+from polyfed.core.gathered import PerClientTerm
 from polyfed.core.training import fit
-from polyfed.core.tree import Tree
+from polyfed.core.tree import StateDict
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PFedMe(ServerStep):
+class PFedMe(ServerUpdateMethod):
     """min_w mean_i F_i(w), where F_i(w) = min_θ L_i(θ) + λ/2·‖θ − w‖² is the Moreau envelope of client i's loss. One
     architecture. All clients train in each round; those drawn for it are averaged. Evaluated model: θ_i, the client's last
     θ̃ (w for a client that never trained); next to it w, as `server_...`.
@@ -44,13 +44,13 @@ class PFedMe(ServerStep):
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"everyone_trains"})
-    keeps_trained: ClassVar[bool] = True
+    clients_keep_trained_weights: ClassVar[bool] = True
     k: int = 5
     lam: float = 15.0
     beta: float = 1.0
     personal_lr: float = 0.09
     weighted: bool = False
-    buffers: Policy = "local"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,9 +68,13 @@ class PFedMe(ServerStep):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def server_update(self, server_state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_update(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
         """w ← (1−β)w + β Σ_i w_i/S over the S clients drawn (algorithm 1, last line)."""
-        return {"model": {name: mixed(w, mean["model"][name], self.beta) for name, w in server_state["model"].items()}}
+        return {
+            "model": {name: interpolate(w, mean["model"][name], self.beta) for name, w in server_state["model"].items()}
+        }
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -79,34 +83,36 @@ class PFedMe(ServerStep):
     ) -> tuple[Message, ClientState]:
         """w_i: w after the round's steps w ← w − ηλ(w − θ̃), one a minibatch; θ_i stays private."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
-        moved = [parameter for parameter in net.module.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in net.module.parameters() if parameter.requires_grad]
         # The authors' code starts the K steps at w in a round's first minibatch, and then goes on from the last θ̃: no
         # state from earlier rounds enters, so that θ̃ depends on the w received and the client's data alone.
-        theta = [parameter.detach().clone() for parameter in moved]
+        theta = [parameter.detach().clone() for parameter in parameters]
 
         lr = message.scalars["lr"]
-        envelope = OfClient(self._envelope, theta)
-        found = fit(net.module, client, self, lr=lr, seed=seed, gradient=envelope)
-        reply, kept = build_reply(net, client, found.loss, self)
-        put(moved, theta)
-        return reply, {**kept, "model": trained_state(net.module)}
+        envelope = PerClientTerm(self._envelope_gradient, theta)
+        fit_result = fit(net.module, client, self, lr=lr, seed=seed, gradient=envelope)
+        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        assign_parameters(parameters, theta)
+        return reply, {**buffer_state, "model": trained_parameters_on_cpu(net.module)}
 
-    def _envelope(self, network: nn.Module, loss_of: Callable[[int], Tensor], theta: Sequence[Tensor]) -> Tensor:
+    def _envelope_gradient(
+        self, network: nn.Module, loss_of: Callable[[int], Tensor], theta: Sequence[Tensor]
+    ) -> Tensor:
         """Leaves λ(w − θ̃) in `grad`: the gradient of the Moreau envelope on this minibatch; and θ̃ in `theta`."""
-        moved = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        w = [parameter.detach().clone() for parameter in moved]
-        put(moved, theta)
+        parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        w = [parameter.detach().clone() for parameter in parameters]
+        assign_parameters(parameters, theta)
         for _ in range(self.k):  # θ̃ ≈ argmin_θ L(θ; D) + λ/2·‖θ − w‖², all steps on the same minibatch D (eq. 7)
             loss = loss_of(0)
             with torch.no_grad():
-                for parameter, anchor in zip(moved, w, strict=True):
+                for parameter, anchor in zip(parameters, w, strict=True):
                     pull = self.lam * (parameter - anchor)
-                    slope = pull if parameter.grad is None else parameter.grad + pull
-                    parameter.sub_(slope, alpha=self.personal_lr)
-        for parameter, anchor, kept in zip(moved, w, theta, strict=True):
-            kept.copy_(parameter.detach())
-            parameter.grad = self.lam * (anchor - kept)  # the optimiser's step: w ← w − ηλ(w − θ̃)
-        put(moved, w)
+                    gradient = pull if parameter.grad is None else parameter.grad + pull
+                    parameter.sub_(gradient, alpha=self.personal_lr)
+        for parameter, anchor, theta_part in zip(parameters, w, theta, strict=True):
+            theta_part.copy_(parameter.detach())
+            parameter.grad = self.lam * (anchor - theta_part)  # the optimiser's step: w ← w − ηλ(w − θ̃)
+        assign_parameters(parameters, w)
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:

@@ -5,17 +5,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.tree import Tree
+from polyfed.core.tree import StateDict
 
 
-def put(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+def assign_parameters(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
     """Moves a network's parameters to these values."""
     with torch.no_grad():
         for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+def clone_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the buffers."""
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
@@ -27,7 +27,7 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
             buffer.copy_(saved[name])
 
 
-def trained_state(module: nn.Module) -> Tree:
+def trained_parameters_on_cpu(module: nn.Module) -> StateDict:
     """Copies of the trained parameters."""
     named = module.named_parameters()
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named if tensor.requires_grad}

@@ -8,23 +8,29 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.class_means import class_means, class_spec, class_sums, linear_head, num_outputs
-from polyfed.algorithms.own_network import KeepsNetwork
-from polyfed.alignment.representations import representation_name, representations
+from polyfed.algorithms.class_means import (
+    class_means_from_sums,
+    class_means_spec,
+    count_outputs,
+    find_replaceable_head,
+    weighted_class_sums,
+)
+from polyfed.algorithms.own_network import PersonalNetworkMethod
+from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Loss, Message
-from polyfed.core.buffers import Policy
-from polyfed.core.network_needs import LooksInside
-from polyfed.core.scratch import settled, whole_state
-from polyfed.core.training import Forward, LocalTraining, fit, scalars_of
-from polyfed.core.tree import Spec, Tree, spec
+from polyfed.core.buffers import BufferPolicy
+from polyfed.core.network_needs import ValidatesNetworks
+from polyfed.core.scratch import reset_for_eval, trainable_state
+from polyfed.core.training import ForwardPass, LocalTraining, fit, reply_scalars
+from polyfed.core.tree import StateDict, StateDictSpec, state_dict_spec
 
-Evaluate = Literal["prototypes", "head"]
-_NEVER = -1e9
+EvaluatedClassifier = Literal["prototypes", "head"]
+_NEVER_PREDICTED = -1e9
 """The output for a class of which there is no prototype: it is never predicted, and the loss stays finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prototypes(KeepsNetwork, LocalTraining, LooksInside, ABC):
+class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, ABC):
     """Each client minimises CE + λ/d·‖f(x) − p̄_y‖², the mean over a minibatch, f being the input of its last linear layer,
     of width d. An example of a class without a prototype adds nothing to the second term. After training, the client sends
     the mean of f over its training examples of each class, by the network that it ended with.
@@ -40,8 +46,8 @@ class Prototypes(KeepsNetwork, LocalTraining, LooksInside, ABC):
     requires: ClassVar[frozenset[str]] = frozenset({"model", "classification", "one_representation"})
     discloses: ClassVar[frozenset[str]] = frozenset({"class_means"})
     lam: float = 1.0
-    evaluate: Evaluate = "prototypes"
-    buffers: Policy = "local"
+    evaluate: EvaluatedClassifier = "prototypes"
+    buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,49 +56,64 @@ class Prototypes(KeepsNetwork, LocalTraining, LooksInside, ABC):
 
     def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
         """The prototypes, the same for everyone, once there are some; and the learning rate."""
-        down = {"prototypes": server_state["prototypes"]} if server_state["prototypes"] else {}
-        return Message(down, {"lr": self.lr_at(client_info.round, client_info.rounds)})
+        tensors = {"prototypes": server_state["prototypes"]} if server_state["prototypes"] else {}
+        return Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
-    def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Sums and weights of the classes, as many and as wide as the prototypes."""
-        return prototype_spec(server_state["prototypes"], reply)
+        return class_means_spec_for_prototypes(server_state["prototypes"], reply)
 
-    def look_inside(self, client: Client) -> None:
+    def validate_network(self, client: Client) -> None:
         """As the client's first state does."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
         """W_i: the common draw of the client's architecture; and whether prototypes can take its head's place."""
-        own = super().client_init(client, seed)
+        client_state = super().client_init(client, seed)
         if self.evaluate == "prototypes":
-            linear_head(super().personal_model(Message(), own, client, seed), client, type(self).__name__)
-        return own
+            find_replaceable_head(
+                super().personal_model(Message(), client_state, client, seed), client, type(self).__name__
+            )
+        return client_state
 
     def local_update(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
         """W_i after `local_epochs`, and its class means."""
         model = super().personal_model(message, client_state, client, seed)
-        name, term = representation_name(model, client.train), self._loss(message, client)
-        watched = None if term is None else name
-        found = fit(
-            model, client, self, lr=message.scalars["lr"], seed=seed, loss=term, representation=watched, reported="task"
+        name, loss = representation_module_name(model, client.train), self._local_loss(message, client)
+        loss_module = None if loss is None else name
+        fit_result = fit(
+            model,
+            client,
+            self,
+            lr=message.scalars["lr"],
+            seed=seed,
+            loss=loss,
+            representation=loss_module,
+            reported_loss="task",
         )
-        features = representations(settled(model), client.train, module=name)
+        features = compute_representations(reset_for_eval(model), client.train, module=name)
         weighted = bool(getattr(self, "weighted", False))
-        sent = class_sums(features, client.train.labels, num_outputs(model, client), weighted)
-        return Message({"classes": sent}, scalars_of(client, found.loss)), {"model": whole_state(model)}
+        sums_and_weights = weighted_class_sums(features, client.train.labels, count_outputs(model, client), weighted)
+        return Message({"classes": sums_and_weights}, reply_scalars(client, fit_result.loss)), {
+            "model": trainable_state(model)
+        }
 
-    def _loss(self, message: Message, client: Client) -> Callable[[Forward], Tensor] | None:
+    def _local_loss(self, message: Message, client: Client) -> Callable[[ForwardPass], Tensor] | None:
         """The task's loss and the distance to the prototypes; None where that has no weight, or there are none."""
-        return pulled(self.criterion(client), message.tensors.get("prototypes"), self.lam, client.train.device)
+        return build_prototype_loss(
+            self.criterion(client), message.tensors.get("prototypes"), self.lam, client.train.device
+        )
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
         """W_i, with the prototypes for its head or with its own."""
         model = super().personal_model(message, client_state, client, seed)
         if self.evaluate == "head" or "prototypes" not in message.tensors:
             return model
-        return nearest(model, linear_head(model, client, type(self).__name__), message.tensors["prototypes"])
+        return install_prototypes_as_head(
+            model, find_replaceable_head(model, client, type(self).__name__), message.tensors["prototypes"]
+        )
 
     def other_models(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
@@ -102,7 +123,7 @@ class Prototypes(KeepsNetwork, LocalTraining, LooksInside, ABC):
             yield "head", super().personal_model(message, client_state, client, seed)
 
 
-def nearest(model: nn.Module, head: nn.Linear, prototypes: Tree) -> nn.Module:
+def install_prototypes_as_head(model: nn.Module, head: nn.Linear, prototypes: StateDict) -> nn.Module:
     """The network whose class is the nearest prototype's, in place: ‖f‖² − ‖f − p_c‖² = 2·p_c·f − ‖p_c‖² is linear in f, and
     its softmax is that of −‖f − p_c‖². So it has the architecture of the client's network, and its file format.
 
@@ -113,55 +134,57 @@ def nearest(model: nn.Module, head: nn.Linear, prototypes: Tree) -> nn.Module:
 
     >>> head = nn.Linear(1, 2)
     >>> places = {"means": torch.tensor([[1.0], [4.0]]), "present": torch.tensor([True, True])}
-    >>> nearest(head, head, places)(torch.tensor([[1.0], [3.0]])).argmax(1)
+    >>> install_prototypes_as_head(head, head, places)(torch.tensor([[1.0], [3.0]])).argmax(1)
     tensor([0, 1])
     """
     means, present = prototypes["means"], prototypes["present"]
     with torch.no_grad():
         head.weight.copy_(2 * means)
-        head.bias.copy_(torch.where(present, -means.square().sum(1), _NEVER))
+        head.bias.copy_(torch.where(present, -means.square().sum(1), _NEVER_PREDICTED))
     return model
 
 
-def prototype_spec(prototypes: Tree, reply: Message) -> Mapping[str, Spec]:
+def class_means_spec_for_prototypes(prototypes: StateDict, reply: Message) -> Mapping[str, StateDictSpec]:
     """Of class means that prototypes are made of: of any size while there are none."""
     if not prototypes:
-        return class_spec(reply, None)
-    form = spec(prototypes)["means"]
-    return class_spec(reply, {"classes": {"sums": form, "weights": (form[0][:1], form[1])}})
+        return class_means_spec(reply, None)
+    means_spec = state_dict_spec(prototypes)["means"]
+    return class_means_spec(reply, {"classes": {"sums": means_spec, "weights": (means_spec[0][:1], means_spec[1])}})
 
 
-def renewed(prototypes: Tree, mean: Tree) -> dict[str, Tensor]:
+def update_prototypes(prototypes: StateDict, mean: StateDict) -> dict[str, Tensor]:
     """p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c; a class that none has keeps its prototype.
 
     Args:
         prototypes: `means` (C, d), and which are `present` (C,); empty before the first.
-        mean: of the clients' class means, as `class_sums` has them.
+        mean: of the clients' class means, as `weighted_class_sums` has them.
     """
-    means, present = class_means(mean)
+    means, present = class_means_from_sums(mean)
     if prototypes:
         means = torch.where(present[:, None], means, prototypes["means"])
         present = present | prototypes["present"]
     return {"means": means, "present": present}
 
 
-def pulled(hard: Loss, prototypes: Tree | None, lam: float, device: torch.device) -> Callable[[Forward], Tensor] | None:
+def build_prototype_loss(
+    label_loss: Loss, prototypes: StateDict | None, lam: float, device: torch.device
+) -> Callable[[ForwardPass], Tensor] | None:
     """CE + λ/d·‖f(x) − p_y‖² of a minibatch, without the second term for a class that has no prototype; None where λ is 0,
     or there are no prototypes.
 
     >>> places = {"means": torch.tensor([[1.0, 3.0]]), "present": torch.tensor([True])}
-    >>> loss = pulled(nn.functional.cross_entropy, places, 2.0, torch.device("cpu"))
-    >>> loss(Forward(torch.zeros(1), torch.zeros(1, 1), torch.tensor([0]), torch.zeros(1, 2)))
+    >>> loss = build_prototype_loss(nn.functional.cross_entropy, places, 2.0, torch.device("cpu"))
+    >>> loss(ForwardPass(torch.zeros(1), torch.zeros(1, 1), torch.tensor([0]), torch.zeros(1, 2)))
     tensor(10.)
     """
     if lam == 0 or not prototypes:
         return None
     means, present = (prototypes[name].to(device) for name in ("means", "present"))
 
-    def loss(batch: Forward) -> Tensor:
+    def loss(batch: ForwardPass) -> Tensor:
         assert batch.representation is not None
         f, y = batch.representation.flatten(1).float(), batch.targets
-        apart = (f - means[y]).square().mean(1) * present[y]
-        return hard(batch.outputs, y) + lam * apart.mean()
+        distances = (f - means[y]).square().mean(1) * present[y]
+        return label_loss(batch.outputs, y) + lam * distances.mean()
 
     return loss

@@ -12,16 +12,16 @@ from torch import Tensor
 from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.inputs import first, flat, form_of, leaves, unflat
+from polyfed.core.inputs import first_leaf, flatten_inputs, input_spec_of, named_leaves, unflatten_inputs
 from polyfed.core.training import LocalTraining
-from polyfed.core.tree import Tree
+from polyfed.core.tree import StateDict
 
-_ROOM = 3.0
+_RANGE_FACTOR = 3.0
 """By how many times the range of a client's inputs public examples may go beyond it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublicPool(LocalTraining, ABC):
+class PublicDataMethod(LocalTraining, ABC):
     """A method whose clients compute something of public examples. The server keeps them as "public", and in "holders" the
     clients that have them already; a client keeps them as "public", or their hash as "pool_hash".
 
@@ -34,22 +34,22 @@ class PublicPool(LocalTraining, ABC):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def _stored(self, server: ServerContext) -> dict[str, Tensor]:
+    def _stored_public_tensors(self, server: ServerContext) -> dict[str, Tensor]:
         """The public examples as they are stored, before what networks get is made of them."""
         assert server.public is not None  # `requires` names "public_data"
-        return {name: part.cpu() for name, part in flat(server.public.stored).items()}
+        return {name: part.cpu() for name, part in flatten_inputs(server.public.raw_inputs).items()}
 
-    def _sent_pool(self, state: Mapping[str, Any], who: str) -> dict[str, Tree]:
+    def _pool_group(self, server_state: Mapping[str, Any], client_id: str) -> dict[str, StateDict]:
         """The group "public" of a message, for a client that does not have it."""
-        return {} if self.pool_once and who in state["holders"] else {"public": state["public"]}
+        return {} if self.pool_once and client_id in server_state["holders"] else {"public": server_state["public"]}
 
-    def _holders(self, state: Mapping[str, Any], who: Any) -> list[str]:
+    def _holders_after_round(self, server_state: Mapping[str, Any], client_ids: Any) -> list[str]:
         """Who has the pool after a round in which these took part."""
-        return sorted({*state["holders"], *who}) if self.pool_once else []
+        return sorted({*server_state["holders"], *client_ids}) if self.pool_once else []
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def _pool(self, message: Message, client_state: Mapping[str, Any], client: Client) -> Examples:
+    def _public_examples(self, message: Message, client_state: Mapping[str, Any], client: Client) -> Examples:
         """All public examples, from the message or as the client kept them, prepared as its own are."""
         pool = message.tensors.get("public") or client_state.get("public")
         if pool is None:
@@ -57,9 +57,9 @@ class PublicPool(LocalTraining, ABC):
                 f"client {client.id!r} was sent the public examples in an earlier round, and lost them with its private "
                 "state; start the run again, or set pool_once to false"
             )
-        return prepared(pool, client)
+        return prepare_public_examples(pool, client)
 
-    def _keep_pool(self, message: Message, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    def _pool_state(self, message: Message, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """What the client keeps of the public examples: all of them with `pool_once`; otherwise their hash, where it gets
         all of them.
 
@@ -67,56 +67,56 @@ class PublicPool(LocalTraining, ABC):
             UserError: they are not those of the first time. A server that chose others for each round could read a network's
                 weights off its representations.
         """
-        sent = message.tensors.get("public")
-        kept = dict(sent or client_state.get("public", {})) if self.pool_once else {}
-        pin = client_state.get("pool_hash") if sent is None else _hash(sent)
-        if pin != client_state.get("pool_hash", pin):
+        received = message.tensors.get("public")
+        public = dict(received or client_state.get("public", {})) if self.pool_once else {}
+        pool_hash = client_state.get("pool_hash") if received is None else _hash_tensors(received)
+        if pool_hash != client_state.get("pool_hash", pool_hash):
             raise UserError(
                 f"{type(self).__name__}: the public examples are not those of the first round, and a client does not show "
                 "what its network makes of others; start the run again if they are meant to be"
             )
-        return {**({"public": kept} if kept else {}), **({} if pin is None else {"pool_hash": pin})}
+        return {**({"public": public} if public else {}), **({} if pool_hash is None else {"pool_hash": pool_hash})}
 
 
-def prepared(parts: Tree, client: Client) -> Examples:
+def prepare_public_examples(parts: StateDict, client: Client) -> Examples:
     """Public examples as they came, in the form of the client's own inputs, of which networks get the same. Labels are 0.
 
     Raises:
         UserError: they have another form, or are far outside of what the client's own are: such would probe its network.
 
     >>> mine = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
-    >>> len(prepared({"x": torch.ones(3, 2)}, Client("north", None, mine, mine)))
+    >>> len(prepare_public_examples({"x": torch.ones(3, 2)}, Client("north", None, mine, mine)))
     3
     """
-    device, form = client.train.device, form_of(client.train.x)
+    device, form = client.train.device, input_spec_of(client.train.x)
     try:
-        x = unflat({name: part.to(device) for name, part in parts.items()}, form)
+        x = unflatten_inputs({name: part.to(device) for name, part in parts.items()}, form)
     except UserError as error:
         raise UserError(f"client {client.id!r}: the public examples: {error}; give such (public=...)") from error
-    for (_, part), (_, mine) in zip(leaves(x), leaves(client.train.x), strict=True):
-        _check_range(part, mine, client)
-    if form_of(x) != form:
+    for (_, part), (_, client_part) in zip(named_leaves(x), named_leaves(client.train.x), strict=True):
+        _validate_range(part, client_part, client)
+    if input_spec_of(x) != form:
         raise UserError(
-            f"client {client.id!r}: the public examples are {form_of(x)}, its inputs are {form}; give public examples "
+            f"client {client.id!r}: the public examples are {input_spec_of(x)}, its inputs are {form}; give public examples "
             "(public=...) of the same form"
         )
-    return Examples(x, torch.zeros(len(first(x)), device=device), transform=client.train.transform)
+    return Examples(x, torch.zeros(len(first_leaf(x)), device=device), transform=client.train.transform)
 
 
-def _check_range(x: Tensor, own: Tensor, client: Client) -> None:
-    if not x.is_floating_point() or not own.is_floating_point():
+def _validate_range(x: Tensor, client_inputs: Tensor, client: Client) -> None:
+    if not x.is_floating_point() or not client_inputs.is_floating_point():
         return
-    low, high = (float(end) for end in torch.aminmax(own))
-    room = _ROOM * max(high - low, 1.0)
+    low, high = (float(end) for end in torch.aminmax(client_inputs))
+    margin = _RANGE_FACTOR * max(high - low, 1.0)
     least, most = (float(end) for end in torch.aminmax(x))
-    if not low - room <= least <= most <= high + room:
+    if not low - margin <= least <= most <= high + margin:
         raise UserError(
             f"client {client.id!r}: the public examples go from {least:.4g} to {most:.4g}, its own inputs from "
             f"{low:.4g} to {high:.4g}; give public examples of the same scale"
         )
 
 
-def _hash(pool: Tree) -> str:
+def _hash_tensors(pool: StateDict) -> str:
     content = hashlib.blake2b(digest_size=16)
     for name in sorted(pool):
         content.update(pool[name].contiguous().cpu().flatten().view(torch.uint8).numpy().data)

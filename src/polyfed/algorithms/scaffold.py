@@ -7,20 +7,20 @@ from typing import ClassVar, final
 
 import torch
 
-from polyfed.algorithms.averaging import ClientState, ServerState, ServerStep, build_reply, mixed
-from polyfed.algorithms.penalties import slope
+from polyfed.algorithms.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply, interpolate
+from polyfed.algorithms.penalties import linear_term
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.buffers import load_client_model
-from polyfed.core.gathered import OfClient
+from polyfed.core.gathered import PerClientTerm
 from polyfed.core.training import fit
-from polyfed.core.tree import Tree
+from polyfed.core.tree import StateDict
 
-_WHY = "since c_i is read off the way of plain SGD"
+_PLAIN_SGD_REASON = "since c_i is read off the way of plain SGD"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Scaffold(ServerStep):
+class Scaffold(ServerUpdateMethod):
     """Local steps y ← y − η(g_i(y) − c_i + c), where c_i estimates the gradient of client i and c that of all, so that
     clients whose data differ do not drift apart. One architecture. Evaluated model: x, the server's.
 
@@ -47,11 +47,11 @@ class Scaffold(ServerStep):
         self._positive("server_lr")
         self._require(not self.weighted, "weighted", "false: clients count the same in the mean of control variates")
         self._require(self.adapters is None, "adapters", "none: control variates have the form of one architecture")
-        self._require(self.optimizer.lower() == "sgd", "optimizer", f"'sgd', {_WHY}")
+        self._require(self.optimizer.lower() == "sgd", "optimizer", f"'sgd', {_PLAIN_SGD_REASON}")
         for field in ("momentum", "warmup_steps"):
-            self._require(getattr(self, field) == 0, field, f"0, {_WHY}")
+            self._require(getattr(self, field) == 0, field, f"0, {_PLAIN_SGD_REASON}")
         for field in ("optimizer_options", "clip_norm", "lr_by_name"):
-            self._require(getattr(self, field) is None, field, f"none, {_WHY}")
+            self._require(getattr(self, field) is None, field, f"none, {_PLAIN_SGD_REASON}")
 
     # -- server ---------------------------------------------------------------------------------------------------
 
@@ -70,12 +70,14 @@ class Scaffold(ServerStep):
         variate = {} if client_info.purpose == "personal" else {"variate": server_state["variate"]}
         return Message({**message.tensors, **variate}, message.scalars)
 
-    def server_update(self, server_state: ServerState, mean: Mapping[str, Tree], who: Sequence[str]) -> ServerState:
+    def server_update(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
         """x ← x + η_g/|S| Σ_{i∈S} (y_i − x) and c ← c + 1/N Σ_{i∈S} (c_i⁺ − c_i) (algorithm 1, lines 16 and 17)."""
-        share = len(who) / server_state["clients"]
-        x = {name: mixed(x, mean["model"][name], self.server_lr) for name, x in server_state["model"].items()}
+        share = len(client_ids) / server_state["clients"]
+        x = {name: interpolate(x, mean["model"][name], self.server_lr) for name, x in server_state["model"].items()}
         # A reply has c_i⁺ − c_i + c, and so has their mean the c.
-        c = {name: mixed(c, mean["variate"][name], share) for name, c in server_state["variate"].items()}
+        c = {name: interpolate(c, mean["variate"][name], share) for name, c in server_state["variate"].items()}
         return {**server_state, "model": x, "variate": c}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -90,14 +92,14 @@ class Scaffold(ServerStep):
         """y_i after K steps y ← y − η(g_i(y) − c_i + c), and c_i⁺ = c_i − c + (x − y)/(Kη) (lines 10 and 12, option II)."""
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         x, c = message.tensors["model"], message.tensors["variate"]
-        mine = client_state["variate"] or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
+        c_i = client_state["variate"] or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
         trained = [(name, p) for name, p in net.module.named_parameters() if p.requires_grad]
-        correction = OfClient(
-            slope, [(c[name] - mine[name]).to(p.device) for name, p in trained]
+        correction = PerClientTerm(
+            linear_term, [(c[name] - c_i[name]).to(p.device) for name, p in trained]
         )  # its gradient: −c_i + c
-        found = fit(net.module, client, self, lr=lr, seed=seed, penalty=correction)
-        reply, kept = build_reply(net, client, found.loss, self)
-        way = {name: (x[name] - reply.tensors["model"][name]) / (found.steps * lr) for name in c}
-        after = {name: mine[name] - c[name] + way[name] for name in c}
+        fit_result = fit(net.module, client, self, lr=lr, seed=seed, penalty=correction)
+        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        mean_gradient = {name: (x[name] - reply.tensors["model"][name]) / (fit_result.steps * lr) for name in c}
+        new_c_i = {name: c_i[name] - c[name] + mean_gradient[name] for name in c}
         # (x − y)/(Kη) = c_i⁺ − c_i + c: it has the form of c, from which it differs little once training has come far.
-        return Message({**reply.tensors, "variate": way}, reply.scalars), {**kept, "variate": after}
+        return Message({**reply.tensors, "variate": mean_gradient}, reply.scalars), {**buffer_state, "variate": new_c_i}

@@ -23,25 +23,36 @@ from polyfed.core.algorithm import (
     Message,
     ServerContext,
 )
-from polyfed.core.buffers import Policy, extract_update, fill_client_model, recompute, shared_tensors
-from polyfed.core.scratch import Scratch, initial_state, scratch
-from polyfed.core.seeds import derive, local_rng
-from polyfed.core.training import fit, scalars_of
-from polyfed.core.tree import Tree
-from polyfed.search.cells import Join
-from polyfed.search.found import describe, most_probable_network, probabilities, rebuild
-from polyfed.search.network import Context, Network, Per, Plan, Sampled, stacks
-from polyfed.search.operations import NAMES, SMALL, check_names, statistics_kept
-from polyfed.search.sampling import Gradient, gumbel
+from polyfed.core.buffers import (
+    BufferPolicy,
+    extract_update,
+    fill_client_model,
+    recompute_norm_statistics,
+    shared_tensors,
+)
+from polyfed.core.scratch import CachedModule, cached_module, initial_state
+from polyfed.core.seeds import derive_seed, temporary_rng_seed
+from polyfed.core.training import fit, reply_scalars
+from polyfed.core.tree import StateDict
+from polyfed.search.cells import EdgeJoin
+from polyfed.search.found import describe_network, most_probable_network, operation_probabilities, rebuild_network
+from polyfed.search.network import Network, Sampled, SamplerContext, SamplingUnit, SupernetPlan, plan_cell_stacks
+from polyfed.search.operations import (
+    OPERATION_NAMES,
+    SMALL_OPERATION_NAMES,
+    check_operation_names,
+    untracked_batch_statistics,
+)
+from polyfed.search.sampling import Gradient, gumbel_noise_like
 
-Evaluation = Literal["argmax", "sampled"]
+DerivationMode = Literal["argmax", "sampled"]
 Annealing = Literal["exponential", "linear", "constant"]
-GROUPS = ("base", "personal")
+STACKS = ("base", "personal")
 """Of a message: θ_b and θ_p. The names of their tensors begin with these words."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Searching(Averaging, BringsNetwork, ABC):
+class SupernetMethod(Averaging, BringsNetwork, ABC):
     """Hyper-parameters and both halves, but for the local update.
 
     Args:
@@ -84,8 +95,8 @@ class Searching(Averaging, BringsNetwork, ABC):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"images", "one_data_spec"})
-    groups: ClassVar[tuple[str, ...]] = GROUPS
-    context: ClassVar[Context] = "free"
+    groups: ClassVar[tuple[str, ...]] = STACKS
+    context: ClassVar[SamplerContext] = "free"
     """Whether samplers are context-free or context-aware."""
 
     channels: int = 16
@@ -93,9 +104,9 @@ class Searching(Averaging, BringsNetwork, ABC):
     personal_cells: int = 1
     base_nodes: int = 2
     personal_nodes: int = 2
-    operations: tuple[str, ...] = NAMES
-    personal_operations: tuple[str, ...] = SMALL
-    join: Join = "sum"
+    operations: tuple[str, ...] = OPERATION_NAMES
+    personal_operations: tuple[str, ...] = SMALL_OPERATION_NAMES
+    join: EdgeJoin = "sum"
     stem_stride: int = 1
     temperature: float = 1.0
     temperature_end: float = 0.1
@@ -103,21 +114,21 @@ class Searching(Averaging, BringsNetwork, ABC):
     gradient: Gradient = "chosen"
     finetune_epochs: int = 1
     finetune_lr: float | None = None
-    evaluation: Evaluation = "argmax"
+    evaluation: DerivationMode = "argmax"
     samples: int = 5
     weighted: bool = False
     batch_size: int = 48
     optimizer: str = "adam"
     lr: float = 0.01
     sampler_lr: float | None = None
-    buffers: Policy = "recompute"
+    buffers: BufferPolicy = "recompute"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in ("operations", "personal_operations"):  # a list in a configuration; a plan must be hashable
             names = getattr(self, field)
             self._require(isinstance(names, list | tuple), field, "a list of names of operations")
-            check_names(names)
+            check_operation_names(names)
             object.__setattr__(self, field, tuple(names))
         self._at_least(1, "channels")
         self._require(self.stem_stride in (1, 2), "stem_stride", "1 or 2")
@@ -127,20 +138,20 @@ class Searching(Averaging, BringsNetwork, ABC):
         self._require(self.finetune_lr is None or 0 < self.finetune_lr < math.inf, "finetune_lr", "positive, or none")
         self._at_least(1, "samples")
         self._require(self.sampler_lr is None or 0 < self.sampler_lr < math.inf, "sampler_lr", "positive, or none")
-        self.plan(1, 1)  # sizes
+        self.supernet_plan(1, 1)  # sizes
 
-    def plan(self, in_channels: int, outputs: int) -> Plan:
+    def supernet_plan(self, in_channels: int, outputs: int) -> SupernetPlan:
         """The supernet's form for images of so many channels and so many logits."""
-        base, personal = stacks(
+        base, personal = plan_cell_stacks(
             self.base_cells, self.personal_cells, self.base_nodes, self.personal_nodes, self.operations,
             self.personal_operations,
         )  # fmt: skip
-        return Plan(
-            in_channels, outputs, self.channels, base, personal, self.join, self.context, self._per(),
+        return SupernetPlan(
+            in_channels, outputs, self.channels, base, personal, self.join, self.context, self._sampling_unit(),
             stem_stride=self.stem_stride,
         )  # fmt: skip
 
-    def _per(self) -> Per:
+    def _sampling_unit(self) -> SamplingUnit:
         return "example"
 
     def temperature_at(self, round_number: int, rounds: int) -> float:
@@ -153,14 +164,14 @@ class Searching(Averaging, BringsNetwork, ABC):
         [1.0, 0.55, 0.1]
         [1.0, 1.0, 1.0]
         """
-        past = (min(round_number, rounds) - 1) / max(rounds - 1, 1)
+        progress = (min(round_number, rounds) - 1) / max(rounds - 1, 1)
         if self.annealing == "linear":
-            return self.temperature + past * (self.temperature_end - self.temperature)
+            return self.temperature + progress * (self.temperature_end - self.temperature)
         return self.temperature * (
-            (self.temperature_end / self.temperature) ** past if self.annealing != "constant" else 1
+            (self.temperature_end / self.temperature) ** progress if self.annealing != "constant" else 1
         )
 
-    def rate(self, name: str) -> float:
+    def sampler_lr_factor(self, name: str) -> float:
         """By what factor a parameter's learning rate differs from that of the weights (see `fit`)."""
         return 1.0 if self.sampler_lr is None or ".samplers." not in name else self.sampler_lr / self.lr
 
@@ -179,98 +190,105 @@ class Searching(Averaging, BringsNetwork, ABC):
     def server_init(self, server: ServerContext) -> ServerState:
         """The initial θ = {θ_b, θ_p}, each of weights W and of what the samplers learn, Π."""
         assert server.data_spec is not None  # `requires` names "one_data_spec"
-        plan = self.plan(server.data_spec.inputs[0], server.data_spec.outputs)
-        return _groups(shared_tensors(initial_state(plan, server.seed), scratch(plan).buffers, self.buffers))
+        plan = self.supernet_plan(server.data_spec.inputs[0], server.data_spec.outputs)
+        return _split_into_stacks(
+            shared_tensors(initial_state(plan, server.seed), cached_module(plan).buffers, self.buffers)
+        )
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """θ_b, θ_p, and learning rate and temperature of the round, the same for everyone."""
-        now = {
+        scalars = {
             "lr": self.lr_at(client_info.round, client_info.rounds),
             "temperature": self.temperature_at(client_info.round, client_info.rounds),
         }
-        return Message({group: server_state[group] for group in GROUPS}, now)
+        return Message({group: server_state[group] for group in STACKS}, scalars)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def receive(self, message: Message, client_state: ClientState, client: Client) -> Scratch:
+    def load_supernet(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
         """The scratch supernet with what came down; its form is that of the message's tensors."""
-        base, personal = (message.tensors[group] for group in GROUPS)
-        plan = self.plan(base["base.stem.weight"].shape[1], len(personal["personal.classifier.bias"]))
-        net = fill_client_model(scratch(plan, client.train.device), {**base, **personal}, client_state, self.buffers)
-        network(net).temperature, network(net).gradient = message.scalars["temperature"], self.gradient
+        base, personal = (message.tensors[group] for group in STACKS)
+        plan = self.supernet_plan(base["base.stem.weight"].shape[1], len(personal["personal.classifier.bias"]))
+        net = fill_client_model(
+            cached_module(plan, client.train.device), {**base, **personal}, client_state, self.buffers
+        )
+        supernet_of(net).temperature, supernet_of(net).gradient = message.scalars["temperature"], self.gradient
         return net
 
-    def reply(self, net: Scratch, client: Client, loss: float) -> tuple[Message, ClientState]:
+    def build_reply(self, net: CachedModule, client: Client, loss: float) -> tuple[Message, ClientState]:
         """Both stacks after training, and the private state of the policy for buffers."""
-        model, own = extract_update(net, self)
-        return Message(_groups(model), scalars_of(client, loss)), own
+        model, buffer_state = extract_update(net, self)
+        return Message(_split_into_stacks(model), reply_scalars(client, loss)), buffer_state
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """The architecture that the client takes from the supernet after adapting its personal stack: the most probable
         one as a plain network, or the mean of sampled ones. With context-aware samplers it is the supernet itself, which
         chooses for each example."""
-        net = self.receive(message, client_state, client)
+        net = self.load_supernet(message, client_state, client)
         if self.finetune_epochs:
             tuning = replace(self, local_epochs=self.finetune_epochs, local_steps=None)
             lr = message.scalars["lr"] if self.finetune_lr is None else self.finetune_lr
-            adapt(network(net), client, tuning, lr=lr, seed=seed)
-        return self.taken(net, client_state, client, seed)
+            adapt_personal_stack(supernet_of(net), client, tuning, lr=lr, seed=seed)
+        return self.derive_network(net, client_state, client, seed)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """What came down, not adapted."""
         if self.finetune_epochs:
-            yield "server", self.taken(self.receive(message, client_state, client), client_state, client, seed)
+            yield (
+                "server",
+                self.derive_network(self.load_supernet(message, client_state, client), client_state, client, seed),
+            )
 
-    def taken(self, net: Scratch, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+    def derive_network(self, net: CachedModule, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """The network that a client takes from its supernet. BatchNorm's statistics are of its training data, unless the
         policy for buffers has others for it."""
-        supernet = network(net).eval()
-        taken: nn.Module = supernet
+        supernet = supernet_of(net).eval()
+        derived: nn.Module = supernet
         if self.evaluation == "sampled":
-            with local_rng(derive(seed, "sampled networks")):
+            with temporary_rng_seed(derive_seed(seed, "sampled networks")):
                 noise = {
-                    k: gumbel(torch.empty(self.samples, sampler.edges, sampler.operations))
-                    for k, (_, sampler) in enumerate(supernet.cells())
+                    k: gumbel_noise_like(torch.empty(self.samples, sampler.edges, sampler.operations))
+                    for k, (_, sampler) in enumerate(supernet.cells_with_samplers())
                     if sampler is not None
                 }
-            taken = Sampled(supernet, noise, client.task == "classification").to(client.train.device)
+            derived = Sampled(supernet, noise, client.task == "classification").to(client.train.device)
         elif self.context == "free":
-            taken = most_probable_network(supernet)
+            derived = most_probable_network(supernet)
         if self.buffers == "recompute" or (self.buffers == "local" and not client_state.get("buffers")):
-            recompute(taken, client.train)
-        return taken.eval()
+            recompute_norm_statistics(derived, client.train)
+        return derived.eval()
 
     def network_for(self, data: DataSpec) -> Architecture:
         """The supernet."""
-        return self.plan(data.inputs[0], data.outputs)
+        return self.supernet_plan(data.inputs[0], data.outputs)
 
     def build(self, description: Mapping[str, Any]) -> nn.Module:
         """The network of a description, its weights not yet those that were found."""
-        return rebuild(description)
+        return rebuild_network(description)
 
     def description(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
         """The form of the network, its cells, and with what probability each operation was to be chosen."""
         supernet = network.network if isinstance(network, Sampled) else network
         assert isinstance(supernet, Network)
-        return describe(network, supernet.known or probabilities(supernet, client.train))
+        return describe_network(network, supernet.known or operation_probabilities(supernet, client.train))
 
 
-def network(net: Scratch) -> Network:
+def supernet_of(net: CachedModule) -> Network:
     """The supernet of a scratch module."""
     assert isinstance(net.module, Network)
     return net.module
 
 
-def _groups(tree: Tree) -> ServerState:
-    return {group: {n: t for n, t in tree.items() if n.startswith(f"{group}.")} for group in GROUPS}
+def _split_into_stacks(weights: StateDict) -> ServerState:
+    return {group: {n: t for n, t in weights.items() if n.startswith(f"{group}.")} for group in STACKS}
 
 
-def adapt(
-    network: Network,
+def adapt_personal_stack(
+    supernet: Network,
     client: Client,
-    options: Searching,
+    options: SupernetMethod,
     *,
     lr: float,
     seed: int,
@@ -287,17 +305,17 @@ def adapt(
         samplers: whether samplers learn too (paper, section 4: frozen in the transfer to new tasks).
         base: whether the base stack learns too.
     """
-    kept = [
+    frozen = [
         p
-        for n, p in network.named_parameters()
+        for n, p in supernet.named_parameters()
         if (not base and n.startswith("base.")) or (not samplers and ".samplers." in n)
     ]
-    before = [p.requires_grad for p in kept]
-    for parameter in kept:
+    required_grad = [p.requires_grad for p in frozen]
+    for parameter in frozen:
         parameter.requires_grad_(False)
     try:
-        with nullcontext() if base else statistics_kept(network.base):
-            fit(network, client, options, lr=lr, seed=seed, rate=options.rate)
+        with nullcontext() if base else untracked_batch_statistics(supernet.base):
+            fit(supernet, client, options, lr=lr, seed=seed, lr_factor=options.sampler_lr_factor)
     finally:
-        for parameter, wanted in zip(kept, before, strict=True):
-            parameter.requires_grad_(wanted)
+        for parameter, requires_grad in zip(frozen, required_grad, strict=True):
+            parameter.requires_grad_(requires_grad)

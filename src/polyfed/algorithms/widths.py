@@ -9,25 +9,25 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import scratch
-from polyfed.core.tree import Tree
-from polyfed.models.split import head_modules
+from polyfed.core.scratch import cached_module
+from polyfed.core.tree import StateDict
+from polyfed.models.split import find_head_modules
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def corner(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def leading_slice(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """W[:r_1, :r_2, ...], a view.
 
     >>> import torch
-    >>> corner(torch.arange(6).view(2, 3), (1, 2))
+    >>> leading_slice(torch.arange(6).view(2, 3), (1, 2))
     tensor([[0, 1]])
     """
     return tensor[tuple(slice(size) for size in shape)]
 
 
-def widest(networks: Mapping[str, Architecture]) -> dict[str, tuple[int, ...]]:
+def widest_shapes(networks: Mapping[str, Architecture]) -> dict[str, tuple[int, ...]]:
     """Name of a tensor -> its largest size in each dimension, over the networks of a family.
 
     Args:
@@ -38,75 +38,76 @@ def widest(networks: Mapping[str, Architecture]) -> dict[str, tuple[int, ...]]:
             one's, as in layers that lay several matrices into one tensor.
 
     >>> family = {"a": lambda: nn.Linear(2, 4), "b": lambda: nn.Linear(3, 3)}
-    >>> widest(family)["weight"]
+    >>> widest_shapes(family)["weight"]
     (4, 3)
     """
-    found = {name: scratch(factory).module for name, factory in networks.items()}
-    first, *others = found
-    shapes = {name: tuple(tensor.shape) for name, tensor in found[first].state_dict().items()}
-    for other in others:
-        theirs = {name: tuple(tensor.shape) for name, tensor in found[other].state_dict().items()}
-        if lonely := sorted(shapes.keys() ^ theirs.keys()):
-            raise _unlike(first, other, f"{lonely[0]!r} is in one of them alone")
-        for name, size in theirs.items():
-            if size != shapes[name] and (flaw := _flaw(found[first], found[other], name)):
-                raise _unlike(first, other, flaw)
-        shapes = {n: tuple(max(sizes) for sizes in zip(shapes[n], theirs[n], strict=True)) for n in shapes}
+    modules = {name: cached_module(factory).module for name, factory in networks.items()}
+    first, *rest = modules
+    shapes = {name: tuple(tensor.shape) for name, tensor in modules[first].state_dict().items()}
+    for second in rest:
+        second_shapes = {name: tuple(tensor.shape) for name, tensor in modules[second].state_dict().items()}
+        if unmatched := sorted(shapes.keys() ^ second_shapes.keys()):
+            raise _no_family_error(first, second, f"{unmatched[0]!r} is in one of them alone")
+        for name, size in second_shapes.items():
+            if size != shapes[name] and (nesting_error := _nesting_error(modules[first], modules[second], name)):
+                raise _no_family_error(first, second, nesting_error)
+        shapes = {n: tuple(max(sizes) for sizes in zip(shapes[n], second_shapes[n], strict=True)) for n in shapes}
     return shapes
 
 
-def _flaw(one: nn.Module, other: nn.Module, name: str) -> str:
+def _nesting_error(first: nn.Module, second: nn.Module, name: str) -> str:
     """Why two networks' tensors of this name, of different shapes, do not nest; empty if they do."""
-    a, b = one.state_dict(keep_vars=True)[name], other.state_dict(keep_vars=True)[name]
-    told = f"{name!r} is {tuple(a.shape)} and {tuple(b.shape)}"
+    a, b = first.state_dict(keep_vars=True)[name], second.state_dict(keep_vars=True)[name]
+    shapes_text = f"{name!r} is {tuple(a.shape)} and {tuple(b.shape)}"
     if a.dim() != b.dim() or a.shape[2:] != b.shape[2:]:
-        return told
-    owners = [net.get_submodule(name.rpartition(".")[0]) for net in (one, other)]
+        return shapes_text
+    owners = [net.get_submodule(name.rpartition(".")[0]) for net in (first, second)]
     if any(
-        sum(tensor is t for t in net.state_dict(keep_vars=True).values()) > 1 for net, tensor in ((one, a), (other, b))
+        sum(tensor is t for t in net.state_dict(keep_vars=True).values()) > 1
+        for net, tensor in ((first, a), (second, b))
     ):
-        return f"{told}, and it has several names (shared weights)"
+        return f"{shapes_text}, and it has several names (shared weights)"
     for owner in owners:
         if isinstance(owner, _CONVOLUTIONS) and owner.groups not in (1, owner.in_channels):
-            return f"{told}, in a convolution of {owner.groups} groups"
+            return f"{shapes_text}, in a convolution of {owner.groups} groups"
         if type(owner) is not type(owners[0]) or not isinstance(
             owner, (nn.Linear, nn.Embedding, *_CONVOLUTIONS, *_NORMS)
         ):
-            return f"{told}, in a {type(owner).__name__}, whose tensors are not known to nest"
+            return f"{shapes_text}, in a {type(owner).__name__}, whose tensors are not known to nest"
     return ""
 
 
-def _unlike(first: str, other: str, flaw: str) -> UserError:
+def _no_family_error(first: str, second: str, reason: str) -> UserError:
     return UserError(
-        f"the networks of {first!r} and {other!r} are no family that differs in width alone: {flaw}; give clients one "
+        f"the networks of {first!r} and {second!r} are no family that differs in width alone: {reason}; give clients one "
         "network with other widths of its hidden layers (mlp with hidden, cnn_small with channels, resnet18 with width)"
     )
 
 
-def rates(factory: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
+def width_ratios(factory: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
     """Name of a layer -> r, the share of the widest network's units that it has, where that is not all.
 
-    >>> rates(lambda: nn.Linear(2, 3), {"weight": (4, 2), "bias": (4,)})
+    >>> width_ratios(lambda: nn.Linear(2, 3), {"weight": (4, 2), "bias": (4,)})
     {'': 0.75}
     """
-    found = {}
-    for name, layer in scratch(factory).module.named_modules():
+    ratios = {}
+    for name, layer in cached_module(factory).module.named_modules():
         if isinstance(layer, (nn.Linear, nn.Embedding, *_CONVOLUTIONS)):
             units = 1 if isinstance(layer, nn.Embedding) else 0
             weight = f"{name}.weight" if name else "weight"  # of a parametrised layer it is none of the state's tensors
             r = layer.weight.shape[units] / shapes[weight][units] if weight in shapes else 1
             if r != 1:
-                found[name] = r
-    return found
+                ratios[name] = r
+    return ratios
 
 
-def refuse_narrow_head(network: nn.Module, shares: Mapping[str, float], client: Client) -> None:
+def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client: Client) -> None:
     """A network's last layer must be as wide as the widest: its units are the classes.
 
     Raises:
         UserError: it is not.
     """
-    if shares and shares.keys() & set(head_modules(network, client.train.one_input)):
+    if ratios and ratios.keys() & set(find_head_modules(network, client.train.first_input)):
         raise UserError(
             f"HeteroFL: the network of client {client.id!r} has fewer outputs than another's; give all networks the "
             "same number of outputs, one for each class of the federation"
@@ -114,20 +115,20 @@ def refuse_narrow_head(network: nn.Module, shares: Mapping[str, float], client: 
 
 
 @contextmanager
-def scaled(network: nn.Module, shares: Mapping[str, float]) -> Iterator[None]:
+def scaled_layer_outputs(network: nn.Module, ratios: Mapping[str, float]) -> Iterator[None]:
     """Inside the block the outputs of each of these layers are divided by its r.
 
     >>> import torch
     >>> net = nn.Linear(1, 1, bias=False)
-    >>> with scaled(net, {"": 0.5}): twice = net(torch.ones(1, 1))
+    >>> with scaled_layer_outputs(net, {"": 0.5}): twice = net(torch.ones(1, 1))
     >>> torch.equal(twice, 2 * net(torch.ones(1, 1)))
     True
     """
 
-    def divided(r: float) -> Any:
+    def divide_outputs_by(r: float) -> Any:
         return lambda layer, inputs, outputs: outputs / r
 
-    hooks = [network.get_submodule(name).register_forward_hook(divided(r)) for name, r in shares.items()]
+    hooks = [network.get_submodule(name).register_forward_hook(divide_outputs_by(r)) for name, r in ratios.items()]
     try:
         yield
     finally:
@@ -135,11 +136,11 @@ def scaled(network: nn.Module, shares: Mapping[str, float]) -> Iterator[None]:
             hook.remove()
 
 
-def folded(tree: Tree, shares: Mapping[str, float]) -> dict[str, Tensor]:
-    """Weights with which a network computes without `scaled` what it computes with it.
+def fold_scaling(weights: StateDict, ratios: Mapping[str, float]) -> dict[str, Tensor]:
+    """Weights with which a network computes without `scaled_layer_outputs` what it computes with it.
 
     >>> import torch
-    >>> folded({"weight": torch.tensor([[1.0]]), "other.bias": torch.tensor([1.0])}, {"": 0.5})
+    >>> fold_scaling({"weight": torch.tensor([[1.0]]), "other.bias": torch.tensor([1.0])}, {"": 0.5})
     {'weight': tensor([[2.]]), 'other.bias': tensor([1.])}
     """
-    return {n: t / shares[layer] if (layer := n.rpartition(".")[0]) in shares else t for n, t in tree.items()}
+    return {n: t / ratios[layer] if (layer := n.rpartition(".")[0]) in ratios else t for n, t in weights.items()}

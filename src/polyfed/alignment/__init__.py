@@ -2,25 +2,31 @@
 the public examples on which networks are compared."""
 
 from polyfed.alignment.cka import cka, hsic, linear_cka, linear_kernel, rbf_cka, rbf_kernel
-from polyfed.alignment.procrustes import procrustes
-from polyfed.alignment.rad import noise_like, rad_rows
-from polyfed.alignment.representations import representations
-from polyfed.alignment.target import Distance, Target, mean_features, mean_rbf_kernel, reduced
+from polyfed.alignment.procrustes import procrustes_distance
+from polyfed.alignment.rad import draw_public_rows, noise_like
+from polyfed.alignment.representations import compute_representations
+from polyfed.alignment.target import (
+    AlignmentTarget,
+    Distance,
+    mean_kernel_features,
+    mean_rbf_kernel,
+    principal_components,
+)
 
 __all__ = [
+    "AlignmentTarget",
     "Distance",
-    "Target",
     "cka",
+    "compute_representations",
+    "draw_public_rows",
     "hsic",
     "linear_cka",
     "linear_kernel",
-    "mean_features",
+    "mean_kernel_features",
     "mean_rbf_kernel",
     "noise_like",
-    "procrustes",
-    "rad_rows",
+    "principal_components",
+    "procrustes_distance",
     "rbf_cka",
     "rbf_kernel",
-    "reduced",
-    "representations",
 ]

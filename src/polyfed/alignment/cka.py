@@ -50,8 +50,8 @@ def rbf_kernel(a: Tensor, sigma: float = 0.5) -> Tensor:
     >>> rbf_kernel(torch.tensor([[0.0], [2.0]]), sigma=1.0)[0, 1].log().item()
     -0.5
     """
-    centred = _centred(a)
-    return _rbf_rows(centred, centred, _width(centred, sigma))
+    centred = _centre_columns(a)
+    return _rbf_kernel_rows(centred, centred, _squared_bandwidth(centred, sigma))
 
 
 def hsic(k: Tensor, m: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
     >>> hsic(k, k).item()  # the square of the variance
     4.0
     """
-    return (_double_centred(k) * _double_centred(m)).sum() / (len(k) - 1) ** 2
+    return (_double_centre(k) * _double_centre(m)).sum() / (len(k) - 1) ** 2
 
 
 def cka(k: Tensor, m: Tensor) -> Tensor:
@@ -77,9 +77,9 @@ def cka(k: Tensor, m: Tensor) -> Tensor:
     >>> round(cka(linear_kernel(a), linear_kernel(3 * a.flip(1))).item(), 6)
     1.0
     """
-    check_rows(k, m)
-    one, other = _double_centred(k), _double_centred(m)
-    return _cosine(_unit(one, k), _unit(other, m))
+    check_same_examples(k, m)
+    centred_k, centred_m = _double_centre(k), _double_centre(m)
+    return _matrix_cosine(_normalise(centred_k, k), _normalise(centred_m, m))
 
 
 @final
@@ -91,21 +91,21 @@ class CentredFeatures:
         unit: shape (L, d); 0 if B is constant.
 
     >>> b = torch.tensor([[1.0], [2.0], [3.0]])
-    >>> round(linear_cka(b, CentredFeatures.of(b)).item(), 6)
+    >>> round(linear_cka(b, CentredFeatures.from_representation(b)).item(), 6)
     1.0
     """
 
-    unit: Tensor
+    normalised_features: Tensor
 
     @classmethod
-    def of(cls, b: Tensor) -> "CentredFeatures":
+    def from_representation(cls, b: Tensor) -> "CentredFeatures":
         """Of a representation, shape (L, d)."""
-        return cls(_unit(_centred(b), b))
+        return cls(_normalise(_centre_columns(b), b))
 
     @cached_property
-    def squared_norm(self) -> Tensor:
+    def squared_kernel_norm(self) -> Tensor:
         """‖BBᵀ‖²_F of the unit form; a scalar."""
-        return _squared_norm(self.unit)
+        return _squared_kernel_norm(self.normalised_features)
 
 
 @final
@@ -120,33 +120,35 @@ class CentredKernel:
         squares: ‖scale·HMH‖²_F, 1 or 0; a scalar.
 
     >>> m = rbf_kernel(torch.tensor([[1.0], [2.0], [4.0]]))
-    >>> bool(CentredKernel.of(m).rows(0, 3).sum(1).abs().max() < 1e-6)
+    >>> bool(CentredKernel.from_kernel(m).centred_rows(0, 3).sum(1).abs().max() < 1e-6)
     True
     """
 
     kernel: Tensor
-    means: Tensor
-    scale: Tensor
-    squares: Tensor
+    row_means: Tensor
+    inverse_norm: Tensor
+    squared_norm: Tensor
 
     @classmethod
-    def of(cls, kernel: Tensor, block: int = _BLOCK) -> "CentredKernel":
+    def from_kernel(cls, kernel: Tensor, block: int = _BLOCK) -> "CentredKernel":
         """Of a kernel matrix, shape (L, L), `block` rows at a time."""
-        one, starts = torch.ones((), dtype=kernel.dtype, device=kernel.device), range(0, len(kernel), block)
-        plain = cls(kernel, kernel.mean(1), one, one)
+        unit_scale, starts = torch.ones((), dtype=kernel.dtype, device=kernel.device), range(0, len(kernel), block)
+        unscaled = cls(kernel, kernel.mean(1), unit_scale, unit_scale)
         with torch.no_grad():
-            norms = torch.stack([torch.linalg.vector_norm(plain.rows(k, k + block)) for k in starts])
-            scale = _inverse(_above_rounding(torch.linalg.vector_norm(norms), kernel))
-        scaled = cls(kernel, plain.means, scale, (scale > 0).to(torch.float64))
+            norms = torch.stack([torch.linalg.vector_norm(unscaled.centred_rows(k, k + block)) for k in starts])
+            scale = _inverse_or_zero(_zero_if_rounding(torch.linalg.vector_norm(norms), kernel))
+        scaled = cls(kernel, unscaled.row_means, scale, (scale > 0).to(torch.float64))
         if not kernel.requires_grad:
             return scaled
-        squares = torch.stack([scaled.rows(k, k + block).square().sum(dtype=torch.float64) for k in starts]).sum()
-        return cls(kernel, plain.means, scale, squares)
+        squares = torch.stack(
+            [scaled.centred_rows(k, k + block).square().sum(dtype=torch.float64) for k in starts]
+        ).sum()
+        return cls(kernel, unscaled.row_means, scale, squares)
 
-    def rows(self, start: int, stop: int) -> Tensor:
+    def centred_rows(self, start: int, stop: int) -> Tensor:
         """Some rows of scale·HMH, shape (stop − start, L); fewer where M ends."""
-        means = self.means[start:stop] - self.means.mean()
-        return (self.kernel[start:stop] - self.means).sub_(means[:, None]).mul_(self.scale)
+        means = self.row_means[start:stop] - self.row_means.mean()
+        return (self.kernel[start:stop] - self.row_means).sub_(means[:, None]).mul_(self.inverse_norm)
 
 
 def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
@@ -166,14 +168,19 @@ def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
     >>> linear_cka(a, torch.ones(3, 5)).item(), round(linear_cka(a, a[:, :1]).item(), 4)
     (0.0, 0.7906)
     """
-    check_rows(a, b.unit if isinstance(b, CentredFeatures) else b)
+    check_same_examples(a, b.normalised_features if isinstance(b, CentredFeatures) else b)
     # CKA does not depend on scale: with norm 1 no product over- or underflows. The norm is a constant to the gradient, whose
     # part through it is 0.
-    one, found = _unit(_centred(a), a), b if isinstance(b, CentredFeatures) else CentredFeatures.of(b)
-    other = found.unit
-    if len(a) * (a.shape[1] + other.shape[1]) < a.shape[1] * other.shape[1]:
-        return _cosine(one @ one.T, other @ other.T)
-    return quotient((other.T @ one).square().sum(), _squared_norm(one), found.squared_norm)
+    features_a, centred_b = (
+        _normalise(_centre_columns(a), a),
+        b if isinstance(b, CentredFeatures) else CentredFeatures.from_representation(b),
+    )
+    features_b = centred_b.normalised_features
+    if len(a) * (a.shape[1] + features_b.shape[1]) < a.shape[1] * features_b.shape[1]:
+        return _matrix_cosine(features_a @ features_a.T, features_b @ features_b.T)
+    return cosine_from_norms(
+        (features_b.T @ features_a).square().sum(), _squared_kernel_norm(features_a), centred_b.squared_kernel_norm
+    )
 
 
 def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block: int = _BLOCK) -> Tensor:
@@ -193,16 +200,27 @@ def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block
     >>> round(rbf_cka(a, rbf_kernel(a)).item(), 6)
     1.0
     """
-    check_rows(a, target.kernel if isinstance(target, CentredKernel) else target)
-    wanted = target if isinstance(target, CentredKernel) else CentredKernel.of(target, block)
-    centred = _centred(a)
-    if not bool(spread(centred, a)):
+    check_same_examples(a, target.kernel if isinstance(target, CentredKernel) else target)
+    target_kernel = target if isinstance(target, CentredKernel) else CentredKernel.from_kernel(target, block)
+    centred = _centre_columns(a)
+    if not bool(norm_above_rounding(centred, a)):
         return (a * 0).sum()
     # Of few examples the squared distances are kept for the backward pass, of many they are found again.
-    again = partial(checkpoint, _width, use_reentrant=False, preserve_rng_state=False) if len(a) > block else _width
-    given = centred, again(centred, sigma), wanted.kernel, wanted.means.detach(), wanted.scale, block
-    inner, own = _RbfSums.apply(*given)  # type: ignore[no-untyped-call]
-    return quotient(inner, own.clamp(min=0), wanted.squares).to(a.dtype)
+    compute_bandwidth = (
+        partial(checkpoint, _squared_bandwidth, use_reentrant=False, preserve_rng_state=False)
+        if len(a) > block
+        else _squared_bandwidth
+    )
+    arguments = (
+        centred,
+        compute_bandwidth(centred, sigma),
+        target_kernel.kernel,
+        target_kernel.row_means.detach(),
+        target_kernel.inverse_norm,
+        block,
+    )
+    inner, squared_norm = _RbfSums.apply(*arguments)  # type: ignore[no-untyped-call]
+    return cosine_from_norms(inner, squared_norm.clamp(min=0), target_kernel.squared_norm).to(a.dtype)
 
 
 class _RbfSums(torch.autograd.Function):
@@ -216,40 +234,45 @@ class _RbfSums(torch.autograd.Function):
     def forward(
         ctx: Any, centred: Tensor, s_squared: Tensor, kernel: Tensor, means: Tensor, scale: Tensor, block: int
     ) -> tuple[Tensor, Tensor]:
-        number, wanted = len(centred), _fixed(kernel, means, scale)
+        number, target_kernel = len(centred), _constant_kernel(kernel, means, scale)
         inner, squares = centred.new_zeros(2, dtype=torch.float64)
         of_rows = centred.new_empty(number, dtype=torch.float64)
         for start in range(0, number, block):
             rows = slice(start, start + block)
             # K − 1 has the same centred kernel as K, and of a wide kernel the digits in which it differs from 1.
             k = torch.expm1(-_squared_distances(centred[rows], centred) / (2 * s_squared))
-            inner += (k * wanted.rows(start, start + block)).sum(dtype=torch.float64)
+            inner += (k * target_kernel.centred_rows(start, start + block)).sum(dtype=torch.float64)
             squares += k.square().sum(dtype=torch.float64)
             of_rows[rows] = k.sum(1, dtype=torch.float64)
         ctx.save_for_backward(centred, s_squared, kernel, means, scale, of_rows / number)
         ctx.block = block
         # ⟨HKH, M̃⟩ = ⟨K, M̃⟩, M̃ being centred; ‖HKH‖² = ΣK² − 2/L Σr² + (Σr)²/L², r being the sums of K's rows.
-        own = squares - 2 / number * of_rows.square().sum() + of_rows.sum().square() / number**2
-        return inner, own
+        squared_norm = squares - 2 / number * of_rows.square().sum() + of_rows.sum().square() / number**2
+        return inner, squared_norm
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_inner: Tensor, of_own: Tensor) -> tuple[Tensor | None, ...]:
-        centred, s_squared, kernel, means, scale, own_means = ctx.saved_tensors
-        number, block, wanted = len(centred), ctx.block, _fixed(kernel, means, scale)
-        of_inner, of_own = of_inner.to(centred.dtype), of_own.to(centred.dtype)
-        columns, centre = own_means.to(centred.dtype), own_means.mean()
-        to_centred, to_s = torch.empty_like(centred), torch.zeros_like(own_means[0])
+    def backward(ctx: Any, grad_inner: Tensor, grad_squared_norm: Tensor) -> tuple[Tensor | None, ...]:
+        centred, s_squared, kernel, means, scale, row_means = ctx.saved_tensors
+        number, block, target_kernel = len(centred), ctx.block, _constant_kernel(kernel, means, scale)
+        grad_inner, grad_squared_norm = grad_inner.to(centred.dtype), grad_squared_norm.to(centred.dtype)
+        columns, centre = row_means.to(centred.dtype), row_means.mean()
+        to_centred, to_s = torch.empty_like(centred), torch.zeros_like(row_means[0])
         to_kernel = torch.empty_like(kernel) if ctx.needs_input_grad[2] else None
         for start in range(0, number, block):
             rows = slice(start, start + block)
             distances = _squared_distances(centred[rows], centred)
             k = torch.expm1(-distances / (2 * s_squared))
-            double = (k - columns).sub_((own_means[rows] - centre).to(centred.dtype)[:, None])  # HKH
+            double = (k - columns).sub_((row_means[rows] - centre).to(centred.dtype)[:, None])  # HKH
             if to_kernel is not None:  # ⟨K, HMH⟩ = ⟨HKH, M⟩
-                to_kernel[rows] = double * (of_inner * scale)
+                to_kernel[rows] = double * (grad_inner * scale)
             # The gradient to K, times its own to −‖a_p − a_q‖²/(2s²), which is K again.
-            slope = wanted.rows(start, start + block).mul_(of_inner).add_(double.mul_(2 * of_own)).mul_(k.add_(1))
+            slope = (
+                target_kernel.centred_rows(start, start + block)
+                .mul_(grad_inner)
+                .add_(double.mul_(2 * grad_squared_norm))
+                .mul_(k.add_(1))
+            )
             to_s += (slope * distances).sum(dtype=torch.float64)
             slope.masked_fill_(distances == 0, 0).div_(-2 * s_squared)
             # As K and M are symmetric, a row's part as a column is the same once more.
@@ -258,70 +281,70 @@ class _RbfSums(torch.autograd.Function):
         return to_centred, (to_s / (2 * s_squared.square())).to(s_squared.dtype), to_kernel, None, None, None
 
 
-def _fixed(kernel: Tensor, means: Tensor, scale: Tensor) -> CentredKernel:
+def _constant_kernel(kernel: Tensor, means: Tensor, scale: Tensor) -> CentredKernel:
     return CentredKernel(kernel, means, scale, scale)
 
 
-def rbf_blocks(a: Tensor, sigma: float = 0.5, block: int = _BLOCK) -> Iterator[tuple[slice, Tensor]]:
+def rbf_kernel_blocks(a: Tensor, sigma: float = 0.5, block: int = _BLOCK) -> Iterator[tuple[slice, Tensor]]:
     """`rbf_kernel(a, sigma)` by blocks of rows: their places, and the rows, shape (`block`, L), the last maybe fewer.
 
-    >>> [(places.start, rows.shape) for places, rows in rbf_blocks(torch.eye(3), block=2)]
+    >>> [(places.start, rows.shape) for places, rows in rbf_kernel_blocks(torch.eye(3), block=2)]
     [(0, torch.Size([2, 3])), (2, torch.Size([1, 3]))]
     """
-    centred = _centred(a)
-    s_squared = _width(centred, sigma)
+    centred = _centre_columns(a)
+    s_squared = _squared_bandwidth(centred, sigma)
     for start in range(0, len(a), block):
         places = slice(start, start + block)
-        yield places, _rbf_rows(centred[places], centred, s_squared)
+        yield places, _rbf_kernel_rows(centred[places], centred, s_squared)
 
 
-def quotient(inner: Tensor, one: Tensor, other: Tensor) -> Tensor:
+def cosine_from_norms(inner: Tensor, squared_norm_a: Tensor, squared_norm_b: Tensor) -> Tensor:
     """inner/√(one·other); 0, with gradient 0, where a norm is 0."""
-    norm = one * other
+    norm = squared_norm_a * squared_norm_b
     defined = norm > 0
     value = inner / torch.where(defined, norm, torch.ones_like(norm)).sqrt()
     return torch.where(defined, value, inner * 0)
 
 
-def _cosine(k: Tensor, m: Tensor) -> Tensor:
-    return quotient((k * m).sum(), k.square().sum(), m.square().sum())
+def _matrix_cosine(k: Tensor, m: Tensor) -> Tensor:
+    return cosine_from_norms((k * m).sum(), k.square().sum(), m.square().sum())
 
 
-def _squared_norm(a: Tensor) -> Tensor:
+def _squared_kernel_norm(a: Tensor) -> Tensor:
     """‖AAᵀ‖²_F = ‖AᵀA‖²_F, from the smaller of the two."""
     return (a @ a.T if len(a) < a.shape[1] else a.T @ a).square().sum()
 
 
-def _centred(a: Tensor) -> Tensor:
+def _centre_columns(a: Tensor) -> Tensor:
     """HA."""
     return a - a.mean(0, keepdim=True)
 
 
-def _double_centred(k: Tensor) -> Tensor:
+def _double_centre(k: Tensor) -> Tensor:
     """HKH of a symmetric matrix."""
     means = k.mean(1)
     return k - means[:, None] - means[None, :] + means.mean()
 
 
-def spread(centred: Tensor, raw: Tensor) -> Tensor:
+def norm_above_rounding(centred: Tensor, raw: Tensor) -> Tensor:
     """‖Ã‖_F, or 0 if that is no more than what rounding leaves of a constant."""
-    return _above_rounding(torch.linalg.vector_norm(centred.detach()), raw)
+    return _zero_if_rounding(torch.linalg.vector_norm(centred.detach()), raw)
 
 
-def _above_rounding(norm: Tensor, raw: Tensor) -> Tensor:
+def _zero_if_rounding(norm: Tensor, raw: Tensor) -> Tensor:
     """The norm of a centred matrix, or 0 if rounding alone would leave that much of `raw`."""
     size = torch.linalg.vector_norm(raw.detach())
     return torch.where(norm > 16 * torch.finfo(raw.dtype).eps * size, norm, torch.zeros_like(norm))
 
 
-def _inverse(norm: Tensor) -> Tensor:
+def _inverse_or_zero(norm: Tensor) -> Tensor:
     """1/norm; 0 of 0."""
     return torch.where(norm > 0, 1 / norm.clamp(min=torch.finfo(norm.dtype).tiny), torch.zeros_like(norm))
 
 
-def _unit(centred: Tensor, raw: Tensor) -> Tensor:
+def _normalise(centred: Tensor, raw: Tensor) -> Tensor:
     """The centred matrix with norm 1; 0 if it is constant."""
-    return centred * _inverse(spread(centred, raw))
+    return centred * _inverse_or_zero(norm_above_rounding(centred, raw))
 
 
 def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
@@ -332,11 +355,11 @@ def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(equal, torch.zeros_like(distances), distances)
 
 
-def _rbf_rows(rows: Tensor, everyone: Tensor, s_squared: Tensor) -> Tensor:
-    return torch.exp(-_squared_distances(rows, everyone) / (2 * s_squared))
+def _rbf_kernel_rows(rows: Tensor, all_rows: Tensor, s_squared: Tensor) -> Tensor:
+    return torch.exp(-_squared_distances(rows, all_rows) / (2 * s_squared))
 
 
-def _width(centred: Tensor, sigma: float) -> Tensor:
+def _squared_bandwidth(centred: Tensor, sigma: float) -> Tensor:
     """s², s = sigma times the median distance. It is part of the function, so that CKA does not depend on scale."""
     if not sigma > 0:
         raise UserError(f"sigma, the fraction of the median distance, must be above 0, got {sigma}")
@@ -348,12 +371,12 @@ def _width(centred: Tensor, sigma: float) -> Tensor:
     distances = _squared_distances(centred, centred)[upper]
     median = distances.median()
     if not bool(median > 0):
-        apart = distances[distances > 0]
-        median = apart.median() if len(apart) else torch.ones_like(median)
+        positive_distances = distances[distances > 0]
+        median = positive_distances.median() if len(positive_distances) else torch.ones_like(median)
     return sigma**2 * median
 
 
-def check_rows(a: Tensor, b: Tensor) -> None:
+def check_same_examples(a: Tensor, b: Tensor) -> None:
     """Raises a `UserError` unless both have a row for each of the same L ≥ 2 examples."""
     if a.dim() != 2 or b.dim() != 2 or len(a) != len(b):
         raise UserError(

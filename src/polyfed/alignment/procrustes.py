@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from polyfed.alignment.cka import CentredFeatures, check_rows, quotient
+from polyfed.alignment.cka import CentredFeatures, check_same_examples, cosine_from_norms
 
 
-def procrustes(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
+def procrustes_distance(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
     """The orthogonal Procrustes distance of two representations, a scalar from 0 (equal up to a rotation, reflection, shift
     and scale of the features) to 2 (nothing in common). Differentiable in both arguments.
 
@@ -30,13 +30,16 @@ def procrustes(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
         UserError: they are not of the same examples, or of fewer than 2.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    >>> round(abs(procrustes(a, 3 * a.flip(1)).item()), 5), procrustes(torch.ones(3, 5), a).item()
+    >>> round(abs(procrustes_distance(a, 3 * a.flip(1)).item()), 5), procrustes_distance(torch.ones(3, 5), a).item()
     (0.0, 2.0)
     """
-    check_rows(a, b.unit if isinstance(b, CentredFeatures) else b)
-    one, other = CentredFeatures.of(a).unit, (b if isinstance(b, CentredFeatures) else CentredFeatures.of(b)).unit
-    inner: Tensor = _NuclearNorm.apply(one, other)  # type: ignore[no-untyped-call]
-    return 2 - 2 * quotient(inner, one.square().sum(), other.square().sum())
+    check_same_examples(a, b.normalised_features if isinstance(b, CentredFeatures) else b)
+    features_a, features_b = (
+        CentredFeatures.from_representation(a).normalised_features,
+        (b if isinstance(b, CentredFeatures) else CentredFeatures.from_representation(b)).normalised_features,
+    )
+    inner: Tensor = _NuclearNorm.apply(features_a, features_b)  # type: ignore[no-untyped-call]
+    return 2 - 2 * cosine_from_norms(inner, features_a.square().sum(), features_b.square().sum())
 
 
 class _NuclearNorm(torch.autograd.Function):
@@ -49,8 +52,8 @@ class _NuclearNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        left, of_a = _reduced(a)
-        right, of_b = _reduced(b)
+        left, of_a = _compress_columns(a)
+        right, of_b = _compress_columns(b)
         # In float64: near the optimum the norm is 1 up to squares of what is left.
         product = (right.T @ left).double()
         if not bool(
@@ -59,8 +62,8 @@ class _NuclearNorm(torch.autograd.Function):
             ctx.save_for_backward(torch.full_like(a, float("nan")), torch.full_like(b, float("nan")))
             return a.new_full((), float("nan"))
         u, values, v = torch.linalg.svd(product, full_matrices=False)
-        some = values > values.max().clamp(min=0) * max(right.shape[1], left.shape[1]) * torch.finfo(a.dtype).eps
-        polar = ((u * some) @ v).to(a.dtype)
+        nonzero = values > values.max().clamp(min=0) * max(right.shape[1], left.shape[1]) * torch.finfo(a.dtype).eps
+        polar = ((u * nonzero) @ v).to(a.dtype)
         # ∂/∂A = B·UVᵀ, ∂/∂B = A·VUᵀ, with the full singular vectors.
         to_a, to_b = right @ polar, left @ polar.T
         ctx.save_for_backward(to_a if of_a is None else to_a @ of_a.T, to_b if of_b is None else to_b @ of_b.T)
@@ -74,7 +77,7 @@ class _NuclearNorm(torch.autograd.Function):
         return slope * to_a, slope * to_b
 
 
-def _reduced(a: Tensor) -> tuple[Tensor, Tensor | None]:
+def _compress_columns(a: Tensor) -> tuple[Tensor, Tensor | None]:
     """A = CQᵀ with orthonormal columns of Q, shape (d, L): C, shape (L, L), and Q; of no more features than examples, A."""
     if a.shape[1] <= len(a):
         return a, None

@@ -6,24 +6,24 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.inputs import form_of
-from polyfed.core.seeds import derive, torch_generator
+from polyfed.core.inputs import input_spec_of
+from polyfed.core.seeds import derive_seed, torch_generator
 
 
-def rad_rows(seed: int, round_number: int, pool: int, size: int) -> Tensor:
+def draw_public_rows(seed: int, round_number: int, pool_size: int, size: int) -> Tensor:
     """The rows of the pool that are the RAD of a round: int32, shape (size,), drawn without replacement.
 
     Args:
         seed: of the run.
         round_number: counted from 1.
-        pool: examples in the pool, at least `size`.
+        pool_size: examples in the pool, at least `size`.
         size: L.
 
-    >>> rad_rows(0, 1, pool=10, size=10).sort().values.tolist() == list(range(10))
+    >>> draw_public_rows(0, 1, pool_size=10, size=10).sort().values.tolist() == list(range(10))
     True
     """
-    generator = torch_generator(derive(seed, round_number, "rad"))
-    return torch.randperm(pool, generator=generator)[:size].to(torch.int32)
+    generator = torch_generator(derive_seed(seed, round_number, "rad"))
+    return torch.randperm(pool_size, generator=generator)[:size].to(torch.int32)
 
 
 def noise_like(examples: Examples, number: int, seed: int) -> Examples:
@@ -55,4 +55,6 @@ def noise_like(examples: Examples, number: int, seed: int) -> Examples:
             "examples (public=..., or --data.public_fraction)"
         )
 
-    return Examples(form_of(examples.x).make(noise), torch.zeros(number, device=device), transform=examples.transform)
+    return Examples(
+        input_spec_of(examples.x).build_inputs(noise), torch.zeros(number, device=device), transform=examples.transform
+    )

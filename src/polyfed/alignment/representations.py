@@ -7,17 +7,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyfed.core.algorithm import Client
-from polyfed.core.examples import Examples, Normalise, split_rows
-from polyfed.core.layout import arrange
-from polyfed.core.scratch import scratch
+from polyfed.core.examples import Examples, Normalise, split_into_batches
+from polyfed.core.layout import to_preferred_memory_format
+from polyfed.core.scratch import cached_module
 from polyfed.core.seeds import torch_generator
 from polyfed.core.stacked import CannotStackError, Stacked
-from polyfed.models.split import representation, representation_module
+from polyfed.models.split import compute_batch_representation, find_representation_module
 
 _BATCH = 256
 
 
-def representations(
+def compute_representations(
     model: nn.Module, examples: Examples, *, module: str | None = None, batch_statistics: bool = False
 ) -> Tensor:
     """A = Φ(X; W): what the last linear layer of `model` gets for each example, float32 on the CPU, shape (n, width).
@@ -34,21 +34,23 @@ def representations(
         UserError: there is no such module, or no nn.Linear.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> representations(net, Examples(torch.ones(5, 4), torch.zeros(5))).shape
+    >>> compute_representations(net, Examples(torch.ones(5, 4), torch.zeros(5))).shape
     torch.Size([5, 8])
     """
-    name = representation_name(model, examples) if module is None else module
-    found = []
+    name = representation_module_name(model, examples) if module is None else module
+    batches = []
     with torch.no_grad():
         # In a fixed shuffled order: of examples that are sorted by class, the statistics of a batch would hide the class.
         order = torch.randperm(len(examples), generator=torch_generator(0))
-        for rows in split_rows(order.to(examples.device), _BATCH, at_least_two=True):
-            x = arrange(model, examples.batch(rows)[0])
-            found.append(representation(model, x, module=name, batch_statistics=batch_statistics).float().cpu())
-    return torch.cat(found)[order.argsort()]
+        for rows in split_into_batches(order.to(examples.device), _BATCH, at_least_two=True):
+            x = to_preferred_memory_format(model, examples.batch(rows)[0])
+            batches.append(
+                compute_batch_representation(model, x, module=name, batch_statistics=batch_statistics).float().cpu()
+            )
+    return torch.cat(batches)[order.argsort()]
 
 
-def differentiable(model: nn.Module, examples: Examples, rows: Tensor, module: str) -> Tensor:
+def differentiable_representations(model: nn.Module, examples: Examples, rows: Tensor, module: str) -> Tensor:
     """Representations of some rows, with gradients to the parameters, shape (number, width), where the model is; of a stack
     of k networks, each of its own rows, shape (k, number): (k, number, width).
 
@@ -58,46 +60,54 @@ def differentiable(model: nn.Module, examples: Examples, rows: Tensor, module: s
     More than one batch is run again in the backward pass, batch by batch, so that activations of one batch only are in
     memory: all 5,000 rows of the paper's RAD would need gigabytes.
     """
-    places = split_rows(torch.arange(rows.shape[-1]), at_once(rows.shape[-1]), at_least_two=True)
+    places = split_into_batches(
+        torch.arange(rows.shape[-1]), representation_batch_size(rows.shape[-1]), at_least_two=True
+    )
     batches = torch.split(rows, [len(some) for some in places], dim=-1)
 
-    def of(batch: Tensor) -> Tensor:
+    def run_batch(batch: Tensor) -> Tensor:
         if isinstance(model, Stacked):
-            return _of_stack(model, examples, batch, module)
-        x = arrange(model, examples.batch(batch)[0])
-        return representation(model, x, module=module, batch_statistics=True)
+            return _stacked_representations(model, examples, batch, module)
+        x = to_preferred_memory_format(model, examples.batch(batch)[0])
+        return compute_batch_representation(model, x, module=module, batch_statistics=True)
 
-    run = of if len(batches) == 1 else partial(checkpoint, of, use_reentrant=False, preserve_rng_state=False)
+    run = (
+        run_batch
+        if len(batches) == 1
+        else partial(checkpoint, run_batch, use_reentrant=False, preserve_rng_state=False)
+    )
     return torch.cat([run(batch) for batch in batches], dim=-2)
 
 
-def at_once(number: int) -> int:
-    """How many of so many rows `differentiable` takes through a network at once, up to one."""
+def representation_batch_size(number: int) -> int:
+    """How many of so many rows `differentiable_representations` takes through a network at once, up to one."""
     return min(number, _BATCH if number <= _BATCH else _BATCH // 2)
 
 
-def _of_stack(networks: Stacked, examples: Examples, rows: Tensor, module: str) -> Tensor:
+def _stacked_representations(networks: Stacked, examples: Examples, rows: Tensor, module: str) -> Tensor:
     if examples.transform is None or isinstance(examples.transform, Normalise):
         x = examples.batch(rows.flatten())[0]
     else:  # it may look at all examples that it gets
         x = torch.cat([examples.batch(mine)[0] for mine in rows])
-    real, networks.real = networks.real, None  # of the minibatch; here all clients have the same number
+    real, networks.valid_rows = networks.valid_rows, None  # of the minibatch; here all clients have the same number
     try:
-        found = representation(networks, x, module=f"module.{module}" if module else "module", batch_statistics=True)
+        features = compute_batch_representation(
+            networks, x, module=f"module.{module}" if module else "module", batch_statistics=True
+        )
     finally:
-        networks.real = real
-    if len(found) != rows.numel():
+        networks.valid_rows = real
+    if len(features) != rows.numel():
         raise CannotStackError(f"the input of {module!r} does not have one row for each example")
-    return found.view(*rows.shape, -1)
+    return features.view(*rows.shape, -1)
 
 
-def representation_name(model: nn.Module, examples: Examples) -> str:
+def representation_module_name(model: nn.Module, examples: Examples) -> str:
     """Name of the module whose input is the representation, found on one example."""
-    one = examples.batch(torch.zeros(1, dtype=torch.int64, device=examples.device))[0]
-    return representation_module(model, arrange(model, one))
+    first_example = examples.batch(torch.zeros(1, dtype=torch.int64, device=examples.device))[0]
+    return find_representation_module(model, to_preferred_memory_format(model, first_example))
 
 
-def check_representation(client: Client, module: str | None) -> None:
+def check_has_representation(client: Client, module: str | None) -> None:
     """Raises a `UserError` if a client's network has no representation: the input of this module, or of its last Linear."""
     assert client.model is not None
-    representations(scratch(client.model, client.train.device).module, client.train.head(), module=module)
+    compute_representations(cached_module(client.model, client.train.device).module, client.train.head(), module=module)

@@ -9,7 +9,7 @@ _ROWS = 256
 """Examples that are compared, evenly spaced, if there are more."""
 
 
-def pairwise_cka(parts: Sequence[Tensor]) -> Tensor:
+def pairwise_cka(representations: Sequence[Tensor]) -> Tensor:
     """Linear CKA between any two representations of the same examples: shape (N, N), float64, 1 on the diagonal (0 for a
     constant representation).
 
@@ -21,15 +21,15 @@ def pairwise_cka(parts: Sequence[Tensor]) -> Tensor:
     tensor([[1., 1.],
             [1., 1.]], dtype=torch.float64)
     """
-    stacked = torch.stack(list(_unit_kernels(parts)))
+    stacked = torch.stack(list(_unit_kernels(representations)))
     return stacked @ stacked.T
 
 
-def _unit_kernels(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+def _unit_kernels(representations: Sequence[Tensor]) -> Iterator[Tensor]:
     """The centred kernel of each representation as a vector of norm 1, of zeros for a constant one."""
-    number = len(parts[0])
+    number = len(representations[0])
     places = torch.linspace(0, number - 1, _ROWS).long() if number > _ROWS else torch.arange(number)
-    for part in parts:
+    for part in representations:
         a = part[places].double()
         centred = a - a.mean(0)
         size = torch.linalg.vector_norm(centred)
@@ -41,17 +41,17 @@ def _unit_kernels(parts: Sequence[Tensor]) -> Iterator[Tensor]:
         yield kernel / norm if bool(norm > 0) else kernel
 
 
-def mean_similarity(parts: Sequence[Tensor]) -> float | None:
+def mean_pairwise_cka(representations: Sequence[Tensor]) -> float | None:
     """The mean CKA over the pairs of different networks; None of fewer than two.
 
-    >>> mean_similarity([torch.eye(3), 2 * torch.eye(3)])
+    >>> mean_pairwise_cka([torch.eye(3), 2 * torch.eye(3)])
     1.0
     """
-    if len(parts) < 2:
+    if len(representations) < 2:
         return None
     # Without the table of all pairs: Σ_ij⟨K_i, K_j⟩ = ‖Σ_i K_i‖².
-    total, ones = torch.zeros(()), 0
-    for kernel in _unit_kernels(parts):
-        total, ones = total + kernel, ones + bool(kernel.any())
-    number = len(parts)
-    return round(float((total.square().sum() - ones) / (number * (number - 1))), 9)
+    total, num_nonconstant = torch.zeros(()), 0
+    for kernel in _unit_kernels(representations):
+        total, num_nonconstant = total + kernel, num_nonconstant + bool(kernel.any())
+    number = len(representations)
+    return round(float((total.square().sum() - num_nonconstant) / (number * (number - 1))), 9)

@@ -8,8 +8,15 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from polyfed.alignment.cka import CentredFeatures, CentredKernel, linear_cka, rbf_blocks, rbf_cka, spread
-from polyfed.alignment.procrustes import procrustes
+from polyfed.alignment.cka import (
+    CentredFeatures,
+    CentredKernel,
+    linear_cka,
+    norm_above_rounding,
+    rbf_cka,
+    rbf_kernel_blocks,
+)
+from polyfed.alignment.procrustes import procrustes_distance
 from polyfed.core.seeds import torch_generator
 
 Distance = Literal["cka", "procrustes"]
@@ -19,7 +26,7 @@ _EXACT_WIDTH = 1024
 
 @final
 @dataclass(frozen=True)
-class Target:
+class AlignmentTarget:
     """K̄ on the RAD, with which a client aligns.
 
     Attributes:
@@ -28,26 +35,26 @@ class Target:
         measure: of `distance`; "procrustes" is for linear kernels.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    >>> round(Target(a).alignment(2 * a, torch.arange(3)).item(), 6)
+    >>> round(AlignmentTarget(a).cka(2 * a, torch.arange(3)).item(), 6)
     1.0
     """
 
     matrix: Tensor
     sigma: float | None = None
-    measure: Distance = "cka"
+    distance_measure: Distance = "cka"
 
     def distance(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
-        """d(K_i, K̄), arguments as in `alignment`: 1 − CKA, or the orthogonal Procrustes distance of A_i and F.
+        """d(K_i, K̄), arguments as in `cka`: 1 − CKA, or the orthogonal Procrustes distance of A_i and F.
 
         >>> b = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-        >>> round(Target(b, measure="procrustes").distance(-2 * b.flip(1)).item(), 5) + 0.0
+        >>> round(AlignmentTarget(b, distance_measure="procrustes").distance(-2 * b.flip(1)).item(), 5) + 0.0
         0.0
         """
-        if self.measure == "cka":
-            return 1 - self.alignment(a, rows)
-        return procrustes(a, self._features if rows is None else self.matrix[rows])
+        if self.distance_measure == "cka":
+            return 1 - self.cka(a, rows)
+        return procrustes_distance(a, self._features if rows is None else self.matrix[rows])
 
-    def alignment(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
+    def cka(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
         """CKA(K_i, K̄) on the RAD, or on some of its rows: a scalar.
 
         Args:
@@ -61,14 +68,16 @@ class Target:
 
     @cached_property
     def _features(self) -> CentredFeatures:
-        return CentredFeatures.of(self.matrix)
+        return CentredFeatures.from_representation(self.matrix)
 
     @cached_property
     def _kernel(self) -> CentredKernel:
-        return CentredKernel.of(self.matrix)
+        return CentredKernel.from_kernel(self.matrix)
 
 
-def mean_features(parts: Sequence[Tensor], weights: Sequence[float], normalise: bool = False) -> Tensor:
+def mean_kernel_features(
+    representations: Sequence[Tensor], weights: Sequence[float], normalise: bool = False
+) -> Tensor:
     """F = [√w_1·A_1, ..., √w_N·A_N], whose linear kernel FFᵀ is K̄ = Σ_j w_j·A_j·A_jᵀ (eq. 6): shape (L, Σ_j d_j).
 
     Args:
@@ -77,25 +86,25 @@ def mean_features(parts: Sequence[Tensor], weights: Sequence[float], normalise: 
         normalise: divide each A_j by ‖HA_j‖_F, so that none dominates by the scale of its features.
 
     >>> a, b = torch.tensor([[-1.0], [1.0]]), torch.tensor([[2.0, 0.0], [-2.0, 0.0]])
-    >>> f = mean_features([a, b], [0.5, 0.5])
+    >>> f = mean_kernel_features([a, b], [0.5, 0.5])
     >>> torch.allclose(f @ f.T, (a @ a.T + b @ b.T) / 2)
     True
     """
     scaled = []
-    for a, weight in zip(parts, weights, strict=True):
-        size = spread(a - a.mean(0), a) if normalise else torch.ones(())
+    for a, weight in zip(representations, weights, strict=True):
+        size = norm_above_rounding(a - a.mean(0), a) if normalise else torch.ones(())
         scaled.append(a * (weight**0.5 / float(size) if float(size) > 0 else 0.0))
     return torch.cat(scaled, dim=1)
 
 
-def joint(features: Tensor) -> Tensor:
+def triangular_kernel_factor(features: Tensor) -> Tensor:
     """The triangular factor of FFᵀ: G of shape (L, min(L, D)) with GGᵀ = FFᵀ, for F of shape (L, D).
 
     G is F after a rotation of all its columns together. It follows from FFᵀ alone, up to signs, so that it says no more than
     that: whose column was whose, which F shows, is gone. By a QR decomposition of Fᵀ in float64, in O(L·D·min(L, D)).
 
     >>> f = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]])
-    >>> g = joint(f)
+    >>> g = triangular_kernel_factor(f)
     >>> g.shape, torch.allclose(g @ g.T, f @ f.T)
     (torch.Size([2, 2]), True)
     """
@@ -104,7 +113,7 @@ def joint(features: Tensor) -> Tensor:
     return (factor * signs[:, None]).T.to(features.dtype).contiguous()
 
 
-def mean_rbf_kernel(parts: Sequence[Tensor], weights: Sequence[float], sigma: float = 0.5) -> Tensor:
+def mean_rbf_kernel(representations: Sequence[Tensor], weights: Sequence[float], sigma: float = 0.5) -> Tensor:
     """K̄ = Σ_j w_j K_j of the RBF kernels of representations (eq. 6), shape (L, L), added up a few rows at a time:
     no other matrix of that size is made.
 
@@ -116,14 +125,14 @@ def mean_rbf_kernel(parts: Sequence[Tensor], weights: Sequence[float], sigma: fl
     >>> mean_rbf_kernel([torch.tensor([[0.0], [1.0]])] * 2, [0.5, 0.5])[0, 0].item()
     1.0
     """
-    total = torch.zeros(len(parts[0]), len(parts[0]))
-    for a, weight in zip(parts, weights, strict=True):
-        for places, rows in rbf_blocks(a, sigma):
+    total = torch.zeros(len(representations[0]), len(representations[0]))
+    for a, weight in zip(representations, weights, strict=True):
+        for places, rows in rbf_kernel_blocks(a, sigma):
             total[places].add_(rows, alpha=weight)
     return total
 
 
-def reduced(a: Tensor, rank: int) -> Tensor:
+def principal_components(a: Tensor, rank: int) -> Tensor:
     """The representation with `rank` columns (or fewer) whose centred linear kernel is nearest to that of `a`: its
     principal components, shape (L, rank). Of a wide one they are found by a randomised search in O(L·d·rank), always with
     the same random numbers (Halko, Martinsson and Tropp 2011, algorithm 4.4).
@@ -133,7 +142,7 @@ def reduced(a: Tensor, rank: int) -> Tensor:
         rank: columns to keep, at least 1.
 
     >>> a = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
-    >>> b = reduced(a, 1)
+    >>> b = principal_components(a, 1)
     >>> b.shape, torch.allclose(b @ b.T, (a - 2) @ (a - 2).T, atol=1e-5)
     (torch.Size([3, 1]), True)
     """
@@ -151,5 +160,5 @@ def reduced(a: Tensor, rank: int) -> Tensor:
     small = basis.T @ centred
     _, vectors = torch.linalg.eigh((small @ small.T).double())
     turn = vectors[:, -rank:].flip(1).to(a.dtype)
-    found: Tensor = basis @ (turn * torch.linalg.vector_norm(turn.T @ small, dim=1))
-    return found
+    components: Tensor = basis @ (turn * torch.linalg.vector_norm(turn.T @ small, dim=1))
+    return components

@@ -10,21 +10,21 @@ from pathlib import Path
 
 from polyfed.cli.commands import export, looking, predict
 from polyfed.cli.commands.words import (
-    asked_for_help,
-    complain,
-    flag,
-    help_of,
-    hyphened,
-    number,
-    take,
-    take_all,
-    warning,
+    format_warning,
+    has_help_flag,
+    help_text,
+    option_name,
+    parse_number,
+    pop_flag,
+    pop_option,
+    pop_option_values,
+    print_error,
 )
-from polyfed.core.code import scope, trust_code
-from polyfed.core.errors import ClientError, RoundError, UserError, nearest
-from polyfed.core.files import user_path
-from polyfed.core.text import clean
-from polyfed.simulation.runs.paths import fresh_directory
+from polyfed.core.code import temporary_trust, trust_code
+from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
+from polyfed.core.files import expand_user_path
+from polyfed.core.text import sanitise_for_terminal
+from polyfed.simulation.runs.paths import choose_run_directory
 
 _USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)
 
@@ -48,17 +48,26 @@ _USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)
 
 def entry() -> None:
     """The console script."""
-    warnings.formatwarning = warning
+    warnings.formatwarning = format_warning
     sys.exit(main(sys.argv[1:]))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Carries out a command and returns its exit status."""
     commands: dict[str, Callable[[list[str]], None]] = {
-        "run": _run, "compare": _compare, "resume": _resume, "report": _report, "warmstart": _warmstart,
-        "graph": looking.graph, "list": _list, "flower": _flower, "reproduce": _reproduce, "export": export.command,
-        "predict": predict.command, "data": looking.data,
-    }  # fmt: skip
+        "run": _run,
+        "compare": _compare,
+        "resume": _resume,
+        "report": _report,
+        "warmstart": _warmstart,
+        "graph": looking.graph_command,
+        "list": _list,
+        "flower": _flower,
+        "reproduce": _reproduce,
+        "export": export.export_command,
+        "predict": predict.predict_command,
+        "data": looking.data_command,
+    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
         return 0
@@ -69,31 +78,31 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         if arguments[0] not in commands:
-            raise UserError(f"unknown command {arguments[0]!r}; {nearest(arguments[0], commands)}")
-        with scope():
-            if flag(words := list(arguments[1:]), "--trust-code"):
+            raise UserError(f"unknown command {arguments[0]!r}; {did_you_mean(arguments[0], commands)}")
+        with temporary_trust():
+            if pop_flag(argv := list(arguments[1:]), "--trust-code"):
                 trust_code()
-            commands[arguments[0]](words)
+            commands[arguments[0]](argv)
     except UserError as error:
-        return complain(error, 2)
+        return print_error(error, 2)
     except (ClientError, RoundError) as error:
-        return complain(error, 1)
+        return print_error(error, 1)
     except KeyboardInterrupt as stop:
-        return complain(stop if stop.args else "interrupted", 130)
+        return print_error(stop if stop.args else "interrupted", 130)
     except BrokenPipeError:
         return 0  # the reader of our output has seen enough
     except MemoryError:
-        return complain(
+        return print_error(
             "there is not enough memory for this; close other programs, or make the data or networks smaller", 1
         )
     except OSError as error:  # a full disk, say; what was saved before is whole
-        return complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
-    except SystemExit as done:
-        return done.code if isinstance(done.code, int) else 0
+        return print_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+    except SystemExit as exit_request:
+        return exit_request.code if isinstance(exit_request.code, int) else 0
     return 0
 
 
-def _run(words: list[str]) -> None:
+def _run(argv: list[str]) -> None:
     """usage: polyfed run [RECIPE|config.yaml] [OPTIONS]
 
     Runs a federation and its baselines, and prints a table.
@@ -111,31 +120,31 @@ def _run(words: list[str]) -> None:
       --print-config, --help, and the options of every choice: --algorithm fedprox --algorithm.mu 0.1 --help
     """
     from polyfed.cli.commands import options
-    from polyfed.cli.commands.recipes import chosen
+    from polyfed.cli.commands.recipes import pop_recipe_configuration
 
-    if asked_for_help(words):
-        print(help_of(_run))
-    out, logger, quiet = take(words, "--out"), take(words, "--logger"), flag(words, "--quiet")
-    recipe, config, note = chosen(words)
-    config = options.parse(words, config, "polyfed run")
+    if has_help_flag(argv):
+        print(help_text(_run))
+    out, logger, quiet = pop_option(argv, "--out"), pop_option(argv, "--logger"), pop_flag(argv, "--quiet")
+    recipe, config, note = pop_recipe_configuration(argv)
+    config = options.parse_configuration(argv, config, "polyfed run")
     # Here and below: torch, which takes seconds to import, comes when nothing is left to say about the words.
     from polyfed.cli.commands import running
-    from polyfed.simulation.experiment import from_config
-    from polyfed.simulation.tracking import check
+    from polyfed.simulation.experiment import build_experiment
+    from polyfed.simulation.tracking import validate_logger_names
 
-    experiment = from_config(config)
+    experiment = build_experiment(config)
     if note and not quiet:
-        print(clean(note), file=sys.stderr)
+        print(sanitise_for_terminal(note), file=sys.stderr)
     title = Path(recipe).stem if recipe else type(experiment.algorithm).__name__.lower()
-    running.run(experiment, _out(out, title), quiet=quiet, logger=check(logger or ()))
+    running.run_experiment(experiment, _run_folder(out, title), quiet=quiet, logger=validate_logger_names(logger or ()))
 
 
-def _out(given: str | None, title: str) -> Path:
+def _run_folder(path_text: str | None, title: str) -> Path:
     """Where a run goes: where the user says, or a new folder in `runs`."""
-    return fresh_directory(title) if given is None else user_path(given, "--out")
+    return choose_run_directory(title) if path_text is None else expand_user_path(path_text, "--out")
 
 
-def _compare(words: list[str]) -> None:
+def _compare(argv: list[str]) -> None:
     """usage: polyfed compare [RECIPE|config.yaml] [OPTIONS]
            polyfed compare DIR [--budget BUDGET] [--target SCORE] [--logger NAMES]
 
@@ -168,57 +177,59 @@ def _compare(words: list[str]) -> None:
       --scale, --variant, --quiet, --print-config, and all other options of polyfed run but --seed
     """
     from polyfed.cli.commands import options
-    from polyfed.cli.commands.asked import is_comparison, read_words
-    from polyfed.cli.commands.recipes import chosen
+    from polyfed.cli.commands.asked import is_comparison_folder, pop_compare_options
+    from polyfed.cli.commands.recipes import pop_recipe_configuration
 
-    if asked_for_help(words):
-        print(help_of(_compare))
-    asked, out = read_words(words), take(words, "--out")
-    if words and is_comparison(words[0]):
+    if has_help_flag(argv):
+        print(help_text(_compare))
+    compare_options, out = pop_compare_options(argv), pop_option(argv, "--out")
+    if argv and is_comparison_folder(argv[0]):
         from polyfed.cli.commands import compare
 
-        compare.go_on(user_path(words[0], "the folder"), asked, [*words[1:], *([] if out is None else ["--out"])])
+        compare.resume_comparison(
+            expand_user_path(argv[0], "the folder"), compare_options, [*argv[1:], *([] if out is None else ["--out"])]
+        )
         return
-    recipe, config, note = chosen(words)
-    if take(words, "--seed") is not None:
+    recipe, config, note = pop_recipe_configuration(argv)
+    if pop_option(argv, "--seed") is not None:
         raise UserError("polyfed compare takes no --seed; give --seeds, one or several")
-    config = options.parse(words, config, "polyfed compare")
+    config = options.parse_configuration(argv, config, "polyfed compare")
     from polyfed.cli.commands import compare
 
-    if note and not asked.quiet:
-        print(clean(note), file=sys.stderr)
+    if note and not compare_options.quiet:
+        print(sanitise_for_terminal(note), file=sys.stderr)
     folder = f"compare-{Path(recipe).stem if recipe else config['algorithm']['name']}"
     title = Path(recipe).stem if recipe else Path(str(config["data"].get("path") or config["data"]["name"])).stem
-    compare.run(config, asked, title, _out(out, folder))
+    compare.run_compare_command(config, compare_options, title, _run_folder(out, folder))
 
 
-def _resume(words: list[str]) -> None:
+def _resume(argv: list[str]) -> None:
     """usage: polyfed resume DIR [--quiet]
 
     Goes on with a run that was stopped, by Ctrl-C, kill -9 or a failure, and with its baselines, or with a comparison; the
     result is the one that the uninterrupted run would have had.
     """
-    if asked_for_help(words):
-        print(help_of(_resume))
+    if has_help_flag(argv):
+        print(help_text(_resume))
         return
-    from polyfed.cli.commands.asked import Asked, is_comparison
+    from polyfed.cli.commands.asked import CompareOptions, is_comparison_folder
 
-    quiet = flag(words, "--quiet")
-    if unknown := [word for word in words if word.startswith("-")]:
+    quiet = pop_flag(argv, "--quiet")
+    if unknown := [word for word in argv if word.startswith("-")]:
         raise UserError(f"unknown option {unknown[0]}; polyfed resume has --quiet; the rest is the run's config.yaml")
-    if len(words) != 1:
-        raise UserError(f"polyfed resume takes one run directory, got {' and '.join(words) or 'none'}")
-    if is_comparison(words[0]):
+    if len(argv) != 1:
+        raise UserError(f"polyfed resume takes one run directory, got {' and '.join(argv) or 'none'}")
+    if is_comparison_folder(argv[0]):
         from polyfed.cli.commands import compare
 
-        compare.go_on(user_path(words[0], "the folder"), Asked(quiet=quiet))
+        compare.resume_comparison(expand_user_path(argv[0], "the folder"), CompareOptions(quiet=quiet))
         return
     from polyfed.cli.commands import running
 
-    running.go_on(user_path(words[0], "the run directory"), quiet=quiet)
+    running.resume_experiment(expand_user_path(argv[0], "the run directory"), quiet=quiet)
 
 
-def _warmstart(words: list[str]) -> None:
+def _warmstart(argv: list[str]) -> None:
     """usage: polyfed warmstart RUN [OPTIONS]
 
     Gives unseen clients their networks: weights from the hypernetwork of RUN, the directory of a run of flha_ghn,
@@ -237,39 +248,46 @@ def _warmstart(words: list[str]) -> None:
       --out FILE     weights to write, .safetensors (default: RUN/unseen/ID.safetensors)
     """
     from polyfed.cli.commands import options
-    from polyfed.cli.commands.asked import offered
+    from polyfed.cli.commands.asked import is_warmstart_key
 
-    wants_help = asked_for_help(words)
-    taken = {
-        name: take(words, f"--{name}") for name in ("unseen", "client", "epochs", "lr", "scratch-lr", "plot", "out")
+    wants_help = has_help_flag(argv)
+    option_values = {
+        name: pop_option(argv, f"--{name}")
+        for name in ("unseen", "client", "epochs", "lr", "scratch-lr", "plot", "out")
     }
     if wants_help:
-        print(help_of(_warmstart))
-        chosen = words[1:] if words and not words[0].startswith("-") else words
+        print(help_text(_warmstart))
+        chosen = argv[1:] if argv and not argv[0].startswith("-") else argv
         chosen = [word for word in chosen if word not in ("-h", "--help")]
-        options.parse([*chosen, "--help"], {}, "polyfed warmstart", offered)  # prints their options and ends
-    if not words or words[0].startswith("-"):
-        raise UserError(f"polyfed warmstart takes a run directory before its options, got {(words or ['none'])[0]}")
-    folder = user_path(words.pop(0), "the run directory")
-    keys = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
+        options.parse_configuration(
+            [*chosen, "--help"], {}, "polyfed warmstart", is_warmstart_key
+        )  # prints their options and ends
+    if not argv or argv[0].startswith("-"):
+        raise UserError(f"polyfed warmstart takes a run directory before its options, got {(argv or ['none'])[0]}")
+    folder = expand_user_path(argv.pop(0), "the run directory")
+    keys = [word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--")]
     if unknown := [key for key in keys if key not in ("data", "model") and not key.startswith(("data.", "model."))]:
-        known = [f"--{name}" for name in (*taken, "data", "model")]
-        raise UserError(f"unknown option {hyphened(f'--{unknown[0]}')}; {nearest(f'--{unknown[0]}', known)}")
+        option_names = [f"--{name}" for name in (*option_values, "data", "model")]
+        raise UserError(
+            f"unknown option {option_name(f'--{unknown[0]}')}; {did_you_mean(f'--{unknown[0]}', option_names)}"
+        )
     from polyfed.cli.commands import warmstart
 
-    wanted = warmstart.Wanted(
-        unseen=taken["unseen"],
-        client=taken["client"],
-        epochs=number("--epochs", taken["epochs"] or "0", int, "a whole number"),
-        lr=None if taken["lr"] is None else number("--lr", taken["lr"], float, "a number"),
-        scratch_lr=None if (rate := taken["scratch-lr"]) is None else number("--scratch-lr", rate, float, "a number"),
-        plot=None if taken["plot"] is None else user_path(taken["plot"], "--plot"),
-        out=None if taken["out"] is None else user_path(taken["out"], "--out"),
+    warmstart_options = warmstart.WarmStartOptions(
+        unseen=option_values["unseen"],
+        client=option_values["client"],
+        epochs=parse_number("--epochs", option_values["epochs"] or "0", int, "a whole number"),
+        lr=None if option_values["lr"] is None else parse_number("--lr", option_values["lr"], float, "a number"),
+        scratch_lr=None
+        if (rate := option_values["scratch-lr"]) is None
+        else parse_number("--scratch-lr", rate, float, "a number"),
+        plot=None if option_values["plot"] is None else expand_user_path(option_values["plot"], "--plot"),
+        out=None if option_values["out"] is None else expand_user_path(option_values["out"], "--out"),
     )
-    warmstart.run(folder, words, wanted)
+    warmstart.run_warmstart(folder, argv, warmstart_options)
 
 
-def _report(words: list[str]) -> None:
+def _report(argv: list[str]) -> None:
     """usage: polyfed report DIR... [--out FILE] [--subgroup COLUMN]...
 
     Prints the last scores of runs, of their baselines, and of comparisons (polyfed compare), and what their methods have to
@@ -279,21 +297,21 @@ def _report(words: list[str]) -> None:
       --out FILE          the page with everything, which needs no network (default: report.html of the first DIR)
       --subgroup COLUMN   scores of groups of test examples by a column of theirs, such as sex; several: sex,age, or again
     """
-    if asked_for_help(words):
-        print(help_of(_report))
+    if has_help_flag(argv):
+        print(help_text(_report))
         return
-    out = take(words, "--out")
-    named = [name.strip() for value in take_all(words, "--subgroup") for name in value.split(",")]
-    if not words or any(word.startswith("-") for word in words):
+    out = pop_option(argv, "--out")
+    column_names = [name.strip() for value in pop_option_values(argv, "--subgroup") for name in value.split(",")]
+    if not argv or any(word.startswith("-") for word in argv):
         raise UserError("polyfed report takes run directories, for instance polyfed report runs/a runs/b")
-    subgroups = list(dict.fromkeys(filter(None, named)))
+    subgroups = list(dict.fromkeys(filter(None, column_names)))
     from polyfed.cli.commands import report
 
-    page = None if out is None else user_path(out, "--out")
-    report.show([user_path(word, "the run directory") for word in words], out=page, subgroups=subgroups)
+    page = None if out is None else expand_user_path(out, "--out")
+    report.show_report([expand_user_path(word, "the run directory") for word in argv], out=page, subgroups=subgroups)
 
 
-def _reproduce(words: list[str]) -> None:
+def _reproduce(argv: list[str]) -> None:
     """usage: polyfed reproduce [PAPER TABLE] [OPTIONS]
 
     Runs the recipes that make a table or figure of a paper, and prints the results next to the paper's, cell by cell; runs
@@ -308,15 +326,17 @@ def _reproduce(words: list[str]) -> None:
     """
     from polyfed.cli.commands import reproduce
 
-    if asked_for_help(words):
-        print(help_of(_reproduce))
+    if has_help_flag(argv):
+        print(help_text(_reproduce))
         return
-    quiet = flag(words, "--quiet")
-    wanted = reproduce.Wanted(*(take(words, f"--{name}") for name in ("scale", "variant", "seeds", "out")))
-    reproduce.run(words, wanted, quiet=quiet)
+    quiet = pop_flag(argv, "--quiet")
+    reproduce_options = reproduce.ReproduceOptions(
+        *(pop_option(argv, f"--{name}") for name in ("scale", "variant", "seeds", "out"))
+    )
+    reproduce.run_reproduction(argv, reproduce_options, quiet=quiet)
 
 
-def _flower(words: list[str]) -> None:
+def _flower(argv: list[str]) -> None:
     """usage: polyfed flower init|up|run|status|doctor DIR [OPTIONS]
 
     Deploys a federation to real sites over Flower (docs/deploy.md); pip install 'polyfed[flower]'.
@@ -334,22 +354,22 @@ def _flower(words: list[str]) -> None:
                                    certificates, keys, ports, clocks, versions, disk, configuration; exit status 1 if
                                    anything is
     """
-    if asked_for_help(words):
-        print(help_of(_flower))
+    if has_help_flag(argv):
+        print(help_text(_flower))
         return
     from polyfed.cli.commands import flower
 
-    flower.main(words)
+    flower.flower_command(argv)
 
 
-def _list(words: list[str]) -> None:
+def _list(argv: list[str]) -> None:
     """usage: polyfed list [algorithms|data|models|recipes]
 
     What there is to choose from: the names, with a line each; with an argument, more of one kind.
     """
-    if asked_for_help(words):
-        print(help_of(_list))
+    if has_help_flag(argv):
+        print(help_text(_list))
         return
     from polyfed.cli.commands import listing
 
-    listing.show(words)
+    listing.show_choices(argv)

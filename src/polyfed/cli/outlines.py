@@ -25,23 +25,23 @@ _FOREIGN: Any = Any  # stands for whatever another package defines: no field of 
 
 
 @final
-class Registry(Mapping[str, Any]):
+class StaticRegistry(Mapping[str, Any]):
     """A registry, a literal dict of a module: name -> outline, each made when it is asked for.
 
-    >>> methods = Registry("polyfed.algorithms", "REGISTRY")
+    >>> methods = StaticRegistry("polyfed.algorithms", "REGISTRY")
     >>> list(methods)[:2], methods["fedprox"](mu=1).mu
     (['local', 'fedavg'], 1)
     """
 
     def __init__(self, module: str, name: str) -> None:
-        node = _definitions(module)[name]
+        node = _top_level_definitions(module)[name]
         if not isinstance(node, ast.Dict):
             raise TypeError(f"{module}.{name} must be a literal dict, found {ast.unparse(node)}")
         self._module = module
         self._entries = {ast.literal_eval(k): v for k, v in zip(node.keys, node.values, strict=True) if k is not None}
 
     def __getitem__(self, name: str) -> Any:
-        return _value(self._entries[name], self._module)
+        return _evaluate(self._entries[name], self._module)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -51,63 +51,67 @@ class Registry(Mapping[str, Any]):
 
 
 @cache
-def outline(module: str, name: str) -> Any:
+def resolve_without_import(module: str, name: str) -> Any:
     """What a name means at the top level of a module: an outline, or the value of a constant.
 
-    >>> outline("polyfed.core.precision", "Precision")
+    >>> resolve_without_import("polyfed.core.precision", "Precision")
     typing.Literal['fp32', 'bf16']
     """
-    node = _definitions(module).get(name)
+    node = _top_level_definitions(module).get(name)
     if isinstance(node, ast.ClassDef):
-        return _class(node, module)
+        return _build_class_outline(node, module)
     if isinstance(node, ast.FunctionDef):
-        return _function(node, module)
+        return _build_function_outline(node, module)
     if isinstance(node, ast.ImportFrom):
-        home = str(node.module)
-        wanted = next(alias.name for alias in node.names if name in (alias.name, alias.asname))
-        return outline(home, wanted) if _ours(home) else getattr(_imported(home), wanted, _FOREIGN)
+        source_module = str(node.module)
+        original_name = next(alias.name for alias in node.names if name in (alias.name, alias.asname))
+        return (
+            resolve_without_import(source_module, original_name)
+            if _is_polyfed_module(source_module)
+            else getattr(_import_if_standard(source_module), original_name, _FOREIGN)
+        )
     if isinstance(node, ast.Import):
-        return _imported(next(alias.name for alias in node.names if name in (alias.name, alias.asname)))
-    return _value(node, module) if isinstance(node, ast.expr) else getattr(import_module("builtins"), name)
+        return _import_if_standard(next(alias.name for alias in node.names if name in (alias.name, alias.asname)))
+    return _evaluate(node, module) if isinstance(node, ast.expr) else getattr(import_module("builtins"), name)
 
 
-def _ours(module: str) -> bool:
+def _is_polyfed_module(module: str) -> bool:
     return module.partition(".")[0] == "polyfed"
 
 
-def _imported(module: str) -> Any:
+def _import_if_standard(module: str) -> Any:
     """A module of Python's own, which is cheap to import; none of others."""
     return import_module(module) if module.partition(".")[0] in sys.stdlib_module_names else _FOREIGN
 
 
 @cache
-def _definitions(module: str) -> Mapping[str, ast.AST]:
+def _top_level_definitions(module: str) -> Mapping[str, ast.AST]:
     """The statement or expression by which each name of a module is defined."""
     path = _PACKAGE.joinpath(*module.split(".")[1:])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    collects = gc.isenabled()
+    gc_was_enabled = gc.isenabled()
     gc.disable()  # collections would find nothing in a syntax tree, and take longer than the parser
     try:
         body = ast.parse(file.read_text(encoding="utf-8")).body
     finally:
-        if collects:
+        if gc_was_enabled:
             gc.enable()
-    found: dict[str, ast.AST] = {}
+    definitions: dict[str, ast.AST] = {}
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             node.body = [part for part in node.body if isinstance(part, ast.AnnAssign | ast.Expr)]  # no code
-            found[node.name] = node
+            definitions[node.name] = node
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name: node for alias in node.names}
+            definitions |= {alias.asname or alias.name: node for alias in node.names}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            found[node.target.id] = node.value
+            definitions[node.target.id] = node.value
         elif isinstance(node, ast.Assign):
-            found |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
-    return found
+            definitions |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+    return definitions
 
 
-def _class(node: ast.ClassDef, module: str) -> type:
-    bases = [_value(base.value if isinstance(base, ast.Subscript) else base, module) for base in node.bases]
+def _build_class_outline(node: ast.ClassDef, module: str) -> type:
+    bases = [_evaluate(base.value if isinstance(base, ast.Subscript) else base, module) for base in node.bases]
     content: dict[str, Any] = {
         "__module__": module,
         "__doc__": ast.get_docstring(node, clean=False),
@@ -115,19 +119,23 @@ def _class(node: ast.ClassDef, module: str) -> type:
     }
     for field in node.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            content["__annotations__"][field.target.id] = _annotation(field.annotation, module)
+            content["__annotations__"][field.target.id] = _evaluate_annotation(field.annotation, module)
             if field.value is not None:
-                content[field.target.id] = _value(field.value, module)
-    made = type(node.name, tuple(base for base in bases if _ours(getattr(base, "__module__", ""))), content)
+                content[field.target.id] = _evaluate(field.value, module)
+    outline_class = type(
+        node.name, tuple(base for base in bases if _is_polyfed_module(getattr(base, "__module__", ""))), content
+    )
     for decorator in node.decorator_list:
         call = decorator if isinstance(decorator, ast.Call) else ast.Call(decorator, [], [])
-        if _value(call.func, module) is dataclasses.dataclass:
-            kw_only = any(word.arg == "kw_only" and _value(word.value, module) for word in call.keywords)
-            made = dataclasses.dataclass(kw_only=kw_only, eq=False, repr=False, match_args=False)(made)
-    return made
+        if _evaluate(call.func, module) is dataclasses.dataclass:
+            kw_only = any(word.arg == "kw_only" and _evaluate(word.value, module) for word in call.keywords)
+            outline_class = dataclasses.dataclass(kw_only=kw_only, eq=False, repr=False, match_args=False)(
+                outline_class
+            )
+    return outline_class
 
 
-def _function(node: ast.FunctionDef, module: str) -> Callable[..., Any]:
+def _build_function_outline(node: ast.FunctionDef, module: str) -> Callable[..., Any]:
     def function(*_: Any, **__: Any) -> Any:
         raise TypeError(f"{module}.{node.name} is an outline, which cannot be called")
 
@@ -140,8 +148,8 @@ def _function(node: ast.FunctionDef, module: str) -> Callable[..., Any]:
         inspect.Parameter(
             arg.arg,
             kind,
-            default=kinds.empty if default is None else _value(default, module),
-            annotation=kinds.empty if arg.annotation is None else _annotation(arg.annotation, module),
+            default=kinds.empty if default is None else _evaluate(default, module),
+            annotation=kinds.empty if arg.annotation is None else _evaluate_annotation(arg.annotation, module),
         )
         for (arg, kind), default in zip(rows, defaults, strict=True)
     ]
@@ -151,48 +159,52 @@ def _function(node: ast.FunctionDef, module: str) -> Callable[..., Any]:
     return function
 
 
-def _annotation(node: ast.expr, module: str) -> Any:
+def _evaluate_annotation(node: ast.expr, module: str) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return _value(ast.parse(node.value, mode="eval").body, module)
-    return _value(node, module)
+        return _evaluate(ast.parse(node.value, mode="eval").body, module)
+    return _evaluate(node, module)
 
 
-def _value(node: ast.expr, module: str) -> Any:
+def _evaluate(node: ast.expr, module: str) -> Any:
     """The value of an expression of names, literals, types and calls of Python's own."""
 
-    def of(part: ast.expr) -> Any:
-        return _value(part, module)
+    def evaluate(part: ast.expr) -> Any:
+        return _evaluate(part, module)
 
     match node:
         case ast.Constant(value):
             return value
         case ast.Name(name):
-            return outline(module, name)
+            return resolve_without_import(module, name)
         case ast.Attribute(owner, name):
-            found = of(owner)
-            return _FOREIGN if found is _FOREIGN else getattr(found, name)
+            target = evaluate(owner)
+            return _FOREIGN if target is _FOREIGN else getattr(target, name)
         case ast.Subscript(owner, key):
-            found = of(owner)
-            return _FOREIGN if found is _FOREIGN else found[of(key)]
+            target = evaluate(owner)
+            return _FOREIGN if target is _FOREIGN else target[evaluate(key)]
         case ast.Tuple(parts):
-            return tuple(map(of, parts))
+            return tuple(map(evaluate, parts))
         case ast.List(parts):
-            return list(map(of, parts))
+            return list(map(evaluate, parts))
         case ast.Set(parts):
-            return set(map(of, parts))
+            return set(map(evaluate, parts))
         case ast.Dict(keys, values):
-            return {of(k): of(v) for k, v in zip(keys, values, strict=True) if k is not None}
+            return {evaluate(k): evaluate(v) for k, v in zip(keys, values, strict=True) if k is not None}
         case ast.UnaryOp(ast.USub(), part):
-            return -of(part)
+            return -evaluate(part)
         case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
-            return _OPERATORS[type(kind)](of(left), of(right))
+            return _OPERATORS[type(kind)](evaluate(left), evaluate(right))
         case ast.Call(function, parts, words):
-            found = of(function)
-            return _FOREIGN if found is _FOREIGN else found(*map(of, parts), **{str(w.arg): of(w.value) for w in words})
+            target = evaluate(function)
+            return (
+                _FOREIGN
+                if target is _FOREIGN
+                else target(*map(evaluate, parts), **{str(w.arg): evaluate(w.value) for w in words})
+            )
     raise TypeError(f"{module}, line {node.lineno}: {ast.unparse(node)} cannot be read without importing the module")
 
 
-ALGORITHMS = Registry("polyfed.algorithms", "REGISTRY")
-SOURCES = Registry("polyfed.data.sources", "SOURCES")
-PARTITIONS = Registry("polyfed.data", "PARTITIONS")
-MODELS = Registry("polyfed.models", "MODELS")
+ALGORITHMS = StaticRegistry("polyfed.algorithms", "REGISTRY")
+SOURCES = StaticRegistry("polyfed.data.sources", "SOURCES")
+PARTITIONS = StaticRegistry("polyfed.data", "PARTITIONS")
+MODELS = StaticRegistry("polyfed.models", "MODELS")

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.algorithms import Local
-from polyfed.comparison.choices import capped, drawn, first, smoothed_lowest
-from polyfed.comparison.plans import Method, Plan, Played
-from polyfed.core.evaluation import summarise
-from polyfed.simulation.losses import lowest, pooled, validation_losses
+from polyfed.comparison.choices import cap_losses, first_loss, lowest_smoothed_loss, shrink_to_pooled_loss
+from polyfed.comparison.plans import ComparisonPlan, FinishedRun, Method
+from polyfed.core.evaluation import summarise_clients
+from polyfed.simulation.losses import pool_losses, round_of_lowest_loss, validation_losses_by_client
 
 History = Sequence[Mapping[str, Any]]
 
 
-def own_rounds(history: History, sizes: Mapping[str, int]) -> dict[str, int]:
+def best_round_by_client(history: History, sizes: Mapping[str, int]) -> dict[str, int]:
     """By client the round of its lowest loss, as `polyfed.comparison.choices` counts it; that of all clients for who has no
     validation examples. Empty where nobody has any.
 
@@ -21,43 +21,48 @@ def own_rounds(history: History, sizes: Mapping[str, int]) -> dict[str, int]:
         sizes: validation examples by client.
 
     >>> rows = [{"a": {"val_loss": loss}, "b": {"loss": 1.0}} for loss in (0.9, 0.5, 0.4, 0.5, 0.9)]
-    >>> own_rounds([{"round": t, "clients": row} for t, row in enumerate(rows, 1)], {"a": 10})
+    >>> best_round_by_client([{"round": t, "clients": row} for t, row in enumerate(rows, 1)], {"a": 10})
     {'a': 3, 'b': 3}
     """
-    losses = validation_losses(history)
-    everyone = pooled(capped(losses, {client: first(own) for client, own in losses.items()}), sizes)
-    common = lowest(everyone)
-    if common is None:
+    losses = validation_losses_by_client(history)
+    pooled_curve = pool_losses(
+        cap_losses(losses, {client: first_loss(client_losses) for client, client_losses in losses.items()}), sizes
+    )
+    pooled_lowest = round_of_lowest_loss(pooled_curve)
+    if pooled_lowest is None:
         return {}
-    found = {}
+    best_rounds = {}
     for client in sorted({c for record in history for c in record["clients"]}):
-        curve = drawn(losses[client], sizes.get(client, 0), everyone) if client in losses else []
-        place = smoothed_lowest(curve)
-        found[client] = common if place is None else place[1]
-    return found
+        curve = shrink_to_pooled_loss(losses[client], sizes.get(client, 0), pooled_curve) if client in losses else []
+        lowest_point = lowest_smoothed_loss(curve)
+        best_rounds[client] = pooled_lowest if lowest_point is None else lowest_point[1]
+    return best_rounds
 
 
-def rounds_of_each(
-    plan: Plan, methods: Mapping[str, Method], runs: Mapping[tuple[str, int], Played], data: Mapping[str, Any],
-    searched: Mapping[str, Any] | None,
-) -> dict[tuple[str, int], dict[str, int]]:  # fmt: skip
+def compared_rounds_of_local_runs(
+    plan: ComparisonPlan,
+    methods: Mapping[str, Method],
+    runs: Mapping[tuple[str, int], FinishedRun],
+    sizes_by_seed: Mapping[str, Any],
+    tuning: Mapping[str, Any] | None,
+) -> dict[tuple[str, int], dict[str, int]]:
     """By label and seed of methods whose clients train alone, the round at which each client is compared. Where predictions
     after that round were not kept, which is so where they are very large, all end with the run."""
-    found: dict[tuple[str, int], dict[str, int]] = {}
+    rounds_by_run: dict[tuple[str, int], dict[str, int]] = {}
     for (label, seed), run in runs.items():
-        if plan.reading.budget.asked or not isinstance(methods[label], Local):
+        if plan.criteria.budget.is_fixed or not isinstance(methods[label], Local):
             continue
         rounds: dict[str, int] | None = None
-        if searched is not None and "rounds" in searched:
-            rounds = searched["methods"][label].get("rounds")
+        if tuning is not None and "rounds" in tuning:
+            rounds = tuning["methods"][label].get("rounds")
         else:
-            rounds = own_rounds(run.history, {c: row["val"] for c, row in data[str(seed)].items()})
-        if rounds and all(run.outputs(c, n) is not None for c, n in rounds.items()):
-            found[label, seed] = rounds
-    return found
+            rounds = best_round_by_client(run.history, {c: row["val"] for c, row in sizes_by_seed[str(seed)].items()})
+        if rounds and all(run.test_outputs(c, n) is not None for c, n in rounds.items()):
+            rounds_by_run[label, seed] = rounds
+    return rounds_by_run
 
 
-def ended(history: History, rounds: Mapping[str, int]) -> list[dict[str, Any]]:
+def freeze_history_after(history: History, rounds: Mapping[str, int]) -> list[dict[str, Any]]:
     """The history of a run whose clients end each at its round, and stay as they are then.
 
     Args:
@@ -66,7 +71,7 @@ def ended(history: History, rounds: Mapping[str, int]) -> list[dict[str, Any]]:
 
     >>> rows = [{"a": {"auc": 0.5}, "b": {"auc": 0.5}}, {"a": {"auc": 0.75}, "b": {"auc": 1.0}}]
     >>> history = [{"round": t, "clients": row, "summary": {"auc": {}}} for t, row in enumerate(rows, 1)]
-    >>> [record["summary"]["auc"]["mean"] for record in ended(history, {"a": 2, "b": 1})]
+    >>> [record["summary"]["auc"]["mean"] for record in freeze_history_after(history, {"a": 2, "b": 1})]
     [0.5, 0.625]
     """
     names = sorted({name for record in history for name in record["summary"]})
@@ -78,10 +83,10 @@ def ended(history: History, rounds: Mapping[str, int]) -> list[dict[str, Any]]:
             continue
         rows = {}
         for client, row in record["clients"].items():
-            last = of_round.get(min(record["round"], rounds.get(client, record["round"])), {}).get(client, row)
-            rows[client] = {**row, **{name: last.get(name) for name in names}}
+            last_row = of_round.get(min(record["round"], rounds.get(client, record["round"])), {}).get(client, row)
+            rows[client] = {**row, **{name: last_row.get(name) for name in names}}
         scores = {client: {name: row[name] for name in names} for client, row in rows.items()}
-        changed.append({**record, "clients": rows, "summary": summarise(scores, {})})
+        changed.append({**record, "clients": rows, "summary": summarise_clients(scores, {})})
     if changed:
         changed[-1] |= {"best_round": max(rounds.values()), "rounds": dict(rounds)}
     return changed

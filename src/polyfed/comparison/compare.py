@@ -8,36 +8,36 @@ from typing import Any, Literal
 
 from polyfed.algorithms import Local
 from polyfed.comparison import directory, tuning
-from polyfed.comparison.alone import ended, rounds_of_each
-from polyfed.comparison.basis import rarest_of
-from polyfed.comparison.beside import Beside, fit_beside
-from polyfed.comparison.contenders import check_equal_training, methods_of
-from polyfed.comparison.directory import CHOICES, FORMAT, Comparison
-from polyfed.comparison.finals import compared
-from polyfed.comparison.plans import Cast, Method, Plan
-from polyfed.comparison.reading import Budget, Reading
-from polyfed.comparison.summary import Material, summarise
-from polyfed.comparison.values import MORE
-from polyfed.core.algorithm import BringsNetwork, Client, evaluated_network
-from polyfed.core.compression import Compression
-from polyfed.core.errors import Interrupted, UserError
+from polyfed.comparison.alone import compared_rounds_of_local_runs, freeze_history_after
+from polyfed.comparison.basis import count_rarest_class
+from polyfed.comparison.beside import FittedReferences, fit_references
+from polyfed.comparison.contenders import check_equal_training, select_methods
+from polyfed.comparison.directory import RESULTS_FORMAT, SELECTION_RULE, Comparison
+from polyfed.comparison.finals import run_final_methods
+from polyfed.comparison.plans import ClientSet, ComparisonPlan, Method
+from polyfed.comparison.reading import Budget, ResultCriteria
+from polyfed.comparison.summary import ResultInputs, build_results
+from polyfed.comparison.values import EXTEND
+from polyfed.core.algorithm import BringsNetwork, Client, describe_evaluated_network
+from polyfed.core.compression import Compressor
+from polyfed.core.errors import RunInterrupt, UserError
 from polyfed.core.examples import as_examples
-from polyfed.core.files import resumable, user_path
-from polyfed.core.metrics import COMPARED, Metric, metrics_of
-from polyfed.core.plain_values import plain_value
-from polyfed.data.resplit import public_prepared_again
-from polyfed.data.resplit import resplit as dealt_anew
+from polyfed.core.files import add_resume_hint, expand_user_path
+from polyfed.core.metrics import COMPARISON_METRICS, Metric, resolve_metrics
+from polyfed.core.plain_values import numpy_to_python
+from polyfed.data.resplit import prepare_public_like_clients
+from polyfed.data.resplit import resplit_clients as dealt_anew
 from polyfed.simulation import checks
-from polyfed.simulation.fingerprints import fingerprint
-from polyfed.simulation.fingerprints import first_weights as first_weights_of
-from polyfed.simulation.leaks import one_warning
+from polyfed.simulation.fingerprints import data_fingerprint
+from polyfed.simulation.fingerprints import initial_weights_fingerprint as first_weights_of
+from polyfed.simulation.leaks import limit_leak_warnings
 from polyfed.simulation.participants import list_clients
 from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.configuration import described
-from polyfed.simulation.secure import check_secure
+from polyfed.simulation.runs.configuration import describe_method_and_settings
+from polyfed.simulation.secure import check_secure_support
 from polyfed.simulation.settings import EngineName, Settings
 
-SEEDS = 5
+DEFAULT_NUM_SEEDS = 5
 """Of a comparison, unless asked otherwise. A mean gain of 10 points of accuracy over 4 clients with 200 test examples each
 is said in 66 of 100 comparisons with 3 seeds, in 99 with 5; one of 5 points in 25 and 56 (`benchmarks/verdicts.py`)."""
 _NOT_RESULTS = ("seed", "keep", "engine", "workers", "ray_address", "gpus_per_worker", "device", "checkpoint_every")
@@ -70,8 +70,8 @@ def compare(
     checkpoint_every: int = 1,
     on_error: Literal["raise", "skip"] = "raise",
     min_replies: int = 1,
-    compress: str | Compression | None = "none",
-    compress_down: str | Compression | None = "none",
+    compress: str | Compressor | None = "none",
+    compress_down: str | Compressor | None = "none",
     secure: bool = False,
     title: str = "comparison",
     progress: bool = True,
@@ -128,11 +128,11 @@ def compare(
     >>> [row["method"] for row in found.table()]
     ['local', 'fedavg', 'fedavg_ft', 'fedprox']
     """
-    listed = list_clients(clients)
-    seeds, resplit, target = plain_value(seeds), plain_value(resplit), plain_value(target)
-    tune, trials, parallel = plain_value(tune), plain_value(trials), plain_value(parallel)
+    client_list = list_clients(clients)
+    seeds, resplit, target = numpy_to_python(seeds), numpy_to_python(resplit), numpy_to_python(target)
+    tune, trials, parallel = numpy_to_python(tune), numpy_to_python(trials), numpy_to_python(parallel)
     if seeds is None:
-        seeds = range(SEEDS if resplit is None else resplit) if isinstance(resplit, int | None) else ()
+        seeds = range(DEFAULT_NUM_SEEDS if resplit is None else resplit) if isinstance(resplit, int | None) else ()
     if not isinstance(seeds, Sequence):
         raise UserError(f"seeds must be different whole numbers, such as [0, 1, 2], got {seeds!r}")
     settings = Settings(
@@ -143,35 +143,45 @@ def compare(
     )  # fmt: skip
     pool = None if public is None else as_examples(public, "public", labelled=False)
     if resplit is None:
-        dealt: list[Sequence[Client]] = [listed] * len(seeds)
+        clients_by_seed: list[Sequence[Client]] = [client_list] * len(seeds)
     else:
         if len(seeds) != resplit:
             raise UserError(
                 f"resplit={resplit} deals the data {resplit} times, with a seed each; got {len(seeds)} seeds"
             )
-        dealt = list(dealt_anew(listed, resplit))
-    casts = {
-        seed: Cast(tuple(sets), public_prepared_again(pool, sets)) for seed, sets in zip(seeds, dealt, strict=True)
+        clients_by_seed = list(dealt_anew(client_list, resplit))
+    client_sets = {
+        seed: ClientSet(tuple(sets), prepare_public_like_clients(pool, sets))
+        for seed, sets in zip(seeds, clients_by_seed, strict=True)
     }
-    one = isinstance(metrics, str | Metric) or callable(metrics)
-    asked = () if metrics is None else (metrics,) if one else tuple(metrics)
-    plan = Plan(
-        title=title, methods=methods_of(methods, like), seeds=tuple(seeds), settings=settings, cast=casts.__getitem__,
-        reading=Reading(Budget.parse(budget), target), out=None if out is None else user_path(out, "out"),
-        parallel=parallel,
-        search=search_of(tune, trials), trials=trials, quiet=quiet or not progress, metrics=asked, resplit=resplit,
-        references=references,
-    )  # fmt: skip
-    return carry_out(plan)
+    is_single = isinstance(metrics, str | Metric) or callable(metrics)
+    metric_list = () if metrics is None else (metrics,) if is_single else tuple(metrics)
+    plan = ComparisonPlan(
+        title=title,
+        methods=select_methods(methods, like),
+        seeds=tuple(seeds),
+        settings=settings,
+        client_set=client_sets.__getitem__,
+        criteria=ResultCriteria(Budget.parse(budget), target),
+        out=None if out is None else expand_user_path(out, "out"),
+        parallel_runs=parallel,
+        search_space=parse_search_space(tune, trials),
+        num_trials=trials,
+        quiet=quiet or not progress,
+        metrics=metric_list,
+        num_resplits=resplit,
+        with_references=references,
+    )
+    return run_comparison(plan)
 
 
-def search_of(tune: Any, trials: int | None = None) -> Mapping[str, Sequence[Any] | str] | None:
+def parse_search_space(tune: Any, trials: int | None = None) -> Mapping[str, Sequence[Any] | str] | None:
     """The fields to search, of what was asked for.
 
     Raises:
         UserError: an unknown word, or `trials` without fields.
 
-    >>> search_of("auto"), search_of("none"), search_of({"mu": [0.1, 1, ...]})
+    >>> parse_search_space("auto"), parse_search_space("none"), parse_search_space({"mu": [0.1, 1, ...]})
     ({'lr': 'grid,...'}, None, {'mu': [0.1, 1, '...']})
     """
     if isinstance(tune, str):
@@ -180,19 +190,19 @@ def search_of(tune: Any, trials: int | None = None) -> Mapping[str, Sequence[Any
                 f"tune must be 'auto', 'none', or fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {tune!r}"
             )
         if trials is not None:
-            raise UserError(tuning.no_fields(trials))
-        return tuning.BY_DEFAULT if tune == tuning.AUTO else None
+            raise UserError(tuning.no_fields_error(trials))
+        return tuning.DEFAULT_SEARCH_SPACE if tune == tuning.AUTO else None
     if not isinstance(tune, Mapping):
-        found: Mapping[str, Sequence[Any] | str] | None = tune  # None, or refused by `tuning.check`
-        return found
+        search_space: Mapping[str, Sequence[Any] | str] | None = tune  # None, or refused by `tuning.check`
+        return search_space
     return {
-        name: [MORE if value is ... else value for value in values] if isinstance(values, list | tuple) else values
+        name: [EXTEND if value is ... else value for value in values] if isinstance(values, list | tuple) else values
         for name, values in tune.items()
     }
 
 
-@one_warning()
-def carry_out(plan: Plan) -> Comparison:
+@limit_leak_warnings()
+def run_comparison(plan: ComparisonPlan) -> Comparison:
     """Runs what a plan lacks, and reads the results.
 
     Raises:
@@ -201,60 +211,81 @@ def carry_out(plan: Plan) -> Comparison:
         OSError: a full disk, say; complete runs are kept.
     """
     if plan.out is None:
-        return _carried_out(plan)
-    with resumable(f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"):
-        return _carried_out(plan)
+        return _run_comparison(plan)
+    with add_resume_hint(
+        f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
+    ):
+        return _run_comparison(plan)
 
 
-def _carried_out(plan: Plan) -> Comparison:
+def _run_comparison(plan: ComparisonPlan) -> Comparison:
     plan = dataclasses.replace(
-        plan, cast=lru_cache(maxsize=1)(plan.cast)
+        plan, client_set=lru_cache(maxsize=1)(plan.client_set)
     )  # dealing may read and decode whole data sets
-    task = plan.cast(plan.seeds[0]).clients[0].task
-    metrics = metrics_of(plan.metrics or COMPARED.get(task), task)
+    task = plan.client_set(plan.seeds[0]).clients[0].task
+    metrics = resolve_metrics(plan.metrics or COMPARISON_METRICS.get(task), task)
     plan = dataclasses.replace(plan, metrics=metrics)
-    plan.reading.check(metrics[0].unit)
-    tuning.check(plan)
-    plan = dataclasses.replace(plan, searched_at=_searched_at(plan))
-    description, data, class_names = _described(plan)
+    plan.criteria.check_target(metrics[0].unit)
+    tuning.validate_search(plan)
+    plan = dataclasses.replace(plan, search_budget=_search_budget(plan))
+    description, data, class_names = _describe(plan)
     methods = {label: plan.methods[label] for label in description["methods"]}
     if plan.out is not None:
-        directory.keep_description(plan.out, description, plan.reading)
+        directory.write_description(plan.out, description, plan.criteria)
     try:
-        methods, runs, failed = compared(plan, methods, description)
+        methods, runs, failed = run_final_methods(plan, methods, description)
         methods = {label: method for label, method in methods.items() if label not in failed}
         if all(isinstance(method, Local) for method in methods.values()):
             raise next(iter(failed.values()))
-        beside = fit_beside(plan, methods, description["fingerprints"]) if plan.references else Beside()
+        references = (
+            fit_references(plan, methods, description["fingerprints"]) if plan.with_references else FittedReferences()
+        )
     except KeyboardInterrupt as stop:
         if plan.out is None:
             raise
         how = f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
-        raise Interrupted(f"interrupted; the complete rounds are saved: continue with {how}") from stop
+        raise RunInterrupt(f"interrupted; the complete rounds are saved: continue with {how}") from stop
     description["failed"] = {label: str(error) for label, error in failed.items()}
-    description["methods"] = {label: _fields(method) for label, method in methods.items()}
-    description["reference"] = _reference(methods)
-    runs = {run: one for run, one in runs.items() if run[0] in methods}
-    ends = rounds_of_each(plan, methods, runs, data, description.get("tuning"))
-    histories = {run: ended(one.history, ends[run]) if run in ends else one.history for run, one in runs.items()}
-    material = Material(
-        description, data, class_names, histories, plan.metrics[0],
-        lambda label, seed, client, n: runs[label, seed].outputs(client, ends.get((label, seed), {}).get(client, n)),
-        lambda seed, client: _targets(plan, seed, client), beside.references, beside.left_out,
-        lambda name, seed, client: beside.outputs[name][seed][client],
-        {run: one.folder.relative_to(plan.out).as_posix() for run, one in runs.items() if one.folder and plan.out},
-    )  # fmt: skip
-    content = summarise(material, plan.reading)
+    description["methods"] = {label: _method_fields(method) for label, method in methods.items()}
+    description["reference"] = _reference_label(methods)
+    runs = {run: finished_run for run, finished_run in runs.items() if run[0] in methods}
+    rounds_by_run = compared_rounds_of_local_runs(plan, methods, runs, data, description.get("tuning"))
+    histories = {
+        run: freeze_history_after(finished_run.history, rounds_by_run[run])
+        if run in rounds_by_run
+        else finished_run.history
+        for run, finished_run in runs.items()
+    }
+    inputs = ResultInputs(
+        description,
+        data,
+        class_names,
+        histories,
+        plan.metrics[0],
+        lambda label, seed, client, n: runs[label, seed].test_outputs(
+            client, rounds_by_run.get((label, seed), {}).get(client, n)
+        ),
+        lambda seed, client: _targets(plan, seed, client),
+        references.references,
+        references.left_out,
+        lambda name, seed, client: references.outputs[name][seed][client],
+        {
+            run: finished_run.folder.relative_to(plan.out).as_posix()
+            for run, finished_run in runs.items()
+            if finished_run.folder and plan.out
+        },
+    )
+    content = build_results(inputs, plan.criteria)
     if plan.out is not None:
-        directory.write(plan.out, content)
+        directory.write_comparison_results(plan.out, content)
     return Comparison(content, plan.out)
 
 
-def _targets(plan: Plan, seed: int, client: str) -> Any:
-    return next(c.test.labels.cpu() for c in plan.cast(seed).clients if c.id == client)
+def _targets(plan: ComparisonPlan, seed: int, client: str) -> Any:
+    return next(c.test.labels.cpu() for c in plan.client_set(seed).clients if c.id == client)
 
 
-def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...] | None]:
+def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...] | None]:
     """The content of `comparison.yaml`, what there is to know of the data by seed, and the classes' names. All that can be
     found wrong beforehand is found here, for each seed."""
     skipped: dict[str, str] = {}
@@ -262,105 +293,100 @@ def _described(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, .
     fingerprints: dict[str, str] = {}
     first_weights = ""
     for seed in plan.seeds:
-        cast = plan.cast(seed)
+        client_set = plan.client_set(seed)
         settings = dataclasses.replace(plan.settings, seed=seed)
-        checks.check_clients(cast.clients)
-        checks.check_models(cast.clients)
-        settings.cohort_size(len(cast.clients))
+        checks.check_clients(client_set.clients)
+        checks.check_networks_run(client_set.clients)
+        settings.cohort_size(len(client_set.clients))
         for label, method in plan.methods.items():
             if label in skipped:
                 continue
-            reasons = [_unsuited(cast, one, settings) for one in tuning.variants(plan, method) or [method]]
+            reasons = [
+                _reason_unsuited(client_set, variant, settings)
+                for variant in tuning.search_variants(plan, method) or [method]
+            ]
             if reason := next(filter(None, reasons), None):
                 if None in reasons:
                     raise UserError(f"not all values that are to be searched for {label} suit these clients: {reason}")
                 skipped[label] = reason
-        data[str(seed)] = _known_of(cast)
-        fingerprints[str(seed)] = fingerprint(cast.clients, cast.public)
-        first_weights = first_weights or first_weights_of(cast.clients)
+        data[str(seed)] = _client_sizes(client_set)
+        fingerprints[str(seed)] = data_fingerprint(client_set.clients, client_set.public)
+        first_weights = first_weights or first_weights_of(client_set.clients)
     methods = {label: method for label, method in plan.methods.items() if label not in skipped}
     if all(isinstance(method, Local) for method in methods.values()):
         raise UserError(f"no method that federates suits these clients: {'; '.join(skipped.values())}")
     check_equal_training(methods)
     settings_kept = {k: v for k, v in dataclasses.asdict(plan.settings).items() if k not in _NOT_RESULTS}
     description = {
-        "format": FORMAT,
-        "choices": CHOICES,
-        "title": plan.title,
-        "task": cast.clients[0].task,
-        "metrics": [_metric(metric) for metric in plan.metrics],
-        "seeds": list(plan.seeds),
-        "methods": {label: _fields(method) for label, method in methods.items()},
-        "evaluated": {label: evaluated_network(method) for label, method in methods.items()},
-        "skipped": skipped,
-        "reference": _reference(methods),
-        "same_clients": plan.resplit is not None or len(set(fingerprints.values())) == 1,
-        "resplit": plan.resplit,
-        "references": plan.references,
-        "settings": settings_kept,
-        "fingerprints": fingerprints,
-        "first_weights": first_weights,
-        "search": _searched(plan),
-        "trials": plan.trials,
-        "experiment": plan.experiment,
-    }
-    if plan.search is not None and plan.searched_at.asked:
-        description["searched_at"] = str(plan.searched_at)
-    return description, data, cast.class_names
+        "format": RESULTS_FORMAT, "choices": SELECTION_RULE, "title": plan.title, "task": client_set.clients[0].task,
+        "metrics": [_metric_entry(metric) for metric in plan.metrics], "seeds": list(plan.seeds),
+        "methods": {label: _method_fields(method) for label, method in methods.items()},
+        "evaluated": {label: describe_evaluated_network(method) for label, method in methods.items()},
+        "skipped": skipped, "reference": _reference_label(methods),
+        "same_clients": plan.num_resplits is not None or len(set(fingerprints.values())) == 1,
+        "resplit": plan.num_resplits, "references": plan.with_references, "settings": settings_kept,
+        "fingerprints": fingerprints, "first_weights": first_weights, "search": _search_entry(plan),
+        "trials": plan.num_trials, "experiment": plan.experiment,
+    }  # fmt: skip
+    if plan.search_space is not None and plan.search_budget.is_fixed:
+        description["searched_at"] = str(plan.search_budget)
+    return description, data, client_set.class_names
 
 
-def _searched_at(plan: Plan) -> Budget:
+def _search_budget(plan: ComparisonPlan) -> Budget:
     """The budget with which a comparison began. A search is not repeated when its results are read by another."""
     if plan.out is None or not (plan.out / directory.DESCRIPTION).exists():
-        return plan.reading.budget
+        return plan.criteria.budget
     return Budget.parse(directory.read_description(plan.out).get("searched_at", Budget().kind))
 
 
-def _metric(metric: Metric) -> dict[str, Any]:
+def _metric_entry(metric: Metric) -> dict[str, Any]:
     return {name: getattr(metric, name) for name in ("name", "label", "unit", "higher_is_better")}
 
 
-def _reference(methods: Mapping[str, Method]) -> str | None:
+def _reference_label(methods: Mapping[str, Method]) -> str | None:
     return next((label for label, method in methods.items() if isinstance(method, Local)), None)
 
 
-def _searched(plan: Plan) -> dict[str, Any] | None:
-    if plan.search is None:
+def _search_entry(plan: ComparisonPlan) -> dict[str, Any] | None:
+    if plan.search_space is None:
         return None
-    return {name: values if isinstance(values, str) else list(values) for name, values in plan.search.items()}
+    return {name: values if isinstance(values, str) else list(values) for name, values in plan.search_space.items()}
 
 
-def _fields(method: Method) -> dict[str, Any]:
-    fields: dict[str, Any] = described(method, Settings())["algorithm"]
+def _method_fields(method: Method) -> dict[str, Any]:
+    fields: dict[str, Any] = describe_method_and_settings(method, Settings())["algorithm"]
     return fields
 
 
-def _unsuited(cast: Cast, method: Method, settings: Settings) -> str | None:
+def _reason_unsuited(client_set: ClientSet, method: Method, settings: Settings) -> str | None:
     """Why the clients do not suit a method, in the words with which a run would refuse them; None if they do."""
     try:
-        checks.check_requirements(cast.clients, method, cast.public)
+        checks.check_requirements(client_set.clients, method, client_set.public)
         if settings.secure and not isinstance(method, Local):
-            check_secure(method, settings.cohort_size(len(cast.clients)))
+            check_secure_support(method, settings.cohort_size(len(client_set.clients)))
         if isinstance(method, BringsNetwork):
-            checks.check_models(cast.clients, factory=method.network_for(checks.common_data_spec(cast.clients)))
-        clients = {c.id: c for c in sorted(cast.clients, key=lambda c: c.id)}
-        Federation(clients, method, settings, cast.public).begin()
+            checks.check_networks_run(
+                client_set.clients, factory=method.network_for(checks.common_data_spec(client_set.clients))
+            )
+        clients = {c.id: c for c in sorted(client_set.clients, key=lambda c: c.id)}
+        Federation(clients, method, settings, client_set.public).initial_checkpoint()
     except UserError as reason:
         return str(reason)
     return None
 
 
-def _known_of(cast: Cast) -> dict[str, Any]:
-    counted = cast.clients[0].task == "classification"
-    most = max(int(c.train.labels.max()) for c in cast.clients) + 1 if counted else 0
-    size = max(most, len(cast.class_names or ()))
+def _client_sizes(client_set: ClientSet) -> dict[str, Any]:
+    counted = client_set.clients[0].task == "classification"
+    most = max(int(c.train.labels.max()) for c in client_set.clients) + 1 if counted else 0
+    size = max(most, len(client_set.class_names or ()))
     return {
         c.id: {
             "train": len(c.train),
             "val": 0 if c.val is None else len(c.val),
             "test": len(c.test),
             "classes": c.train.labels.bincount(minlength=size).tolist() if counted else None,
-            "rarest": None if c.task == "regression" else list(rarest_of(c.test.labels.cpu())),
+            "rarest": None if c.task == "regression" else list(count_rarest_class(c.test.labels.cpu())),
         }
-        for c in sorted(cast.clients, key=lambda c: c.id)
+        for c in sorted(client_set.clients, key=lambda c: c.id)
     }

@@ -4,65 +4,77 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from polyfed.algorithms import REGISTRY, FedAvg, FedAvgFT, Local, name_of
-from polyfed.comparison.plans import EQUAL, Method
+from polyfed.algorithms import REGISTRY, FedAvg, FedAvgFT, Local, registry_name
+from polyfed.comparison.plans import EQUAL_FIELDS, Method
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
-from polyfed.core.training import TAKEN_OVER, LocalTraining
-from polyfed.simulation.runs.configuration import kind_of
+from polyfed.core.training import TRANSFERABLE_FIELDS, LocalTraining
+from polyfed.simulation.runs.configuration import find_method_class
 
-ALWAYS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}
+DEFAULT_METHODS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}
 """What is compared by default, wherever the clients allow it."""
 
 
-def methods_of(
-    given: Sequence[Method | str] | Mapping[str, Method | str], like: Method | None = None
+def select_methods(
+    methods: Sequence[Method | str] | Mapping[str, Method | str], like: Method | None = None
 ) -> dict[str, Method]:
     """The methods by label, with those that are compared by default before the others.
 
     Raises:
         UserError: an unknown name, something that is no method, or two with one label.
 
-    >>> list(methods_of(["pfedla", "local"]))
+    >>> list(select_methods(["pfedla", "local"]))
     ['fedavg', 'fedavg_ft', 'pfedla', 'local']
     """
-    if isinstance(given, str | Algorithm) or not isinstance(given, Sequence | Mapping):
-        raise UserError(f"methods must be a list of names or methods, or a mapping from labels to them, got {given!r}")
+    if isinstance(methods, str | Algorithm) or not isinstance(methods, Sequence | Mapping):
+        raise UserError(
+            f"methods must be a list of names or methods, or a mapping from labels to them, got {methods!r}"
+        )
     pairs: list[tuple[str | None, Any]] = (
-        list(given.items()) if isinstance(given, Mapping) else [(None, method) for method in given]
+        list(methods.items()) if isinstance(methods, Mapping) else [(None, method) for method in methods]
     )
-    own = [method for _, method in pairs if isinstance(method, LocalTraining)]
-    found: dict[str, Method] = {}
+    trained_methods = [method for _, method in pairs if isinstance(method, LocalTraining)]
+    by_label: dict[str, Method] = {}
     for label, method in pairs:
-        made: Any = by_name(method, like or _model(method, own)) if isinstance(method, str) else method
-        if not isinstance(made, Algorithm):
+        built: Any = (
+            build_method_with_training_of(method, like or _training_template(method, trained_methods))
+            if isinstance(method, str)
+            else method
+        )
+        if not isinstance(built, Algorithm):
             raise UserError(
                 f"methods must be names or methods, for example polyfed.algorithms.FedAvg(), got {method!r}"
             )
-        name = name_of(made) if label is None else label
-        if name in REGISTRY and name != name_of(made):
+        name = registry_name(built) if label is None else label
+        if name in REGISTRY and name != registry_name(built):
             raise UserError(
-                f"{name!r} is the name of another method than {name_of(made)}; give that a label of its own"
+                f"{name!r} is the name of another method than {registry_name(built)}; give that a label of its own"
             )
-        if name in found:
+        if name in by_label:
             raise UserError(f"methods has {name!r} twice; give each a label of its own: {{'a': ..., 'b': ...}}")
-        found[name] = made
-    kinds = {type(method) for method in found.values()}
-    lacking = [name for name, kind in ALWAYS.items() if kind not in kinds and name not in found]
-    return {name: by_name(name, like or _model(name, own)) for name in lacking} | found
+        by_label[name] = built
+    kinds = {type(method) for method in by_label.values()}
+    missing_defaults = [name for name, kind in DEFAULT_METHODS.items() if kind not in kinds and name not in by_label]
+    return {
+        name: build_method_with_training_of(name, like or _training_template(name, trained_methods))
+        for name in missing_defaults
+    } | by_label
 
 
-def _model(name: str, own: Sequence[Any]) -> Any:
+def _training_template(name: str, candidates: Sequence[Any]) -> Any:
     """The first of the methods that are there which trains as `name` does by default; else its epochs and batches alone."""
     alike = (
         m
-        for m in own
-        if not _trains_otherwise(kind_of(name), type(m)) and not _trains_otherwise(type(m), kind_of(name))
+        for m in candidates
+        if not _trains_differently(find_method_class(name), type(m))
+        and not _trains_differently(type(m), find_method_class(name))
     )
-    return next(alike, Local(**{field: getattr(own[0], field) for field in EQUAL}) if own else None)
+    return next(
+        alike, Local(**{field: getattr(candidates[0], field) for field in EQUAL_FIELDS}) if candidates else None
+    )
 
 
-def by_name(name: str, model: Any = None, fields: Mapping[str, Any] | None = None) -> Method:
+def build_method_with_training_of(name: str, template: Any = None, fields: Mapping[str, Any] | None = None) -> Method:
     """A method that is compared by its name: with the local training of `model`, so that all train equally, and its own
     defaults otherwise; `fields` win over both.
 
@@ -71,17 +83,18 @@ def by_name(name: str, model: Any = None, fields: Mapping[str, Any] | None = Non
 
     >>> from polyfed.algorithms import get
     >>> model = get("fedprox")(lr=0.5, local_epochs=3)
-    >>> by_name("local", model).lr, by_name("flha_ghn", model).lr, by_name("flha_ghn", model).local_epochs
+    >>> (build_method_with_training_of("local", model).lr, build_method_with_training_of("flha_ghn", model).lr,
+    ...  build_method_with_training_of("flha_ghn", model).local_epochs)
     (0.5, 0.009, 3)
 
     Raises:
         UserError: the method refuses a value; where it was taken over, the error says from whom.
     """
-    kind: Any = kind_of(name)
-    shared = {f.name: f.default for f in dataclasses.fields(LocalTraining) if f.name in EQUAL}
-    if isinstance(model, LocalTraining):
-        taken = set(EQUAL) if _trains_otherwise(kind, type(model)) else TAKEN_OVER
-        shared = {field: getattr(model, field) for field in taken}
+    kind: Any = find_method_class(name)
+    shared = {f.name: f.default for f in dataclasses.fields(LocalTraining) if f.name in EQUAL_FIELDS}
+    if isinstance(template, LocalTraining):
+        shared_names = set(EQUAL_FIELDS) if _trains_differently(kind, type(template)) else TRANSFERABLE_FIELDS
+        shared = {field: getattr(template, field) for field in shared_names}
     shared = {
         field: value
         for field, value in shared.items()
@@ -90,9 +103,9 @@ def by_name(name: str, model: Any = None, fields: Mapping[str, Any] | None = Non
     try:
         return cast(Method, kind(**shared, **(fields or {})))
     except UserError as error:
-        if (culprit := _culprit(kind, shared, fields or {})) is None:
+        if (culprit := _refused_field(kind, shared, fields or {})) is None:
             raise
-        source = "the defaults" if model is None else name_of(model)
+        source = "the defaults" if template is None else registry_name(template)
         raise UserError(
             f"{error}; {culprit}={shared[culprit]!r} is taken over from {source}, so that all methods train alike: give "
             f"{name} a {culprit} of its own (the method instead of its name; --method-config FILE on the command line), or "
@@ -100,7 +113,7 @@ def by_name(name: str, model: Any = None, fields: Mapping[str, Any] | None = Non
         ) from error
 
 
-def _culprit(kind: Any, shared: Mapping[str, Any], fields: Mapping[str, Any]) -> str | None:
+def _refused_field(kind: Any, shared: Mapping[str, Any], fields: Mapping[str, Any]) -> str | None:
     """The field taken over without which the method can be made."""
     for field in shared:
         try:
@@ -111,9 +124,14 @@ def _culprit(kind: Any, shared: Mapping[str, Any], fields: Mapping[str, Any]) ->
     return None
 
 
-def _trains_otherwise(kind: Any, model: Any) -> bool:
-    own, others, plain = ({f.name: f.default for f in dataclasses.fields(k)} for k in (kind, model, LocalTraining))
-    return any(own.get(f, plain[f]) not in (plain[f], others.get(f, plain[f])) for f in ("lr", "optimizer"))
+def _trains_differently(kind: Any, template: Any) -> bool:
+    method_defaults, template_defaults, base_defaults = (
+        {f.name: f.default for f in dataclasses.fields(k)} for k in (kind, template, LocalTraining)
+    )
+    return any(
+        method_defaults.get(f, base_defaults[f]) not in (base_defaults[f], template_defaults.get(f, base_defaults[f]))
+        for f in ("lr", "optimizer")
+    )
 
 
 def check_equal_training(methods: Mapping[str, Method]) -> None:
@@ -126,7 +144,10 @@ def check_equal_training(methods: Mapping[str, Method]) -> None:
     for label, amount in trained.items():
         first = next(iter(trained))
         if amount != trained[first]:
-            told = [
-                f"{name} has " + ", ".join(f"{f}={getattr(methods[name], f)}" for f in EQUAL) for name in (first, label)
+            descriptions = [
+                f"{name} has " + ", ".join(f"{f}={getattr(methods[name], f)}" for f in EQUAL_FIELDS)
+                for name in (first, label)
             ]
-            raise UserError(f"methods must train equally in each round, but {' and '.join(told)}; give both the same")
+            raise UserError(
+                f"methods must train equally in each round, but {' and '.join(descriptions)}; give both the same"
+            )

@@ -8,9 +8,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.comparison.values import is_number, next_value
+from polyfed.comparison.values import is_number, next_value_beyond_edge
 
-FEWEST = 6
+MIN_EVALUATED_ROUNDS = 6
 """Evaluated rounds below which nothing is said."""
 _WINDOW = 4  # evaluated rounds that the end of a curve has at least
 _LEVEL = 0.05  # of the one-sided test
@@ -21,7 +21,7 @@ _ROUNDING = 1e-9  # of the loss, below which it has not moved
 
 @final
 @dataclass(frozen=True)
-class Course:
+class ConvergenceResult:
     """How a loss went.
 
     Attributes: `converged`, None where it cannot be judged; `sentence`, a sentence for people.
@@ -31,9 +31,9 @@ class Course:
     sentence: str
 
 
-def judge(
+def judge_convergence(
     curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation loss", advice: str = "give more rounds"
-) -> Course:
+) -> ConvergenceResult:
     """Whether a loss had stopped falling at the end of the runs.
 
     It still fell if a straight line through the last third of the evaluated rounds (at least four) falls, by Student's t
@@ -48,52 +48,56 @@ def judge(
         advice: what helps where it still fell.
 
     Returns:
-        `converged` is None with fewer than `FEWEST` such rounds.
+        `converged` is None with fewer than `MIN_EVALUATED_ROUNDS` such rounds.
 
-    >>> judge([[(t, 0.9**t) for t in range(1, 21)]], "loss").sentence
+    >>> judge_convergence([[(t, 0.9**t) for t in range(1, 21)]], "loss").sentence
     'the loss still fell at round 20: by 14 % of its whole fall over the last 7 evaluated rounds; give more rounds'
-    >>> judge([[(t, 0.2**t) for t in range(1, 21)]]).converged
+    >>> judge_convergence([[(t, 0.2**t) for t in range(1, 21)]]).converged
     True
     """
     rounds, mean = _mean_curve(curves)
-    if len(rounds) < FEWEST:
+    if len(rounds) < MIN_EVALUATED_ROUNDS:
         few = f"whether the {kind} still fell cannot be judged from {len(rounds)} evaluated rounds"
-        return Course(None, f"{few}; it takes at least {FEWEST}")
+        return ConvergenceResult(None, f"{few}; it takes at least {MIN_EVALUATED_ROUNDS}")
     last, size = int(rounds[-1]), max(_WINDOW, math.ceil(len(rounds) / 3))
-    fall, end, p = _line(rounds[-size:], mean[-size:])
-    whole = float(mean[0] - mean.min())
-    if end < _bottom(mean[:-size]) and fall > max(_SHARE * whole, _ROUNDING * float(np.abs(mean).max())) and p < _LEVEL:
-        much = f"by {100 * fall / whole:.0f} % of its whole fall" if whole > 0 else "after it had risen,"
-        return Course(
+    fall, end, p = _fit_line(rounds[-size:], mean[-size:])
+    total_fall = float(mean[0] - mean.min())
+    if (
+        end < _lowest_smoothed(mean[:-size])
+        and fall > max(_SHARE * total_fall, _ROUNDING * float(np.abs(mean).max()))
+        and p < _LEVEL
+    ):
+        how_much = f"by {100 * fall / total_fall:.0f} % of its whole fall" if total_fall > 0 else "after it had risen,"
+        return ConvergenceResult(
             False,
-            f"the {kind} still fell at round {last}: {much} over the last {size} evaluated rounds; {advice}",
+            f"the {kind} still fell at round {last}: {how_much} over the last {size} evaluated rounds; {advice}",
         )
     lowest = int(rounds[int(mean.argmin())])
     since = "" if lowest > rounds[-size - 1] else f"; it was lowest at round {lowest}"
-    return Course(True, f"the {kind} no longer fell at round {last}{since}")
+    return ConvergenceResult(True, f"the {kind} no longer fell at round {last}{since}")
 
 
-def advice(tuned: Mapping[str, Any] | None) -> str:
+def convergence_advice(tuning: Mapping[str, Any] | None) -> str:
     """What helps a method whose loss still fell at the end. More rounds do where a larger learning rate was tried and did
     worse; where none was, the rate may be too small, and the search comes first.
 
     Args:
         tuned: what a search found for the method, as `comparison.json` has it; None where it was not searched.
 
-    >>> advice(None)
+    >>> convergence_advice(None)
     'its learning rate was not searched: search it (--tune auto), then give more rounds if that does not help'
     >>> tried = [{"fields": {"lr": 0.1}}, {"fields": {"lr": 0.3}}]
-    >>> advice({"chosen": {"lr": 0.1}, "tried": tried})
+    >>> convergence_advice({"chosen": {"lr": 0.1}, "tried": tried})
     'larger learning rates did worse in the search: give more rounds'
     """
-    rates = [rate for one in (tuned or {}).get("tried", ()) if is_number(rate := one["fields"].get("lr"))]
-    if tuned is None or not rates:
+    rates = [rate for entry in (tuning or {}).get("tried", ()) if is_number(rate := entry["fields"].get("lr"))]
+    if tuning is None or not rates:
         return (
             "its learning rate was not searched: search it (--tune auto), then give more rounds if that does not help"
         )
-    best = [one["lr"] for one in (tuned.get("by_client") or {}).values()] or [tuned["chosen"].get("lr")]
+    best = [entry["lr"] for entry in (tuning.get("by_client") or {}).values()] or [tuning["chosen"].get("lr")]
     if max(rates) in best:
-        beyond = next_value(rates, max(rates), whole=False) or max(rates)
+        beyond = next_value_beyond_edge(rates, max(rates), is_integer=False) or max(rates)
         return (
             f"no learning rate above its {max(rates):g} was tried: search larger ones (--tune "
             f'"lr={max(rates):g},{beyond:g},..."), then give more rounds if that does not help'
@@ -101,7 +105,7 @@ def advice(tuned: Mapping[str, Any] | None) -> str:
     return "larger learning rates did worse in the search: give more rounds"
 
 
-def _bottom(before: NDArray[np.float64]) -> float:
+def _lowest_smoothed(before: NDArray[np.float64]) -> float:
     """How low a loss has been, but for noise; infinity if it only rose."""
     if int(before.argmin()) == 0:
         return math.inf
@@ -116,7 +120,7 @@ def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[NDArray[
     return np.asarray(common, dtype=np.float64), np.asarray(values, dtype=np.float64)
 
 
-def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float]:
+def _fit_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float]:
     """By how much the least-squares line falls from the first to the last x, where it ends, and the one-sided p of its
     slope."""
     from scipy import stats  # imported late: it takes half a second, which other commands should not pay

@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.comparison.influence import Values, pseudo_values, strata
+from polyfed.comparison.influence import Values, classes_of_pseudo_values, jackknife_pseudo_values
 from polyfed.comparison.resampled import corrected_variance
-from polyfed.core.metrics import Metric, binary_columns
+from polyfed.core.metrics import Metric, binary_problems
 
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 ALPHA = 0.04
 """The share of false claims that intervals are made for, a little below 1 − LEVEL, because t quantiles of discrete and
 skewed scores are approximations: `benchmarks/verdicts.py` measures that 1 − LEVEL holds."""
@@ -36,25 +36,26 @@ skewed scores are approximations: `benchmarks/verdicts.py` measures that 1 − L
 
 @final
 @dataclass(frozen=True)
-class Parts:
+class VarianceComponents:
     """What is known of one site: the value, and the parts of its variance.
 
     Attributes: `values`, the score or difference of each seed, shape (S,); `centres`, what intervals are around: the same,
-    but drawn in a little for shares; `seeds`, the seeds' variance of their mean less the `rest`, which is that of seeds and
-    examples together; `examples`, the examples' variance of the mean; `freedom`, its degrees of freedom; `number` of
-    examples.
+    but drawn in a little for shares; `seed_variance`, the seeds' variance of their mean less the `residual_variance`,
+    which is that of seeds and
+    examples together; `example_variance`, the examples' variance of the mean; `degrees_of_freedom`, its degrees of
+    freedom; `num_examples` of examples.
     """
 
     values: Values
     centres: Values
-    seeds: float
-    rest: float
-    examples: float
-    freedom: float
-    number: int
+    seed_variance: float
+    residual_variance: float
+    example_variance: float
+    degrees_of_freedom: float
+    num_examples: int
 
     @property
-    def value(self) -> float:
+    def mean(self) -> float:
         """The mean over seeds."""
         return float(self.values.mean())
 
@@ -71,7 +72,9 @@ class Estimate:
     p: float
 
 
-def parts(metric: Metric, ours: Sequence[Tensor], theirs: Sequence[Tensor] | None, targets: Tensor) -> Parts | None:
+def estimate_variance_components(
+    metric: Metric, ours: Sequence[Tensor], theirs: Sequence[Tensor] | None, targets: Tensor
+) -> VarianceComponents | None:
     """Of one site.
 
     Args:
@@ -87,66 +90,78 @@ def parts(metric: Metric, ours: Sequence[Tensor], theirs: Sequence[Tensor] | Non
     >>> from polyfed.core.metrics import METRICS
     >>> targets = torch.tensor([0, 1] * 20)
     >>> right, wrong = torch.eye(2)[targets], torch.eye(2)[torch.zeros(40, dtype=torch.int64)]
-    >>> parts(METRICS["accuracy"], [right], [wrong], targets).values
+    >>> estimate_variance_components(METRICS["accuracy"], [right], [wrong], targets).values
     array([0.5])
     """
-    found = [None if outputs is None else scored(metric, outputs, targets) for outputs in (ours, theirs)]
-    if found[0] is None or (theirs is not None and found[1] is None):
+    seed_scores = [None if outputs is None else score_seeds(metric, outputs, targets) for outputs in (ours, theirs)]
+    if seed_scores[0] is None or (theirs is not None and seed_scores[1] is None):
         return None
-    return difference(found[0], found[1])
+    return difference_components(seed_scores[0], seed_scores[1])
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Scored:
+class SeedScores:
     """The networks of one method on the examples of one site.
 
-    Attributes: `metric`; `values`, the score of each seed, shape (S,); `table`, the pseudo-values, shape (S, n); `classes`
-    of the n; `least`, what the examples' variance is at least; `number` of examples.
+    Attributes: `metric`; `values`, the score of each seed, shape (S,); `pseudo_values`, the pseudo-values, shape (S,
+    n); `classes`
+    of the n; `combine_gains_over_rivals`, what the examples' variance is at least; `num_examples` of examples.
     """
 
     metric: Metric
     values: Values
-    table: Values
+    pseudo_values: Values
     classes: NDArray[np.int64]
-    least: float
-    number: int
+    min_example_variance: float
+    num_examples: int
 
 
-def scored(metric: Metric, outputs: Sequence[Tensor], targets: Tensor) -> Scored | None:
-    """The networks of all seeds, from their outputs; None where a score is not defined, as for `parts`."""
-    found = [pseudo_values(metric, one, targets) for one in outputs]
-    known = [one for one in found if one is not None]
-    if len(known) < len(found):
+def score_seeds(metric: Metric, outputs: Sequence[Tensor], targets: Tensor) -> SeedScores | None:
+    """The networks of all seeds, from their outputs; None where a score is not defined, as for
+    `estimate_variance_components`."""
+    pairs = [jackknife_pseudo_values(metric, seed_outputs, targets) for seed_outputs in outputs]
+    defined = [pair for pair in pairs if pair is not None]
+    if len(defined) < len(pairs):
         return None
-    least = _least_of_auc(outputs[0], targets) if metric.name == "auc" else 0.0
-    values, table = np.array([score for score, _ in known]), np.array([row for _, row in known])
-    return Scored(metric, values, table, strata(metric, targets), least, len(targets))
+    least = _min_auc_variance(outputs[0], targets) if metric.name == "auc" else 0.0
+    values, table = np.array([score for score, _ in defined]), np.array([row for _, row in defined])
+    return SeedScores(metric, values, table, classes_of_pseudo_values(metric, targets), least, len(targets))
 
 
-def difference(ours: Scored, theirs: Scored | None) -> Parts:
+def difference_components(ours: SeedScores, theirs: SeedScores | None) -> VarianceComponents:
     """Of two methods on the same examples, positive where `ours` is better; of None, the score of
     `ours` itself."""
-    share = ours.metric.parts is not None and ours.metric.unit == "%"
+    share = ours.metric.per_example is not None and ours.metric.unit == "%"
     if theirs is None:
         extra = (0.0, 0.0, 1.0, 1.0) if share else ()
-        return _parts(ours.values, ours.table, ours.classes, extra, ours.least, ours.number)
+        return _components_of_table(
+            ours.values, ours.pseudo_values, ours.classes, extra, ours.min_example_variance, ours.num_examples
+        )
     sign = 1.0 if ours.metric.higher_is_better else -1.0
-    values, table = sign * (ours.values - theirs.values), sign * (ours.table - theirs.table)
-    return _parts(values, table, ours.classes, (1.0, -1.0) if share else (), ours.least, ours.number)
+    values, table = sign * (ours.values - theirs.values), sign * (ours.pseudo_values - theirs.pseudo_values)
+    return _components_of_table(
+        values, table, ours.classes, (1.0, -1.0) if share else (), ours.min_example_variance, ours.num_examples
+    )
 
 
-def _least_of_auc(outputs: Tensor, targets: Tensor) -> float:
+def _min_auc_variance(outputs: Tensor, targets: Tensor) -> float:
     """The variance that an AUC of m positive and q negative examples has at least, 1/(4mq): where both networks order all
     examples rightly the pseudo-values do not vary at all, and the next example may yet be ordered wrongly."""
-    sizes = [(int(positive.sum()), int((~positive).sum())) for _, positive in binary_columns(outputs, targets)]
+    sizes = [(int(positive.sum()), int((~positive).sum())) for _, positive in binary_problems(outputs, targets)]
     return float(np.mean([1 / (4 * m * q) for m, q in sizes])) / len(sizes)
 
 
-def _parts(
-    values: Values, table: Values, classes: NDArray[np.int64], extra: Sequence[float], least: float, number: int
-) -> Parts:
-    """The mean squares of the table of S seeds and n pseudo-values; `least` is what the examples' variance is at least.
+def _components_of_table(
+    values: Values,
+    table: Values,
+    classes: NDArray[np.int64],
+    extra: Sequence[float],
+    min_example_variance: float,
+    num_examples: int,
+) -> VarianceComponents:
+    """The mean squares of the table of S seeds and n pseudo-values; `combine_gains_over_rivals` is what the examples'
+    variance is at least.
 
     Shares get pseudo-examples, `extra`: one that only the one method had right and one that only the other had (Bonett
     and Price 2012, after Agresti and Min 2005), or two right and two wrong (Agresti and Coull 1998). Without them, a few
@@ -160,40 +175,44 @@ def _parts(
     columns = table.mean(axis=0)
     centred = columns - columns.mean()
     of_examples = seeds * float((centred**2).sum()) / (n - 1)
-    freedom = float(n - 1) if extra else _freedom(centred, classes)
+    freedom = float(n - 1) if extra else _degrees_of_freedom(centred, classes)
     if seeds == 1:
-        return Parts(values, centres, 0.0, 0.0, max(of_examples / n, least), freedom, number)
+        return VarianceComponents(
+            values, centres, 0.0, 0.0, max(of_examples / n, min_example_variance), freedom, num_examples
+        )
     of_seeds = n * float(centres.var(ddof=1))
-    rest = table - table.mean(axis=1, keepdims=True) - centred
-    of_rest = float((rest**2).sum()) / ((seeds - 1) * (n - 1))
+    residuals = table - table.mean(axis=1, keepdims=True) - centred
+    of_rest = float((residuals**2).sum()) / ((seeds - 1) * (n - 1))
     scale = n * seeds
-    examples = max((of_examples - of_rest) / scale, least - of_rest / scale, 0.0)
-    return Parts(values, centres, (of_seeds - of_rest) / scale, of_rest / scale, examples, freedom, number)
+    examples = max((of_examples - of_rest) / scale, min_example_variance - of_rest / scale, 0.0)
+    return VarianceComponents(
+        values, centres, (of_seeds - of_rest) / scale, of_rest / scale, examples, freedom, num_examples
+    )
 
 
-def _freedom(centred: Values, classes: NDArray[np.int64]) -> float:
+def _degrees_of_freedom(centred: Values, classes: NDArray[np.int64]) -> float:
     """Degrees of freedom of the examples' variance: Welch's over classes, and fewer than the examples that contribute, of
     which there are few where two networks mostly agree ((Σ|c|)²/Σc² is their number if they contribute alike)."""
     squares = centred**2
-    whole = float(squares.sum())
-    if whole == 0:
+    total = float(squares.sum())
+    if total == 0:
         return float(len(centred) - 1)
     inverse = 0.0
     for name in np.unique(classes):
         inside = classes == name
-        if (share := float(squares[inside].sum()) / whole) > 0:
+        if (share := float(squares[inside].sum()) / total) > 0:
             inverse += share**2 / max(int(inside.sum()) - 1, 0.5)
-    contributing = float(np.abs(centred).sum()) ** 2 / whole
+    contributing = float(np.abs(centred).sum()) ** 2 / total
     return max(min(1 / inverse, contributing - 1), 0.5)
 
 
-def _t(alpha: float, freedom: float) -> float:
+def _t_quantile(alpha: float, freedom: float) -> float:
     from scipy.special import stdtrit  # the t quantile; scipy.stats would take half a second to import
 
     return float(stdtrit(freedom, 1 - alpha / 2))
 
 
-def of_sites(sites: Sequence[Parts], *, tests: int = 1, alpha: float = ALPHA) -> list[Estimate]:
+def estimate_by_client(sites: Sequence[VarianceComponents], *, tests: int = 1, alpha: float = ALPHA) -> list[Estimate]:
     """Of each site, with intervals that hold for all sites and `tests` methods together (Bonferroni).
 
     Few seeds tell little of their variance. Sites share what is known of it, as an analysis of variance does; one whose own
@@ -205,25 +224,26 @@ def of_sites(sites: Sequence[Parts], *, tests: int = 1, alpha: float = ALPHA) ->
         tests: how many methods have intervals for these sites.
         alpha: the share of comparisons in which one interval or more may be wrong.
     """
-    seeds, many = len(sites[0].values), len(sites) * tests
-    common = max(0.0, float(np.mean([site.seeds for site in sites])))
+    seeds, num_claims = len(sites[0].values), len(sites) * tests
+    common = max(0.0, float(np.mean([site.seed_variance for site in sites])))
 
-    def half(site: Parts, alpha: float) -> float:
-        each = alpha / many
-        examples = _t(each, site.freedom) ** 2 * site.examples
+    def half_width(site: VarianceComponents, alpha: float) -> float:
+        claim_alpha = alpha / num_claims
+        examples = _t_quantile(claim_alpha, site.degrees_of_freedom) ** 2 * site.example_variance
         if seeds == 1:
             return math.sqrt(examples)
-        variance = max(common, site.seeds) + site.rest
-        shared = _t(each, len(sites) * (seeds - 1)) ** 2 * variance + examples
-        own = (
-            _t(alpha, seeds - 1) ** 2 * max(site.seeds + site.rest, 0.0) + _t(alpha, site.freedom) ** 2 * site.examples
+        variance = max(common, site.seed_variance) + site.residual_variance
+        shared = _t_quantile(claim_alpha, len(sites) * (seeds - 1)) ** 2 * variance + examples
+        single_claim = (
+            _t_quantile(alpha, seeds - 1) ** 2 * max(site.seed_variance + site.residual_variance, 0.0)
+            + _t_quantile(alpha, site.degrees_of_freedom) ** 2 * site.example_variance
         )
-        return math.sqrt(max(shared, own))
+        return math.sqrt(max(shared, single_claim))
 
-    return [_estimate(site.value, float(site.centres.mean()), partial(half, site), alpha) for site in sites]
+    return [_build_estimate(site.mean, float(site.centres.mean()), partial(half_width, site), alpha) for site in sites]
 
 
-def of_mean(sites: Sequence[Parts], *, tests: int = 1, alpha: float = ALPHA) -> Estimate:
+def estimate_mean(sites: Sequence[VarianceComponents], *, tests: int = 1, alpha: float = ALPHA) -> Estimate:
     """Of the mean over these sites, which stand for themselves. What seeds do is seen on the means of the sites, since one
     seed reaches all of them.
 
@@ -234,22 +254,26 @@ def of_mean(sites: Sequence[Parts], *, tests: int = 1, alpha: float = ALPHA) -> 
     """
     means = np.array([site.centres for site in sites]).mean(axis=0)
     seeds = len(means)
-    examples = np.array([site.examples for site in sites]) / len(sites) ** 2
-    whole = float(examples.sum())
-    freedom = whole**2 / sum(v**2 / site.freedom for v, site in zip(examples, sites, strict=True)) if whole else 1.0
+    examples = np.array([site.example_variance for site in sites]) / len(sites) ** 2
+    total_variance = float(examples.sum())
+    freedom = (
+        total_variance**2 / sum(v**2 / site.degrees_of_freedom for v, site in zip(examples, sites, strict=True))
+        if total_variance
+        else 1.0
+    )
     of_seeds = float(means.var(ddof=1)) / seeds if seeds > 1 else 0.0
 
-    def half(alpha: float) -> float:
-        spread = _t(alpha / tests, freedom) ** 2 * whole
-        return math.sqrt(spread + (_t(alpha / tests, seeds - 1) ** 2 * of_seeds if seeds > 1 else 0.0))
+    def half_width(alpha: float) -> float:
+        spread = _t_quantile(alpha / tests, freedom) ** 2 * total_variance
+        return math.sqrt(spread + (_t_quantile(alpha / tests, seeds - 1) ** 2 * of_seeds if seeds > 1 else 0.0))
 
-    value = float(np.mean([site.value for site in sites]))
+    value = float(np.mean([site.mean for site in sites]))
     # As many pseudo-examples in all as one site has: those of every site would move a mean of many small ones by more than
     # its interval is wide.
-    return _estimate(value, value + (float(means.mean()) - value) / len(sites), half, alpha)
+    return _build_estimate(value, value + (float(means.mean()) - value) / len(sites), half_width, alpha)
 
 
-def least(gains: Sequence[tuple[Estimate, Estimate]]) -> Estimate:
+def combine_gains_over_rivals(gains: Sequence[tuple[Estimate, Estimate]]) -> Estimate:
     """The gain over the best of several rivals, which is the least of the gains over each.
 
     It is above 0 only if each is, so that the lower end needs no correction for the number of rivals (an intersection-union
@@ -260,7 +284,7 @@ def least(gains: Sequence[tuple[Estimate, Estimate]]) -> Estimate:
             together.
 
     >>> one, other = Estimate(0.3, 0.1, 0.5, 0.01), Estimate(0.2, -0.1, 0.4, 0.3)
-    >>> least([(one, one), (other, other)])
+    >>> combine_gains_over_rivals([(one, one), (other, other)])
     Estimate(value=0.2, low=-0.1, high=0.4, p=0.3)
     """
     above = max(single.p if single.value > 0 else 1.0 for single, _ in gains)
@@ -272,98 +296,102 @@ def least(gains: Sequence[tuple[Estimate, Estimate]]) -> Estimate:
 
 
 def score_interval(
-    metric: Metric, outputs: Sequence[Tensor], targets: Tensor, level: float = LEVEL
+    metric: Metric, outputs: Sequence[Tensor], targets: Tensor, level: float = CONFIDENCE_LEVEL
 ) -> tuple[float, float, float] | None:
     """The score of one method on these examples, the mean over seeds, and the two ends of its interval by itself.
 
     Args:
-        metric, targets: as for `parts`.
+        metric, targets: as for `estimate_variance_components`.
         outputs: one tensor a seed.
         level: how often such an interval holds the truth.
 
     Returns:
         None where the score or its variance is not defined.
     """
-    return _alone(parts(metric, outputs, None, targets), level)
+    return _interval_of_one(estimate_variance_components(metric, outputs, None, targets), level)
 
 
 def gain_interval(
-    metric: Metric, ours: Sequence[Tensor], theirs: Sequence[Tensor], targets: Tensor, level: float = LEVEL
+    metric: Metric, ours: Sequence[Tensor], theirs: Sequence[Tensor], targets: Tensor, level: float = CONFIDENCE_LEVEL
 ) -> tuple[float, float, float] | None:
     """As `score_interval`, for the difference of two methods on the same examples; positive where `ours`
     is better."""
-    return _alone(parts(metric, ours, theirs, targets), level)
+    return _interval_of_one(estimate_variance_components(metric, ours, theirs, targets), level)
 
 
-def _alone(found: Parts | None, level: float) -> tuple[float, float, float] | None:
-    if found is None:
+def _interval_of_one(components: VarianceComponents | None, level: float) -> tuple[float, float, float] | None:
+    if components is None:
         return None
-    one = of_mean([found], alpha=(1 - level) * ALPHA / (1 - LEVEL))
-    return (one.value, one.low, one.high) if math.isfinite(one.low) else None
+    estimate = estimate_mean([components], alpha=(1 - level) * ALPHA / (1 - CONFIDENCE_LEVEL))
+    return (estimate.value, estimate.low, estimate.high) if math.isfinite(estimate.low) else None
 
 
 @final
 @dataclass(frozen=True)
-class Dealt:
+class ResplitDifferences:
     """Differences of one site (or their mean) from data that were dealt again for each.
 
-    Attributes: `values`, one a dealing, at least two; `train` and `test`, how many examples each dealing gave to training
-    and to the test, or any numbers of that ratio.
+    Attributes: `values`, one a dealing, at least two; `num_train` and `num_test`, how many examples each dealing gave
+    to training and to the test, or any numbers of that ratio.
     """
 
     values: Sequence[float]
-    train: float
-    test: float
+    num_train: float
+    num_test: float
 
     @property
-    def shared(self) -> float:
+    def mean_variance_factor(self) -> float:
         """The variance of the mean, for differences of variance 1: 1/K + test/train."""
-        return corrected_variance(self.values, self.train, self.test) / self.spread if self.spread else 0.0
+        return corrected_variance(self.values, self.num_train, self.num_test) / self.variance if self.variance else 0.0
 
     @property
-    def spread(self) -> float:
+    def variance(self) -> float:
         """The variance of the differences."""
         return float(np.var(self.values, ddof=1))
 
 
-def of_splits(sites: Sequence[Dealt], *, tests: int = 1, alpha: float = ALPHA) -> list[Estimate]:
+def estimate_from_resplits(
+    sites: Sequence[ResplitDifferences], *, tests: int = 1, alpha: float = ALPHA
+) -> list[Estimate]:
     """From data that were dealt again: Student's interval with the variance of Nadeau and Bengio (2003), which corrects for
-    the examples that the dealings share. As in `of_sites`, few dealings share what is known of their variance.
+    the examples that the dealings share. As in `estimate_by_client`, few dealings share what is known of their variance.
 
     Args:
         sites: at least one, with the same number of dealings each.
         tests: how many methods have intervals for these sites.
         alpha: the share of comparisons in which one interval or more may be wrong.
     """
-    free, many = len(sites[0].values) - 1, len(sites) * tests
-    common = float(np.mean([site.spread for site in sites]))
+    free, num_claims = len(sites[0].values) - 1, len(sites) * tests
+    common = float(np.mean([site.variance for site in sites]))
 
-    def half(site: Dealt, alpha: float) -> float:
-        together = _t(alpha / many, len(sites) * free) ** 2 * max(common, site.spread)
-        return math.sqrt(site.shared * max(together, _t(alpha, free) ** 2 * site.spread))
+    def half_width(site: ResplitDifferences, alpha: float) -> float:
+        together = _t_quantile(alpha / num_claims, len(sites) * free) ** 2 * max(common, site.variance)
+        return math.sqrt(site.mean_variance_factor * max(together, _t_quantile(alpha, free) ** 2 * site.variance))
 
     means = [float(np.mean(site.values)) for site in sites]
-    return [_estimate(mean, mean, partial(half, site), alpha) for mean, site in zip(means, sites, strict=True)]
+    return [
+        _build_estimate(mean, mean, partial(half_width, site), alpha) for mean, site in zip(means, sites, strict=True)
+    ]
 
 
-def _estimate(value: float, centre: float, half: Callable[[float], float], alpha: float) -> Estimate:
-    width = half(alpha)
+def _build_estimate(value: float, centre: float, half_width: Callable[[float], float], alpha: float) -> Estimate:
+    width = half_width(alpha)
     if width == 0:  # differences that are all equal say nothing of how far they vary
         return Estimate(value, -math.inf, math.inf, 1.0)
     # Shares are moved towards the middle for their interval, which must still hold what was seen.
-    level = _level(centre, half) if value * centre > 0 else 1.0
+    level = _level_touching_zero(centre, half_width) if value * centre > 0 else 1.0
     low, high = min(centre - width, value), max(centre + width, value)
-    return Estimate(value, low, high, min(1.0, level * (1 - LEVEL) / alpha))
+    return Estimate(value, low, high, min(1.0, level * (1 - CONFIDENCE_LEVEL) / alpha))
 
 
-def _level(centre: float, half: Callable[[float], float]) -> float:
+def _level_touching_zero(centre: float, half_width: Callable[[float], float]) -> float:
     """The share of false claims at which the interval just touches 0, by bisection: widths fall as it rises."""
-    if abs(centre) <= half(1.0):
+    if abs(centre) <= half_width(1.0):
         return 1.0
     low, high = -40.0, 0.0  # logarithms
     for _ in range(50):
         middle = (low + high) / 2
-        if half(math.exp(middle)) >= abs(centre):
+        if half_width(math.exp(middle)) >= abs(centre):
             low = middle
         else:
             high = middle

@@ -8,7 +8,7 @@ from typing import Any, final
 
 @final
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """An evaluated round of a run: mean score over clients, and bytes and seconds spent up to it."""
 
     round: int
@@ -17,14 +17,14 @@ class Point:
     seconds: float
 
 
-def curve(history: Sequence[Mapping[str, Any]], score: str) -> list[Point]:
+def build_learning_curve(history: Sequence[Mapping[str, Any]], score: str) -> list[CurvePoint]:
     """The evaluated rounds of a run from the objects of its `metrics.jsonl`. Seconds are those of clients and server: what
     evaluation takes is no cost of the method.
 
     >>> rounds = [{"round": t, "bytes_down_total": t, "bytes_up_total": t, "seconds_clients": 1.0, "seconds_server": 0.5,
     ...     "summary": {"accuracy": {"mean": t / 4}} if t == 2 else {}} for t in (1, 2)]
-    >>> curve(rounds, "accuracy")
-    [Point(round=2, score=0.5, bytes=4, seconds=3.0)]
+    >>> build_learning_curve(rounds, "accuracy")
+    [CurvePoint(round=2, score=0.5, bytes=4, seconds=3.0)]
     """
     points, seconds = [], 0.0
     for record in history:
@@ -32,33 +32,35 @@ def curve(history: Sequence[Mapping[str, Any]], score: str) -> list[Point]:
         if record["summary"]:
             mean = record["summary"].get(score, {}).get("mean")
             moved = record["bytes_down_total"] + record["bytes_up_total"]
-            points.append(Point(record["round"], mean, moved, round(seconds, 4)))
+            points.append(CurvePoint(record["round"], mean, moved, round(seconds, 4)))
     return points
 
 
-def means(history: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+def mean_metric_by_round(history: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
     """Each evaluated round and the mean over clients of one of its metrics, where it has one.
 
-    >>> means([{"round": 2, "summary": {"val_loss": {"mean": 0.5}}}, {"round": 3, "summary": {}}], "val_loss")
+    >>> mean_metric_by_round([{"round": 2, "summary": {"val_loss": {"mean": 0.5}}}, {"round": 3, "summary": {}}], "val_loss")
     [(2, 0.5)]
     """
     return [(r["round"], r["summary"][name]["mean"]) for r in history if name in r["summary"]]
 
 
-def within(points: Sequence[Point], kind: str, limit: float | None) -> Point | None:
+def last_point_within_budget(points: Sequence[CurvePoint], kind: str, limit: float | None) -> CurvePoint | None:
     """The last evaluated round at which no more than `limit` bytes or seconds are spent; without a limit the last of all.
 
-    >>> within([Point(1, 0.5, 10, 1.0), Point(2, 0.6, 20, 2.0)], "bytes", 15).round
+    >>> last_point_within_budget([CurvePoint(1, 0.5, 10, 1.0), CurvePoint(2, 0.6, 20, 2.0)], "bytes", 15).round
     1
     """
     inside = [p for p in points if limit is None or getattr(p, kind) <= limit]
     return inside[-1] if inside else None
 
 
-def first_reaching(points: Sequence[Point], target: float | None, *, higher_is_better: bool = True) -> Point | None:
+def first_point_reaching_target(
+    points: Sequence[CurvePoint], target: float | None, *, higher_is_better: bool = True
+) -> CurvePoint | None:
     """The first evaluated round whose mean score is at least as good as `target`.
 
-    >>> first_reaching([Point(1, 0.5, 10, 1.0), Point(2, 0.6, 20, 2.0)], 0.55).bytes
+    >>> first_point_reaching_target([CurvePoint(1, 0.5, 10, 1.0), CurvePoint(2, 0.6, 20, 2.0)], 0.55).bytes
     20
     """
     if target is None or not math.isfinite(target):

@@ -104,18 +104,18 @@ from typing import Any, final
 
 import yaml
 
-from polyfed.comparison.continuing import conflict, first_difference
-from polyfed.comparison.form import Description, check_results
-from polyfed.comparison.reading import Budget, Reading
+from polyfed.comparison.continuing import describe_conflict, describe_first_difference
+from polyfed.comparison.form import ComparisonDescription, results_error
+from polyfed.comparison.reading import Budget, ResultCriteria
 from polyfed.core.errors import UserError
-from polyfed.core.files import make_folder, read_file, replace_file, user_path
-from polyfed.core.typed import conforms, from_json
-from polyfed.simulation.runs.directory import changes, plain, read_config, read_manifest, read_metrics
-from polyfed.simulation.runs.paths import file_name
+from polyfed.core.files import create_private_folder, expand_user_path, read_file, write_file_atomically
+from polyfed.core.typed import parse_json, validation_error
+from polyfed.simulation.runs.directory import list_changes, read_config, read_manifest, read_metrics, to_plain_values
+from polyfed.simulation.runs.paths import safe_file_name
 
 DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
-FORMAT = 2  # of the results
-CHOICES = (
+RESULTS_FORMAT = 2  # of the results
+SELECTION_RULE = (
     "loss"  # by what rates and rounds are chosen; before, by the mean validation score, with no word in the description
 )
 
@@ -155,57 +155,59 @@ class Comparison:
         corrected `p_reference` and `p_best`; `megabytes` (2^20 bytes) and `seconds` of a run; None where not defined."""
         rows = []
         for label, method in self.results["methods"].items():
-            found = method["statistics"]
-            low, high = found["interval"] or (None, None)
-            gain_low, gain_high = found["gain_interval"] or (None, None)
+            statistics = method["statistics"]
+            low, high = statistics["interval"] or (None, None)
+            gain_low, gain_high = statistics["gain_interval"] or (None, None)
             rows.append(
                 {
                     "method": label,
-                    "mean": found["mean"],
+                    "mean": statistics["mean"],
                     "low": low,
                     "high": high,
-                    **{name: found[name] for name in ("worst", "p10", "p90")},
-                    "gain": found["gain"],
+                    **{name: statistics[name] for name in ("worst", "p10", "p90")},
+                    "gain": statistics["gain"],
                     "gain_low": gain_low,
                     "gain_high": gain_high,
-                    "losers": found["losers"],
-                    **{name: found[name] for name in ("p_reference", "p_best")},
-                    "megabytes": None if found["bytes"] is None else found["bytes"] / 2**20,
-                    "seconds": found["seconds"],
+                    "losers": statistics["losers"],
+                    **{name: statistics[name] for name in ("p_reference", "p_best")},
+                    "megabytes": None if statistics["bytes"] is None else statistics["bytes"] / 2**20,
+                    "seconds": statistics["seconds"],
                 }
             )
         return rows
 
 
-def read(folder: str | Path) -> Comparison:
+def load_comparison(folder: str | Path) -> Comparison:
     """A finished comparison from its directory.
 
     Raises:
         UserError: there is none, or it is not finished.
     """
-    folder = user_path(folder, "the folder of the comparison")
+    folder = expand_user_path(folder, "the folder of the comparison")
     path = folder / RESULTS
     if not (Path(folder) / DESCRIPTION).exists():
         raise UserError(f"{folder} is not the directory of a comparison: it has no {DESCRIPTION}")
     if not path.is_file():
         raise UserError(f"the comparison in {folder} is not finished; go on with it: polyfed compare {folder}")
     try:
-        content = from_json(read_file(path))
+        content = parse_json(read_file(path))
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
-        if content.get("format") == FORMAT and (wrong := check_results(content)):
+        if content.get("format") == RESULTS_FORMAT and (wrong := results_error(content)):
             raise ValueError(wrong)
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); make it again: polyfed compare {folder}") from error
-    if content.get("format") != FORMAT:
-        raise UserError(f"{path} has format {content.get('format')}, this version of polyfed reads {FORMAT}; make it again: "
-                        f"polyfed compare {folder}")  # fmt: skip
+    if content.get("format") != RESULTS_FORMAT:
+        raise UserError(
+            f"{path} has format {content.get('format')}, this version of polyfed reads {RESULTS_FORMAT}; make it again: "
+            f"polyfed compare {folder}"
+        )
     return Comparison(content, Path(folder))
 
 
-def write(folder: Path, content: Mapping[str, Any]) -> None:
+def write_comparison_results(folder: Path, content: Mapping[str, Any]) -> None:
     """Writes the results; the file is the old one or the new one at any moment."""
-    replace_file(folder / RESULTS, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False).encode())
+    write_file_atomically(folder / RESULTS, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False).encode())
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
@@ -214,32 +216,32 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     Raises:
         UserError: it is missing or damaged.
     """
-    path = user_path(folder, "the folder of the comparison") / DESCRIPTION
+    path = expand_user_path(folder, "the folder of the comparison") / DESCRIPTION
     if not path.is_file():
         raise UserError(f"{folder} is not the directory of a comparison: it has no {DESCRIPTION}")
     content = read_config(path)
-    if wrong := conforms(content, Description):
+    if wrong := validation_error(content, ComparisonDescription):
         raise UserError(f"{path} is damaged: {wrong}; give the whole command again with another --out")
     return content
 
 
-def reading_of(description: Mapping[str, Any]) -> Reading:
+def load_result_criteria(description: Mapping[str, Any]) -> ResultCriteria:
     """How the results of a comparison were last read."""
-    kept = description.get("reading") or {}
-    return Reading(Budget.parse(kept.get("budget", "best")), kept.get("target"))
+    stored = description.get("reading") or {}
+    return ResultCriteria(Budget.parse(stored.get("budget", "best")), stored.get("target"))
 
 
-def keep_description(folder: Path, description: Mapping[str, Any], reading: Reading) -> None:
+def write_description(folder: Path, description: Mapping[str, Any], criteria: ResultCriteria) -> None:
     """Writes `comparison.yaml`; one that is there must describe runs that this one has, too. Reading them otherwise needs no
     other runs.
 
     Raises:
         UserError: `folder` holds something else, or a comparison of something else.
     """
-    content = plain(description, "comparison")
+    content = to_plain_values(description, "comparison")
     try:
         if not folder.exists():
-            make_folder(folder, parents=True)
+            create_private_folder(folder, parents=True)
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
     if (folder / DESCRIPTION).exists():
@@ -250,18 +252,18 @@ def keep_description(folder: Path, description: Mapping[str, Any], reading: Read
                 "validation score, and for all clients of local alike. Its results can still be shown (polyfed report "
                 f"{folder}); to compare anew, give the whole command again with another --out"
             )
-        if differs := conflict(before, content):
+        if differs := describe_conflict(before, content):
             raise UserError(
                 f"{folder} holds a comparison of something else: {differs}; choose another --out, or ask for what it holds"
             )
     elif any(not entry.name.startswith(".partial-") for entry in folder.iterdir()):
         raise UserError(f"{folder} is not empty and holds no comparison; choose another --out")
-    content["reading"] = {"budget": str(reading.budget), "target": reading.target}
-    replace_file(folder / DESCRIPTION, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
+    content["reading"] = {"budget": str(criteria.budget), "target": criteria.target}
+    write_file_atomically(folder / DESCRIPTION, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
 
 
-def finished(
-    folder: Path, rounds: int, clients: Sequence[str], seed: int, method: Mapping[str, Any], data: str
+def load_finished_history(
+    folder: Path, rounds: int, clients: Sequence[str], seed: int, method: Mapping[str, Any], data_fingerprint: str
 ) -> list[dict[str, Any]] | None:
     """The history of a run that has nothing left to do: all rounds told and all models written; None otherwise.
 
@@ -277,21 +279,23 @@ def finished(
     if not (folder / "config.yaml").exists():
         return None
     config = read_config(folder)
-    known = {"seed": config.get("seed"), "algorithm": config.get("algorithm"), "rounds": config.get("rounds")}
-    asked = {"seed": seed, "algorithm": dict(method), "rounds": rounds}
-    before = read_manifest(folder).get("data_fingerprint", data)  # one that is lost is no other
-    if differs := first_difference({**known, "clients": before}, {**asked, "clients": data}):
+    stored_run = {"seed": config.get("seed"), "algorithm": config.get("algorithm"), "rounds": config.get("rounds")}
+    expected_run = {"seed": seed, "algorithm": dict(method), "rounds": rounds}
+    stored_fingerprint = read_manifest(folder).get("data_fingerprint", data_fingerprint)  # one that is lost is no other
+    if differs := describe_first_difference(
+        {**stored_run, "clients": stored_fingerprint}, {**expected_run, "clients": data_fingerprint}
+    ):
         raise UserError(
             f"{folder} does not hold the run that belongs there: {differs}; remove it, or choose another --out"
         )
-    if changed := changes(folder, made=False):
+    if changed := list_changes(folder, include_outputs=False):
         raise UserError(f"{changed[0]}. A comparison reads finished runs: make this one again by removing {folder}")
     history = read_metrics(folder / "metrics.jsonl")
     if [record["round"] for record in history] != list(range(1, rounds + 1)):
         return None
     if not all(isinstance(record.get(part), dict) for record in history for part in ("clients", "summary")):
         return None
-    if changes(folder):
+    if list_changes(folder):
         return None  # models or predictions, which are written again
-    models = [folder / "models" / f"{file_name(client)}.safetensors" for client in clients]
+    models = [folder / "models" / f"{safe_file_name(client)}.safetensors" for client in clients]
     return history if all(path.is_file() and path.stat().st_size > 0 for path in models) else None

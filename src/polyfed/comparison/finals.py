@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.comparison import tuning
-from polyfed.comparison.plans import Failure, Job, Method, Plan, Played, play
+from polyfed.comparison.plans import ComparisonPlan, Failure, FinishedRun, Method, RunSpec, run_jobs
 from polyfed.simulation.settings import Keep
 
 
-def compared(
-    plan: Plan, methods: Mapping[str, Method], description: dict[str, Any]
-) -> tuple[dict[str, Method], dict[tuple[str, int], Played], dict[str, Failure]]:
+def run_final_methods(
+    plan: ComparisonPlan, methods: Mapping[str, Method], description: dict[str, Any]
+) -> tuple[dict[str, Method], dict[tuple[str, int], FinishedRun], dict[str, Failure]]:
     """The methods as they are compared, their runs by label and seed, and why methods failed. The search, if there is one,
     is put into the description.
 
@@ -25,48 +25,63 @@ def compared(
         plan, methods: what is compared.
         description: the content of `comparison.yaml`.
     """
-    searched = None
-    if plan.search is not None:
-        searched = tuning.search(plan, methods, alike=description["same_clients"])
-    failed = {} if searched is None else searched.failed
-    places = Counter[tuning.Place]()  # of what is compared in the ranking of the search
-    found, runs = dict(methods), dict[tuple[str, int], Played]()
+    search_result = None
+    if plan.search_space is not None:
+        search_result = tuning.run_search(plan, methods, alike=description["same_clients"])
+    failed = {} if search_result is None else search_result.failed_methods
+    rank_by_choice = Counter[tuning.ChoiceKey]()  # of what is compared in the ranking of the search
+    final_methods, runs = dict(methods), dict[tuple[str, int], FinishedRun]()
     while True:
-        if searched is not None:
-            found, description["tuning"] = searched.chosen(places)
+        if search_result is not None:
+            final_methods, description["tuning"] = search_result.apply_choices(rank_by_choice)
         jobs = [
-            Job(label, method, seed, _folder(plan, label, searched, places, seed),
-                description["fingerprints"][str(seed)], _kept(plan, label, description.get("tuning")))
+            RunSpec(label, method, seed, _run_folder(plan, label, search_result, rank_by_choice, seed),
+                description["fingerprints"][str(seed)], _round_to_keep(plan, label, description.get("tuning")))
             for seed in plan.seeds
-            for label, method in found.items()
+            for label, method in final_methods.items()
             if label not in failed and (label, seed) not in runs
         ]  # fmt: skip
-        played, lost = play(plan, jobs) if jobs else ({}, {})
-        runs |= {(job.label, job.seed): one for job, one in played.items()}
-        again = set[tuning.Place]()
-        for job, failure in lost.items():
-            place = None if searched is None else searched.next_place(job.label, failure, places)
-            if place is not None:
-                again.add(place)
+        finished_runs, failures = run_jobs(plan, jobs) if jobs else ({}, {})
+        runs |= {(job.label, job.seed): finished_run for job, finished_run in finished_runs.items()}
+        to_repeat = set[tuning.ChoiceKey]()
+        for job, failure in failures.items():
+            next_choice = (
+                None
+                if search_result is None
+                else search_result.next_choice_after_failure(job.label, failure, rank_by_choice)
+            )
+            if next_choice is not None:
+                to_repeat.add(next_choice)
             else:
                 failed.setdefault(job.label, failure)
-        again = {place for place in again if place[0] not in failed}
-        if not again:
-            return found, runs, failed
-        places.update(again)
-        runs = {run: one for run, one in runs.items() if run[0] not in {label for label, _ in again}}
+        to_repeat = {next_choice for next_choice in to_repeat if next_choice[0] not in failed}
+        if not to_repeat:
+            return final_methods, runs, failed
+        rank_by_choice.update(to_repeat)
+        runs = {
+            run: finished_run for run, finished_run in runs.items() if run[0] not in {label for label, _ in to_repeat}
+        }
 
 
-def _folder(
-    plan: Plan, label: str, searched: tuning.Searched | None, places: Mapping[tuning.Place, int], seed: int
+def _run_folder(
+    plan: ComparisonPlan,
+    label: str,
+    search_result: tuning.SearchResult | None,
+    rank_by_choice: Mapping[tuning.ChoiceKey, int],
+    seed: int,
 ) -> Path | None:
     if plan.out is None:
         return None
-    return plan.out / label / ("" if searched is None else searched.folder(label, places)) / f"seed-{seed}"
+    return (
+        plan.out
+        / label
+        / ("" if search_result is None else search_result.run_folder_name(label, rank_by_choice))
+        / f"seed-{seed}"
+    )
 
 
-def _kept(plan: Plan, label: str, searched: Mapping[str, Any] | None) -> Keep:
+def _round_to_keep(plan: ComparisonPlan, label: str, tuning_entry: Mapping[str, Any] | None) -> Keep:
     """The round whose models a run keeps: the one at which it is compared unless a budget is the question."""
-    if searched is not None and "rounds" in searched:
-        return searched["rounds"].get(label) or "last"
-    return "loss" if any(c.val is not None for c in plan.cast(plan.seeds[0]).clients) else "last"
+    if tuning_entry is not None and "rounds" in tuning_entry:
+        return tuning_entry["rounds"].get(label) or "last"
+    return "loss" if any(c.val is not None for c in plan.client_set(plan.seeds[0]).clients) else "last"

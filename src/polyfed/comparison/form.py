@@ -6,38 +6,38 @@ What may be missing is of an earlier version, or not needed to show the results.
 from collections.abc import Mapping
 from typing import Any, Literal, Required, TypedDict
 
-from polyfed.core.typed import conforms
+from polyfed.core.typed import validation_error
 
 Score = float | None
-Span = tuple[float, float] | None
-Kind = Literal["join", "stay", "undecided"]
+IntervalEnds = tuple[float, float] | None
+AnswerWord = Literal["join", "stay", "undecided"]
 
 
-class Over(TypedDict, total=False):
+class GainEntry(TypedDict, total=False):
     """A gain over what a client has alone, or of that over training alone."""
 
     gain: Score
-    interval: Span
-    gain_interval: Span
+    interval: IntervalEnds
+    gain_interval: IntervalEnds
 
 
-class Answer(TypedDict, total=False):
+class AnswerEntry(TypedDict, total=False):
     """What is said to a client, or of the mean."""
 
     client: Required[str | None]
-    answer: Required[Kind]
+    answer: Required[AnswerWord]
     method: str | None
     gain: Score
-    interval: Span
+    interval: IntervalEnds
     test_examples: int | None
     over: str | None
     rarest: int | None
     basis: str
-    gains: dict[str, Over]
+    gains: dict[str, GainEntry]
     sentence: str | None
 
 
-class Dealt(TypedDict, total=False):
+class ClientSizesEntry(TypedDict, total=False):
     """How many examples a client has."""
 
     train: int
@@ -47,7 +47,7 @@ class Dealt(TypedDict, total=False):
     rarest: tuple[int, int] | None
 
 
-class Reached(TypedDict, total=False):
+class TargetReachedEntry(TypedDict, total=False):
     """When a run reaches the target."""
 
     round: Required[float]
@@ -55,7 +55,7 @@ class Reached(TypedDict, total=False):
     seconds: float
 
 
-class Played(TypedDict, total=False):
+class RunEntry(TypedDict, total=False):
     """A run."""
 
     path: Required[str | None]
@@ -67,10 +67,10 @@ class Played(TypedDict, total=False):
     bytes: Score
     seconds: Score
     curve: Required[list[tuple[int, Score, float, float]]]
-    to_target: Reached | None
+    to_target: TargetReachedEntry | None
 
 
-class Counted(TypedDict, total=False):
+class MeanTargetReachedEntry(TypedDict, total=False):
     """When runs reach the target, on average."""
 
     reached: Required[int]
@@ -79,27 +79,27 @@ class Counted(TypedDict, total=False):
     seconds: Required[Score]
 
 
-class Gained(TypedDict, total=False):
+class ClientStatisticsEntry(TypedDict, total=False):
     """Of a client over seeds."""
 
     mean: Score
     gain: Score
-    gain_interval: Span
+    gain_interval: IntervalEnds
     p: Score
     test_examples: int | None
     verdict: Literal["gains", "loses", "undecided"] | None
 
 
-class Statistics(TypedDict, total=False):
+class MethodStatisticsEntry(TypedDict, total=False):
     """Of a method."""
 
     mean: Required[Score]
-    interval: Span
+    interval: IntervalEnds
     worst: Score
     p10: Score
     p90: Score
     gain: Score
-    gain_interval: Span
+    gain_interval: IntervalEnds
     gain_per_seed: list[float] | None
     losers: int | None
     participants: float | None
@@ -108,21 +108,21 @@ class Statistics(TypedDict, total=False):
     rounds: list[int | None]
     bytes: Score
     seconds: Score
-    to_target: Counted
-    clients: dict[str, Gained]
+    to_target: MeanTargetReachedEntry
+    clients: dict[str, ClientStatisticsEntry]
 
 
-class Method(TypedDict, total=False):
+class MethodEntry(TypedDict, total=False):
     """A compared method."""
 
     name: Required[str]
     fields: dict[str, Any]
     evaluated: str
-    runs: Required[dict[str, Played]]
-    statistics: Required[Statistics]
+    runs: Required[dict[str, RunEntry]]
+    statistics: Required[MethodStatisticsEntry]
 
 
-class Course(TypedDict, total=False):
+class ConvergenceEntry(TypedDict, total=False):
     """Whether a method had converged."""
 
     converged: Required[bool | None]
@@ -130,7 +130,7 @@ class Course(TypedDict, total=False):
     advice: str
 
 
-class Reference(TypedDict, total=False):
+class ReferenceEntry(TypedDict, total=False):
     """What a client has alone, or all data pooled."""
 
     sentence: Required[str]
@@ -138,13 +138,13 @@ class Reference(TypedDict, total=False):
     scores: Required[dict[str, Score]]
     mean: Score
     runs: dict[str, dict[str, Score]]
-    interval: Span
+    interval: IntervalEnds
     gain: Score
-    gain_interval: Span
-    clients: dict[str, Over]
+    gain_interval: IntervalEnds
+    clients: dict[str, GainEntry]
 
 
-class Tuned(TypedDict, total=False):
+class MethodTuningEntry(TypedDict, total=False):
     """The search of one method."""
 
     chosen: Required[dict[str, Any]]
@@ -155,29 +155,29 @@ class Tuned(TypedDict, total=False):
     rounds: dict[str, int]
 
 
-class Tuning(TypedDict, total=False):
+class TuningEntry(TypedDict, total=False):
     """A search."""
 
     sentence: Required[str]
     by: str
     edge: list[str]
-    methods: Required[dict[str, Tuned]]
+    methods: Required[dict[str, MethodTuningEntry]]
 
 
-class Told(TypedDict, total=False):
+class SentenceEntry(TypedDict, total=False):
     """A sentence."""
 
     sentence: Required[str]
 
 
-class Target(TypedDict, total=False):
+class TargetEntry(TypedDict, total=False):
     """The score to reach."""
 
     score: Score
     sentence: Required[str]
 
 
-class Results(TypedDict, total=False):
+class ComparisonResults(TypedDict, total=False):
     """`comparison.json`."""
 
     title: Required[str]
@@ -193,30 +193,30 @@ class Results(TypedDict, total=False):
     same_clients: Required[bool]
     resplit: int | None
     class_names: list[str] | None
-    data: dict[str, dict[str, Dealt]]
-    budget: Required[Told]
-    target: Required[Target]
+    data: dict[str, dict[str, ClientSizesEntry]]
+    budget: Required[SentenceEntry]
+    target: Required[TargetEntry]
     reference: Required[str | None]
     best: Required[str | None]
     best_by: Required[str]
     leader: str | None
-    answers: list[Answer] | None
-    mean_answer: Answer | None
+    answers: list[AnswerEntry] | None
+    mean_answer: AnswerEntry | None
     verdicts: Required[list[str]]
     covers: list[str]
     warnings: list[str]
-    convergence: dict[str, Course]
-    references: dict[str, Reference]
+    convergence: dict[str, ConvergenceEntry]
+    references: dict[str, ReferenceEntry]
     left_out: list[str]
     predictions: bool
-    methods: Required[dict[str, Method]]
+    methods: Required[dict[str, MethodEntry]]
     skipped: Required[dict[str, str]]
     failed: dict[str, str]
     notes: Required[list[str]]
-    tuning: Required[Tuning | None]
+    tuning: Required[TuningEntry | None]
 
 
-class Experiment(TypedDict):
+class ExperimentEntry(TypedDict):
     """How the clients of a comparison are made; what is in `config` is checked where it is used."""
 
     config: dict[str, Any]
@@ -226,21 +226,21 @@ class Experiment(TypedDict):
     references: bool
 
 
-class Reading(TypedDict, total=False):
+class CriteriaEntry(TypedDict, total=False):
     """How results were last read."""
 
     budget: str
     target: Score
 
 
-class Description(TypedDict, total=False):
+class ComparisonDescription(TypedDict, total=False):
     """`comparison.yaml`."""
 
     choices: str
     title: str
     seeds: list[int]
-    experiment: Experiment | None
-    reading: Reading
+    experiment: ExperimentEntry | None
+    reading: CriteriaEntry
     search: dict[str, list[Any] | str] | None
     searched_at: str
     trials: int | None
@@ -248,27 +248,27 @@ class Description(TypedDict, total=False):
     same_clients: bool
 
 
-def check_results(content: Mapping[str, Any]) -> str:
+def results_error(content: Mapping[str, Any]) -> str:
     """What is wrong with the content of a `comparison.json`, as half a sentence; empty if nothing is: all types, and names
     that stand for something else in it."""
-    if wrong := conforms(content, Results):
-        return wrong
+    if type_error := validation_error(content, ComparisonResults):
+        return type_error
     methods, seeds = content["methods"], {str(seed) for seed in content["seeds"]}
     if not seeds:
         return "it has no seeds"
     for name in ("reference", "best", "leader"):
         if content.get(name) is not None and content[name] not in methods:
             return f"{name} is {content[name]!r}, which is none of the methods"
-    if strange := sorted(content.get("data", {}).keys() - seeds):
-        return f"data has {strange[0]!r}, which is none of the seeds"
+    if unknown_seeds := sorted(content.get("data", {}).keys() - seeds):
+        return f"data has {unknown_seeds[0]!r}, which is none of the seeds"
     for seed, clients in content.get("data", {}).items():
-        if len({len(one["classes"]) for one in clients.values() if one["classes"]}) > 1:
+        if len({len(sizes["classes"]) for sizes in clients.values() if sizes["classes"]}) > 1:
             return f"data.{seed} counts another number of classes for one client than for another"
     for label, method in methods.items():
         if content["target"].get("score") is not None and "to_target" not in method["statistics"]:
             return f"methods.{label}.statistics has no to_target"
-        if strange := sorted(method["runs"].keys() - seeds):
-            return f"methods.{label}.runs has {strange[0]!r}, which is none of the seeds"
+        if unknown_seeds := sorted(method["runs"].keys() - seeds):
+            return f"methods.{label}.runs has {unknown_seeds[0]!r}, which is none of the seeds"
         for seed, run in method["runs"].items():
             place = f"methods.{label}.runs.{seed}"
             numbers = [point[0] for point in run["curve"]]

@@ -13,16 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.metrics import Metric, binary_columns
+from polyfed.core.metrics import Metric, binary_problems
 
-GROUPS = 50
+NUM_GROUPS = 50
 """Scores without a closed form are computed again without each example, or, of more examples than these, without each of
 so many groups."""
 _PAIRS = 40_000  # up to which comparing all is faster than ranking
 Values = NDArray[np.float64]
 
 
-def pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> tuple[float, Values] | None:
+def jackknife_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> tuple[float, Values] | None:
     """The score, and one value an example, shape (n,), or one a group of examples, shape (GROUPS,), for n examples.
 
     Groups depend on the targets alone, so that the values of two networks on the same examples can be compared one by one.
@@ -32,40 +32,42 @@ def pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> tuple[flo
 
     >>> from polyfed.core.metrics import METRICS
     >>> outputs = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    >>> pseudo_values(METRICS["accuracy"], outputs, torch.tensor([0, 1, 1]))
+    >>> jackknife_pseudo_values(METRICS["accuracy"], outputs, torch.tensor([0, 1, 1]))
     (0.666..., array([1., 0., 1.]))
     """
-    if metric.parts is not None:
-        found = np.asarray(metric.parts(outputs, targets), dtype=np.float64)
-        score = float(found.mean())
+    if metric.per_example is not None:
+        values = np.asarray(metric.per_example(outputs, targets), dtype=np.float64)
+        score = float(values.mean())
     elif metric.name == "auc":
-        score, found = _of_auc(outputs, targets)
+        score, values = _auc_pseudo_values(outputs, targets)
     elif metric.name == "r2":
-        score, found = _of_r2(outputs, targets)
+        score, values = _r2_pseudo_values(outputs, targets)
     else:
-        score, found = _left_out(metric, outputs, targets)
-    return (score, found) if len(found) > 1 and bool(np.isfinite([score, *found]).all()) else None
+        score, values = _leave_group_out_pseudo_values(metric, outputs, targets)
+    return (score, values) if len(values) > 1 and bool(np.isfinite([score, *values]).all()) else None
 
 
-def strata(metric: Metric, targets: Tensor) -> NDArray[np.int64]:
+def classes_of_pseudo_values(metric: Metric, targets: Tensor) -> NDArray[np.int64]:
     """The class of what each pseudo-value stands for, where the score is made within classes; 0 for all otherwise."""
     n = len(targets)
-    if metric.parts is None and n <= GROUPS and targets.dim() == 1 and not targets.is_floating_point():
+    if metric.per_example is None and n <= NUM_GROUPS and targets.dim() == 1 and not targets.is_floating_point():
         return np.asarray(targets.numpy(), dtype=np.int64)
     if metric.name == "auc" and targets.dim() == 1:
         return np.asarray(targets.numpy(), dtype=np.int64)
-    return np.zeros(n if metric.parts is not None or metric.name in ("auc", "r2") else min(n, GROUPS), dtype=np.int64)
+    return np.zeros(
+        n if metric.per_example is not None or metric.name in ("auc", "r2") else min(n, NUM_GROUPS), dtype=np.int64
+    )
 
 
-def _of_auc(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
+def _auc_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
     """Of the mean over two-class problems. Without the positive example j, which beats the share p_j of the negatives, the
     AUC of m positives is (m·A − p_j)/(m − 1)."""
     if not bool(torch.isfinite(outputs).all()):
         return math.nan, np.full(len(targets), np.nan)
     from scipy.stats import rankdata  # takes half a second to import
 
-    found, areas = [], []
-    for score, positive in binary_columns(outputs, targets):
+    values_by_problem, areas = [], []
+    for score, positive in binary_problems(outputs, targets):
         n, m, q = len(score), int(positive.sum()), int((~positive).sum())
         beaten = np.empty(n)  # the share of the other class that the example is on the right side of, ties by half
         if m * q <= _PAIRS:
@@ -80,13 +82,13 @@ def _of_auc(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
         with np.errstate(divide="ignore", invalid="ignore"):
             without = (size * area - beaten) / (size - 1)
         areas.append(area)
-        found.append(n * area - (n - 1) * without)
-    if not found:
+        values_by_problem.append(n * area - (n - 1) * without)
+    if not values_by_problem:
         return math.nan, np.full(len(targets), np.nan)
-    return float(np.mean(areas)), np.mean(found, axis=0)
+    return float(np.mean(areas)), np.mean(values_by_problem, axis=0)
 
 
-def _of_r2(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
+def _r2_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
     """1 − Σe²/Σ(y − ȳ)², without one example after the other."""
     y = np.asarray(targets.double().numpy()).reshape(len(targets), -1)
     squared = ((y - np.asarray(outputs.double().numpy()).reshape(len(y), -1)) ** 2).sum(axis=1)
@@ -100,17 +102,17 @@ def _of_r2(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
         return float(score), np.asarray(n * score - (n - 1) * without)
 
 
-def _left_out(metric: Metric, outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
+def _leave_group_out_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
     n = len(targets)
-    groups = min(n, GROUPS)
+    groups = min(n, NUM_GROUPS)
     order = np.arange(n)
-    if targets.dim() == 1 and n > GROUPS:  # each group with its share of the classes, or of small and large values
+    if targets.dim() == 1 and n > NUM_GROUPS:  # each group with its share of the classes, or of small and large values
         order = np.argsort(targets.numpy(), kind="stable")
     group_of = np.empty(n, dtype=np.int64)
     group_of[order] = np.arange(n) % groups
-    whole = metric(outputs, targets)
-    found = []
+    full_score = metric(outputs, targets)
+    values = []
     for group in range(groups):
-        kept = torch.from_numpy(np.flatnonzero(group_of != group))
-        found.append(groups * whole - (groups - 1) * metric(outputs[kept], targets[kept]))
-    return whole, np.asarray(found, dtype=np.float64)
+        remaining = torch.from_numpy(np.flatnonzero(group_of != group))
+        values.append(groups * full_score - (groups - 1) * metric(outputs[remaining], targets[remaining]))
+    return full_score, np.asarray(values, dtype=np.float64)

@@ -12,33 +12,33 @@ from typing import Any, Literal, final
 
 from torch import Tensor
 
-from polyfed.comparison.directory import DESCRIPTION, RESULTS, finished
-from polyfed.comparison.reading import Budget, Reading
-from polyfed.comparison.several import at_once, can_be_forked, side_by_side
+from polyfed.comparison.directory import DESCRIPTION, RESULTS, load_finished_history
+from polyfed.comparison.reading import Budget, ResultCriteria
+from polyfed.comparison.several import default_parallel_runs, run_in_processes, supports_forked_runs
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.examples import Examples
 from polyfed.core.metrics import Metric
-from polyfed.core.tree import decode, encode
+from polyfed.core.tree import deserialize_state, serialize_state
 from polyfed.simulation.federation import federate, resume
 from polyfed.simulation.runs import predictions
-from polyfed.simulation.runs.configuration import described
-from polyfed.simulation.runs.progress import Progress, Silent, for_terminal
+from polyfed.simulation.runs.configuration import describe_method_and_settings
+from polyfed.simulation.runs.progress import Progress, SilentProgress, build_terminal_progress
 from polyfed.simulation.runs.results import Run
-from polyfed.simulation.secure import can_be_secure
+from polyfed.simulation.secure import supports_secure_sum
 from polyfed.simulation.settings import Keep, Settings
 
 Method = Algorithm[Any, Any]
-EQUAL = ("local_epochs", "local_steps", "batch_size")
+EQUAL_FIELDS = ("local_epochs", "local_steps", "batch_size")
 """Fields that are the same in every method for an equal number of local steps."""
-TUNING = "tuning"  # folder of the runs of a search
-_TAKEN = (DESCRIPTION, RESULTS, TUNING)
+TUNING_FOLDER = "tuning"  # folder of the runs of a search
+_RESERVED_NAMES = (DESCRIPTION, RESULTS, TUNING_FOLDER)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
 
 
 @final
 @dataclass(frozen=True)
-class Cast:
+class ClientSet:
     """Who takes part at one seed.
 
     Attributes: `clients`; `public` examples; `class_names`; `config` and `facts`, for `config.yaml` and `manifest.json` of
@@ -54,7 +54,7 @@ class Cast:
 
 @final
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """What is to be compared.
 
     Args:
@@ -73,7 +73,7 @@ class Plan:
             None.
         trials: how many runs a method has in the search by Optuna; None tries every combination of values.
         quiet: says nothing.
-        metrics: that are computed, as `polyfed.core.metrics.metrics_of` takes them; the first decides.
+        metrics: that are computed, as `polyfed.core.metrics.resolve_metrics` takes them; the first decides.
         resplit: how many times training and test examples were dealt again, one seed each; None for never.
         references: whether scores of simple models and of all data pooled are put next to the methods.
 
@@ -85,18 +85,18 @@ class Plan:
     methods: Mapping[str, Method]
     seeds: tuple[int, ...]
     settings: Settings
-    cast: Callable[[int], Cast]
-    reading: Reading = field(default_factory=Reading)
+    client_set: Callable[[int], ClientSet]
+    criteria: ResultCriteria = field(default_factory=ResultCriteria)
     out: Path | None = None
-    parallel: int | Literal["auto"] = "auto"
+    parallel_runs: int | Literal["auto"] = "auto"
     experiment: Mapping[str, Any] | None = None
-    search: Mapping[str, Sequence[Any] | str] | None = None
-    trials: int | None = None
+    search_space: Mapping[str, Sequence[Any] | str] | None = None
+    num_trials: int | None = None
     quiet: bool = False
     metrics: tuple[Any, ...] = ()
-    resplit: int | None = None
-    references: bool = False
-    searched_at: Budget = field(default_factory=Budget)
+    num_resplits: int | None = None
+    with_references: bool = False
+    search_budget: Budget = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -106,16 +106,18 @@ class Plan:
         for label in self.methods:
             if not isinstance(label, str) or not _LABEL.fullmatch(label):
                 raise UserError(f"a method's label must be a word of letters, digits, '_', '.' and '-', got {label!r}")
-            if label in _TAKEN:
+            if label in _RESERVED_NAMES:
                 raise UserError(f"{label!r} is a name in the directory, and cannot be a method's label; choose another")
-        counted = isinstance(self.parallel, int) and not isinstance(self.parallel, bool) and self.parallel >= 1
-        if self.parallel != "auto" and not counted:
-            raise UserError(f"parallel must be 'auto' or a number of runs from 1, got {self.parallel!r}")
+        is_number = (
+            isinstance(self.parallel_runs, int) and not isinstance(self.parallel_runs, bool) and self.parallel_runs >= 1
+        )
+        if self.parallel_runs != "auto" and not is_number:
+            raise UserError(f"parallel must be 'auto' or a number of runs from 1, got {self.parallel_runs!r}")
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Job:
+class RunSpec:
     """One run: the method, the seed, the run directory or None, the fingerprint of the clients, the round whose models are
     kept, whether its predictions are compared, and whether it goes on without a client that fails. It is itself alone:
     fields of methods may be mappings, which have no hash."""
@@ -124,10 +126,10 @@ class Job:
     method: Method
     seed: int
     folder: Path | None
-    data: str
+    data_fingerprint: str
     keep: Keep = "last"
-    compared: bool = True
-    skips: bool = False
+    keep_predictions: bool = True
+    skip_failed_clients: bool = False
 
 
 History = list[Mapping[str, Any]]
@@ -136,81 +138,90 @@ Failure = ClientError | RoundError
 
 @final
 @dataclass(frozen=True, eq=False)
-class Played:
-    """A run that has run: its `history`, and its predictions, in its `folder` or as `packed` text."""
+class FinishedRun:
+    """A run that has run: its `history`, and its predictions, in its `folder` or as `packed_outputs` text."""
 
     history: History
     folder: Path | None = None
-    packed: str | None = None
+    packed_outputs: str | None = None
 
     @cached_property
-    def _held(self) -> Mapping[str, Any]:
-        return {} if self.packed is None else decode(base64.b64decode(self.packed))
+    def _unpacked_outputs(self) -> Mapping[str, Any]:
+        return {} if self.packed_outputs is None else deserialize_state(base64.b64decode(self.packed_outputs))
 
-    def outputs(self, client: str, round_number: int) -> Tensor | None:
+    def test_outputs(self, client: str, round_number: int) -> Tensor | None:
         """Of the client's network after that round on its test examples, shape (n, outputs); None if they were not kept."""
         if self.folder is None:
-            found: Tensor | None = self._held.get(str(round_number), {}).get(client.encode().hex())
-            return found
+            stored: Tensor | None = self._unpacked_outputs.get(str(round_number), {}).get(client.encode().hex())
+            return stored
         try:
-            return predictions.read(self.folder, client, round=round_number).outputs
+            return predictions.read_predictions(self.folder, client, round=round_number).outputs
         except UserError:
             return None
 
 
-def play(plan: Plan, jobs: Sequence[Job]) -> tuple[dict[Job, Played], dict[Job, Failure]]:
+def run_jobs(
+    plan: ComparisonPlan, jobs: Sequence[RunSpec]
+) -> tuple[dict[RunSpec, FinishedRun], dict[RunSpec, Failure]]:
     """Runs, and why the others could not be completed: a method that diverges does not keep the others from being compared.
     Runs that are finished are read, those that were stopped are resumed."""
-    clients = [c.id for c in plan.cast(jobs[0].seed).clients]
-    found: dict[Job, Played] = {}
-    failed: dict[Job, Failure] = {}
+    clients = [c.id for c in plan.client_set(jobs[0].seed).clients]
+    finished_runs: dict[RunSpec, FinishedRun] = {}
+    failed: dict[RunSpec, Failure] = {}
     for job in jobs:
-        past = None
+        history = None
         if job.folder is not None:
-            method = described(job.method, plan.settings)["algorithm"]
-            past = finished(job.folder, plan.settings.rounds, clients, job.seed, method, job.data)
-        if past is not None:
-            found[job] = Played(list(past), job.folder)
-    missing = [job for job in jobs if job not in found]
-    processes = min(_at_once(plan, len(clients)), max(1, len(missing)))
-    alone = processes == 1
-    settings = plan.settings if alone else dataclasses.replace(plan.settings, engine="inprocess", workers=0)
+            method = describe_method_and_settings(job.method, plan.settings)["algorithm"]
+            history = load_finished_history(
+                job.folder, plan.settings.rounds, clients, job.seed, method, job.data_fingerprint
+            )
+        if history is not None:
+            finished_runs[job] = FinishedRun(list(history), job.folder)
+    missing = [job for job in jobs if job not in finished_runs]
+    processes = min(_num_processes(plan, len(clients)), max(1, len(missing)))
+    in_this_process = processes == 1
+    settings = plan.settings if in_this_process else dataclasses.replace(plan.settings, engine="inprocess", workers=0)
 
-    def tasks() -> Iterator[tuple[Job, Callable[[], Any]]]:
+    def tasks() -> Iterator[tuple[RunSpec, Callable[[], Any]]]:
         for job in missing:
-            progress = _progress(plan.quiet) if alone else Silent()
-            yield job, partial(_run, job, plan.cast(job.seed), settings, plan.metrics, progress)
+            progress = _progress(plan.quiet) if in_this_process else SilentProgress()
+            yield job, partial(_run_and_report, job, plan.client_set(job.seed), settings, plan.metrics, progress)
 
-    for job, result in side_by_side(tasks(), processes):
+    for job, result in run_in_processes(tasks(), processes):
         if isinstance(result, Failure):
             failed[job] = result
         else:
-            found[job] = Played(result["history"], job.folder, result["packed"])
+            finished_runs[job] = FinishedRun(result["history"], job.folder, result["packed"])
         if not plan.quiet:
             how = "failed" if job in failed else "done"
-            progress = f"{len(found) + len(failed)} of {len(jobs)} runs"
+            progress = f"{len(finished_runs) + len(failed)} of {len(jobs)} runs"
             print(f"{job.label}, seed {job.seed}: {how} ({progress})", file=sys.stderr, flush=True)
-    return found, failed
+    return finished_runs, failed
 
 
 def _progress(quiet: bool) -> Progress:
-    return for_terminal(quiet=quiet, lines=False)
+    return build_terminal_progress(quiet=quiet, lines=False)
 
 
-def _at_once(plan: Plan, clients: int) -> int:
-    if plan.parallel == "auto":
-        return at_once(plan.settings, clients)
-    if plan.parallel > 1 and not can_be_forked(plan.settings):
-        raise UserError(f"parallel={plan.parallel} needs runs on the CPU of a Linux machine; leave it out")
-    return plan.parallel
+def _num_processes(plan: ComparisonPlan, clients: int) -> int:
+    if plan.parallel_runs == "auto":
+        return default_parallel_runs(plan.settings, clients)
+    if plan.parallel_runs > 1 and not supports_forked_runs(plan.settings):
+        raise UserError(f"parallel={plan.parallel_runs} needs runs on the CPU of a Linux machine; leave it out")
+    return plan.parallel_runs
 
 
-def _run(job: Job, cast: Cast, settings: Settings, metrics: tuple[Metric, ...], progress: Progress) -> dict[str, Any]:
+def _run_and_report(
+    job: RunSpec, client_set: ClientSet, settings: Settings, metrics: tuple[Metric, ...], progress: Progress
+) -> dict[str, Any]:
     """Its history and, without a folder, its predictions. What goes wrong is reported with the method and the seed."""
     whose = f"method {job.label}, seed {job.seed}"
     try:
-        run = _carried_out(job, cast, settings, metrics, progress)
-        return {"history": list(run.history), "packed": _packed(run) if job.folder is None and job.compared else None}
+        run = _federate_or_resume(job, client_set, settings, metrics, progress)
+        return {
+            "history": list(run.history),
+            "packed": _pack_outputs(run) if job.folder is None and job.keep_predictions else None,
+        }
     except ClientError as error:
         reason = f"{error.reason} ({whose})"
         raise ClientError(error.round, error.client, error.phase, reason, error.trace) from error
@@ -220,30 +231,40 @@ def _run(job: Job, cast: Cast, settings: Settings, metrics: tuple[Metric, ...], 
         raise UserError(f"{error} ({whose})") from error
 
 
-def _carried_out(job: Job, cast: Cast, settings: Settings, metrics: tuple[Metric, ...], progress: Progress) -> Run:
-    where = {f: getattr(settings, f) for f in ("engine", "workers", "ray_address", "gpus_per_worker", "device")}
+def _federate_or_resume(
+    job: RunSpec, client_set: ClientSet, settings: Settings, metrics: tuple[Metric, ...], progress: Progress
+) -> Run:
+    engine_options = {
+        f: getattr(settings, f) for f in ("engine", "workers", "ray_address", "gpus_per_worker", "device")
+    }
     if job.folder is not None and (job.folder / "config.yaml").exists():
         return resume(
-            job.folder, clients=cast.clients, algorithm=job.method, public=cast.public, progress=progress,
-            metrics=metrics, **where,
+            job.folder, clients=client_set.clients, algorithm=job.method, public=client_set.public, progress=progress,
+            metrics=metrics, **engine_options,
         )  # fmt: skip
-    secure = settings.secure and can_be_secure(job.method)  # the others that are here send nothing
-    asked = {**dataclasses.asdict(settings), "seed": job.seed, "keep": job.keep, "metrics": metrics, "secure": secure}
-    asked |= {"on_error": "skip"} if job.skips else {}
+    secure = settings.secure and supports_secure_sum(job.method)  # the others that are here send nothing
+    options = {**dataclasses.asdict(settings), "seed": job.seed, "keep": job.keep, "metrics": metrics, "secure": secure}
+    options |= {"on_error": "skip"} if job.skip_failed_clients else {}
     return federate(
-        cast.clients, job.method, public=cast.public, out=job.folder, config=cast.config, facts=cast.facts,
-        progress=progress, **asked,
-    )  # fmt: skip
+        client_set.clients,
+        job.method,
+        public=client_set.public,
+        out=job.folder,
+        config=client_set.config,
+        facts=client_set.facts,
+        progress=progress,
+        **options,
+    )
 
 
-def _packed(run: Run) -> str:
+def _pack_outputs(run: Run) -> str:
     """The outputs of each kept round on the test examples, as text that another process can read."""
-    held: dict[str, dict[str, Tensor]] = {}
+    outputs_by_round: dict[str, dict[str, Tensor]] = {}
     for record in run.history:
-        for client in run.federation.roster.ids if record["summary"] else ():
+        for client in run.federation.client_registry.ids if record["summary"] else ():
             try:
                 outputs = run.predictions(client, round=record["round"]).outputs
             except UserError:  # not kept
                 continue
-            held.setdefault(str(record["round"]), {})[client.encode().hex()] = outputs
-    return base64.b64encode(encode(held)).decode()
+            outputs_by_round.setdefault(str(record["round"]), {})[client.encode().hex()] = outputs
+    return base64.b64encode(serialize_state(outputs_by_round)).decode()

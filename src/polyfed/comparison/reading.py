@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import final
 
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 
-KINDS = ("best", "steps", "bytes", "seconds")
+BUDGET_KINDS = ("best", "steps", "bytes", "seconds")
 
 
 @final
@@ -27,8 +27,8 @@ class Budget:
     limit: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"unknown budget {self.kind!r}; {nearest(self.kind, KINDS)}")
+        if self.kind not in BUDGET_KINDS:
+            raise UserError(f"unknown budget {self.kind!r}; {did_you_mean(self.kind, BUDGET_KINDS)}")
         if self.limit is not None and (self.kind in ("best", "steps") or not 0 < self.limit < math.inf):
             raise UserError(f"a budget is 'best', 'steps', or bytes or seconds with a positive limit, got {self}")
 
@@ -36,7 +36,7 @@ class Budget:
         return self.kind if self.limit is None else f"{self.kind}={self.limit:g}"
 
     @property
-    def asked(self) -> bool:
+    def is_fixed(self) -> bool:
         """Whether the budget is the question, so that a method that is not done learning counts as it is."""
         return self.kind != "best"
 
@@ -60,7 +60,7 @@ class Budget:
 
 @final
 @dataclass(frozen=True)
-class Reading:
+class ResultCriteria:
     """How results are read: the budget, and the mean score to be reached (None: what the reference reaches with the same
     seed).
 
@@ -75,7 +75,7 @@ class Reading:
         if self.target is not None and not (isinstance(self.target, int | float) and math.isfinite(self.target)):
             raise UserError(f"a target is a mean score, a number such as 0.8, got {self.target!r}")
 
-    def check(self, unit: str) -> None:
+    def check_target(self, unit: str) -> None:
         """Raises a `UserError` if the target cannot be a score of this unit, such as 80 for a share."""
         if self.target is not None and unit == "%" and self.target > 1:
             raise UserError(f"a target is a mean score, a share such as 0.8 and not 80, got {self.target!r}")

@@ -13,23 +13,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.algorithms import Local
-from polyfed.comparison.simple_models import Floats, fit_simple_models, logit_shares
+from polyfed.comparison.simple_models import Floats, fit_simple_models, label_share_logits
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation import predict
 from polyfed.core.examples import Examples
-from polyfed.core.scratch import new_module
-from polyfed.core.training import TAKEN_OVER, LocalTraining
-from polyfed.data.joined import differ, joined
+from polyfed.core.scratch import build_module
+from polyfed.core.training import TRANSFERABLE_FIELDS, LocalTraining
+from polyfed.data.joined import concat_examples, describe_mismatch
 from polyfed.simulation import checks
 from polyfed.simulation.federation import federate
-from polyfed.simulation.runs.progress import Silent
-from polyfed.simulation.tables import same_columns
+from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.tables import have_same_columns
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Reference:
+class ReferenceModel:
     """What a model next to the methods says of each client's test examples.
 
     Args:
@@ -55,7 +55,7 @@ class Reference:
                 )
 
 
-def simple_references(clients: Sequence[Client], *, seed: int = 0) -> list[Reference]:
+def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> list[ReferenceModel]:
     """What a site has without a network: a constant, and simple models where every client's inputs are rows of numbers.
 
     Each client has its own, as if it were alone. The constant is the share of each class or label, or the mean, of its
@@ -74,30 +74,35 @@ def simple_references(clients: Sequence[Client], *, seed: int = 0) -> list[Refer
         UserError: no clients, an id twice, or several tasks.
 
     >>> from polyfed.testing import small_clients
-    >>> [found.name for found in simple_references(small_clients())]
+    >>> [found.name for found in fit_client_references(small_clients())]
     ['majority', 'logistic_regression', 'gradient_boosting']
     """
-    return alternatives(clients, seed=seed)[0]
+    return fit_client_references_with_notes(clients, seed=seed)[0]
 
 
-def alternatives(clients: Sequence[Client], *, seed: int = 0) -> tuple[list[Reference], tuple[str, ...]]:
-    """`simple_references`, and sentences on what was not fitted."""
+def fit_client_references_with_notes(
+    clients: Sequence[Client], *, seed: int = 0
+) -> tuple[list[ReferenceModel], tuple[str, ...]]:
+    """`fit_client_references`, and sentences on what was not fitted."""
     checks.check_clients(clients)
     if any(c.loss is not None for c in clients):
         return [], (
             "Clients train by a loss of their own, which simple models do not minimise, so that none is an alternative.",
         )
-    outputs = {c.id: checks.outputs_needed(c) for c in clients}
+    outputs = {c.id: checks.num_outputs_needed(c) for c in clients}
     if clients[0].task == "classification":
         outputs = dict.fromkeys(outputs, max(outputs.values()))
-    fitted = fit_simple_models(list(clients), outputs, seed)
-    simple = [Reference(name, words, _float32(made)) for name, (words, made) in fitted.models.items()]
-    return [_constant(clients, outputs), *simple], fitted.left_out
+    simple_models = fit_simple_models(list(clients), outputs, seed)
+    simple = [
+        ReferenceModel(name, words, _as_float32(client_outputs))
+        for name, (words, client_outputs) in simple_models.models.items()
+    ]
+    return [_constant_reference(clients, outputs), *simple], simple_models.left_out
 
 
-def pooled_reference(
+def train_pooled_reference(
     clients: Sequence[Client], method: LocalTraining, *, rounds: int, seed: int, device: str = "auto"
-) -> Reference | None:
+) -> ReferenceModel | None:
     """All training examples in one place, which nobody could have: the score that a method can hope for. (No bound in the
     strict sense: clients that differ much may do better with networks of their own.)
 
@@ -120,74 +125,81 @@ def pooled_reference(
         ClientError: the training diverges.
     """
     checks.check_clients(clients)
-    train = _together(clients)
+    train = _pool_training_examples(clients)
     if train is None or any(client.model is None for client in clients):
         return None
-    checks.check_models(clients)
-    task, kinds = clients[0].task, checks.architectures(clients)
-    of_kind = {kinds[c.id]: c for c in reversed(clients)}  # the first client of each
-    one = train.select(torch.zeros(1, dtype=torch.int64, device=train.device))
+    checks.check_networks_run(clients)
+    task, architecture_of = clients[0].task, checks.architecture_keys_by_client(clients)
+    client_of_architecture = {architecture_of[c.id]: c for c in reversed(clients)}  # the first client of each
+    placeholder_test = train.select(torch.zeros(1, dtype=torch.int64, device=train.device))
     if task == "classification":
-        networks = (new_module(c.model, seed=0).to(train.device) for c in of_kind.values() if c.model is not None)
-        if any(predict(network, one).shape[1] <= int(train.labels.max()) for network in networks):
+        networks = (
+            build_module(c.model, seed=0).to(train.device)
+            for c in client_of_architecture.values()
+            if c.model is not None
+        )
+        if any(predict(network, placeholder_test).shape[1] <= int(train.labels.max()) for network in networks):
             return None
-    shared = {field: getattr(method, field) for field in TAKEN_OVER} | {"patience": None}
+    shared = {field: getattr(method, field) for field in TRANSFERABLE_FIELDS} | {"patience": None}
     if method.local_steps is not None:
         shared["local_steps"] = method.local_steps * len(clients)
-    everyone = [Client(kind, c.model, train, one, task=task, loss=c.loss) for kind, c in sorted(of_kind.items())]
+    pooled_clients = [
+        Client(kind, c.model, train, placeholder_test, task=task, loss=c.loss)
+        for kind, c in sorted(client_of_architecture.items())
+    ]
     run = federate(
-        everyone, Local(**shared), rounds=rounds, seed=seed, engine="inprocess", workers=0, device=device,
-        evaluate_every=rounds, progress=Silent(),
+        pooled_clients, Local(**shared), rounds=rounds, seed=seed, engine="inprocess", workers=0, device=device,
+        evaluate_every=rounds, progress=SilentProgress(),
     )  # fmt: skip
-    models = {kind: run.model(kind) for kind in of_kind}
-    outputs = {c.id: predict(models[kinds[c.id]], c.test.to(torch.device("cpu"))) for c in clients}
-    told = (
+    models = {kind: run.model(kind) for kind in client_of_architecture}
+    outputs = {c.id: predict(models[architecture_of[c.id]], c.test.to(torch.device("cpu"))) for c in clients}
+    sentence = (
         "the clients' networks, each trained on the training examples of all clients together, which nobody could have"
     )
-    return Reference("pooled", told, outputs)
+    return ReferenceModel("pooled", sentence, outputs)
 
 
-def _together(clients: Sequence[Client]) -> Examples | None:
+def _pool_training_examples(clients: Sequence[Client]) -> Examples | None:
     """All training examples as one set; None where they have not one form."""
     sets = [client.train for client in clients]
     first = sets[0]
     if any(s.device != first.device or s.augment != first.augment for s in sets[1:]):
         return None
-    if any(not same_columns(first, other) for other in sets[1:]):  # of one width, but of another meaning
+    if any(not have_same_columns(first, client_set) for client_set in sets[1:]):  # of one width, but of another meaning
         return None
-    if all(not differ(first, other) for other in sets[1:]):
-        return joined(sets)
+    if all(not describe_mismatch(first, client_set) for client_set in sets[1:]):
+        return concat_examples(sets)
     ready = [Examples(*s.batch(torch.arange(len(s), device=s.device))) for s in sets]  # each by its own transform
-    if first.augment is not None or any(differ(ready[0], other) for other in ready[1:]):
+    if first.augment is not None or any(describe_mismatch(ready[0], client_set) for client_set in ready[1:]):
         return None
-    return joined(ready)
+    return concat_examples(ready)
 
 
 # -- a constant -------------------------------------------------------------------------------------------------------
 
 
-def _constant(clients: Sequence[Client], outputs: Mapping[str, int]) -> Reference:
+def _constant_reference(clients: Sequence[Client], outputs: Mapping[str, int]) -> ReferenceModel:
     task = clients[0].task
     rows = {}
     for client in clients:
         labels = client.train.labels.cpu().numpy()
         if task == "classification":
-            row = _log_shares(labels, outputs[client.id])
+            row = _log_class_shares(labels, outputs[client.id])
         elif task == "multilabel":
-            row = logit_shares(labels)
+            row = label_share_logits(labels)
         else:
             row = labels.astype(np.float64).mean(axis=0)
         rows[client.id] = np.tile(row, (len(client.test), 1))
     whose = {"classification": "share of each class", "multilabel": "share of each label", "regression": "mean"}[task]
-    told = f"the {whose} in the client's own training examples, whatever the input"
-    return Reference("mean" if task == "regression" else "majority", told, _float32(rows))
+    sentence = f"the {whose} in the client's own training examples, whatever the input"
+    return ReferenceModel("mean" if task == "regression" else "majority", sentence, _as_float32(rows))
 
 
-def _log_shares(labels: NDArray[Any], classes: int) -> Floats:
+def _log_class_shares(labels: NDArray[Any], classes: int) -> Floats:
     """One example more, spread over all classes, keeps the logarithm finite."""
     counts = np.bincount(labels, minlength=classes) + 1 / classes
     return np.asarray(np.log(counts / counts.sum()))
 
 
-def _float32(outputs: Mapping[str, Floats]) -> dict[str, Tensor]:
+def _as_float32(outputs: Mapping[str, Floats]) -> dict[str, Tensor]:
     return {client: torch.from_numpy(values.astype(np.float32)) for client, values in outputs.items()}

@@ -3,40 +3,40 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyfed.comparison.evidence import Evidence, Rivalry, Scores, span
+from polyfed.comparison.evidence import Evidence, GainOverRivals, ScoresByMethod, interval_ends
 from polyfed.core.metrics import Metric
 
 
-def key_of(name: str) -> str:
+def reference_key(name: str) -> str:
     """The name of a simple model among labels of methods, none of which looks like it.
 
-    >>> key_of("ridge")
+    >>> reference_key("ridge")
     '(ridge)'
     """
     return f"({name})"
 
 
-def name_of(key: str) -> str:
+def name_from_key(key: str) -> str:
     """The name of what a site has without joining: a simple model, or the method that trains alone.
 
-    >>> name_of("(ridge)"), name_of("local")
+    >>> name_from_key("(ridge)"), name_from_key("local")
     ('ridge', 'local')
     """
     return key[1:-1] if key.startswith("(") else key
 
 
-def scores_of(references: Mapping[str, Any]) -> Scores:
+def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
     """Of what each site has alone, by key, seed and client."""
     return {
-        key_of(name): {int(seed): scores for seed, scores in one["runs"].items()}
-        for name, one in references.items()
-        if one.get("alone")
+        reference_key(name): {int(seed): scores for seed, scores in entry["runs"].items()}
+        for name, entry in references.items()
+        if entry.get("alone")
     }
 
 
-def rivalry(
+def leader_gain_over_alternatives(
     content: Mapping[str, Any], evidence: Evidence, leader: str | None
-) -> tuple[Rivalry | None, dict[str, Rivalry | None]]:
+) -> tuple[GainOverRivals | None, dict[str, GainOverRivals | None]]:
     """What the leading method gains over the best that sites have alone: in the mean, and each client.
 
     Args:
@@ -47,30 +47,38 @@ def rivalry(
     reference = content["reference"]
     if leader is None or reference not in evidence.scores or leader not in evidence.scores:
         return None, {}
-    scored = evidence.clients_of(leader, reference)
-    simple = [key for key in _simple(content) if set(scored) <= set(evidence.clients_of(leader, key))]
+    scored_clients = evidence.clients_with_scores(leader, reference)
+    simple = [
+        key
+        for key in _simple_model_keys(content)
+        if set(scored_clients) <= set(evidence.clients_with_scores(leader, key))
+    ]
     methods = [label for label in evidence.scores if label != reference and label in content["methods"]]
-    return evidence.over(leader, [reference, *simple], max(1, len(methods)))
+    return evidence.gain_over_best_rival(leader, [reference, *simple], max(1, len(methods)))
 
 
-def add_gains(content: Mapping[str, Any], evidence: Evidence, metric: Metric) -> None:
+def add_reference_gains(content: Mapping[str, Any], evidence: Evidence, metric: Metric) -> None:
     """Puts into `references` what each simple model gains over training alone, with intervals that hold for all of them."""
-    simple, reference = _simple(content), content["reference"]
-    found = evidence.of([*simple, reference], reference, None) if simple and reference in evidence.scores else {}
-    for key in simple if found else ():
-        own = found[key]
-        told = {
-            "interval": span(own.mean, metric, difference=False),
-            "gain": None if own.gain is None else own.gain.value,
-            "gain_interval": span(own.gain, metric, difference=True),
+    simple, reference = _simple_model_keys(content), content["reference"]
+    evidence_by_key = (
+        evidence.evaluate_methods([*simple, reference], reference, None)
+        if simple and reference in evidence.scores
+        else {}
+    )
+    for key in simple if evidence_by_key else ():
+        key_evidence = evidence_by_key[key]
+        entry = {
+            "interval": interval_ends(key_evidence.mean, metric, difference=False),
+            "gain": None if key_evidence.gain is None else key_evidence.gain.value,
+            "gain_interval": interval_ends(key_evidence.gain, metric, difference=True),
         }
         clients = {
-            client: {"gain": one.value, "gain_interval": span(one, metric, difference=True)}
-            for client, one in own.clients.items()
-            if one is not None
+            client: {"gain": estimate.value, "gain_interval": interval_ends(estimate, metric, difference=True)}
+            for client, estimate in key_evidence.clients.items()
+            if estimate is not None
         }
-        content["references"][name_of(key)] |= {**told, "clients": clients}
+        content["references"][name_from_key(key)] |= {**entry, "clients": clients}
 
 
-def _simple(content: Mapping[str, Any]) -> Sequence[str]:
-    return [key_of(name) for name, one in content["references"].items() if one.get("alone")]
+def _simple_model_keys(content: Mapping[str, Any]) -> Sequence[str]:
+    return [reference_key(name) for name, entry in content["references"].items() if entry.get("alone")]

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.threads import usable_cores
-from polyfed.simulation.engines.machine import device_of_clients
+from polyfed.core.threads import num_usable_cores
+from polyfed.simulation.engines.machine import client_device
 from polyfed.simulation.engines.pool import can_fork
 from polyfed.simulation.settings import Settings
 
@@ -29,29 +29,29 @@ _STOP_SECONDS = 10.0  # to save a run
 _FEW = 10  # clients of a round and core, up to which runs side by side leave no core idle
 
 
-class _Running(NamedTuple):
+class _RunningTask(NamedTuple):
     key: Any
     process: Any
 
 
-def can_be_forked(settings: Settings) -> bool:
+def supports_forked_runs(settings: Settings) -> bool:
     """Whether runs of these settings can have a process each."""
-    return settings.engine != "ray" and can_fork(device_of_clients(settings))
+    return settings.engine != "ray" and can_fork(client_device(settings))
 
 
-def at_once(settings: Settings, clients: int) -> int:
+def default_parallel_runs(settings: Settings, clients: int) -> int:
     """Runs at once of so many clients each: one per core, if the settings leave that open. Few clients cannot keep all cores
     busy to the end of each round; runs can.
 
-    >>> at_once(Settings(rounds=1, workers=2), 10)
+    >>> default_parallel_runs(Settings(rounds=1, workers=2), 10)
     1
     """
-    free = settings.engine == "auto" and settings.workers == "auto" and can_be_forked(settings)
-    cores = usable_cores()
+    free = settings.engine == "auto" and settings.workers == "auto" and supports_forked_runs(settings)
+    cores = num_usable_cores()
     return cores if free and settings.cohort_size(clients) <= _FEW * cores else 1
 
 
-def side_by_side(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int) -> Iterator[tuple[Key, Any]]:
+def run_in_processes(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int) -> Iterator[tuple[Key, Any]]:
     """The results of `tasks`, each as it is finished; up to `processes` run at once, and one task is taken from
     the iterator ahead. A run that cannot be completed has its error for a result, and the others go on.
 
@@ -63,7 +63,7 @@ def side_by_side(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int)
         UserError: as the first task raises it; the others are stopped.
         ChildProcessError: a process died.
 
-    >>> sorted(side_by_side(iter([("a", lambda: 1), ("b", lambda: 2)]), processes=2))
+    >>> sorted(run_in_processes(iter([("a", lambda: 1), ("b", lambda: 2)]), processes=2))
     [('a', 1), ('b', 2)]
     """
     if processes == 1:
@@ -74,18 +74,18 @@ def side_by_side(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int)
                 result = error
             yield key, result
         return
-    running: dict[Connection, _Running] = {}
+    running: dict[Connection, _RunningTask] = {}
     try:
-        waiting = next(tasks, None)
-        while running or waiting is not None:
-            while waiting is not None and len(running) < processes:
-                pipe, process = _start(waiting[1])
-                running[pipe] = _Running(waiting[0], process)
-                waiting = next(tasks, None)
+        next_task = next(tasks, None)
+        while running or next_task is not None:
+            while next_task is not None and len(running) < processes:
+                pipe, process = _start(next_task[1])
+                running[pipe] = _RunningTask(next_task[0], process)
+                next_task = next(tasks, None)
             for ready in wait(list(running)):
                 pipe = next(open_pipe for open_pipe in running if open_pipe is ready)
                 key, process = running.pop(pipe)
-                yield key, _received(pipe, process, key)
+                yield key, _receive_result(pipe, process, key)
     finally:
         _stop(running)
 
@@ -105,7 +105,7 @@ def _start(task: Callable[[], Any]) -> tuple[Connection, Any]:
 def _serve(pipe: Connection, task: Callable[[], Any], parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which asks us to stop
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     try:
         answer: dict[str, Any] = {"result": task()}
@@ -124,13 +124,13 @@ def _serve(pipe: Connection, task: Callable[[], Any], parent: int) -> None:
     pipe.close()
 
 
-def _leave_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_ORPHAN_CHECK_SECONDS)
     os._exit(1)  # as by kill -9: what the run has saved is whole
 
 
-def _received(pipe: Connection, process: Any, key: Any) -> Any:
+def _receive_result(pipe: Connection, process: Any, key: Any) -> Any:
     try:
         answer = json.loads(pipe.recv_bytes())
     except EOFError:
@@ -151,7 +151,7 @@ def _received(pipe: Connection, process: Any, key: Any) -> Any:
     return kinds[answer["error"]](*answer["arguments"])
 
 
-def _stop(running: dict[Connection, _Running]) -> None:
+def _stop(running: dict[Connection, _RunningTask]) -> None:
     for _, process in running.values():
         process.terminate()
     end = time.monotonic() + _STOP_SECONDS

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.algorithm import Client, Task
-from polyfed.core.seeds import derive
+from polyfed.core.seeds import derive_seed
 
 Floats = NDArray[np.float64]
 _NEVER_SEEN = float(np.log(1e-6))  # log-probability of a class that a client has no example of
@@ -37,7 +37,7 @@ _NUMBERS = 20_000_000  # examples x features x outputs of a client, at most, tha
 
 @final
 @dataclass(frozen=True)
-class Fitted:
+class FittedSimpleModels:
     """Simple models of all clients.
 
     Attributes:
@@ -50,7 +50,7 @@ class Fitted:
     left_out: tuple[str, ...] = ()
 
 
-def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: int) -> Fitted:
+def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: int) -> FittedSimpleModels:
     """Of each client, as if it were alone.
 
     Args:
@@ -60,17 +60,27 @@ def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: i
     """
     task = clients[0].task
     lines, trees = _NAMES[task]
-    tables = {c.id: table for c in clients if (table := _Table.of(c)) is not None}
+    tables = {c.id: table for c in clients if (table := _ClientInputs.from_client(c)) is not None}
     if len(tables) < len(clients):
-        return Fitted({}, (f"Inputs are not rows of finite numbers at every site, so that {lines} and {trees} alone "
-                           "are not among the alternatives.",))  # fmt: skip
+        return FittedSimpleModels(
+            {},
+            (
+                f"Inputs are not rows of finite numbers at every site, so that {lines} and {trees} alone "
+                "are not among the alternatives.",
+            ),
+        )
     if task == "multilabel" and max(outputs.values()) > _LABELS:
-        return Fitted({}, (f"There are more than {_LABELS} labels, so that {lines} and {trees} alone, with a model a label, "
-                           "are not among the alternatives.",))  # fmt: skip
+        return FittedSimpleModels(
+            {},
+            (
+                f"There are more than {_LABELS} labels, so that {lines} and {trees} alone, with a model a label, "
+                "are not among the alternatives.",
+            ),
+        )
     width = {i: table.fit.shape[1] for i, table in tables.items()}
-    most = {i: max(_FEW, min(_EXAMPLES, _NUMBERS // (outputs[i] * max(width[i], 1)))) for i in tables}
+    max_examples = {i: max(_FEW, min(_EXAMPLES, _NUMBERS // (outputs[i] * max(width[i], 1)))) for i in tables}
     work = sum(outputs[i] * width[i] for i in tables)
-    found: dict[str, tuple[str, Mapping[str, Floats]]] = {}
+    models: dict[str, tuple[str, Mapping[str, Floats]]] = {}
     left_out: list[str] = []
     with _quiet():
         for name, words, fits in ((_KEYS[task], lines, _LINES), ("gradient_boosting", trees, _TREES)):
@@ -78,20 +88,24 @@ def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: i
                 left_out.append(f"Gradient boosting would take minutes for {work} features and outputs of all sites, and is "
                                 "not among the alternatives.")  # fmt: skip
                 continue
-            bounds = most if fits is _LINES else dict.fromkeys(tables, _EXAMPLES)
-            own = {i: table.at_most(bounds[i], derive(seed, "examples", i)) for i, table in tables.items()}
+            bounds = max_examples if fits is _LINES else dict.fromkeys(tables, _EXAMPLES)
+            bounded_tables = {
+                i: table.subsample(bounds[i], derive_seed(seed, "examples", i)) for i, table in tables.items()
+            }
             purpose = "linear" if fits is _LINES else "trees"
-            made = {i: fits[task](table, outputs[i], derive(seed, purpose, i)) for i, table in own.items()}
-            fewer = any(len(own[i].fit) < len(tables[i].fit) for i in tables)
-            bound = f", of these at most {max(len(table.fit) for table in own.values()):,}" if fewer else ""
+            client_outputs = {
+                i: fits[task](table, outputs[i], derive_seed(seed, purpose, i)) for i, table in bounded_tables.items()
+            }
+            fewer = any(len(bounded_tables[i].fit) < len(tables[i].fit) for i in tables)
+            bound = f", of these at most {max(len(table.fit) for table in bounded_tables.values()):,}" if fewer else ""
             whose = f"fitted by each client on its own training and validation examples{bound}"
-            found[name] = (f"scikit-learn's {words}, {whose}", made)
-    return Fitted(found, tuple(left_out))
+            models[name] = (f"scikit-learn's {words}, {whose}", client_outputs)
+    return FittedSimpleModels(models, tuple(left_out))
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Table:
+class _ClientInputs:
     """A client's inputs, standardised by the examples for fitting: `fit` with the targets `y`, and `test`; `groups` of the
     examples for fitting, whose rows stay together in cross-validation."""
 
@@ -101,15 +115,15 @@ class _Table:
     groups: NDArray[Any] | None
 
     @classmethod
-    def of(cls, client: Client) -> "_Table | None":
+    def from_client(cls, client: Client) -> "_ClientInputs | None":
         sets = [client.train, client.test] if client.val is None else [client.train, client.val, client.test]
-        for one in sets:
-            x = one.batch(torch.zeros(1, dtype=torch.int64, device=one.device))[0]
+        for part in sets:
+            x = part.batch(torch.zeros(1, dtype=torch.int64, device=part.device))[0]
             if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
                 return None
         inputs, targets = [], []
-        for one in sets:
-            x, y = one.batch(torch.arange(len(one), device=one.device))
+        for part in sets:
+            x, y = part.batch(torch.arange(len(part), device=part.device))
             inputs.append(x.cpu().double().numpy())
             targets.append(y.cpu().numpy())
         fit, test = np.concatenate(inputs[:-1]), inputs[-1]
@@ -117,16 +131,18 @@ class _Table:
             return None
         mean, spread = fit.mean(axis=0), fit.std(axis=0)
         spread[spread <= _ROUNDING * np.abs(mean)] = 1.0
-        names = [one.column(one.group) for one in sets[:-1] if one.group is not None]
+        names = [part.column(part.group) for part in sets[:-1] if part.group is not None]
         groups = np.concatenate(names) if len(names) == len(sets) - 1 else None
         return cls((fit - mean) / spread, np.concatenate(targets[:-1]), (test - mean) / spread, groups)
 
-    def at_most(self, number: int, seed: int) -> "_Table":
+    def subsample(self, number: int, seed: int) -> "_ClientInputs":
         """The same with so many examples for fitting, drawn at random."""
         if len(self.fit) <= number:
             return self
         rows = np.random.default_rng(seed).permutation(len(self.fit))[:number]
-        return _Table(self.fit[rows], self.y[rows], self.test, None if self.groups is None else self.groups[rows])
+        return _ClientInputs(
+            self.fit[rows], self.y[rows], self.test, None if self.groups is None else self.groups[rows]
+        )
 
 
 @contextmanager
@@ -143,14 +159,14 @@ def _quiet() -> Iterator[None]:
 # -- lines ------------------------------------------------------------------------------------------------------------
 
 
-def _logistic(table: _Table, outputs: int, seed: int) -> Floats:
+def _fit_logistic(table: _ClientInputs, outputs: int, seed: int) -> Floats:
     strength = _strength(table, table.y, seed)
-    return _spread(
-        _log_probabilities(_logistic_model(table.fit, table.y, strength), table.test), np.unique(table.y), outputs
+    return _spread_to_all_classes(
+        _log_probabilities(_logistic_regression(table.fit, table.y, strength), table.test), np.unique(table.y), outputs
     )
 
 
-def _logistic_model(x: Floats, y: NDArray[Any], strength: float) -> Any:
+def _logistic_regression(x: Floats, y: NDArray[Any], strength: float) -> Any:
     """Logistic regression; None where there is one class."""
     from sklearn.linear_model import LogisticRegression
 
@@ -159,27 +175,31 @@ def _logistic_model(x: Floats, y: NDArray[Any], strength: float) -> Any:
     return LogisticRegression(C=strength, max_iter=500).fit(x, y)
 
 
-def _strength(table: _Table, y: NDArray[Any], seed: int) -> float:
+def _strength(table: _ClientInputs, y: NDArray[Any], seed: int) -> float:
     """The C of the least log loss in cross-validation; 1 with few examples, or of one class."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
-    kept = np.random.default_rng(seed).permutation(len(y))[:_TRIED_ON]
-    classes, counts = np.unique(y[kept], return_counts=True)
-    often = classes[counts >= _FEWEST_IN_CLASS]
-    kept = kept[np.isin(y[kept], often)]
-    if len(often) < 2 or len(kept) < _FEWEST:
+    rows = np.random.default_rng(seed).permutation(len(y))[:_TRIED_ON]
+    classes, counts = np.unique(y[rows], return_counts=True)
+    frequent = classes[counts >= _FEWEST_IN_CLASS]
+    rows = rows[np.isin(y[rows], frequent)]
+    if len(frequent) < 2 or len(rows) < _FEWEST:
         return 1.0
-    x, y, groups = table.fit[kept], np.searchsorted(often, y[kept]), None
+    x, y, groups = table.fit[rows], np.searchsorted(frequent, y[rows]), None
     number = min(_FOLDS, int(np.bincount(y).min()))
     cut: Any = StratifiedKFold(number, shuffle=True, random_state=seed % 2**32)
     if table.groups is not None:
-        groups = table.groups[kept]
+        groups = table.groups[rows]
         number = min(number, len(np.unique(groups)))
         if number < 2:
             return 1.0
         cut = StratifiedGroupKFold(number, shuffle=True, random_state=seed % 2**32)
-    folds = [(fit, rest) for fit, rest in cut.split(x, y, groups) if len(rest) and len(np.unique(y[fit])) == len(often)]
+    folds = [
+        (fit, held_out_rows)
+        for fit, held_out_rows in cut.split(x, y, groups)
+        if len(held_out_rows) and len(np.unique(y[fit])) == len(frequent)
+    ]
     if not folds:
         return 1.0
 
@@ -193,24 +213,24 @@ def _strength(table: _Table, y: NDArray[Any], seed: int) -> float:
     return min(_STRENGTHS, key=loss)
 
 
-def _labels(table: _Table, outputs: int, seed: int) -> Floats:
+def _fit_logistic_by_label(table: _ClientInputs, outputs: int, seed: int) -> Floats:
     """A logistic regression a label; the share of a label that is always or never there. Of many labels, C is chosen for
     that which divides the examples most evenly."""
     present = (table.y > 0).astype(np.int64)
     common = None
     if outputs > _PENALTIES_CHOSEN:
         even = int(np.abs(present.mean(axis=0) - 0.5).argmin())
-        common = _strength(table, present[:, even], derive(seed, even))
-    found = np.tile(logit_shares(table.y), (len(table.test), 1))
+        common = _strength(table, present[:, even], derive_seed(seed, even))
+    logits = np.tile(label_share_logits(table.y), (len(table.test), 1))
     for k in range(outputs):
-        strength = _strength(table, present[:, k], derive(seed, k)) if common is None else common
-        model = _logistic_model(table.fit, present[:, k], strength)
+        strength = _strength(table, present[:, k], derive_seed(seed, k)) if common is None else common
+        model = _logistic_regression(table.fit, present[:, k], strength)
         if model is not None:
-            found[:, k] = model.decision_function(table.test)
-    return found
+            logits[:, k] = model.decision_function(table.test)
+    return logits
 
 
-def _ridge(table: _Table, outputs: int, seed: int) -> Floats:
+def _fit_ridge(table: _ClientInputs, outputs: int, seed: int) -> Floats:
     from sklearn.linear_model import RidgeCV
     from sklearn.model_selection import GroupKFold
 
@@ -227,17 +247,17 @@ def _ridge(table: _Table, outputs: int, seed: int) -> Floats:
 # -- trees ------------------------------------------------------------------------------------------------------------
 
 
-def _trees(table: _Table, outputs: int, seed: int) -> Floats:
+def _fit_trees(table: _ClientInputs, outputs: int, seed: int) -> Floats:
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     classes = np.unique(table.y)
     model = None
     if len(classes) > 1:
-        model = HistGradientBoostingClassifier(**_options(table, seed)).fit(table.fit, table.y)
-    return _spread(_log_probabilities(model, table.test), classes, outputs)
+        model = HistGradientBoostingClassifier(**_tree_options(table, seed)).fit(table.fit, table.y)
+    return _spread_to_all_classes(_log_probabilities(model, table.test), classes, outputs)
 
 
-def _options(table: _Table, seed: int) -> dict[str, Any]:
+def _tree_options(table: _ClientInputs, seed: int) -> dict[str, Any]:
     """Small trees, and few of them for few examples, on which more would only be surer of themselves. Leaves of a tenth of
     few examples: scikit-learn's 20 would leave 30 examples without any split."""
     number = len(table.fit)
@@ -247,25 +267,27 @@ def _options(table: _Table, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _trees_of_labels(table: _Table, outputs: int, seed: int) -> Floats:
+def _fit_trees_by_label(table: _ClientInputs, outputs: int, seed: int) -> Floats:
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     present = (table.y > 0).astype(np.int64)
-    found = np.tile(logit_shares(table.y), (len(table.test), 1))
+    logits = np.tile(label_share_logits(table.y), (len(table.test), 1))
     for k in range(outputs):
         if 0 < present[:, k].mean() < 1:
-            model = HistGradientBoostingClassifier(**_options(table, seed)).fit(table.fit, present[:, k])
-            found[:, k] = model.decision_function(table.test)
-    return found
+            model = HistGradientBoostingClassifier(**_tree_options(table, seed)).fit(table.fit, present[:, k])
+            logits[:, k] = model.decision_function(table.test)
+    return logits
 
 
-def _tree_values(table: _Table, outputs: int, seed: int) -> Floats:
+def _fit_regression_trees(table: _ClientInputs, outputs: int, seed: int) -> Floats:
     from sklearn.ensemble import HistGradientBoostingRegressor
 
     y = table.y.astype(np.float64).reshape(len(table.y), outputs)
     if len(y) < 3:
         return np.tile(y.mean(axis=0), (len(table.test), 1))
-    models = (HistGradientBoostingRegressor(**_options(table, seed)).fit(table.fit, y[:, k]) for k in range(outputs))
+    models = (
+        HistGradientBoostingRegressor(**_tree_options(table, seed)).fit(table.fit, y[:, k]) for k in range(outputs)
+    )
     return np.stack([model.predict(table.test) for model in models], axis=1)
 
 
@@ -282,22 +304,30 @@ def _log_probabilities(model: Any, x: Floats) -> Floats:
     return np.asarray(torch.from_numpy(scores).log_softmax(1).numpy())
 
 
-def _spread(known: Floats, classes: NDArray[Any], outputs: int) -> Floats:
+def _spread_to_all_classes(log_probabilities: Floats, classes: NDArray[Any], outputs: int) -> Floats:
     """The columns of a client's classes among those of all clients."""
-    table = np.full((len(known), outputs), _NEVER_SEEN)
-    table[:, classes] = known
+    table = np.full((len(log_probabilities), outputs), _NEVER_SEEN)
+    table[:, classes] = log_probabilities
     return table
 
 
-def logit_shares(labels: NDArray[Any]) -> Floats:
+def label_share_logits(labels: NDArray[Any]) -> Floats:
     """The logit of each label's share; half an example more of either value keeps it finite."""
     positive = (labels > 0).sum(axis=0) + 0.5
     return np.asarray(np.log(positive) - np.log(len(labels) + 1 - positive))
 
 
-_Fit = Callable[[_Table, int, int], Floats]
-_LINES: Mapping[Task, _Fit] = {"classification": _logistic, "multilabel": _labels, "regression": _ridge}
-_TREES: Mapping[Task, _Fit] = {"classification": _trees, "multilabel": _trees_of_labels, "regression": _tree_values}
+_Fit = Callable[[_ClientInputs, int, int], Floats]
+_LINES: Mapping[Task, _Fit] = {
+    "classification": _fit_logistic,
+    "multilabel": _fit_logistic_by_label,
+    "regression": _fit_ridge,
+}
+_TREES: Mapping[Task, _Fit] = {
+    "classification": _fit_trees,
+    "multilabel": _fit_trees_by_label,
+    "regression": _fit_regression_trees,
+}
 _KEYS: Mapping[Task, str] = {
     "classification": "logistic_regression",
     "multilabel": "logistic_regression",

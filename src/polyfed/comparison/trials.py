@@ -4,32 +4,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from polyfed.core.errors import UserError, check_extra
+from polyfed.core.errors import UserError, check_extra_installed
 
 _START = 4  # trials at random before Optuna's estimator has its say: searches are small
 
 
 @final
 @dataclass(frozen=True)
-class Range:
+class SearchRange:
     """Numbers from `low` to `high`, both included; whole ones if both are. Where both are positive each factor is equally
     probable, as learning rates need it; otherwise each difference.
 
     Raises:
         UserError: text that is no range, or a range without a number in it.
 
-    >>> Range.parse("0.001..0.3")
-    Range(low=0.001, high=0.3)
+    >>> SearchRange.parse("0.001..0.3")
+    SearchRange(low=0.001, high=0.3)
     """
 
     low: float
     high: float
 
     @classmethod
-    def parse(cls, text: str) -> "Range":
+    def parse(cls, text: str) -> "SearchRange":
         """From "LOW..HIGH"."""
         low, dots, high = text.partition("..")
-        first, last = number_or_word(low), number_or_word(high)
+        first, last = parse_number_or_text(low), parse_number_or_text(high)
         if not dots or isinstance(first, str) or isinstance(last, str):
             raise UserError(f"a range to search is LOW..HIGH, such as 0.001..0.3, got {text!r}")
         if not float("-inf") < first < last < float("inf"):
@@ -37,10 +37,10 @@ class Range:
         return cls(first, last)
 
 
-def number_or_word(text: str) -> int | float | str:
+def parse_number_or_text(text: str) -> int | float | str:
     """A whole number, a number, or the word as it is.
 
-    >>> [number_or_word(text) for text in ("2", "1e-3", "mean")]
+    >>> [parse_number_or_text(text) for text in ("2", "1e-3", "mean")]
     [2, 0.001, 'mean']
     """
     for kind in (int, float):
@@ -52,7 +52,7 @@ def number_or_word(text: str) -> int | float | str:
 
 
 @final
-class Study:
+class OptunaSearch:
     """Optuna's search for one method. It depends on the seed and the scores alone, so that a search that was stopped asks
     for the same runs again, and finds them finished.
 
@@ -62,20 +62,22 @@ class Study:
     """
 
     def __init__(self, values: Mapping[str, Any], seed: int) -> None:
-        optuna = imported()
+        optuna = import_optuna()
         self._values = values
-        self._space = {name: _distribution(optuna.distributions, values) for name, values in self._values.items()}
+        self._space = {
+            name: _optuna_distribution(optuna.distributions, values) for name, values in self._values.items()
+        }
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_START)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
         self._failed = optuna.trial.TrialState.FAIL
 
-    def ask(self) -> dict[str, Any]:
+    def suggest_fields(self) -> dict[str, Any]:
         """The fields to try next."""
         self._trial = self._study.ask(self._space)
-        told = self._trial.params.items()
-        return {n: v if isinstance(self._values[n], str) else self._values[n][v] for n, v in told}
+        parameters = self._trial.params.items()
+        return {n: v if isinstance(self._values[n], str) else self._values[n][v] for n, v in parameters}
 
-    def tell(self, validation: float | None) -> None:
+    def report_score(self, validation: float | None) -> None:
         """The score of what was asked for last, higher is better; None if it has none."""
         if validation is None:
             self._study.tell(self._trial, state=self._failed)
@@ -83,23 +85,23 @@ class Study:
             self._study.tell(self._trial, validation)
 
 
-def imported() -> Any:
+def import_optuna() -> Any:
     """The module Optuna.
 
     Raises:
         UserError: it is not installed.
     """
-    check_extra("optuna", "tune", "a search with trials", "leave out --trials")
+    check_extra_installed("optuna", "tune", "a search with trials", "leave out --trials")
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
 
-def _distribution(kinds: Any, values: Any) -> Any:
+def _optuna_distribution(kinds: Any, values: Any) -> Any:
     if not isinstance(values, str):
         return kinds.CategoricalDistribution(range(len(values)))  # values may be mappings, which Optuna does not know
-    found = Range.parse(values)
-    whole = isinstance(found.low, int) and isinstance(found.high, int)
-    kind = kinds.IntDistribution if whole else kinds.FloatDistribution
-    return kind(found.low, found.high, log=found.low > 0)
+    search_range = SearchRange.parse(values)
+    is_integer = isinstance(search_range.low, int) and isinstance(search_range.high, int)
+    kind = kinds.IntDistribution if is_integer else kinds.FloatDistribution
+    return kind(search_range.low, search_range.high, log=search_range.low > 0)

@@ -4,39 +4,41 @@ from collections.abc import Sequence
 from typing import Any
 
 from polyfed.comparison.plans import Method
-from polyfed.comparison.trials import Range
+from polyfed.comparison.trials import SearchRange
 from polyfed.core.errors import UserError
-from polyfed.simulation.runs.directory import plain
+from polyfed.simulation.runs.directory import to_plain_values
 
 GRID = "grid"  # instead of a field's values: what a method has, times each of the factors
 FACTORS = (0.1, 0.3, 1, 3, 10)
-MORE = "..."  # as the last of a field's values: the search goes on beyond them
-GRID_AND_MORE = f"{GRID},{MORE}"
+EXTEND = "..."  # as the last of a field's values: the search goes on beyond them
+EXTENDED_GRID = f"{GRID},{EXTEND}"
 
 
-def values_of(method: Method, name: str, values: Any) -> Any:
+def resolve_search_values(method: Method, name: str, values: Any) -> Any:
     """The values as Python's, each once and without what says that the search goes on; a range as it is."""
     if not isinstance(values, str):
         if not isinstance(values, Sequence):
             return values
-        written = [plain(value, f"tune[{name!r}]") for value in values]  # NumPy's numbers as Python's
-        return [value for position, value in enumerate(written) if value not in (*written[:position], MORE)]
-    if values not in (GRID, GRID_AND_MORE):
+        written = [to_plain_values(value, f"tune[{name!r}]") for value in values]  # NumPy's numbers as Python's
+        return [value for position, value in enumerate(written) if value not in (*written[:position], EXTEND)]
+    if values not in (GRID, EXTENDED_GRID):
         return values
-    own = getattr(method, name)
-    if isinstance(own, bool) or not isinstance(own, int | float) or not own > 0:
-        raise UserError(f"{name} of a method is {own!r}, of which there is no tenth; give the values to try for {name}")
-    around = [own * factor for factor in FACTORS]
-    if isinstance(own, int):
+    default = getattr(method, name)
+    if isinstance(default, bool) or not isinstance(default, int | float) or not default > 0:
+        raise UserError(
+            f"{name} of a method is {default!r}, of which there is no tenth; give the values to try for {name}"
+        )
+    around = [default * factor for factor in FACTORS]
+    if isinstance(default, int):
         return sorted({max(1, round(value)) for value in around})
     return [float(f"{value:.4g}") for value in around]
 
 
-def ends_of(name: str, values: Any) -> tuple[Any, ...]:
+def values_to_check(name: str, values: Any) -> tuple[Any, ...]:
     """Values with which a field is tried: all, or the ends of a range."""
     if isinstance(values, str):
-        found = Range.parse(values)
-        return found.low, found.high
+        search_range = SearchRange.parse(values)
+        return search_range.low, search_range.high
     if not isinstance(values, Sequence) or not len(values):
         raise UserError(
             f"the values to try for {name} must be a list of at least one, or a range 'LOW..HIGH', got {values!r}"
@@ -44,39 +46,46 @@ def ends_of(name: str, values: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def next_value(values: Sequence[Any], best: Any, whole: bool) -> Any:
+def next_value_beyond_edge(values: Sequence[Any], best: Any, is_integer: bool) -> Any:
     """The number beyond the smallest or the largest of `values`, as far from it as its neighbour, by its logarithm; None
     where the best is neither, or there is none.
 
-    >>> next_value([0.02, 0.05, 0.1], 0.1, False), next_value([5, 1, 2], 5, True), next_value([5, 1, 2], 1, True)
+    >>> (next_value_beyond_edge([0.02, 0.05, 0.1], 0.1, False), next_value_beyond_edge([5, 1, 2], 5, True),
+    ...  next_value_beyond_edge([5, 1, 2], 1, True))
     (0.2, 12, None)
     """
     ordered = sorted(values)
     if ordered[0] == ordered[-1] or best not in (ordered[0], ordered[-1]):
         return None
     value = best * best / (ordered[1] if best == ordered[0] else ordered[-2])
-    further = max(1, round(value)) if whole else float(f"{value:.2g}")
+    further = max(1, round(value)) if is_integer else float(f"{value:.2g}")
     return None if further in values else further
 
 
-def goes_on(values: Any) -> bool:
+def may_extend(values: Any) -> bool:
     """Whether a search may try values beyond those given."""
     if isinstance(values, str):
-        return values == GRID_AND_MORE
-    return isinstance(values, Sequence) and any(isinstance(value, str) and value == MORE for value in values)
+        return values == EXTENDED_GRID
+    return isinstance(values, Sequence) and any(isinstance(value, str) and value == EXTEND for value in values)
 
 
-def check_beyond(name: str, values: Any, trials: int | None) -> None:
+def check_extension(name: str, values: Any, trials: int | None) -> None:
     """Raises a `UserError` if the search is to go on beyond what is not numbers, or is Optuna's."""
-    if not goes_on(values):
+    if not may_extend(values):
         return
     if trials is not None:
-        raise UserError(f"{name}: trials take a range, such as 0.001..0.3, or values without {MORE!r}, got {values!r}")
+        raise UserError(
+            f"{name}: trials take a range, such as 0.001..0.3, or values without {EXTEND!r}, got {values!r}"
+        )
     if isinstance(values, str):
         return
-    *given, last = (plain(value, f"tune[{name!r}]") for value in values)
-    if last != MORE or not all(is_number(value) and value > 0 for value in given) or len(set(given)) < 2:
-        how = f"{MORE!r} comes after two or more numbers above 0, such as 0.01,0.1,{MORE}"
+    *listed_values, last = (to_plain_values(value, f"tune[{name!r}]") for value in values)
+    if (
+        last != EXTEND
+        or not all(is_number(value) and value > 0 for value in listed_values)
+        or len(set(listed_values)) < 2
+    ):
+        how = f"{EXTEND!r} comes after two or more numbers above 0, such as 0.01,0.1,{EXTEND}"
         raise UserError(f"{name}: {how}, got {values!r}")
 
 

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyfed.comparison.basis import Basis, basis_of
-from polyfed.comparison.crossed import LEVEL
-from polyfed.comparison.evidence import Rivalry, span
-from polyfed.comparison.rivals import name_of
+from polyfed.comparison.basis import AnswerBasis, answer_basis
+from polyfed.comparison.crossed import CONFIDENCE_LEVEL
+from polyfed.comparison.evidence import GainOverRivals, interval_ends
+from polyfed.comparison.rivals import name_from_key
 from polyfed.core.metrics import Metric
 
 _DIGITS = 6  # after the point, at most
@@ -19,23 +19,24 @@ _NAMED = 8  # clients that a sentence lists
 _LINES = 40  # sites up to which each has its sentence among the verdicts, also those of which nothing is decided
 
 
-def amount(value: float, unit: str, label: str) -> str:
+def format_difference(value: float, unit: str, label: str) -> str:
     """The size of a difference: of shares in points, of others as they are, with the score's name.
 
-    >>> amount(-0.041, "%", "accuracy"), amount(0.041, "", "AUC"), amount(0.0004, "%", "accuracy")
+    >>> (format_difference(-0.041, "%", "accuracy"), format_difference(0.041, "", "AUC"),
+    ...  format_difference(0.0004, "%", "accuracy"))
     ('4.1 points', '0.041 of AUC', '0.04 points')
     """
     return f"{_rounded(value, unit)} {'points' if unit == '%' else f'of {label}'}"
 
 
-def points(low: float, high: float, unit: str, label: str) -> str:
+def format_difference_range(low: float, high: float, unit: str, label: str) -> str:
     """Two differences of one sign.
 
-    >>> points(0.041, 0.06, "%", "accuracy"), points(-0.06, -0.041, "", "AUC")
+    >>> format_difference_range(0.041, 0.06, "%", "accuracy"), format_difference_range(-0.06, -0.041, "", "AUC")
     ('4.1 to 6.0 points', '0.041 to 0.060 of AUC')
     """
     least, most = sorted((low, high), key=abs)
-    return f"{_rounded(least, unit)} to {amount(most, unit, label)}"
+    return f"{_rounded(least, unit)} to {format_difference(most, unit, label)}"
 
 
 def _rounded(value: float, unit: str) -> str:
@@ -46,14 +47,15 @@ def _rounded(value: float, unit: str) -> str:
     return f"{size:.{digits}f}"
 
 
-def _side(value: float, unit: str, label: str) -> str:
-    return f"{amount(value, unit, label)} {'worse' if value < 0 else 'better'}"
+def _better_or_worse(value: float, unit: str, label: str) -> str:
+    return f"{format_difference(value, unit, label)} {'worse' if value < 0 else 'better'}"
 
 
-def answer(gain: float | None, interval: Sequence[float] | None, decided: bool) -> str:
+def decide_answer(gain: float | None, interval: Sequence[float] | None, decided: bool) -> str:
     """ "join", "stay" or "undecided", from the interval of a gain; `decided` whether it may be read so.
 
-    >>> answer(0.05, [0.04, 0.06], True), answer(-0.05, [-0.06, -0.04], True), answer(0.05, [-0.01, 0.1], True)
+    >>> (decide_answer(0.05, [0.04, 0.06], True), decide_answer(-0.05, [-0.06, -0.04], True),
+    ...  decide_answer(0.05, [-0.01, 0.1], True))
     ('join', 'stay', 'undecided')
     """
     if gain is None or interval is None or not decided or interval[0] <= 0 <= interval[1]:
@@ -61,9 +63,9 @@ def answer(gain: float | None, interval: Sequence[float] | None, decided: bool) 
     return "join" if interval[0] > 0 else "stay"
 
 
-def answers(
+def build_answers(
     content: Mapping[str, Any], leader: str | None, why_not: str,
-    over: tuple[Rivalry | None, Mapping[str, Rivalry | None]], metric: Metric, *, by_class: bool,
+    leader_gains: tuple[GainOverRivals | None, Mapping[str, GainOverRivals | None]], metric: Metric, *, by_class: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:  # fmt: skip
     """For each site, and for the mean over sites: join, stay alone, or not decided. A method must beat the best that a site
     has alone: its network, trained alone, and the simple models.
@@ -79,73 +81,84 @@ def answers(
     reference = content["reference"]
     if reference is None:
         return [], None
-    found = {} if leader is None else content["methods"][leader]["statistics"]
-    whole, by_client = over
+    statistics = {} if leader is None else content["methods"][leader]["statistics"]
+    mean_gain, by_client = leader_gains
     sites = []
     for client in content["clients"] if content["same_clients"] else ():
-        known = found.get("clients", {}).get(client, {})
-        basis = basis_of(content, [client], by_class=by_class)
-        sites.append(_one(content, client, leader, known.get("gain"), by_client.get(client), metric, basis, why_not))
-    basis = basis_of(content, content["clients"], by_class=by_class and content["same_clients"])
-    return sites, _one(content, None, leader, found.get("gain"), whole, metric, basis, why_not)
+        client_statistics = statistics.get("clients", {}).get(client, {})
+        basis = answer_basis(content, [client], by_class=by_class)
+        sites.append(
+            _answer_entry(
+                content, client, leader, client_statistics.get("gain"), by_client.get(client), metric, basis, why_not
+            )
+        )
+    basis = answer_basis(content, content["clients"], by_class=by_class and content["same_clients"])
+    return sites, _answer_entry(content, None, leader, statistics.get("gain"), mean_gain, metric, basis, why_not)
 
 
-def _one(
-    content: Mapping[str, Any], client: str | None, leader: str | None, gain: float | None, rivalry: Rivalry | None,
-    metric: Metric, basis: Basis, why_not: str,
-) -> dict[str, Any]:  # fmt: skip
+def _answer_entry(
+    content: Mapping[str, Any],
+    client: str | None,
+    leader: str | None,
+    gain: float | None,
+    rival_gain: GainOverRivals | None,
+    metric: Metric,
+    basis: AnswerBasis,
+    why_not: str,
+) -> dict[str, Any]:
     interval, over = None, content["reference"]
-    if rivalry is not None:
-        gain, over = round(rivalry.estimate.value, _ROUNDED), name_of(rivalry.rival)
-        interval = span(rivalry.estimate, metric, difference=True)
-    word = answer(gain, interval, not why_not)
+    if rival_gain is not None:
+        gain, over = round(rival_gain.estimate.value, _ROUNDED), name_from_key(rival_gain.best_rival)
+        interval = interval_ends(rival_gain.estimate, metric, difference=True)
+    word = decide_answer(gain, interval, not why_not)
     row = {"client": client, "answer": word, "method": leader, "gain": gain, "interval": interval, "over": over}
-    row |= {"test_examples": basis.examples, "rarest": basis.rarest, "basis": basis.words}
-    gains = {} if rivalry is None else rivalry.gains
+    row |= {"test_examples": basis.num_examples, "rarest": basis.num_rarest, "basis": basis.sentence}
+    gains = {} if rival_gain is None else rival_gain.gain_by_rival
     row["gains"] = {
-        name_of(key): {"gain": one.value, "interval": span(one, metric, difference=True)} for key, one in gains.items()
+        name_from_key(key): {"gain": estimate.value, "interval": interval_ends(estimate, metric, difference=True)}
+        for key, estimate in gains.items()
     }
-    return row | {"sentence": _sentence(content, row, why_not)}
+    return row | {"sentence": _answer_sentence(content, row, why_not)}
 
 
-def _sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not: str) -> str:
-    who = "mean over clients" if row["client"] is None else row["client"]
+def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not: str) -> str:
+    subject = "mean over clients" if row["client"] is None else row["client"]
     reference, leader, interval, basis = content["reference"], row["method"], row["interval"], row["basis"]
     if leader is None:
-        return f"{who}: not decided: {why_not or f'no method can be compared with {reference}'}"
-    simple = row["over"] != reference
-    rival = alone(row["over"], reference, content["task"])
-    first = f"{rival} is as good; " if simple and row["gain"] is not None and row["gain"] <= 0 else ""
+        return f"{subject}: not decided: {why_not or f'no method can be compared with {reference}'}"
+    is_simple_model = row["over"] != reference
+    rival = describe_alternative(row["over"], reference, content["task"])
+    first = f"{rival} is as good; " if is_simple_model and row["gain"] is not None and row["gain"] <= 0 else ""
     if interval is None:
         few = f"too few test examples for an interval of {leader}"
         why = why_not or (few if content["predictions"] else "no predictions were kept")
-        return f"{who}: {first}not decided: {why} ({basis})"
+        return f"{subject}: {first}not decided: {why} ({basis})"
     unit, label = content["score_unit"], content["score_label"]
-    rests = f"(best estimate {_side(row['gain'], unit, label)}; {basis})"
-    much = points(interval[0], interval[1], unit, label)
+    rests = f"(best estimate {_better_or_worse(row['gain'], unit, label)}; {basis})"
+    much = format_difference_range(interval[0], interval[1], unit, label)
     if row["answer"] == "join":
         than = (
-            f"the best that {'they have' if row['client'] is None else 'it has'} alone, {rival}," if simple else rival
+            f"the best that {'they have' if row['client'] is None else 'it has'} alone, {rival},"
+            if is_simple_model
+            else rival
         )
-        return f"{who}: join with {leader}: {much} better than {than} on new examples {rests}"
-    if row["answer"] == "stay" and simple:
-        return (
-            f"{who}: stay alone with {rival.removesuffix(' alone')}: {leader} is {much} worse on new examples {rests}"
-        )
+        return f"{subject}: join with {leader}: {much} better than {than} on new examples {rests}"
+    if row["answer"] == "stay" and is_simple_model:
+        return f"{subject}: stay alone with {rival.removesuffix(' alone')}: {leader} is {much} worse on new examples {rests}"
     if row["answer"] == "stay":
-        return f"{who}: stay alone: {leader} is {much} worse than {rival} on new examples {rests}"
+        return f"{subject}: stay alone: {leader} is {much} worse than {rival} on new examples {rests}"
     because = f"; {why_not}" if why_not else ""
     if interval[1] - interval[0] > _WIDE.get("%" if unit == "%" else content["score"], math.inf):
         dealt = "" if content["same_clients"] and not content["resplit"] else f"{len(content['seeds'])} dealings of "
-        return f"{who}: {first}not decided: {dealt}{basis}{',' if ',' in basis else ''} cannot answer{because}"
-    low, high = (_side(end, unit, label) for end in interval)
-    return f"{who}: {first}not decided: {leader} is between {low} and {high} than {rival} {rests}{because}"
+        return f"{subject}: {first}not decided: {dealt}{basis}{',' if ',' in basis else ''} cannot answer{because}"
+    low, high = (_better_or_worse(end, unit, label) for end in interval)
+    return f"{subject}: {first}not decided: {leader} is between {low} and {high} than {rival} {rests}{because}"
 
 
-def alone(name: str, reference: str | None, task: str) -> str:
+def describe_alternative(name: str, reference: str | None, task: str) -> str:
     """What a site has alone, in words.
 
-    >>> alone("ridge", "local", "regression"), alone("local", "local", "regression")
+    >>> describe_alternative("ridge", "local", "regression"), describe_alternative("local", "local", "regression")
     ('ridge regression alone', 'training alone')
     """
     if name == reference:
@@ -157,7 +170,7 @@ def alone(name: str, reference: str | None, task: str) -> str:
     return f"{name.replace('_', ' ')}{' regression' if name == 'ridge' else ''} alone"
 
 
-def verdicts(
+def verdict_sentences(
     content: Mapping[str, Any], sites: Sequence[Mapping[str, Any]], mean: Mapping[str, Any] | None
 ) -> list[str]:
     """The sentences that are printed: of the mean, of simple models against training alone, of the sites from the largest
@@ -166,60 +179,61 @@ def verdicts(
         return []
     ranked = sorted(sites, key=lambda row: (-(row["gain"] or 0.0), row["client"]))
     decided = [row["sentence"] for row in ranked if row["answer"] != "undecided"]
-    unsure = [row for row in ranked if row["answer"] == "undecided"]
-    first = [mean["sentence"], *_simple(content)]
+    undecided = [row for row in ranked if row["answer"] == "undecided"]
+    first = [mean["sentence"], *_simple_model_sentences(content)]
     if len(sites) <= _LINES:
-        return [*first, *decided, *(row["sentence"] for row in unsure)]
-    return [*first, *decided, f"not decided: {listed([row['client'] for row in unsure])}"]
+        return [*first, *decided, *(row["sentence"] for row in undecided)]
+    return [*first, *decided, f"not decided: {join_names([row['client'] for row in undecided])}"]
 
 
-def _simple(content: Mapping[str, Any]) -> list[str]:
+def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
     """How the best simple model compares with training the network alone."""
-    known = {name: one for name, one in content["references"].items() if one.get("gain") is not None}
-    if not known:
+    with_gain = {name: entry for name, entry in content["references"].items() if entry.get("gain") is not None}
+    if not with_gain:
         return []
-    name = max(known, key=lambda name: known[name]["gain"])
-    gain, ends = known[name]["gain"], known[name].get("gain_interval")
+    name = max(with_gain, key=lambda name: with_gain[name]["gain"])
+    gain, ends = with_gain[name]["gain"], with_gain[name].get("gain_interval")
     unit, label = content["score_unit"], content["score_label"]
     rival, network = (
-        alone(name, None, content["task"]),
-        alone(content["reference"], content["reference"], content["task"]),
+        describe_alternative(name, None, content["task"]),
+        describe_alternative(content["reference"], content["reference"], content["task"]),
     )
-    estimate = f"(best estimate {_side(gain, unit, label)})"
+    estimate = f"(best estimate {_better_or_worse(gain, unit, label)})"
     if ends is None:
         return [f"mean over clients: whether {rival} is better than {network} is not decided {estimate}"]
     if ends[0] > 0 or ends[1] < 0:
         side = "better" if ends[0] > 0 else "worse"
         return [
-            f"mean over clients: {rival} is {points(ends[0], ends[1], unit, label)} {side} than {network} {estimate}"
+            f"mean over clients: {rival} is {format_difference_range(ends[0], ends[1], unit, label)} {side} than "
+            f"{network} {estimate}"
         ]
-    low, high = (_side(end, unit, label) for end in ends)
+    low, high = (_better_or_worse(end, unit, label) for end in ends)
     return [f"mean over clients: {rival} is between {low} and {high} than {network} {estimate}"]
 
 
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """The first names, and how many more there are.
 
-    >>> listed(["a", "b"]), listed([str(k) for k in range(10)])
+    >>> join_names(["a", "b"]), join_names([str(k) for k in range(10)])
     ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
     """
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
-def covers(content: Mapping[str, Any]) -> list[str]:
+def coverage_sentences(content: Mapping[str, Any]) -> list[str]:
     """What is estimated, and what an answer does not cover."""
-    return [*_covers(content), *_alone(content)]
+    return [*_estimation_sentences(content), *_alternatives_sentences(content)]
 
 
-def _alone(content: Mapping[str, Any]) -> list[str]:
+def _alternatives_sentences(content: Mapping[str, Any]) -> list[str]:
     """What a site has alone, and what is not among that."""
-    names = [name for name, one in content["references"].items() if one.get("alone")]
+    names = [name for name, entry in content["references"].items() if entry.get("alone")]
     if content["reference"] is None:
         return []
     if not names:
         return ["The answers are against training alone only: what a simple model of each site would do was not asked "
                 "(--no-references, references=False)."]  # fmt: skip
-    models = ", ".join(alone(name, None, content["task"]) for name in names)
+    models = ", ".join(describe_alternative(name, None, content["task"]) for name in names)
     rule = (
         f"A site is told to join only if the method beats everything it has alone: training alone, {models}. The gain is "
         "over the best of these."
@@ -227,15 +241,15 @@ def _alone(content: Mapping[str, Any]) -> list[str]:
     return [rule, *content["left_out"]]
 
 
-def _covers(content: Mapping[str, Any]) -> list[str]:
+def _estimation_sentences(content: Mapping[str, Any]) -> list[str]:
     seeds, resplit = len(content["seeds"]), content["resplit"]
     estimated = (
         "A gain is the difference of expected scores on new examples of the same sites, for methods trained on data like "
         "these; better is positive, whatever the score."
     )
     level = (
-        f"All intervals of gains together hold in at least {100 * LEVEL:.0f} of 100 comparisons: those of the means of all "
-        "methods, and those of all sites and methods."
+        f"All intervals of gains together hold in at least {100 * CONFIDENCE_LEVEL:.0f} of 100 comparisons: those of "
+        "the means of all methods, and those of all sites and methods."
     )
     if resplit:
         return [
@@ -255,7 +269,7 @@ def _covers(content: Mapping[str, Any]) -> list[str]:
             "examples of these data, and are corrected for what the dealings share (Nadeau and Bengio 2003). A "
             "client's name stands for other data in each seed, and has no answer of its own; --same-data deals once.",
         ]
-    rest = (
+    training_examples_note = (
         "The training examples are the same in all runs, so that the intervals leave out what other training examples would "
         "give; --resplit 10 (resplit=10 in Python) covers them too, and is the better answer where data are few."
     )
@@ -264,12 +278,17 @@ def _covers(content: Mapping[str, Any]) -> list[str]:
             "With one seed the intervals are of these very networks on new test examples. They do not cover what another "
             "seed would give, so that nothing is decided: give at least three."
         )
-        return [estimated, level, once, rest]
-    return [estimated, level, f"The intervals cover other seeds, from {seeds}, and other test examples.", rest]
+        return [estimated, level, once, training_examples_note]
+    return [
+        estimated,
+        level,
+        f"The intervals cover other seeds, from {seeds}, and other test examples.",
+        training_examples_note,
+    ]
 
 
-def notes(
-    content: Mapping[str, Any], lost: Mapping[tuple[str, str], Sequence[str]], unclear: Sequence[str]
+def note_sentences(
+    content: Mapping[str, Any], clients_without_score: Mapping[tuple[str, str], Sequence[str]], unclear: Sequence[str]
 ) -> list[str]:
     """What to bear in mind, sentences.
 
@@ -278,39 +297,43 @@ def notes(
         lost: by label and seed, clients for whom only other methods have a score.
         unclear: clients without an interval, because they have too few test examples.
     """
-    found = [
-        f"{label} has no score for {listed(clients)} with seed {seed}, and so no mean next to the others"
-        for (label, seed), clients in lost.items()
+    sentences = [
+        f"{label} has no score for {join_names(clients)} with seed {seed}, and so no mean next to the others"
+        for (label, seed), clients in clients_without_score.items()
     ]
     if unclear:
-        found.append(f"{listed(unclear)}: too few test examples for an interval of {content['score_label']}, and not in "
-                     "that of the mean")  # fmt: skip
+        sentences.append(
+            f"{join_names(unclear)}: too few test examples for an interval of {content['score_label']}, and not in "
+            "that of the mean"
+        )
     few = sorted({c for rows in content["data"].values() for c, row in rows.items() if row["test"] < _FEW})
     if content["score"] == "r2" and few:
-        found.append(f"{listed(few)}: R² of fewer than {_FEW} test examples has a very wide interval; let the mean absolute "
-                     "error decide (--metrics mae,r2)")  # fmt: skip
+        sentences.append(
+            f"{join_names(few)}: R² of fewer than {_FEW} test examples has a very wide interval; let the mean absolute "
+            "error decide (--metrics mae,r2)"
+        )
     for label, searched in ((content["tuning"] or {}).get("methods") or {}).items():
         if worse := searched.get("diverged"):
             last, client = dict(worse[-1]), worse[-1].get("client")
             last.pop("client", None)
             chosen = searched["chosen"] if client is None else searched["by_client"][client]
             whose = label if client is None else f"{label} at {client}"
-            found.append(f"{whose}: {_fields(last)} was better in the search, but diverged with another seed, so "
-                         f"{_fields(chosen)} is compared")  # fmt: skip
+            sentences.append(f"{whose}: {_format_fields(last)} was better in the search, but diverged with another seed, so "
+                         f"{_format_fields(chosen)} is compared")  # fmt: skip
     if content["best_by"] == "test" and len(content["methods"]) > 2:
         stopped = any(method["fields"].get("patience") is not None for method in content["methods"].values())
         why = "since patience stops training by the validation examples, " if stopped else ""
-        found.append(
+        sentences.append(
             f"{why}the best was chosen by the test examples on which it is reported; the intervals allow for that choice"
         )
-    return found
+    return sentences
 
 
-def _fields(fields: Mapping[str, Any]) -> str:
+def _format_fields(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in fields.items())
 
 
-def told_budget(kind: str, limit: float | None, *, asked: bool, validated: bool) -> str:
+def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, validated: bool) -> str:
     """How rounds were chosen: `asked`, whether the limit was given; `validated`, whether there were validation examples."""
     if kind == "best" and validated:
         return "each method at its best round by validation loss (alone: each client at its own), with equal local training"
@@ -319,13 +342,13 @@ def told_budget(kind: str, limit: float | None, *, asked: bool, validated: bool)
     if limit is None:
         return "each method after all its rounds: nothing was sent"
     amount = f"{limit / 2**20:.2f} MB" if kind == "bytes" else f"{limit:.1f} s of clients and server"
-    whose = "" if asked else ", what the cheapest run spends in all"
+    whose = "" if has_limit else ", what the cheapest run spends in all"
     return f"each run at its last evaluated round within {amount}{whose}"
 
 
-def told_target(asked: float | None, reference: str | None) -> str:
+def target_sentence(target: float | None, reference: str | None) -> str:
     """Where the target comes from."""
-    if asked is not None:
+    if target is not None:
         return "asked for"
     if reference is None:
         return "no method that trains alone has a score"

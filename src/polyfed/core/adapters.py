@@ -33,17 +33,17 @@ from torch import Tensor, nn
 from polyfed.core.algorithm import Algorithm, Architecture, Client, Message
 from polyfed.core.dense import message_error
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import Scratch, scratch
-from polyfed.core.tied import first_names, further_names
-from polyfed.core.tree import Spec, Tree
+from polyfed.core.scratch import CachedModule, cached_module
+from polyfed.core.tied import first_name_by_alias, first_name_by_name
+from polyfed.core.tree import StateDict, StateDictSpec
 
-Adapters = Literal["zero_pad", "stack", "svd"]
-_A = re.compile(r"(.*\.)?lora_(embedding_)?A(\..*)?")
+AdapterMode = Literal["zero_pad", "stack", "svd"]
+_LORA_A_NAME = re.compile(r"(.*\.)?lora_(embedding_)?A(\..*)?")
 
 
 @final
 @dataclass(frozen=True)
-class Pair:
+class LoraTensorNames:
     """The names of one layer's tensors: A, B, and their product, which only "svd" and "stack" know; and the layer's."""
 
     a: str
@@ -53,56 +53,56 @@ class Pair:
     adapter: str
 
 
-def pairs(names: Iterator[str] | Mapping[str, Any]) -> list[Pair]:
+def find_adapters(names: Iterator[str] | Mapping[str, Any]) -> list[LoraTensorNames]:
     """The adapters among names of tensors.
 
-    >>> pairs({"up.lora_A.default.weight": 0, "up.lora_B.default.weight": 0, "up.bias": 0})[0].product
+    >>> find_adapters({"up.lora_A.default.weight": 0, "up.lora_B.default.weight": 0, "up.bias": 0})[0].product
     'up.lora_AB.default.weight'
     """
-    found, known = [], set(names)
-    for name in sorted(known):
-        match = _A.fullmatch(name)
+    adapters, all_names = [], set(names)
+    for name in sorted(all_names):
+        match = _LORA_A_NAME.fullmatch(name)
         if match is None:
             continue
         before, kind, after = match[1] or "", match[2] or "", match[3] or ""
-        if (b := f"{before}lora_{kind}B{after}") in known:
+        if (b := f"{before}lora_{kind}B{after}") in all_names:
             adapter = after.removesuffix(".weight").lstrip(".")
-            found.append(Pair(name, b, f"{before}lora_{kind}AB{after}", before.rstrip("."), adapter))
-    return found
+            adapters.append(LoraTensorNames(name, b, f"{before}lora_{kind}AB{after}", before.rstrip("."), adapter))
+    return adapters
 
 
-def mode_of(algorithm: Algorithm[Any, Any]) -> Adapters | None:
+def adapter_mode(algorithm: Algorithm[Any, Any]) -> AdapterMode | None:
     """How a method treats adapters of different ranks; None if it takes them as they are."""
-    found: Adapters | None = getattr(algorithm, "adapters", None)
-    return found
+    mode: AdapterMode | None = getattr(algorithm, "adapters", None)
+    return mode
 
 
-def form_of(algorithm: Algorithm[Any, Any], net: Scratch) -> str:
+def architecture_without_ranks(algorithm: Algorithm[Any, Any], net: CachedModule) -> str:
     """By what networks are told apart where a method needs one architecture: with adapters of different ranks, by all but
     the ranks."""
-    if mode_of(algorithm) is None:
+    if adapter_mode(algorithm) is None:
         return net.architecture
-    ranked = {pair.a: 0 for pair in pairs(net.module.state_dict())}
-    ranked |= {pair.b: 1 for pair in pairs(net.module.state_dict())}
-    forms = []
+    ranked = {pair.a: 0 for pair in find_adapters(net.module.state_dict())}
+    ranked |= {pair.b: 1 for pair in find_adapters(net.module.state_dict())}
+    shapes = []
     for name, tensor in net.module.state_dict().items():
         shape = list(tensor.shape)
         if name in ranked:
             shape[ranked[name]] = -1
-        forms.append((name, shape, str(tensor.dtype)))
-    kinds = [(name, type(part).__module__, type(part).__qualname__) for name, part in net.module.named_modules()]
-    form = hashlib.sha256(f"{forms}\n{kinds}{further_names(net.module) or ''}".encode()).hexdigest()[:16]
+        shapes.append((name, shape, str(tensor.dtype)))
+    layer_types = [(name, type(part).__module__, type(part).__qualname__) for name, part in net.module.named_modules()]
+    digest = hashlib.sha256(f"{shapes}\n{layer_types}{first_name_by_alias(net.module) or ''}".encode()).hexdigest()[:16]
     frozen = net.architecture.partition("-")[2]
-    return f"{form}-{frozen}" if frozen else form
+    return f"{digest}-{frozen}" if frozen else digest
 
 
-def ranks(net: Scratch) -> dict[str, int]:
+def adapter_ranks(net: CachedModule) -> dict[str, int]:
     """The rank of each layer with an adapter, by the name of its A."""
     state = net.module.state_dict()
-    return {pair.a: state[pair.a].shape[0] for pair in pairs(state)}
+    return {pair.a: state[pair.a].shape[0] for pair in find_adapters(state)}
 
 
-def check_ranks(networks: Mapping[str, Architecture], mode: Adapters) -> Architecture:
+def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: AdapterMode) -> Architecture:
     """The network that has the largest rank in each layer: the server's.
 
     Args:
@@ -113,17 +113,17 @@ def check_ranks(networks: Mapping[str, Architecture], mode: Adapters) -> Archite
         UserError: a network has no adapters, or none has all of the largest ranks; or it has such as "svd" or "stack" does
             not take, or one factor of an adapter in two layers.
     """
-    found = {i: scratch(factory) for i, factory in sorted(networks.items())}
+    cached_modules = {i: cached_module(factory) for i, factory in sorted(networks.items())}
     largest: dict[str, int] = {}
-    for i, net in found.items():
-        if not (own := ranks(net)):
+    for i, net in cached_modules.items():
+        if not (client_ranks := adapter_ranks(net)):
             raise UserError(
                 f"adapters={mode!r} is for networks with low-rank adapters, and that of client {i!r} has no parameters "
                 "called lora_A and lora_B; leave it out"
             )
-        state, first = net.module.state_dict(), first_names(net.module)
-        of_layers = {(pair.a, pair.b) for pair in pairs(state)}
-        for pair in pairs(state):
+        state, first = net.module.state_dict(), first_name_by_name(net.module)
+        of_layers = {(pair.a, pair.b) for pair in find_adapters(state)}
+        for pair in find_adapters(state):
             if (first[pair.a], first[pair.b]) not in of_layers:
                 raise UserError(
                     f"adapters={mode!r} is of adapters that layers have by themselves, and {pair.layer!r} of client {i!r} "
@@ -133,10 +133,10 @@ def check_ranks(networks: Mapping[str, Architecture], mode: Adapters) -> Archite
                 raise UserError(f"adapters={mode!r} is of matrices, and {pair.a!r} of client {i!r} has the shape "
                                 f"{tuple(state[pair.a].shape)}; take 'zero_pad'")  # fmt: skip
             if mode == "stack":
-                _base(net.module, pair)
-        largest = {name: max(rank, largest.get(name, 0)) for name, rank in own.items()}
-    for i, net in found.items():
-        if ranks(net) == largest:
+                _frozen_weight(net.module, pair)
+        largest = {name: max(rank, largest.get(name, 0)) for name, rank in client_ranks.items()}
+    for i, net in cached_modules.items():
+        if adapter_ranks(net) == largest:
             return networks[i]
     raise UserError(
         f"adapters={mode!r}: no client has the largest rank in all layers, and the server's adapters are those of one "
@@ -148,60 +148,63 @@ def check_ranks(networks: Mapping[str, Architecture], mode: Adapters) -> Archite
 
 
 @contextmanager
-def fitted(algorithm: Algorithm[Any, Any], client: Client, message: Message) -> Iterator[Message]:
+def message_at_client_rank(algorithm: Algorithm[Any, Any], client: Client, message: Message) -> Iterator[Message]:
     """What came down with adapters of the client's own rank and scale. With "stack" the client's W₀ has what is added to it
     inside the block."""
-    mode = mode_of(algorithm)
+    mode = adapter_mode(algorithm)
     if mode is None or client.model is None:
         yield message
         return
-    net = scratch(client.model, client.train.device)
-    state, fit, added = net.module.state_dict(), dict[str, Tree](), dict[str, Tensor]()
+    net = cached_module(client.model, client.train.device)
+    state, groups, added = net.module.state_dict(), dict[str, StateDict](), dict[str, Tensor]()
     for group, tree in message.tensors.items():
-        own = dict(tree)
-        for pair in pairs(tree):
-            rank, scale = state[pair.a].shape[0], _scale(net.module, pair)
+        tensors = dict(tree)
+        for pair in find_adapters(tree):
+            rank, scale = state[pair.a].shape[0], _adapter_scale(net.module, pair)
             if rank > tree[pair.a].shape[0]:
                 raise UserError(
                     f"client {client.id!r}: the adapter {pair.a!r} has rank {rank}, more than the server's "
                     f"{tree[pair.a].shape[0]}; give the server's network the largest rank"
                 )
-            own[pair.a], own[pair.b] = tree[pair.a][:rank], tree[pair.b][:, :rank] / scale
-            if (product := own.pop(pair.product, None)) is not None:
+            tensors[pair.a], tensors[pair.b] = tree[pair.a][:rank], tree[pair.b][:, :rank] / scale
+            if (product := tensors.pop(pair.product, None)) is not None:
                 added[pair.product] = product
-        fit[group] = own
-    before: list[tuple[nn.Parameter, Tensor]] = []
+        groups[group] = tensors
+    originals: list[tuple[nn.Parameter, Tensor]] = []
     try:
-        for pair in pairs(state):
+        for pair in find_adapters(state):
             if pair.product in added:
-                base, turned = _base(net.module, pair)
-                before.append((base, base.detach().clone()))
+                base, transposed = _frozen_weight(net.module, pair)
+                originals.append((base, base.detach().clone()))
                 product = added[pair.product].to(base.device, base.dtype)
-                base.data.add_(product.t() if turned else product)  # .data: the frozen part counts its changes
-        yield Message(fit, message.scalars)
+                base.data.add_(product.t() if transposed else product)  # .data: the frozen part counts its changes
+        yield Message(groups, message.scalars)
     finally:
-        for base, value in before:
+        for base, value in originals:
             base.data.copy_(value)
 
 
-def leaving(algorithm: Algorithm[Any, Any], client: Client, reply: Message) -> Message:
+def pack_adapters(algorithm: Algorithm[Any, Any], client: Client, reply: Message) -> Message:
     """A reply as it travels: of the client's rank, with its scale in B."""
-    if mode_of(algorithm) is None or client.model is None or message_error(reply):
+    if adapter_mode(algorithm) is None or client.model is None or message_error(reply):
         return reply
-    module, sent = scratch(client.model, client.train.device).module, dict[str, Tree]()
+    module, groups = cached_module(client.model, client.train.device).module, dict[str, StateDict]()
     for group, tree in reply.tensors.items():
-        sent[group] = {**tree, **{pair.b: tree[pair.b] * _scale(module, pair) for pair in pairs(tree)}}
-    return Message(sent, reply.scalars)
+        groups[group] = {
+            **tree,
+            **{pair.b: tree[pair.b] * _adapter_scale(module, pair) for pair in find_adapters(tree)},
+        }
+    return Message(groups, reply.scalars)
 
 
-def _scale(module: nn.Module, pair: Pair) -> float:
+def _adapter_scale(module: nn.Module, pair: LoraTensorNames) -> float:
     """s = α/r, as `peft` keeps it."""
     layer = module.get_submodule(pair.layer)
     scale = getattr(layer, "scaling", 1.0)
     return float(scale[pair.adapter] if isinstance(scale, Mapping) else scale)
 
 
-def _base(module: nn.Module, pair: Pair) -> tuple[nn.Parameter, bool]:
+def _frozen_weight(module: nn.Module, pair: LoraTensorNames) -> tuple[nn.Parameter, bool]:
     """W₀ of a layer, and whether it is the transpose of what B·A is added to.
 
     Raises:
@@ -209,15 +212,15 @@ def _base(module: nn.Module, pair: Pair) -> tuple[nn.Parameter, bool]:
     """
     layer = module.get_submodule(pair.layer)
     base = getattr(getattr(layer, "base_layer", layer), "weight", None)
-    turned = bool(getattr(layer, "fan_in_fan_out", False)) or "lora_embedding" in pair.a
+    transposed = bool(getattr(layer, "fan_in_fan_out", False)) or "lora_embedding" in pair.a
     state = module.state_dict()
-    form = (state[pair.b].shape[0], *state[pair.a].shape[1:])
+    shape = (state[pair.b].shape[0], *state[pair.a].shape[1:])
     scaled = any("lora_magnitude" in name for name, _ in layer.named_parameters())
     frozen = isinstance(base, nn.Parameter) and not base.requires_grad and base.dim() == 2
-    if isinstance(base, nn.Parameter) and frozen and not scaled and (base.t() if turned else base).shape == form:
-        return base, turned
+    if isinstance(base, nn.Parameter) and frozen and not scaled and (base.t() if transposed else base).shape == shape:
+        return base, transposed
     raise UserError(
-        f"adapters='stack' adds adapters to frozen weights, and {pair.layer!r} has no frozen matrix of shape {form} as "
+        f"adapters='stack' adds adapters to frozen weights, and {pair.layer!r} has no frozen matrix of shape {shape} as "
         "`base_layer.weight` or `weight`, or scales it; take 'svd' or 'zero_pad'"
     )
 
@@ -225,90 +228,92 @@ def _base(module: nn.Module, pair: Pair) -> tuple[nn.Parameter, bool]:
 # -- the server half -------------------------------------------------------------------------------------------------------
 
 
-def begun(algorithm: Algorithm[Any, Any], state: Any, model: Architecture | None) -> Any:
+def init_server_adapters(algorithm: Algorithm[Any, Any], server_state: Any, model: Architecture | None) -> Any:
     """The server's first state: B has the scale of the server's network, and with "stack" what is added to W₀ is zero."""
-    mode = mode_of(algorithm)
+    mode = adapter_mode(algorithm)
     if mode is None or model is None:
-        return state
-    module = scratch(model).module
+        return server_state
+    module = cached_module(model).module
 
-    def first(tree: Tree) -> dict[str, Tensor]:
-        own = dict(tree)
-        for pair in pairs(tree):
-            own[pair.b] = tree[pair.b] * _scale(module, pair)
+    def init_group(tree: StateDict) -> dict[str, Tensor]:
+        tensors = dict(tree)
+        for pair in find_adapters(tree):
+            tensors[pair.b] = tree[pair.b] * _adapter_scale(module, pair)
             if mode == "stack":
-                own[pair.b] = torch.zeros_like(tree[pair.b])
-                own[pair.product] = _product(tree[pair.a], own[pair.b])
-        return own
+                tensors[pair.b] = torch.zeros_like(tree[pair.b])
+                tensors[pair.product] = _product(tree[pair.a], tensors[pair.b])
+        return tensors
 
-    return {group: first(part) if isinstance(part, Mapping) else part for group, part in state.items()}
+    return {group: init_group(part) if isinstance(part, Mapping) else part for group, part in server_state.items()}
 
 
-def opened(algorithm: Algorithm[Any, Any], reply: Message, message: Message) -> Message:
+def unpack_adapters(algorithm: Algorithm[Any, Any], reply: Message, message: Message) -> Message:
     """A reply as the server half takes it: in the form of what went down, so that replies of different ranks have a mean;
     with "svd" the products besides.
 
     Raises:
         ValueError: its adapters do not fit; half a sentence.
     """
-    mode = mode_of(algorithm)
+    mode = adapter_mode(algorithm)
     if mode is None:
         return reply
-    sent = {name: tensor for tree in message.tensors.values() for name, tensor in tree.items()}
-    found: dict[str, Tree] = {}
+    sent_tensors = {name: tensor for tree in message.tensors.values() for name, tensor in tree.items()}
+    groups: dict[str, StateDict] = {}
     for group, tree in reply.tensors.items():
-        own = dict(tree)
-        for pair in pairs(tree):
-            if pair.a not in sent or pair.b not in sent:
+        tensors = dict(tree)
+        for pair in find_adapters(tree):
+            if pair.a not in sent_tensors or pair.b not in sent_tensors:
                 continue  # refused with the names of what is unexpected
-            a, b, known_a, known_b = tree[pair.a], tree[pair.b], sent[pair.a], sent[pair.b]
-            rank, most = a.shape[0] if a.dim() else 0, known_a.shape[0]
-            fits = a.shape[1:] == known_a.shape[1:] and b.shape == (known_b.shape[0], rank, *known_b.shape[2:])
-            if not fits or not 1 <= rank <= most or {a.dtype, b.dtype} != {known_a.dtype}:
+            a, b, server_a, server_b = tree[pair.a], tree[pair.b], sent_tensors[pair.a], sent_tensors[pair.b]
+            rank, server_rank = a.shape[0] if a.dim() else 0, server_a.shape[0]
+            fits = a.shape[1:] == server_a.shape[1:] and b.shape == (server_b.shape[0], rank, *server_b.shape[2:])
+            if not fits or not 1 <= rank <= server_rank or {a.dtype, b.dtype} != {server_a.dtype}:
                 raise ValueError(
                     f"the adapter {pair.a!r} is {tuple(a.shape)} and {tuple(b.shape)}; the server's is "
-                    f"{tuple(known_a.shape)} and {tuple(known_b.shape)}, of which it may have the rank or less"
+                    f"{tuple(server_a.shape)} and {tuple(server_b.shape)}, of which it may have the rank or less"
                 )
             if mode == "zero_pad":
-                own[pair.a] = torch.cat([a, a.new_zeros(most - rank, *a.shape[1:])])
-                own[pair.b] = torch.cat([b, b.new_zeros(b.shape[0], most - rank, *b.shape[2:])], dim=1)
+                tensors[pair.a] = torch.cat([a, a.new_zeros(server_rank - rank, *a.shape[1:])])
+                tensors[pair.b] = torch.cat([b, b.new_zeros(b.shape[0], server_rank - rank, *b.shape[2:])], dim=1)
                 continue
-            own[pair.a], own[pair.b] = known_a, known_b
+            tensors[pair.a], tensors[pair.b] = server_a, server_b
             product = _product(a, b)
-            own[pair.product] = product if mode == "svd" else sent[pair.product] + product
-        found[group] = own
-    return Message(found, reply.scalars)
+            tensors[pair.product] = product if mode == "svd" else sent_tensors[pair.product] + product
+        groups[group] = tensors
+    return Message(groups, reply.scalars)
 
 
-def expected(algorithm: Algorithm[Any, Any], wanted: Mapping[str, Spec]) -> Mapping[str, Spec]:
+def unpacked_reply_spec(
+    algorithm: Algorithm[Any, Any], reply_spec: Mapping[str, StateDictSpec]
+) -> Mapping[str, StateDictSpec]:
     """The form of an opened reply, from the one that the method takes."""
-    if mode_of(algorithm) != "svd":
-        return wanted
-    found: dict[str, Spec] = {}
-    for group, form in wanted.items():
-        own = dict(form)
-        for pair in pairs(form):
-            (_, *columns), dtype = form[pair.a]
-            own[pair.product] = ((form[pair.b][0][0], *columns), dtype)
-        found[group] = own
-    return found
+    if adapter_mode(algorithm) != "svd":
+        return reply_spec
+    groups: dict[str, StateDictSpec] = {}
+    for group, packed in reply_spec.items():
+        unpacked = dict(packed)
+        for pair in find_adapters(packed):
+            (_, *columns), dtype = packed[pair.a]
+            unpacked[pair.product] = ((packed[pair.b][0][0], *columns), dtype)
+        groups[group] = unpacked
+    return groups
 
 
-def divided(algorithm: Algorithm[Any, Any], mean: Mapping[str, Tree]) -> Mapping[str, Tree]:
+def factorise_mean_adapters(algorithm: Algorithm[Any, Any], mean: Mapping[str, StateDict]) -> Mapping[str, StateDict]:
     """The mean of opened replies in the form of the server's state: with "svd" the mean product is divided into A and B."""
-    if mode_of(algorithm) != "svd":
+    if adapter_mode(algorithm) != "svd":
         return mean
-    found: dict[str, Tree] = {}
+    groups: dict[str, StateDict] = {}
     for group, tree in mean.items():
-        own = dict(tree)
-        for pair in pairs(tree):
-            if pair.product in own:
-                own[pair.a], own[pair.b] = components(own.pop(pair.product), tree[pair.a])
-        found[group] = own
-    return found
+        tensors = dict(tree)
+        for pair in find_adapters(tree):
+            if pair.product in tensors:
+                tensors[pair.a], tensors[pair.b] = low_rank_factors(tensors.pop(pair.product), tree[pair.a])
+        groups[group] = tensors
+    return groups
 
 
-def components(product: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+def low_rank_factors(product: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """A and B of the rank of `a` with the best approximation B·A of a matrix; the largest component first.
 
     Args:
@@ -316,18 +321,18 @@ def components(product: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
         a: the present A, shape (R, n): components without a part in `product` keep its rows, with zeros in B, since
             adapters that are zero in both factors would never learn.
 
-    >>> a, b = components(torch.diag(torch.tensor([1.0, 4.0, 2.0])), torch.zeros(2, 3))
+    >>> a, b = low_rank_factors(torch.diag(torch.tensor([1.0, 4.0, 2.0])), torch.zeros(2, 3))
     >>> (b @ a).diag().round(decimals=3)
     tensor([0., 4., 2.])
     """
     u, s, v = torch.linalg.svd(product.to(torch.float64), full_matrices=False)
     sign = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0)  # else it is the library's choice
-    number = int((s > s.amax() * max(product.shape) * torch.finfo(product.dtype).eps).sum()) if s.numel() else 0
-    number = min(number, len(a))
-    root = s[:number].sqrt()
+    rank = int((s > s.amax() * max(product.shape) * torch.finfo(product.dtype).eps).sum()) if s.numel() else 0
+    rank = min(rank, len(a))
+    root = s[:rank].sqrt()
     new_a, new_b = a.to(torch.float64, copy=True), torch.zeros(product.shape[0], len(a), dtype=torch.float64)
-    new_a[:number] = root[:, None] * (v * sign.t())[:number]
-    new_b[:, :number] = (u * sign)[:, :number] * root
+    new_a[:rank] = root[:, None] * (v * sign.t())[:rank]
+    new_b[:, :rank] = (u * sign)[:, :rank] * root
     return new_a.to(a.dtype), new_b.to(a.dtype)
 
 

@@ -43,10 +43,10 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, final, get_args
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples import Examples, as_examples
-from polyfed.core.reading import why_no_classes, why_no_labels
-from polyfed.core.tree import Spec, Tree, num_bytes, spec
+from polyfed.core.reading import class_labels_error, multilabel_labels_error
+from polyfed.core.tree import StateDict, StateDictSpec, safetensors_num_bytes, state_dict_spec
 
 ServerState = TypeVar("ServerState")  # the server's: nested dicts of tensors and plain scalars
 ClientState = TypeVar("ClientState")  # a client's private state: the same, and it never leaves the client
@@ -69,7 +69,7 @@ REQUIREMENTS = {
 }
 """What a method may require of the clients (`Algorithm.requires`)."""
 
-MODEL_WORDS = frozenset({"model", "one_architecture", "architectures", "layer_catalogue"})
+MODEL_REQUIREMENTS = frozenset({"model", "one_architecture", "architectures", "layer_catalogue"})
 """Words of `Algorithm.requires` that each imply that the clients bring networks."""
 
 DISCLOSURES = {
@@ -107,13 +107,15 @@ class Message:
     4080
     """
 
-    tensors: Mapping[str, Tree] = field(default_factory=dict)
+    tensors: Mapping[str, StateDict] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Size of the named tensors as one safetensors file; the handful of scalars is not counted."""
-        return num_bytes({f"{group}/{name}": t for group, tree in self.tensors.items() for name, t in tree.items()})
+        return safetensors_num_bytes(
+            {f"{group}/{name}": t for group, tree in self.tensors.items() for name, t in tree.items()}
+        )
 
 
 @final
@@ -165,25 +167,25 @@ class Client:
             raise UserError(f"client {id!r}: model must be a callable that builds a network, got {type(model).__name__}; "
                             "write model=lambda: MyNet() instead of model=MyNet()")  # fmt: skip
         if task not in get_args(Task):
-            raise UserError(f"client {id!r}: unknown task {task!r}; {nearest(str(task), get_args(Task))}")
+            raise UserError(f"client {id!r}: unknown task {task!r}; {did_you_mean(str(task), get_args(Task))}")
         if loss is not None and not callable(loss):
             raise UserError(f"client {id!r}: loss must be a function of outputs and targets, got {type(loss).__name__}")
         id = str.__str__(id)  # numpy's strings, say, are printed otherwise and seed other random numbers
-        given = {"train": train, "test": test, "val": val, "global_test": global_test}
-        for name, source in given.items():
+        sources = {"train": train, "test": test, "val": val, "global_test": global_test}
+        for name, source in sources.items():
             examples = None if source is None else as_examples(source, f"client {id!r}: {name}")
             if examples is None and name in ("train", "test"):
                 raise UserError(f"client {id!r}: {name} examples are missing")
             if examples is not None:
-                examples = _as_classes(examples) if task == "classification" else examples
+                examples = _with_integer_labels(examples) if task == "classification" else examples
                 _check_labels(examples, task, f"client {id!r}: {name}")
-                examples = _suited(examples, task)
+                examples = _with_task_targets(examples, task)
             object.__setattr__(self, name, examples)
         for name, value in {"id": id, "model": model, "task": task, "loss": loss}.items():
             object.__setattr__(self, name, value)
 
 
-def _as_classes(examples: Examples) -> Examples:
+def _with_integer_labels(examples: Examples) -> Examples:
     """The examples with whole labels of a type that torch's loss takes; bytes are."""
     y = examples.y
     fits = y.dim() != 1 or y.is_floating_point() or y.is_complex() or y.dtype in (torch.int64, torch.uint8)
@@ -196,14 +198,14 @@ def _check_labels(examples: Examples, task: Task, name: str) -> None:
         raise UserError(f"{name} has no examples; give at least one, or leave this client out")
     if task == "classification":
         if labels.dim() != 1 or labels.is_floating_point() or labels.is_complex():
-            raise UserError(f"{name} labels must be integers of shape (n,), {why_no_classes(labels)}")
+            raise UserError(f"{name} labels must be integers of shape (n,), {class_labels_error(labels)}")
         if int(labels.min()) < 0:
             raise UserError(f"{name} labels must count from 0, found {int(labels.min())}")
     elif task == "multilabel" and (labels.dim() != 2 or not bool(((labels == 0) | (labels == 1)).all())):
-        raise UserError(f"{name} labels must be 0 or 1 of shape (n, labels), {why_no_labels(labels)}")
+        raise UserError(f"{name} labels must be 0 or 1 of shape (n, labels), {multilabel_labels_error(labels)}")
 
 
-def _suited(examples: Examples, task: Task) -> Examples:
+def _with_task_targets(examples: Examples, task: Task) -> Examples:
     """The examples with targets as the task's loss and the network's output need them; inputs stay the shared store, and
     targets a view of it unless their type changes."""
     y = examples.y
@@ -275,8 +277,8 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     requires: ClassVar[frozenset[str]] = frozenset()
     """Words of `REQUIREMENTS`: what the clients must have; checked before the first round. A method that names none of
-    `MODEL_WORDS` brings its own network (`BringsNetwork`), and `Client.model` may be None. Where a method's fields decide,
-    `__post_init__` sets it for the instance."""
+    `MODEL_REQUIREMENTS` brings its own network (`BringsNetwork`), and `Client.model` may be None. Where a method's
+    fields decide, `__post_init__` sets it for the instance."""
 
     discloses: ClassVar[frozenset[str]] = frozenset({"weights"})
     """Words of `DISCLOSURES`: what the server learns of a client beyond its id. Where a method's fields decide,
@@ -292,7 +294,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        check_words(cls, cls.__name__)
+        check_declared_words(cls, cls.__name__)
         if cls.dispatch is Algorithm.dispatch and cls.dispatch_all is Algorithm.dispatch_all and not isabstract(cls):
             raise TypeError(f"{cls.__name__} must define dispatch or dispatch_all")
 
@@ -309,9 +311,9 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """The messages to several clients, in their order, each made when it is asked for. A method that makes many at once
         faster overrides this instead of `dispatch`; both give the same, up to rounding."""
-        return (self.dispatch(server_state, who) for who in client_infos)
+        return (self.dispatch(server_state, client_info) for client_info in client_infos)
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Return what a valid reply to `message` holds: group -> names, shapes, dtypes.
 
         The default: the groups that went down, in the form in which they went. That tensors are finite and that
@@ -320,7 +322,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         Raises:
             ValueError: why this reply cannot be accepted, where its form alone does not say it; half a sentence.
         """
-        return {group: spec(tree) for group, tree in message.tensors.items()}
+        return {group: state_dict_spec(tree) for group, tree in message.tensors.items()}
 
     @abstractmethod
     def aggregate(
@@ -364,15 +366,15 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         return iter(())
 
 
-def check_words(method: type[Algorithm[Any, Any]] | Algorithm[Any, Any], name: str) -> None:
+def check_declared_words(method: type[Algorithm[Any, Any]] | Algorithm[Any, Any], name: str) -> None:
     """Raises a `TypeError` if a word of `requires`, `discloses` or `traits` is unknown: it would check nothing, and ask no
     consent."""
-    for words, known in (("requires", REQUIREMENTS), ("discloses", DISCLOSURES), ("traits", TRAITS)):
-        for word in sorted(getattr(method, words) - known.keys()):
-            raise TypeError(f"{name}.{words} has the unknown word {word!r}; {nearest(word, known)}")
+    for words, allowed in (("requires", REQUIREMENTS), ("discloses", DISCLOSURES), ("traits", TRAITS)):
+        for word in sorted(getattr(method, words) - allowed.keys()):
+            raise TypeError(f"{name}.{words} has the unknown word {word!r}; {did_you_mean(word, allowed)}")
 
 
-def evaluated_network(method: Algorithm[Any, Any]) -> str:
+def describe_evaluated_network(method: Algorithm[Any, Any]) -> str:
     """Which network is evaluated, in a few words, where the method's fields decide; empty where they do not."""
     return method.evaluated if isinstance(method, BringsNetwork) else ""
 

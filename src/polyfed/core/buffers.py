@@ -2,7 +2,8 @@
 
 `average`: they travel with the weights and are averaged as these are; whole numbers (counters) are rounded.
 `local`: they stay with the client, as part of its private state.
-`recompute`: they neither travel nor stay; before evaluation they are estimated anew on the client's training data.
+`recompute_norm_statistics`: they neither travel nor stay; before evaluation they are estimated anew on the client's
+training data.
 
 How many batches a client has trained on tells how many examples it has. So whole numbers go up as they came down, unless the
 method needs the number of examples anyhow.
@@ -18,21 +19,21 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from polyfed.core.algorithm import Client
-from polyfed.core.examples import Examples, split_rows
-from polyfed.core.inputs import call
-from polyfed.core.layout import arrange
-from polyfed.core.scratch import Scratch, fill, scratch, whole_state
+from polyfed.core.examples import Examples, split_into_batches
+from polyfed.core.inputs import call_network
+from polyfed.core.layout import to_preferred_memory_format
+from polyfed.core.scratch import CachedModule, cached_module, fill_module, trainable_state
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import Tree
+from polyfed.core.tree import StateDict
 
-Policy = Literal["average", "local", "recompute"]
+BufferPolicy = Literal["average", "local", "recompute"]
 
 
-class SendsBuffers(Protocol):
+class HasBufferPolicy(Protocol):
     """What decides which buffers a client sends: the policy of a method, and the scalars that its server half needs."""
 
     @property
-    def buffers(self) -> Policy:
+    def buffers(self) -> BufferPolicy:
         """The policy."""
         ...
 
@@ -42,73 +43,79 @@ class SendsBuffers(Protocol):
         ...
 
 
-def shared_tensors(state: Tree, buffer_names: Mapping[str, Tensor], policy: Policy) -> dict[str, Tensor]:
+def shared_tensors(state: StateDict, buffer_names: Mapping[str, Tensor], policy: BufferPolicy) -> dict[str, Tensor]:
     """The tensors of a state dict that are sent under `policy`: the parameters, and with "average" the buffers."""
     return {name: tensor for name, tensor in state.items() if policy == "average" or name not in buffer_names}
 
 
-def load_client_model(client: Client, model: Tree, client_state: Mapping[str, Tree], policy: Policy) -> Scratch:
+def load_client_model(
+    client: Client, model: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
+) -> CachedModule:
     """The client's scratch module filled with what came down and, under "local", with its own buffers (as built, before
     its first round)."""
     assert client.model is not None  # `federate` has checked that the method's clients have one
-    return fill_client_model(scratch(client.model, client.train.device), model, client_state, policy)
+    return fill_client_model(cached_module(client.model, client.train.device), model, client_state, policy)
 
 
-def fill_client_model(net: Scratch, model: Tree, client_state: Mapping[str, Tree], policy: Policy) -> Scratch:
+def fill_client_model(
+    net: CachedModule, model: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
+) -> CachedModule:
     """The same for a scratch module that the caller already has."""
-    kept = net.buffers if policy == "recompute" or not client_state.get("buffers") else client_state["buffers"]
-    fill(net.module, model, {} if policy == "average" else kept)
+    local_buffers = net.buffers if policy == "recompute" or not client_state.get("buffers") else client_state["buffers"]
+    fill_module(net.module, model, {} if policy == "average" else local_buffers)
     if policy != "average":
         return net
     return replace(net, counters={n: model[n] for n in net.buffers if not model[n].is_floating_point()})
 
 
-def extract_update(net: Scratch, method: SendsBuffers) -> tuple[dict[str, Tensor], dict[str, Tree]]:
+def extract_update(net: CachedModule, method: HasBufferPolicy) -> tuple[dict[str, Tensor], dict[str, StateDict]]:
     """After training: copies of the tensors to send and, under "local", the private state that keeps the buffers. Buffers of
     whole numbers are sent as they came, unless the method needs the number of examples."""
-    state, policy = whole_state(net.module), method.buffers
-    kept = {name: state[name] for name in net.buffers} if policy == "local" else {}
-    sent = shared_tensors(state, net.buffers, policy)
+    state, policy = trainable_state(net.module), method.buffers
+    local_buffers = {name: state[name] for name in net.buffers} if policy == "local" else {}
+    tensors = shared_tensors(state, net.buffers, policy)
     if "num_examples" not in method.scalars_needed:
-        sent |= {name: came.clone() for name, came in net.counters.items()}
-    return sent, ({"buffers": kept} if kept else {})
+        tensors |= {name: buffer.clone() for name, buffer in net.counters.items()}
+    return tensors, ({"buffers": local_buffers} if local_buffers else {})
 
 
-def prepare_for_eval(net: Scratch, client: Client, client_state: Mapping[str, Tree], policy: Policy) -> nn.Module:
+def prepare_for_eval(
+    net: CachedModule, client: Client, client_state: Mapping[str, StateDict], policy: BufferPolicy
+) -> nn.Module:
     """The filled module, ready to be evaluated: BatchNorm statistics are estimated on the client's training data under
     "recompute", and under "local" for a client that has none of its own yet because it never took part."""
     if policy == "recompute" or (policy == "local" and not client_state.get("buffers")):
-        recompute(net.module, client.train)
+        recompute_norm_statistics(net.module, client.train)
     return net.module
 
 
-def recompute(module: nn.Module, examples: Examples, batch_size: int = 128) -> None:
+def recompute_norm_statistics(module: nn.Module, examples: Examples, batch_size: int = 128) -> None:
     """Sets the running statistics of every norm layer that keeps them to mean and variance of its inputs over all
     `examples`, in place. Inside the network each layer normalises by its batch, as in training; batches are drawn in a
     fixed shuffled order, so that sorted data do not bias them. Does nothing to a network without such layers."""
     norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
     if not norms:
         return
-    watched = [_Moments() for _ in norms]
-    hooks = [norm.register_forward_pre_hook(seen) for norm, seen in zip(norms, watched, strict=True)]
+    all_moments = [_InputMoments() for _ in norms]
+    hooks = [norm.register_forward_pre_hook(moments) for norm, moments in zip(norms, all_moments, strict=True)]
     module.eval()
     for norm in norms:
         norm.train()
     rows = torch.randperm(len(examples), generator=torch_generator(0)).to(examples.device)
     try:
         with torch.no_grad():
-            for batch in split_rows(rows, batch_size, at_least_two=True):
-                call(module, arrange(module, examples.batch(batch)[0]))
+            for batch in split_into_batches(rows, batch_size, at_least_two=True):
+                call_network(module, to_preferred_memory_format(module, examples.batch(batch)[0]))
     finally:
         module.eval()
         for hook in hooks:
             hook.remove()
-    for norm, seen in zip(norms, watched, strict=True):
-        seen.write(norm)
+    for norm, moments in zip(norms, all_moments, strict=True):
+        moments.write_statistics(norm)
 
 
 @final
-class _Moments:
+class _InputMoments:
     """Sums over the inputs of one norm layer, in float64 on the CPU."""
 
     def __init__(self) -> None:
@@ -128,7 +135,7 @@ class _Moments:
             self.total = self.total + x.sum(1)
             self.squares = self.squares + x.square().sum(1)
 
-    def write(self, norm: _NormBase) -> None:
+    def write_statistics(self, norm: _NormBase) -> None:
         """Puts mean and unbiased variance into the layer; one that was never reached, or by a single value a channel, which
         has no variance, keeps what it has."""
         if (

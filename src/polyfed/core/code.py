@@ -16,11 +16,11 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 
-Made = TypeVar("Made")
-EVERYTHING = "*"
-_WRITTEN: dict[Any, str] = {}  # what `named` gave -> the name
+T = TypeVar("T")
+ANY_NAME = "*"
+_IMPORT_PATHS: dict[Any, str] = {}  # what `import_object` gave -> the name
 _trusted: frozenset[str] = frozenset()  # of this process; workers are given it when they start
 
 
@@ -30,33 +30,33 @@ def trust_code(*names: str) -> None:
     Args:
         names: `module:factory`, paths of Python files, or addresses of Ray clusters.
 
-    >>> with scope():
+    >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
-    ...     trusted("torch.nn:Identity"), trusted("torch.nn:Linear")
+    ...     is_trusted("torch.nn:Identity"), is_trusted("torch.nn:Linear")
     (True, False)
     """
     global _trusted
-    _trusted |= frozenset(names) or {EVERYTHING}
+    _trusted |= frozenset(names) or {ANY_NAME}
 
 
-def trusted(name: str) -> bool:
+def is_trusted(name: str) -> bool:
     """Whether the caller of this process allowed this name."""
-    return name in _trusted or EVERYTHING in _trusted
+    return name in _trusted or ANY_NAME in _trusted
 
 
-def granted() -> tuple[str, ...]:
+def trusted_names() -> tuple[str, ...]:
     """What this process allows, for the workers that it starts."""
     return tuple(sorted(_trusted))
 
 
-def inherit(names: Iterable[str]) -> None:
-    """Allows in a worker what the process that started it allows, of `granted()`; nothing where that is empty."""
+def inherit_trust(names: Iterable[str]) -> None:
+    """Allows in a worker what the process that started it allows, of `trusted_names()`; nothing where that is empty."""
     global _trusted
     _trusted |= frozenset(names)
 
 
 @contextmanager
-def scope() -> Iterator[None]:
+def temporary_trust() -> Iterator[None]:
     """What is allowed inside ends with it: one command of a process that carries out several."""
     global _trusted
     before = _trusted
@@ -66,7 +66,7 @@ def scope() -> Iterator[None]:
         _trusted = before
 
 
-def check_trusted(name: str, what: str) -> None:
+def check_trusted(name: str, action: str) -> None:
     """Raises unless the name is allowed.
 
     Args:
@@ -81,14 +81,14 @@ def check_trusted(name: str, what: str) -> None:
     polyfed.core.errors.UserError: a configuration asks to import 'my_nets:make' as a network, which executes code on this
     machine; if you trust who wrote it, give --trust-code (in Python: polyfed.trust_code('my_nets:make'))
     """
-    if not trusted(name):
+    if not is_trusted(name):
         raise UserError(
-            f"a configuration asks to {what}, which executes code on this machine; if you trust who wrote it, give "
+            f"a configuration asks to {action}, which executes code on this machine; if you trust who wrote it, give "
             f"--trust-code (in Python: polyfed.trust_code({name!r}))"
         )
 
 
-def named(path: str, what: str = "network") -> Callable[..., Any]:
+def import_object(path: str, kind: str = "network") -> Callable[..., Any]:
     """The function or class that `module:factory` names, if the caller of this process allowed that.
 
     Args:
@@ -102,69 +102,67 @@ def named(path: str, what: str = "network") -> Callable[..., Any]:
         UserError: the text is not `module:factory`, it is not allowed, the module is not found or cannot be imported, or
             it has no such callable.
 
-    >>> with scope():
+    >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
-    ...     named("torch.nn:Identity")
+    ...     import_object("torch.nn:Identity")
     <class 'torch.nn.modules.linear.Identity'>
     """
     module_name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
-        if what != "network":
-            raise UserError(f"{path!r} does not name a {what}; write it as module:name, for example my_code:Mine")
+        if kind != "network":
+            raise UserError(f"{path!r} does not name a {kind}; write it as module:name, for example my_code:Mine")
         raise UserError(
             f"{path!r} does not name a model factory; write it as module:factory, for example my_nets:make_net"
         )
-    check_trusted(path, f"import {path!r} as a {what}")
-    here, told = os.getcwd(), "model" if what == "network" else what
-    if not {here, ""} & set(sys.path):
-        sys.path.append(here)
+    check_trusted(path, f"import {path!r} as a {kind}")
+    directory, label = os.getcwd(), "model" if kind == "network" else kind
+    if not {directory, ""} & set(sys.path):
+        sys.path.append(directory)
     importlib.invalidate_caches()  # the module may have been written a moment ago
     try:
-        found: Any = importlib.import_module(module_name)
+        obj: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
             raise UserError(
-                f"{told} {path!r}: there is no module {missing!r}, neither installed nor in {here}; "
+                f"{label} {path!r}: there is no module {missing!r}, neither installed nor in {directory}; "
                 f"check the name, or start polyfed in the directory that holds {missing}.py"
             ) from error
         raise UserError(
-            f"{told} {path!r}: importing {module_name!r} failed, it needs the module {missing!r}"
+            f"{label} {path!r}: importing {module_name!r} failed, it needs the module {missing!r}"
         ) from error
     except (ImportError, SyntaxError) as error:
         raise UserError(
-            f"{told} {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}"
+            f"{label} {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}"
         ) from error
-    origin = getattr(found, "__file__", None) or module_name
+    origin = getattr(obj, "__file__", None) or module_name
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name))]
-            raise UserError(f"{told} {path!r}: {origin} has no {part!r}; {nearest(part, public)}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UserError(
-            f"{told} {path!r}: {attribute!r} in {origin} is {type(found).__name__}, not a function or class"
-        )
+        if not hasattr(obj, part):
+            public = [name for name in dir(obj) if not name.startswith("_") and callable(getattr(obj, name))]
+            raise UserError(f"{label} {path!r}: {origin} has no {part!r}; {did_you_mean(part, public)}")
+        obj = getattr(obj, part)
+    if not callable(obj):
+        raise UserError(f"{label} {path!r}: {attribute!r} in {origin} is {type(obj).__name__}, not a function or class")
     with suppress(TypeError):  # an object that no dictionary can hold has no name to be written by
-        _WRITTEN[found] = path
-    return found  # type: ignore[no-any-return]
+        _IMPORT_PATHS[obj] = path
+    return obj  # type: ignore[no-any-return]
 
 
-def written(found: Any) -> str | None:
+def import_path_of(obj: Any) -> str | None:
     """By which `module:name` this process was given an object; None if it was not. A configuration holds that.
 
-    >>> with scope():
+    >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
-    ...     written(named("torch.nn:Identity")), written(len)
+    ...     import_path_of(import_object("torch.nn:Identity")), import_path_of(len)
     ('torch.nn:Identity', None)
     """
     try:
-        return _WRITTEN.get(found)
+        return _IMPORT_PATHS.get(obj)
     except TypeError:
         return None
 
 
-def class_named(path: str, base: type[Made], what: str) -> type[Made]:
+def import_dataclass(path: str, base_class: type[T], label: str) -> type[T]:
     """The class of the user's that `module:Name` names.
 
     Args:
@@ -173,22 +171,22 @@ def class_named(path: str, base: type[Made], what: str) -> type[Made]:
         what: it stands for, in errors.
 
     Raises:
-        UserError: as `named`, or it is no dataclass on `base`.
+        UserError: as `import_object`, or it is no dataclass on `base`.
 
-    >>> with scope():
+    >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
-    ...     class_named("torch.nn:Identity", dict, "source")
+    ...     import_dataclass("torch.nn:Identity", dict, "source")
     Traceback (most recent call last):
     polyfed.core.errors.UserError: source 'torch.nn:Identity': it must be a dataclass on dict, got class Identity
     """
-    found = named(path, what)
-    if not (isinstance(found, type) and issubclass(found, base) and is_dataclass(found)):
-        kind = f"class {found.__name__}" if isinstance(found, type) else type(found).__name__
-        raise UserError(f"{what} {path!r}: it must be a dataclass on {base.__name__}, got {kind}")
-    return cast(type[Made], found)
+    obj = import_object(path, label)
+    if not (isinstance(obj, type) and issubclass(obj, base_class) and is_dataclass(obj)):
+        description = f"class {obj.__name__}" if isinstance(obj, type) else type(obj).__name__
+        raise UserError(f"{label} {path!r}: it must be a dataclass on {base_class.__name__}, got {description}")
+    return cast(type[T], obj)
 
 
-def function_of(file: Path, name: str, why: str) -> Callable[[], Any]:
+def load_function(file: Path, name: str, purpose: str) -> Callable[[], Any]:
     """A function of a Python file, which may import its neighbours, if the caller of this process allowed the file. The
     file's code runs.
 
@@ -200,20 +198,20 @@ def function_of(file: Path, name: str, why: str) -> Callable[[], Any]:
     Raises:
         UserError: there is no such file, it is not allowed, or it has no such function.
 
-    >>> function_of(Path("/nowhere.py"), "client", "a site")
+    >>> load_function(Path("/nowhere.py"), "client", "a site")
     Traceback (most recent call last):
     polyfed.core.errors.UserError: a site: '/nowhere.py' is not a Python file
     """
     title = f"polyfed_own_{file.stem}"
     spec = importlib.util.spec_from_file_location(title, file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise UserError(f"{why}: {str(file)!r} is not a Python file")
+        raise UserError(f"{purpose}: {str(file)!r} is not a Python file")
     check_trusted(str(file), f"execute the Python file {str(file)!r}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[title] = module
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     spec.loader.exec_module(module)
-    if not callable(found := getattr(module, name, None)):
-        raise UserError(f"{why}: {file} defines no function {name}()")
-    return found  # type: ignore[no-any-return]
+    if not callable(function := getattr(module, name, None)):
+        raise UserError(f"{purpose}: {file} defines no function {name}()")
+    return function  # type: ignore[no-any-return]

@@ -19,17 +19,17 @@ def deep_copy(module: Net) -> Net:
     False
     """
     memo: dict[int, Any] = {
-        id(tensor): tensor.detach().clone() for part in module.modules() for tensor in _computed(part.__dict__)
+        id(tensor): tensor.detach().clone() for part in module.modules() for tensor in _computed_tensors(part.__dict__)
     }
     return copy.deepcopy(module, memo)
 
 
-def _computed(value: Any) -> Iterator[Tensor]:
+def _computed_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors with a history in nested lists, tuples and mappings."""
     if isinstance(value, Tensor):
         yield from () if value.is_leaf else (value,)
     elif isinstance(value, Mapping):
-        yield from _computed(list(value.values()))
+        yield from _computed_tensors(list(value.values()))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _computed(item)
+            yield from _computed_tensors(item)

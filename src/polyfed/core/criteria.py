@@ -5,11 +5,11 @@ from typing import Any
 from torch import Tensor
 
 from polyfed.core.algorithm import Client, Loss
-from polyfed.core.objectives import objective
+from polyfed.core.objectives import build_loss
 from polyfed.core.training import LocalTraining
 
 
-def trained_loss(client: Client, method: Any = None) -> Loss:
+def client_training_loss(client: Client, method: Any = None) -> Loss:
     """What training minimises at a client, without a method's further terms, for outputs and targets on the CPU.
 
     Args:
@@ -20,13 +20,13 @@ def trained_loss(client: Client, method: Any = None) -> Loss:
     >>> from dataclasses import replace
     >>> from polyfed.testing import small_clients
     >>> client = replace(small_clients(1)[0], loss=lambda outputs, targets: outputs.max())
-    >>> float(trained_loss(client)(torch.tensor([[1.0, 3.0]]), torch.tensor([0])))
+    >>> float(client_training_loss(client)(torch.tensor([[1.0, 3.0]]), torch.tensor([0])))
     3.0
     """
     if isinstance(method, LocalTraining):
         criterion = method.criterion(client)
     else:
-        criterion = objective(client.train, client.task, client.loss)
+        criterion = build_loss(client.train, client.task, client.loss)
     device = client.train.device
     if client.loss is None or device.type == "cpu":
         return criterion

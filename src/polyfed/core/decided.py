@@ -7,11 +7,11 @@ from typing import Any
 from polyfed.core.algorithm import Algorithm
 
 
-class Decides(ABC):
+class ResolvesAutoFields(ABC):
     """For a method one of whose fields may leave something to be decided before the first round."""
 
     @abstractmethod
-    def decided(self, state: Any) -> Mapping[str, str]:
+    def resolved_fields(self, server_state: Any) -> Mapping[str, str]:
         """What was decided, by field, in a few words; empty where every field has the value that it says.
 
         Args:
@@ -19,12 +19,12 @@ class Decides(ABC):
         """
 
 
-def decisions(method: Algorithm[Any, Any], state: Any) -> dict[str, dict[str, str]]:
-    """What `manifest.json` has of them, as `decided`; nothing without any.
+def resolved_fields_for_manifest(method: Algorithm[Any, Any], server_state: Any) -> dict[str, dict[str, str]]:
+    """What `manifest.json` has of them, as `resolved_fields`; nothing without any.
 
     >>> from polyfed.algorithms import FedAvg
-    >>> decisions(FedAvg(), {})
+    >>> resolved_fields_for_manifest(FedAvg(), {})
     {}
     """
-    found = dict(method.decided(state)) if isinstance(method, Decides) else {}
-    return {"decided": found} if found else {}
+    fields = dict(method.resolved_fields(server_state)) if isinstance(method, ResolvesAutoFields) else {}
+    return {"decided": fields} if fields else {}

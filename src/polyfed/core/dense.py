@@ -13,52 +13,52 @@ import torch
 from torch import Tensor
 
 from polyfed.core.algorithm import Message
-from polyfed.core.tree import Nested, Tree, encode, tensors_of
+from polyfed.core.tree import PyTree, StateDict, iter_tensors, serialize_state
 
 
-def dense(nested: Nested) -> Nested:
+def as_contiguous(state: PyTree) -> PyTree:
     """The same dicts, lists and scalars with each tensor in row-major order; the same object where all are.
 
     >>> import torch
-    >>> dense({"w": torch.ones(2, 3).T})["w"].stride()
+    >>> as_contiguous({"w": torch.ones(2, 3).T})["w"].stride()
     (2, 1)
     """
-    if all(tensor.is_contiguous() for tensor in tensors_of(nested)):
-        return nested
-    if isinstance(nested, Tensor):
-        return nested.contiguous()
-    if isinstance(nested, Mapping):
-        return {key: dense(item) for key, item in nested.items()}
-    return [dense(item) for item in nested]
+    if all(tensor.is_contiguous() for tensor in iter_tensors(state)):
+        return state
+    if isinstance(state, Tensor):
+        return state.contiguous()
+    if isinstance(state, Mapping):
+        return {key: as_contiguous(item) for key, item in state.items()}
+    return [as_contiguous(item) for item in state]
 
 
-def dense_message(message: Message) -> Message:
+def contiguous_message(message: Message) -> Message:
     """A message as it arrives: each tensor in row-major order; the same object where all are.
 
     >>> import torch
-    >>> dense_message(Message({"model": {"w": torch.ones(2, 3).T}})).tensors["model"]["w"].stride()
+    >>> contiguous_message(Message({"model": {"w": torch.ones(2, 3).T}})).tensors["model"]["w"].stride()
     (2, 1)
     """
-    tensors: Mapping[str, Tree] = dense(message.tensors)
+    tensors: Mapping[str, StateDict] = as_contiguous(message.tensors)
     return message if tensors is message.tensors else replace(message, tensors=tensors)
 
 
 def message_error(reply: Any) -> str | None:
     """What of a reply is no message: no tensor in this machine's memory, in groups with names, or no mapping of numbers.
 
-    >>> alien(Message({"model": {"w": [1.0]}}))
+    >>> message_error(Message({"model": {"w": [1.0]}}))
     "group 'model': 'w' is a list, not a tensor"
     """
     if not isinstance(reply, Message):
         return f"the reply is a {type(reply).__name__}, not a Message"
-    held: Any  # nothing keeps a method to the types that are declared
-    for what, held in (("tensors", reply.tensors), ("scalars", reply.scalars)):
-        if not isinstance(held, Mapping) or not all(isinstance(name, str) for name in held):
-            return f"its {what} are a {type(held).__name__}, not a mapping from names"
-    for group, held in reply.tensors.items():
-        if not isinstance(held, Mapping) or not all(isinstance(name, str) for name in held):
-            return f"group {group!r} is a {type(held).__name__}, not a mapping from names to tensors"
-        for name, tensor in held.items():
+    value: Any  # nothing keeps a method to the types that are declared
+    for what, value in (("tensors", reply.tensors), ("scalars", reply.scalars)):
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            return f"its {what} are a {type(value).__name__}, not a mapping from names"
+    for group, value in reply.tensors.items():
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            return f"group {group!r} is a {type(value).__name__}, not a mapping from names to tensors"
+        for name, tensor in value.items():
             if not isinstance(tensor, Tensor):
                 return f"group {group!r}: {name!r} is a {type(tensor).__name__}, not a tensor"
             if tensor.requires_grad:
@@ -70,7 +70,7 @@ def message_error(reply: Any) -> str | None:
     return None
 
 
-def first_difference(before: Nested, after: Nested, path: str = "") -> str | None:
+def path_of_first_difference(before: PyTree, after: PyTree, path: str = "") -> str | None:
     """Where two nested states differ: tensors bit for bit, scalars and lists by value; None if nowhere."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         if before.keys() != after.keys():
@@ -81,5 +81,5 @@ def first_difference(before: Nested, after: Nested, path: str = "") -> str | Non
             return path
         parts = [(a, b, f"{path}/{k}") for k, (a, b) in enumerate(zip(before, after, strict=True))]
     else:  # as bytes, in which NaN equals NaN, 0.0 is not -0.0 and 1 is not 1.0
-        return None if encode([before]) == encode([after]) else path
-    return next((found for part in parts if (found := first_difference(*part)) is not None), None)
+        return None if serialize_state([before]) == serialize_state([after]) else path
+    return next((difference for part in parts if (difference := path_of_first_difference(*part)) is not None), None)

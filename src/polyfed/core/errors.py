@@ -27,11 +27,11 @@ class RoundError(RuntimeError):
     """A round that cannot be completed because too few clients replied, or a comparison of which runs could not be."""
 
 
-class Interrupted(KeyboardInterrupt):
+class RunInterrupt(KeyboardInterrupt):
     """Ctrl-C in a run; the message says which round is saved and how to go on."""
 
 
-def check_extra(package: str, extra: str, what: str, otherwise: str = "") -> None:
+def check_extra_installed(package: str, extra: str, feature: str, alternative: str = "") -> None:
     """Raises if an optional package is missing; does not import it.
 
     Args:
@@ -43,21 +43,21 @@ def check_extra(package: str, extra: str, what: str, otherwise: str = "") -> Non
     Raises:
         UserError: it is not installed.
 
-    >>> check_extra("numpy", "hub", "this example")  # installed
-    >>> check_extra("no_such_package", "hub", "this example", "do without it")
+    >>> check_extra_installed("numpy", "hub", "this example")  # installed
+    >>> check_extra_installed("no_such_package", "hub", "this example", "do without it")
     Traceback (most recent call last):
     polyfed.core.errors.UserError: this example needs the package no_such_package, which is not installed:
     pip install 'polyfed[hub]', or do without it
     """
     if find_spec(package) is None:
-        cure = f"pip install 'polyfed[{extra}]'{', or ' if otherwise else ''}{otherwise}"
-        raise UserError(f"{what} needs the package {package}, which is not installed: {cure}")
+        remedy = f"pip install 'polyfed[{extra}]'{', or ' if alternative else ''}{alternative}"
+        raise UserError(f"{feature} needs the package {package}, which is not installed: {remedy}")
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """A half sentence that offers the choices closest to a misspelt `name`.
 
-    >>> nearest("fedprx", ["fedavg", "fedprox"])
+    >>> did_you_mean("fedprx", ["fedavg", "fedprox"])
     'did you mean fedprox? Choices: fedavg, fedprox'
     """
     choices = sorted(choices)

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.finite import check_finite
-from polyfed.core.inputs import Inputs, first, form_of, leaves, mapped, structured, why_not_dense
-from polyfed.core.reading import Collate, array, inputs_from, read
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.finite import check_examples_finite
+from polyfed.core.inputs import Inputs, as_inputs, dense_tensor_error, first_leaf, input_spec_of, named_leaves, tree_map
+from polyfed.core.reading import Collate, convert_inputs, read_source, to_number_tensor
 
 Batch = tuple[Any, Tensor]  # inputs are `Inputs`, most often a tensor
 
@@ -42,20 +42,20 @@ class Normalise:
 
 @final
 @dataclass(frozen=True)
-class ByPart:
+class PartwiseTransform:
     """A transform for each of some parts of structured inputs, by their names (see `polyfed.core.inputs`); the others stay
     as they are.
 
-    >>> halved = ByPart({"image": Normalise((0.5,), (0.5,))})
+    >>> halved = PartwiseTransform({"image": Normalise((0.5,), (0.5,))})
     >>> found = halved({"image": torch.tensor([[[[255]]]], dtype=torch.uint8), "age": torch.tensor([[60.0]])})
     >>> found["image"].item(), found["age"].item()
     (1.0, 60.0)
     """
 
-    of: Mapping[str, Callable[[Tensor], Tensor]]
+    transforms: Mapping[str, Callable[[Tensor], Tensor]]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "of", {name: self.of[name] for name in sorted(self.of)})
+        object.__setattr__(self, "transforms", {name: self.transforms[name] for name in sorted(self.transforms)})
 
     def __call__(self, x: Any) -> Any:
         """The inputs with these parts changed.
@@ -63,11 +63,15 @@ class ByPart:
         Raises:
             UserError: there is no such part.
         """
-        parts = dict(leaves(x))
-        if unknown := sorted(self.of.keys() - parts.keys()):
-            raise UserError(f"ByPart: the inputs have no part {unknown[0]!r}; {nearest(unknown[0], parts)}")
-        changed = iter([self.of[name](part) if name in self.of else part for name, part in parts.items()])
-        return mapped(lambda _: next(changed), x)
+        parts = dict(named_leaves(x))
+        if unknown := sorted(self.transforms.keys() - parts.keys()):
+            raise UserError(
+                f"PartwiseTransform: the inputs have no part {unknown[0]!r}; {did_you_mean(unknown[0], parts)}"
+            )
+        changed = iter(
+            [self.transforms[name](part) if name in self.transforms else part for name, part in parts.items()]
+        )
+        return tree_map(lambda _: next(changed), x)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Examples:
         y: targets; int64 (num_stored,) for classes, float (num_stored, num_labels) for multi-label, float for regression.
         index: int64 rows of the store that these examples are; None for all of them.
         transform: from a batch of stored inputs to the model's input (normalisation); None leaves them as they are. See
-            `ByPart` for structured inputs.
+            `PartwiseTransform` for structured inputs.
         augment: random change of a training batch, `augment(batch, generator)`; applied before `transform`, never in
             evaluation.
         columns: what else is known of the examples, such as {"sex": ["f", "m", ...]}: a value an example of the store,
@@ -114,13 +118,13 @@ class Examples:
 
     def __post_init__(self) -> None:
         if not isinstance(self.x, Tensor):
-            object.__setattr__(self, "x", structured(self.x))
+            object.__setattr__(self, "x", as_inputs(self.x))
         index: Any = self.index
         if isinstance(index, np.ndarray):
             object.__setattr__(self, "index", torch.as_tensor(index))
-        if flaw := _unreadable(self.x, self.y, self.index) or _uneven(self.x, self.y):
-            raise UserError(flaw)
-        x = first(self.x)
+        if error := _store_error(self.x, self.y, self.index) or _length_error(self.x, self.y):
+            raise UserError(error)
+        x = first_leaf(self.x)
         if self.index is not None and len(self.index):
             low, high = int(self.index.min()), int(self.index.max())
             if low < 0 or high >= len(x):
@@ -128,26 +132,27 @@ class Examples:
         if self.columns is not None:
             if not isinstance(self.columns, Mapping):
                 raise UserError(f"columns must be a mapping of names to values, got {type(self.columns).__name__}")
-            found = {name: _column(name, values, len(x)) for name, values in self.columns.items()}
-            object.__setattr__(self, "columns", found)
+            columns = {name: _check_column(name, values, len(x)) for name, values in self.columns.items()}
+            object.__setattr__(self, "columns", columns)
         if self.group is not None and self.group not in (self.columns or {}):
             raise UserError(
-                f"group={self.group!r} is no column of the examples; {nearest(self.group, self.columns or {})}"
+                f"group={self.group!r} is no column of the examples; {did_you_mean(self.group, self.columns or {})}"
             )
 
     def __len__(self) -> int:
         return len(self.y) if self.index is None else len(self.index)
 
     def __repr__(self) -> str:
-        return f"Examples({len(self)} of inputs {form_of(self.x)}, labels {form_of(self.y)})"  # and no client's data
+        # and no client's data
+        return f"Examples({len(self)} of inputs {input_spec_of(self.x)}, labels {input_spec_of(self.y)})"
 
     @property
     def device(self) -> torch.device:
         """Where inputs, targets and index lie."""
-        return first(self.x).device
+        return first_leaf(self.x).device
 
     @property
-    def tensor(self) -> Tensor:
+    def input_tensor(self) -> Tensor:
         """The stored inputs, for what takes one tensor only.
 
         Raises:
@@ -155,12 +160,12 @@ class Examples:
         """
         if isinstance(self.x, Tensor):
             return self.x
-        raise UserError(f"this needs inputs of one tensor, got several ({form_of(self.x)})")
+        raise UserError(f"this needs inputs of one tensor, got several ({input_spec_of(self.x)})")
 
     @property
-    def stored(self) -> Inputs:
+    def raw_inputs(self) -> Inputs:
         """The stored inputs of these examples, in their order, before `transform`; a copy where there is an index."""
-        return self.x if self.index is None else mapped(lambda part: part[self.index], self.x)
+        return self.x if self.index is None else tree_map(lambda part: part[self.index], self.x)
 
     @property
     def labels(self) -> Tensor:
@@ -175,7 +180,7 @@ class Examples:
         """
         columns = self.columns or {}
         if name not in columns:
-            hint = nearest(name, columns) if columns else "give Examples(..., columns={...})"
+            hint = did_you_mean(name, columns) if columns else "give Examples(..., columns={...})"
             raise UserError(f"the examples have no column {name!r}; {hint}")
         values: NDArray[Any] = columns[name]
         return values if self.index is None else values[self.index.cpu().numpy()]
@@ -187,7 +192,7 @@ class Examples:
         """
         stored = rows if self.index is None else self.index[rows]
         x, y = (
-            self.x[stored] if isinstance(self.x, Tensor) else mapped(lambda part: part[stored], self.x),
+            self.x[stored] if isinstance(self.x, Tensor) else tree_map(lambda part: part[stored], self.x),
             self.y[stored],
         )
         if generator is not None and self.augment is not None:
@@ -195,10 +200,10 @@ class Examples:
         return (x if self.transform is None else self.transform(x)), y
 
     @property
-    def one_input(self) -> Any:
+    def first_input(self) -> Any:
         """Input of the first example, as a batch of one.
 
-        >>> Examples(torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 0])).one_input
+        >>> Examples(torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 0])).first_input
         tensor([[0., 1.]])
         """
         return self.batch(self._first(1))[0]
@@ -221,16 +226,19 @@ class Examples:
     def to(self, device: torch.device) -> "Examples":
         """The same examples with store and index on `device`."""
         index = None if self.index is None else self.index.to(device)
-        return replace(self, x=mapped(lambda part: part.to(device), self.x), y=self.y.to(device), index=index)
+        return replace(self, x=tree_map(lambda part: part.to(device), self.x), y=self.y.to(device), index=index)
 
 
-def _unreadable(x: Inputs, y: Any, index: Any) -> str:
+def _store_error(x: Inputs, y: Any, index: Any) -> str:
     """What keeps tensors from being a store and its rows, as a sentence; empty if nothing does."""
     if not isinstance(y, Tensor):
         return f"labels must be a tensor, got {type(y).__name__}; as_examples((x, y)) reads arrays and lists too"
-    for name, tensor in (*((f"inputs {part!r}" if part else "inputs", one) for part, one in leaves(x)), ("labels", y)):
-        if not tensor.is_meta and (flaw := why_not_dense(tensor)):  # of no values: forms are tried on such
-            return f"{name} are {flaw}"
+    for name, tensor in (
+        *((f"inputs {part!r}" if part else "inputs", part_tensor) for part, part_tensor in named_leaves(x)),
+        ("labels", y),
+    ):
+        if not tensor.is_meta and (error := dense_tensor_error(tensor)):  # of no values: forms are tried on such
+            return f"{name} are {error}"
     if index is None:
         return ""
     if not isinstance(index, Tensor):
@@ -241,15 +249,15 @@ def _unreadable(x: Inputs, y: Any, index: Any) -> str:
     return ""
 
 
-def _uneven(x: Inputs, y: Tensor) -> str:
+def _length_error(x: Inputs, y: Tensor) -> str:
     """What makes inputs and labels those of other examples, as a sentence; empty if nothing does."""
-    one = first(x)
-    if one.dim() and y.dim() and len(one) == len(y):
+    first_part = first_leaf(x)
+    if first_part.dim() and y.dim() and len(first_part) == len(y):
         return ""
-    return f"inputs and labels must have one row per example, got shapes {tuple(one.shape)} and {tuple(y.shape)}"
+    return f"inputs and labels must have one row per example, got shapes {tuple(first_part.shape)} and {tuple(y.shape)}"
 
 
-def _column(name: str, values: Any, number: int) -> NDArray[Any]:
+def _check_column(name: str, values: Any, number: int) -> NDArray[Any]:
     column = np.asarray(values)
     if column.ndim != 1 or len(column) != number:
         raise UserError(
@@ -294,16 +302,18 @@ def as_examples(
     ((tensor([[0., 0.]]), tensor([40.])), tensor([0]))
     """
     examples: Examples = (
-        source if isinstance(source, Examples) else _readable(name, *read(source, name, labelled, collate))
+        source
+        if isinstance(source, Examples)
+        else _examples_with_channels(name, *read_source(source, name, labelled, collate))
     )
-    for _, tensor in (*leaves(examples.x), ("", examples.y)):
-        if flaw := why_not_dense(tensor):
-            raise UserError(f"{name} are {flaw}")
-    check_finite(examples, name)
+    for _, tensor in (*named_leaves(examples.x), ("", examples.y)):
+        if error := dense_tensor_error(tensor):
+            raise UserError(f"{name} are {error}")
+    check_examples_finite(examples, name)
     return examples
 
 
-def inputs_like(known: Examples, x: Any, name: str) -> Examples:
+def convert_inputs_like(reference: Examples, x: Any, name: str) -> Examples:
     """Inputs without labels in the form of other examples, transformed as they are.
 
     Args:
@@ -316,28 +326,35 @@ def inputs_like(known: Examples, x: Any, name: str) -> Examples:
     Raises:
         UserError: no inputs, another structure, shape or type, or values that are not finite.
 
-    >>> inputs_like(Examples(torch.zeros(4, 2), torch.zeros(4)), [[1, 2], [3, 4], [5, 6]], "x").x
+    >>> convert_inputs_like(Examples(torch.zeros(4, 2), torch.zeros(4)), [[1, 2], [3, 4], [5, 6]], "x").x
     tensor([[1., 2.],
             [3., 4.],
             [5., 6.]])
     """
     inputs: Inputs
-    if isinstance(known.x, Tensor):
-        inputs = _part_like(known.x, known.transform, x, name)
+    if isinstance(reference.x, Tensor):
+        inputs = _convert_part_like(reference.x, reference.transform, x, name)
     else:
-        given = dict(leaves(inputs_from(x, name)))
-        wanted = dict(leaves(known.x))
-        if given.keys() != wanted.keys():
-            raise UserError(f"{name} have the parts {sorted(given)}, the client's {sorted(wanted)}; give the same")
-        of = known.transform.of if isinstance(known.transform, ByPart) else {}
-        made = iter([_part_like(wanted[part], of.get(part), given[part], f"{name}: {part!r}") for part in wanted])
-        inputs = mapped(lambda _: next(made), known.x)
-    return Examples(inputs, torch.zeros(len(first(inputs)), dtype=torch.int64), transform=known.transform)
+        parts = dict(named_leaves(convert_inputs(x, name)))
+        reference_parts = dict(named_leaves(reference.x))
+        if parts.keys() != reference_parts.keys():
+            raise UserError(
+                f"{name} have the parts {sorted(parts)}, the client's {sorted(reference_parts)}; give the same"
+            )
+        transforms = reference.transform.transforms if isinstance(reference.transform, PartwiseTransform) else {}
+        converted_parts = iter(
+            [
+                _convert_part_like(reference_parts[part], transforms.get(part), parts[part], f"{name}: {part!r}")
+                for part in reference_parts
+            ]
+        )
+        inputs = tree_map(lambda _: next(converted_parts), reference.x)
+    return Examples(inputs, torch.zeros(len(first_leaf(inputs)), dtype=torch.int64), transform=reference.transform)
 
 
-def _part_like(store: Tensor, transform: Any, x: Any, name: str) -> Tensor:
+def _convert_part_like(store: Tensor, transform: Any, x: Any, name: str) -> Tensor:
     encode = None if isinstance(x, Tensor | np.ndarray) else getattr(transform, "encode", None)
-    inputs: Tensor = array(x, name) if encode is None else encode(x)  # rows of a table as they were stored
+    inputs: Tensor = to_number_tensor(x, name) if encode is None else encode(x)  # rows of a table as they were stored
     shape = getattr(transform, "shape", None)  # of images that stay encoded: new ones come decoded
     store = store if shape is None else torch.empty((1, *shape), dtype=torch.uint8)
     if store.dtype == torch.uint8 and inputs.dim() == 3 and store.dim() == 4 and store.shape[1] == 1:
@@ -352,36 +369,37 @@ def _part_like(store: Tensor, transform: Any, x: Any, name: str) -> Tensor:
         raise UserError(f"{name} are {inputs.dtype}, the client's are {store.dtype}; give that type")
     if encode is None and not bool(torch.isfinite(inputs).all()):
         raise UserError(f"{name} have values that are NaN or infinite; leave these examples out, or fill them in")
-    if (warn := getattr(transform, "warn_of_constants", None)) is not None:
+    if (warn := getattr(transform, "warn_of_changed_constants", None)) is not None:
         warn(inputs, name)
     return inputs.to("cpu", store.dtype)
 
 
-def _readable(name: str, x: Inputs, y: Tensor, columns: Mapping[str, Any] | None) -> Examples:
+def _examples_with_channels(name: str, x: Inputs, y: Tensor, columns: Mapping[str, Any] | None) -> Examples:
     """Examples whose uint8 images a network can take: with a channel axis, and scaled to 0..1 batch by batch."""
-    if flaw := _uneven(x, y):
-        raise UserError(f"{name}: {flaw}")
+    if error := _length_error(x, y):
+        raise UserError(f"{name}: {error}")
 
     def with_channels(part: Tensor) -> Tensor:
         return part.unsqueeze(1) if part.dtype == torch.uint8 and part.dim() == 3 else part
 
-    x = mapped(with_channels, x)
+    x = tree_map(with_channels, x)
     scaled = {
         name: Normalise((0.0,) * part.shape[1], (1.0,) * part.shape[1])
-        for name, part in leaves(x)
+        for name, part in named_leaves(x)
         if part.dtype == torch.uint8 and part.dim() > 3
     }
-    transform = None if not scaled else scaled[""] if isinstance(x, Tensor) else ByPart(scaled)
+    transform = None if not scaled else scaled[""] if isinstance(x, Tensor) else PartwiseTransform(scaled)
     return Examples(x, y, transform=transform, columns=columns)
 
 
-def split_rows(rows: Tensor, batch_size: int, *, at_least_two: bool = False) -> list[Tensor]:
+def split_into_batches(rows: Tensor, batch_size: int, *, at_least_two: bool = False) -> list[Tensor]:
     """Rows in batches of `batch_size`; the last may be smaller.
 
     With `at_least_two` a last batch of one example joins the one before it, because BatchNorm in training cannot take
     the variance of a single value.
 
-    >>> [len(b) for b in split_rows(torch.arange(5), 2)], [len(b) for b in split_rows(torch.arange(5), 2, at_least_two=True)]
+    >>> ([len(b) for b in split_into_batches(torch.arange(5), 2)],
+    ...  [len(b) for b in split_into_batches(torch.arange(5), 2, at_least_two=True)])
     ([2, 2, 1], [2, 3])
     """
     batches = list(torch.split(rows, batch_size))

@@ -7,20 +7,20 @@ from polyfed.core.errors import UserError
 
 
 @final
-class FrozenArguments(Mapping[str, Any]):
+class FrozenMapping(Mapping[str, Any]):
     """A mapping that cannot be changed and can be hashed; lists in it become tuples, mappings become this class.
 
     Raises:
         UserError: a name is not text, or a value cannot be hashed.
 
-    >>> {FrozenArguments({"hidden": [64, 32]}): 1}[FrozenArguments({"hidden": (64, 32)})]
+    >>> {FrozenMapping({"hidden": [64, 32]}): 1}[FrozenMapping({"hidden": (64, 32)})]
     1
     """
 
     def __init__(self, items: Mapping[str, Any]) -> None:
         if bad := [name for name in items if not isinstance(name, str)]:
             raise UserError(f"arguments need text as names, got {bad[0]!r}")
-        self._items = {name: _frozen(name, value) for name, value in items.items()}
+        self._items = {name: _freeze_value(name, value) for name, value in items.items()}
 
     def __getitem__(self, name: str) -> Any:
         return self._items[name]
@@ -38,11 +38,11 @@ class FrozenArguments(Mapping[str, Any]):
         return repr(self._items)
 
 
-def _frozen(name: str, value: Any) -> Any:
+def _freeze_value(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
-        return FrozenArguments(value)
+        return FrozenMapping(value)
     if isinstance(value, list | tuple):
-        return tuple(_frozen(name, item) for item in value)
+        return tuple(_freeze_value(name, item) for item in value)
     try:
         hash(value)
     except TypeError as error:

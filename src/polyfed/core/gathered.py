@@ -22,7 +22,7 @@ Tensors = Sequence[Tensor]
 
 @final
 @dataclass(frozen=True, eq=False)
-class OfClient:
+class PerClientTerm:
     """A function that is the same for all clients, and the tensors of one client that it is given last. Of a penalty or a
     direction in this form many clients' can be computed at once.
 
@@ -35,22 +35,22 @@ class OfClient:
 
     >>> import torch
     >>> def pull(weights, anchors): return sum((w - a).square().sum() for w, a in zip(weights, anchors))
-    >>> OfClient(pull, [torch.ones(2)])([torch.zeros(2)])
+    >>> PerClientTerm(pull, [torch.ones(2)])([torch.zeros(2)])
     tensor(2.)
     """
 
     function: Callable[..., Tensor]
     tensors: Tensors = ()
-    network: bool = False
-    rows: int = 0
+    takes_network: bool = False
+    num_rows: int = 0
 
-    def __call__(self, *given: Any) -> Tensor:
+    def __call__(self, *arguments: Any) -> Tensor:
         """The function of these arguments and the client's tensors."""
-        return self.function(*given, self.tensors)
+        return self.function(*arguments, self.tensors)
 
 
 @final
-class Parked(BaseException):  # not an error: no `except Exception` of a method may take it
+class CallDeferred(BaseException):  # not an error: no `except Exception` of a method may take it
     """Leaves a client half at a call that is carried out with others'."""
 
 
@@ -61,22 +61,22 @@ class FitCall:
 
     module: nn.Module
     state: Mapping[str, Tensor]
-    trained: frozenset[str]
+    trained_names: frozenset[str]
     examples: Examples
     options: Any
     lr: float
     seed: int
     task: str
-    penalty: OfClient | None
-    gradient: OfClient | None
+    penalty: PerClientTerm | None
+    gradient: PerClientTerm | None
     batches_per_step: int
-    reported: str
+    reported_loss: str
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class PredictCall:
-    """A call of `predict_all`: the network when it was made, and the sets of examples."""
+    """A call of `predict_sets`: the network when it was made, and the sets of examples."""
 
     module: nn.Module
     state: Mapping[str, Tensor]
@@ -85,7 +85,7 @@ class PredictCall:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Fit:
+class FitCallResult:
     """What became of a `FitCall`."""
 
     state: Mapping[str, Tensor]
@@ -93,68 +93,69 @@ class Fit:
     loss: float
     steps: int
 
-    def into(self, module: nn.Module, *tensors: Tensors) -> None:
+    def copy_into(self, module: nn.Module, *tensors: Tensors) -> None:
         """Leaves the network, and the tensors of the client's own functions, as training alone would have left them."""
-        fill_named(module, self.state)
+        copy_named_tensors(module, self.state)
         with torch.no_grad():
-            for mine, found in zip((t for group in tensors for t in group), self.tensors, strict=True):
-                mine.copy_(found)
+            for target, source in zip((t for group in tensors for t in group), self.tensors, strict=True):
+                target.copy_(source)
         module.eval()
 
 
 @final
 @dataclass(eq=False)
-class Half:
-    """One client half that is run until it is through: what became of its calls, in their order. `alone` is set once one of
-    its calls must be carried out by itself; then all later ones are. With `only_first` it is left there instead."""
+class DeferredRun:
+    """One client half that is run until it is through: what became of its calls, in their order. `runs_alone` is set
+    once one of
+    its calls must be carried out by itself; then all later ones are. With `stop_at_first_call` it is left there instead."""
 
-    found: list[Fit | list[Tensor]] = field(default_factory=list)
-    alone: bool = False
-    waiting: FitCall | PredictCall | None = None
-    only_first: bool = False
+    results: list[FitCallResult | list[Tensor]] = field(default_factory=list)
+    runs_alone: bool = False
+    pending_call: FitCall | PredictCall | None = None
+    stop_at_first_call: bool = False
     _next: int = 0
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """Before the half is run, again or for the first time."""
-        self._next, self.waiting = 0, None
+        self._next, self.pending_call = 0, None
 
-    def result(self, make: Callable[[], FitCall | PredictCall | None]) -> Fit | list[Tensor] | None:
+    def next_result(self, make_call: Callable[[], FitCall | PredictCall | None]) -> FitCallResult | list[Tensor] | None:
         """What became of the half's next call; None if it is to be carried out here.
 
         Raises:
             Parked: the call is to be carried out with others'.
         """
-        if self._next < len(self.found):
+        if self._next < len(self.results):
             self._next += 1
-            return self.found[self._next - 1]
-        if self.alone or (call := make()) is None:
-            if self.only_first:
-                raise Parked
-            self.alone = True
+            return self.results[self._next - 1]
+        if self.runs_alone or (call := make_call()) is None:
+            if self.stop_at_first_call:
+                raise CallDeferred
+            self.runs_alone = True
             return None
-        self.waiting = call
-        raise Parked
+        self.pending_call = call
+        raise CallDeferred
 
 
-_HALF: ContextVar[Half | None] = ContextVar("the client half that is run", default=None)
+_CURRENT_RUN: ContextVar[DeferredRun | None] = ContextVar("the client half that is run", default=None)
 
 
-def half() -> Half | None:
+def current_deferred_run() -> DeferredRun | None:
     """The client half that is run, where calls are gathered."""
-    return _HALF.get()
+    return _CURRENT_RUN.get()
 
 
 @contextmanager
-def gathering(into: Half | None) -> Iterator[None]:
-    """Inside the block calls of `fit` and `predict_all` are gathered; not at all for None."""
-    token = _HALF.set(into)
+def deferring_calls(run: DeferredRun | None) -> Iterator[None]:
+    """Inside the block calls of `fit` and `predict_sets` are gathered; not at all for None."""
+    token = _CURRENT_RUN.set(run)
     try:
         yield
     finally:
-        _HALF.reset(token)
+        _CURRENT_RUN.reset(token)
 
 
-def fill_named(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+def copy_named_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copies tensors into those parameters and buffers that they name and that differ."""
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -162,6 +163,6 @@ def fill_named(module: nn.Module, state: Mapping[str, Tensor]) -> None:
                 tensor.copy_(state[name])
 
 
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
+def full_state(module: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters and buffers, where the module is."""
     return {name: tensor.detach().clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}

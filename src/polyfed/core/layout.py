@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.copies import deep_copy
-from polyfed.core.inputs import answer, call, first, leaves, mapped
-from polyfed.core.seeds import local_rng
+from polyfed.core.inputs import call_network, first_leaf, logits_or_output, named_leaves, tree_map
+from polyfed.core.seeds import temporary_rng_seed
 
-_DECIDED: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-_BLOCK = 16
+_USES_CHANNELS_LAST: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_ONEDNN_BLOCK = 16
 """Channels that oneDNN's kernels take at once: 16 with AVX-512, 8 with AVX2."""
 
 
-def arrange(module: nn.Module, x: Any) -> Any:
+def to_preferred_memory_format(module: nn.Module, x: Any) -> Any:
     """A batch in the layout in which `module` works faster; at the first batch of a module with 2-d convolutions this is
     tried out, and the module is brought into that layout.
 
@@ -28,30 +28,30 @@ def arrange(module: nn.Module, x: Any) -> Any:
         x: inputs of any structure; only parts of shape (batch, channels, height, width) are rearranged.
 
     >>> strict = nn.Conv2d(3, 4, 3)
-    >>> arrange(strict, torch.zeros(2, 3, 8, 8)).is_contiguous(memory_format=torch.channels_last)
+    >>> to_preferred_memory_format(strict, torch.zeros(2, 3, 8, 8)).is_contiguous(memory_format=torch.channels_last)
     True
     """
-    if not (x.dim() == 4 if isinstance(x, Tensor) else any(part.dim() == 4 for _, part in leaves(x))):
+    if not (x.dim() == 4 if isinstance(x, Tensor) else any(part.dim() == 4 for _, part in named_leaves(x))):
         return x
-    if module not in _DECIDED:
-        unsafe = first(x).device.type != "cuda" and any(_overflows(part) for part in module.modules())
-        _DECIDED[module] = not unsafe and _takes_channels_last(module, x)
-        if _DECIDED[module]:
+    if module not in _USES_CHANNELS_LAST:
+        unsafe = first_leaf(x).device.type != "cuda" and any(_gradient_overflows(part) for part in module.modules())
+        _USES_CHANNELS_LAST[module] = not unsafe and _takes_channels_last(module, x)
+        if _USES_CHANNELS_LAST[module]:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return mapped(_channels_last, x) if _DECIDED[module] else x
+    return tree_map(_channels_last, x) if _USES_CHANNELS_LAST[module] else x
 
 
 def _channels_last(part: Tensor) -> Tensor:
     return part.contiguous(memory_format=torch.channels_last) if part.dim() == 4 else part
 
 
-def _overflows(part: nn.Module) -> bool:
+def _gradient_overflows(part: nn.Module) -> bool:
     """Whether oneDNN's gradient to this layer's weights, channels last, leaves its memory."""
     return (
         isinstance(part, nn.Conv2d)
         and set(part.kernel_size) == {1}
         and max(part.stride) > 1
-        and part.in_channels // part.groups < _BLOCK
+        and part.in_channels // part.groups < _ONEDNN_BLOCK
     )
 
 
@@ -59,10 +59,10 @@ def _takes_channels_last(module: nn.Module, x: Any) -> bool:
     """Whether one forward and backward pass of two examples comes through in that layout."""
     if not any(isinstance(part, nn.Conv2d) for part in module.modules()):
         return False
-    with local_rng(0, first(x).device), torch.enable_grad():
+    with temporary_rng_seed(0, first_leaf(x).device), torch.enable_grad():
         try:
             trial = deep_copy(module).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
-            output = answer(call(trial, mapped(lambda part: _channels_last(part[:2]), x)))
+            output = logits_or_output(call_network(trial, tree_map(lambda part: _channels_last(part[:2]), x)))
             if isinstance(output, Tensor) and output.requires_grad:
                 torch.autograd.backward(output.float().sum())
         except Exception:  # whatever goes wrong in the trial would, in the default layout, be reported where it is used

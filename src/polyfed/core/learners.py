@@ -10,21 +10,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyfed.core.algorithm import Client, Loss, Task
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples, split_rows
-from polyfed.core.gathered import Fit, FitCall, OfClient, half, whole_state
-from polyfed.core.inputs import call, logits_of
-from polyfed.core.layout import arrange
-from polyfed.core.objectives import ClassWeights, early_stop, objective, sampling_weights
+from polyfed.core.examples import Examples, split_into_batches
+from polyfed.core.gathered import FitCall, FitCallResult, PerClientTerm, current_deferred_run, full_state
+from polyfed.core.inputs import call_network, logits_of
+from polyfed.core.layout import to_preferred_memory_format
+from polyfed.core.objectives import ClassWeights, build_early_stopping, build_loss, sampling_weights
 from polyfed.core.optimizers import Optimiser
-from polyfed.core.seeds import derive, torch_generator
+from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.stacked import Stacked
-from polyfed.core.streams import Minibatch, Streams
+from polyfed.core.streams import CohortBatches, Minibatch
 
 Direction = Callable[[Callable[[int], Tensor]], Tensor]
 Member = TypeVar("Member")
 
 
-class Options(Protocol):
+class TrainingOptions(Protocol):
     """What of `LocalTraining` says how minibatches come and what is minimised."""
 
     @property
@@ -60,7 +60,7 @@ class Options(Protocol):
         """Epochs without a lower validation loss after which training stops."""
 
 
-class Learner(ABC):
+class TrainingBackend(ABC):
     """What the training loop asks of the network, or networks, that it trains. A loss is a number for each of them."""
 
     device: torch.device
@@ -70,27 +70,27 @@ class Learner(ABC):
         """The mean loss of a minibatch."""
 
     @abstractmethod
-    def steps(self, optimizer: Optimiser) -> Iterator[Sequence[Sequence[Minibatch]]]:
+    def iter_minibatches(self, optimizer: Optimiser) -> Iterator[Sequence[Sequence[Minibatch]]]:
         """The minibatches of each step; those whose gradients are accumulated come as one."""
 
     @abstractmethod
-    def outputs(self, batch: Minibatch) -> Tensor:
+    def compute_outputs(self, batch: Minibatch) -> Tensor:
         """Logits."""
 
     @abstractmethod
-    def penalty(self, term: Callable[[], Tensor] | OfClient, parameters: Sequence[nn.Parameter]) -> Tensor:
+    def compute_penalty(self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]) -> Tensor:
         """A further term of the loss."""
 
     @abstractmethod
-    def direction(self, gradient: Direction | OfClient, loss_of: Callable[[int], Tensor]) -> Tensor:
+    def compute_direction(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
         """Leaves the direction of a step in the parameters' `grad`, and returns the loss to be reported."""
 
     @abstractmethod
-    def clip(self, parameters: Sequence[nn.Parameter], largest: float) -> None:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
         """Scales gradients down to this global norm."""
 
     @abstractmethod
-    def count(self, loss: Tensor) -> None:
+    def record_loss(self, loss: Tensor) -> None:
         """Takes in the loss of the step that was made."""
 
     @abstractmethod
@@ -99,45 +99,59 @@ class Learner(ABC):
 
 
 @final
-class Alone(Learner):
+class SingleClientBackend(TrainingBackend):
     """One network with one client's examples."""
 
     def __init__(
-        self, model: nn.Module, client: Client | Examples, options: Options, task: Task, each: int, seed: int
+        self,
+        model: nn.Module,
+        client: Client | Examples,
+        options: TrainingOptions,
+        task: Task,
+        batches_per_step: int,
+        seed: int,
     ) -> None:
         self._client = client if isinstance(client, Client) else None
         data = client.train if isinstance(client, Client) else client
         self.device, self._model, self._examples, self._options = data.device, model, data, options
-        self._task, self._each, self._seed = task, each, seed
-        self._drawing = sampling_weights(data, task, options.sampler)
-        self._total, self._seen, self._rows = torch.zeros((), device=self.device), 0, 0
+        self._task, self._batches_per_step, self._seed = task, batches_per_step, seed
+        self._sampling_weights = sampling_weights(data, task, options.sampler)
+        self._loss_sum, self._num_seen, self._rows_of_step = torch.zeros((), device=self.device), 0, 0
 
     def criterion(self, task: Task) -> Loss:
         """The task's loss, or the client's own."""
-        own, options = None if self._client is None else self._client.loss, self._options
-        return objective(self._examples, task, own, options.label_smoothing, options.class_weights)
+        client_loss, options = None if self._client is None else self._client.loss, self._options
+        return build_loss(self._examples, task, client_loss, options.label_smoothing, options.class_weights)
 
-    def steps(self, optimizer: Optimiser) -> Iterator[Sequence[Sequence[Minibatch]]]:
+    def iter_minibatches(self, optimizer: Optimiser) -> Iterator[Sequence[Sequence[Minibatch]]]:
         """Epoch by epoch, each in an order of its own, until patience ends."""
-        options, data, number, left = self._options, self._examples, len(self._examples), self._options.local_steps
+        options, data, number, steps_left = (
+            self._options,
+            self._examples,
+            len(self._examples),
+            self._options.local_steps,
+        )
         size = min(options.batch_size or number, number)
-        generator = torch_generator(derive(self._seed, "batches"))
+        generator = torch_generator(derive_seed(self._seed, "batches"))
         has_batch_norm = any(isinstance(m, _BatchNorm) for m in self._model.modules())
         stop = None if options.patience is None else self._early_stop(options.patience)
-        epochs = options.local_epochs if left is None else left  # an epoch has at least one step
+        epochs = options.local_epochs if steps_left is None else steps_left  # an epoch has at least one step
         for epoch in range(1, epochs + 1):
-            if self._drawing is None:
+            if self._sampling_weights is None:
                 order = torch.randperm(number, generator=generator).to(self.device)
             else:
-                weights = self._drawing.cpu()
+                weights = self._sampling_weights.cpu()
                 order = torch.multinomial(weights, number, replacement=True, generator=generator).to(self.device)
-            batches = split_rows(order, size, at_least_two=has_batch_norm)
-            for group in _groups(batches, self._each * options.accumulate)[:left]:
-                drawn = [(arrange(self._model, x), y) for x, y in (data.batch(rows, generator) for rows in group)]
-                self._rows = sum(len(rows) for rows in group)
-                yield _groups([Minibatch(x, y) for x, y in drawn], options.accumulate)
-                left = None if left is None else left - 1
-            if left == 0 or (stop is not None and epoch < epochs and stop()):
+            batches = split_into_batches(order, size, at_least_two=has_batch_norm)
+            for group in _chunks(batches, self._batches_per_step * options.accumulate)[:steps_left]:
+                batches_of_step = [
+                    (to_preferred_memory_format(self._model, x), y)
+                    for x, y in (data.batch(rows, generator) for rows in group)
+                ]
+                self._rows_of_step = sum(len(rows) for rows in group)
+                yield _chunks([Minibatch(x, y) for x, y in batches_of_step], options.accumulate)
+                steps_left = None if steps_left is None else steps_left - 1
+            if steps_left == 0 or (stop is not None and epoch < epochs and stop()):
                 break
 
     def _early_stop(self, patience: int) -> Callable[[], bool]:
@@ -145,136 +159,147 @@ class Alone(Learner):
             raise UserError(
                 f"patience={patience}: fit was given examples without a client, whose validation examples it needs"
             )
-        return early_stop(self._model, self._client, self.criterion(self._task), patience)
+        return build_early_stopping(self._model, self._client, self.criterion(self._task), patience)
 
-    def outputs(self, batch: Minibatch) -> Tensor:
+    def compute_outputs(self, batch: Minibatch) -> Tensor:
         """Shape (batch, ...)."""
-        return logits_of(call(self._model, batch.x))
+        return logits_of(call_network(self._model, batch.x))
 
-    def penalty(self, term: Callable[[], Tensor] | OfClient, parameters: Sequence[nn.Parameter]) -> Tensor:
+    def compute_penalty(self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]) -> Tensor:
         """A scalar."""
-        if not isinstance(term, OfClient):
+        if not isinstance(term, PerClientTerm):
             return term()
-        return term(self._model if term.network else parameters)
+        return term(self._model if term.takes_network else parameters)
 
-    def direction(self, gradient: Direction | OfClient, loss_of: Callable[[int], Tensor]) -> Tensor:
+    def compute_direction(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
         """As the method finds it."""
-        return gradient(self._model, loss_of) if isinstance(gradient, OfClient) else gradient(loss_of)
+        return gradient(self._model, loss_of) if isinstance(gradient, PerClientTerm) else gradient(loss_of)
 
-    def clip(self, parameters: Sequence[nn.Parameter], largest: float) -> None:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
         """By torch."""
-        nn.utils.clip_grad_norm_(parameters, largest)
+        nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def count(self, loss: Tensor) -> None:
+    def record_loss(self, loss: Tensor) -> None:
         """Weighs it by the examples of the step."""
-        self._total += loss * self._rows
-        self._seen += self._rows
+        self._loss_sum += loss * self._rows_of_step
+        self._num_seen += self._rows_of_step
 
     def mean_loss(self) -> float:
         """One number."""
-        return float(self._total) / self._seen
+        return float(self._loss_sum) / self._num_seen
 
 
 @final
-class Many(Learner):
+class CohortBackend(TrainingBackend):
     """Stacked networks with the streams of their clients' minibatches."""
 
-    def __init__(self, networks: Stacked, streams: Streams, label_smoothing: float) -> None:
-        self.device, self._networks, self._streams = streams.device, networks, streams
+    def __init__(self, networks: Stacked, batches: CohortBatches, label_smoothing: float) -> None:
+        self.device, self._networks, self._batches = batches.device, networks, batches
         self._label_smoothing, self._rows = label_smoothing, torch.empty(0)
 
     def criterion(self, task: Task) -> Loss:
         """The task's loss of each client, (k,)."""
         return self._networks.criterion(task, self._label_smoothing)
 
-    def steps(self, optimizer: Optimiser) -> Iterator[Sequence[Sequence[Minibatch]]]:
+    def iter_minibatches(self, optimizer: Optimiser) -> Iterator[Sequence[Sequence[Minibatch]]]:
         """Those who have made all their steps are left out, so that neither gradient nor momentum moves them."""
-        for batches, rows in self._streams:
-            self._networks.narrow(len(rows), optimizer)
+        for batches, rows in self._batches:
+            self._networks.keep_first_clients(len(rows), optimizer)
             self._rows = rows
             yield [[batch] for batch in batches]
 
-    def outputs(self, batch: Minibatch) -> Tensor:
+    def compute_outputs(self, batch: Minibatch) -> Tensor:
         """Shape (k·rows, ...)."""
-        self._networks.real = batch.real
+        self._networks.valid_rows = batch.valid_rows
         return logits_of(self._networks(batch.x))
 
-    def penalty(self, term: Callable[[], Tensor] | OfClient, parameters: Sequence[nn.Parameter]) -> Tensor:
+    def compute_penalty(self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Of each client, (k,)."""
-        assert isinstance(term, OfClient)
-        if term.network:
-            return term.function(self._networks, self._now(term))
-        return torch.vmap(term.function)(list(parameters), self._now(term))
+        assert isinstance(term, PerClientTerm)
+        if term.takes_network:
+            return term.function(self._networks, self._active_tensors(term))
+        return torch.vmap(term.function)(list(parameters), self._active_tensors(term))
 
-    def direction(self, gradient: Direction | OfClient, loss_of: Callable[[int], Tensor]) -> Tensor:
+    def compute_direction(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
         """Of all clients at once: what a method does to parameters number by number, it does to stacks of them."""
-        assert isinstance(gradient, OfClient)
-        return gradient.function(self._networks, loss_of, self._now(gradient))
+        assert isinstance(gradient, PerClientTerm)
+        return gradient.function(self._networks, loss_of, self._active_tensors(gradient))
 
-    def _now(self, term: OfClient) -> list[Tensor]:
-        return [tensor[: self._networks.clients] for tensor in term.tensors]
+    def _active_tensors(self, term: PerClientTerm) -> list[Tensor]:
+        return [tensor[: self._networks.num_clients] for tensor in term.tensors]
 
-    def clip(self, parameters: Sequence[nn.Parameter], largest: float) -> None:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
         """Each client's by its own norm."""
-        self._networks.clip(largest)
+        self._networks.clip_gradients(max_norm)
 
-    def count(self, loss: Tensor) -> None:
+    def record_loss(self, loss: Tensor) -> None:
         """Of each client."""
-        self._networks.count(loss, self._rows)
+        self._networks.record_losses(loss, self._rows)
 
     def mean_loss(self) -> float:
         """Over all clients; `Stacked.mean_losses` has each one's."""
         return float(self._networks.mean_losses().mean())
 
 
-def learner(
-    model: nn.Module, examples: Client | Examples | Streams, options: Options, task: Task, each: int, seed: int
-) -> Learner:
+def create_backend(
+    model: nn.Module,
+    examples: Client | Examples | CohortBatches,
+    options: TrainingOptions,
+    task: Task,
+    batches_per_step: int,
+    seed: int,
+) -> TrainingBackend:
     """Many networks for a `Stacked` with its `Streams`, one for any other; `each` step takes so many minibatches."""
-    if isinstance(examples, Streams):
+    if isinstance(examples, CohortBatches):
         assert isinstance(model, Stacked)
-        return Many(model, examples, options.label_smoothing)
-    return Alone(model, examples, options, task, each, seed)
+        return CohortBackend(model, examples, options.label_smoothing)
+    return SingleClientBackend(model, examples, options, task, batches_per_step, seed)
 
 
-def _groups(members: Sequence[Member], size: int) -> list[Sequence[Member]]:
+def _chunks(members: Sequence[Member], size: int) -> list[Sequence[Member]]:
     return [members[i : i + size] for i in range(0, len(members), size)]
 
 
-def gathered(
+def fit_with_cohort(
     model: nn.Module,
     client: Client | Examples,
-    options: Options,
+    options: TrainingOptions,
     lr: float,
     seed: int,
     task: Task,
     penalty: Any,
     gradient: Any,
     batches_per_step: int,
-    reported: str,
+    reported_loss: str,
     *,
-    alone: bool,
+    train_alone: bool,
 ) -> tuple[float, int] | None:
     """Loss and steps of this network's training with other clients', after which it is as they left it; None where it is to
     be trained by itself: `alone`, for a client's own loss, or by functions that are not the same for all."""
-    if (waiting := half()) is None:
+    if (deferred_run := current_deferred_run()) is None:
         return None
 
-    def fit_call() -> FitCall | None:
+    def make_call() -> FitCall | None:
         terms = [term for term in (penalty, gradient) if term is not None]
-        own = isinstance(client, Client) and client.loss is not None
+        has_client_loss = isinstance(client, Client) and client.loss is not None
         trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
         data = client.train if isinstance(client, Client) else client
-        several = not isinstance(data.x, Tensor)  # which are not stacked
-        if alone or own or several or not trained or not all(isinstance(term, OfClient) for term in terms):
+        is_structured = not isinstance(data.x, Tensor)  # which are not stacked
+        if (
+            train_alone
+            or has_client_loss
+            or is_structured
+            or not trained
+            or not all(isinstance(term, PerClientTerm) for term in terms)
+        ):
             return None
         return FitCall(
-            model, whole_state(model), trained, data, options, lr, seed, task, penalty, gradient, batches_per_step,
-            reported,
+            model, full_state(model), trained, data, options, lr, seed, task, penalty, gradient, batches_per_step,
+            reported_loss,
         )  # fmt: skip
 
-    found = waiting.result(fit_call)
-    if not isinstance(found, Fit):
+    result = deferred_run.next_result(make_call)
+    if not isinstance(result, FitCallResult):
         return None
-    found.into(model, *(term.tensors for term in (penalty, gradient) if isinstance(term, OfClient)))
-    return found.loss, found.steps
+    result.copy_into(model, *(term.tensors for term in (penalty, gradient) if isinstance(term, PerClientTerm)))
+    return result.loss, result.steps

@@ -10,7 +10,7 @@ _LARGEST = 32 * 2**20  # that glibc takes for the last
 
 
 @cache
-def keep_memory() -> bool:
+def tune_malloc() -> bool:
     """Lets this process keep memory that it frees for what it allocates next; whether it does, on Linux with glibc.
 
     By default glibc gives large pieces back to the system. A step of training takes the same megabytes as the one before; to
@@ -26,7 +26,7 @@ def keep_memory() -> bool:
     return all(mallopt(option, value) == 1 for option, value in limits)
 
 
-def keep_kernels() -> None:
+def enlarge_kernel_cache() -> None:
     """Lets oneDNN keep 16,384 compiled kernels instead of 1,024, unless ONEDNN_PRIMITIVE_CACHE_CAPACITY says otherwise.
 
     Each shape has kernels of its own. Where the examples of a batch take different operations, shapes differ from step to

@@ -5,11 +5,11 @@ from abc import ABC, abstractmethod
 from polyfed.core.algorithm import Architecture, Client
 
 
-class LooksInside(ABC):
+class ValidatesNetworks(ABC):
     """For a method that looks into the clients' networks, which not every network allows."""
 
     @abstractmethod
-    def look_inside(self, client: Client) -> None:
+    def validate_network(self, client: Client) -> None:
         """Looks for what the method will need of this client's network. It is called before the first round, once for each
         architecture and form of data.
 
@@ -18,9 +18,9 @@ class LooksInside(ABC):
         """
 
 
-class TrainsBeside(ABC):
+class TrainsAuxiliaryNetwork(ABC):
     """For a method whose clients train a network of the method's besides their own."""
 
     @abstractmethod
-    def beside(self, client: Client) -> Architecture:
+    def auxiliary_network(self, client: Client) -> Architecture:
         """That network, for this client's data."""

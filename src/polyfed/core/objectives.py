@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Client, Loss, Task
-from polyfed.core.code import named
+from polyfed.core.code import import_object
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation import loss_function, predict
 from polyfed.core.examples import Examples
@@ -19,10 +19,10 @@ from polyfed.core.examples import Examples
 ClassWeights = Literal["balanced"] | tuple[float, ...] | None
 
 
-def objective(
+def build_loss(
     examples: Examples,
     task: Task,
-    own: Loss | None = None,
+    client_loss: Loss | None = None,
     label_smoothing: float = 0.0,
     class_weights: ClassWeights = None,
 ) -> Loss:
@@ -42,15 +42,15 @@ def objective(
         UserError: weights of classes, or label smoothing, for a loss that has no use for them, or another number of weights.
 
     >>> three = Examples(torch.zeros(3, 1), torch.tensor([0, 0, 1]))
-    >>> loss = objective(three, "classification", class_weights="balanced")  # 0.75 and 1.5
+    >>> loss = build_loss(three, "classification", class_weights="balanced")  # 0.75 and 1.5
     >>> round(float(loss(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1]))), 4)
     1.649
     """
-    if own is not None:
+    if client_loss is not None:
         if class_weights is not None or label_smoothing:
             raise UserError("class_weights and label_smoothing are of the task's loss, and a client has a loss of its own; "
                             "leave them out, or put them into that loss")  # fmt: skip
-        return _own(own, examples.device)
+        return _checked_client_loss(client_loss, examples.device)
     if class_weights is None:
         return loss_function(task, label_smoothing)
     if task == "regression":
@@ -58,7 +58,7 @@ def objective(
     labels = examples.labels
 
     def weighted(outputs: Tensor, targets: Tensor) -> Tensor:
-        w = _weights(class_weights, labels, outputs.shape[1], task).to(outputs.device, outputs.dtype)
+        w = _resolve_class_weights(class_weights, labels, outputs.shape[1], task).to(outputs.device, outputs.dtype)
         if task == "classification":
             return F.cross_entropy(outputs, targets, weight=w, label_smoothing=label_smoothing)
         return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=w)
@@ -66,13 +66,13 @@ def objective(
     return weighted
 
 
-def _weights(given: Any, labels: Tensor, outputs: int, task: Task) -> Tensor:
-    if given != "balanced":
-        if len(given) != outputs:
+def _resolve_class_weights(class_weights: Any, labels: Tensor, outputs: int, task: Task) -> Tensor:
+    if class_weights != "balanced":
+        if len(class_weights) != outputs:
             raise UserError(
-                f"class_weights has {len(given)} numbers, but the network has {outputs} outputs; give one each"
+                f"class_weights has {len(class_weights)} numbers, but the network has {outputs} outputs; give one each"
             )
-        return torch.tensor(given, dtype=torch.float64)
+        return torch.tensor(class_weights, dtype=torch.float64)
     number = len(labels)
     if task == "classification":
         counts = torch.bincount(labels, minlength=outputs).to(torch.float64)
@@ -81,44 +81,44 @@ def _weights(given: Any, labels: Tensor, outputs: int, task: Task) -> Tensor:
     return torch.where((positive > 0) & (positive < number), (number - positive) / positive, 1.0)
 
 
-def loss_named(path: str) -> Loss:
+def import_loss(path: str) -> Loss:
     """A loss of the user's by `module:name`: a function of outputs and targets, or a class that is made without arguments,
     such as an `nn.Module`.
 
     Raises:
-        UserError: as `polyfed.core.code.named`, or the class needs arguments.
+        UserError: as `polyfed.core.code.import_object`, or the class needs arguments.
 
-    >>> from polyfed.core.code import scope, trust_code
-    >>> with scope():
+    >>> from polyfed.core.code import temporary_trust, trust_code
+    >>> with temporary_trust():
     ...     trust_code("torch.nn:MultiMarginLoss")
-    ...     loss_named("torch.nn:MultiMarginLoss")
+    ...     import_loss("torch.nn:MultiMarginLoss")
     MultiMarginLoss()
     """
-    found = named(path, "loss")
-    if not isinstance(found, type):
-        return found
+    obj = import_object(path, "loss")
+    if not isinstance(obj, type):
+        return obj
     try:
-        made = found()
+        loss = obj()
     except TypeError as error:
         raise UserError(f"loss {path!r}: it cannot be made without arguments ({error}); name a function, or a class "
                         "that needs none") from error  # fmt: skip
-    if not callable(made):
-        raise UserError(f"loss {path!r}: a {type(made).__name__} cannot be called with outputs and targets")
-    return made  # type: ignore[no-any-return]
+    if not callable(loss):
+        raise UserError(f"loss {path!r}: a {type(loss).__name__} cannot be called with outputs and targets")
+    return loss  # type: ignore[no-any-return]
 
 
-def _own(loss: Loss, device: torch.device) -> Loss:
+def _checked_client_loss(loss: Loss, device: torch.device) -> Loss:
     if isinstance(loss, nn.Module):
         loss = copy.deepcopy(loss).to(device)  # its weights of classes, say
 
-    def checked(outputs: Tensor, targets: Tensor) -> Tensor:
+    def checked_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         value = loss(outputs, targets)
         if not isinstance(value, Tensor) or value.dim() != 0:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise UserError(f"a client's loss must return one number, the mean over the minibatch, got {shape}")
         return value
 
-    return checked
+    return checked_loss
 
 
 def sampling_weights(examples: Examples, task: Task, sampler: str) -> Tensor | None:
@@ -145,13 +145,13 @@ def sampling_weights(examples: Examples, task: Task, sampler: str) -> Tensor | N
         labels = examples.labels
         return 1 / torch.bincount(labels).to(torch.float64)[labels]
     values = examples.column(sampler)
-    found = torch.from_numpy(values.astype("float64")) if values.dtype.kind in "biuf" else torch.tensor([math.nan])
-    if not bool(torch.isfinite(found).all()) or bool((found < 0).any()) or not float(found.sum()) > 0:
+    weights = torch.from_numpy(values.astype("float64")) if values.dtype.kind in "biuf" else torch.tensor([math.nan])
+    if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()) or not float(weights.sum()) > 0:
         raise UserError(f"sampler={sampler!r}: a column of weights has numbers of at least 0, some of them positive")
-    return found
+    return weights
 
 
-def early_stop(model: nn.Module, client: Client, loss: Loss, patience: int) -> Callable[[], bool]:
+def build_early_stopping(model: nn.Module, client: Client, loss: Loss, patience: int) -> Callable[[], bool]:
     """Whether to stop, asked after each epoch: the loss on the client's validation examples was not below its least for
     `patience` epochs in a row. It leaves the network in the mode for training.
 
@@ -164,15 +164,15 @@ def early_stop(model: nn.Module, client: Client, loss: Loss, patience: int) -> C
             f"patience={patience}: client {client.id!r} has no validation examples to stop by; give val=..., or "
             "--data.val-fraction"
         )
-    least, since = math.inf, 0
+    least, epochs_since = math.inf, 0
 
-    def stop() -> bool:
-        nonlocal least, since
+    def should_stop() -> bool:
+        nonlocal least, epochs_since
         device = examples.device
         with torch.no_grad():
-            found = float(loss(predict(model, examples).to(device), examples.labels))
+            current_loss = float(loss(predict(model, examples).to(device), examples.labels))
         model.train()
-        least, since = (found, 0) if found < least else (least, since + 1)
-        return since >= patience
+        least, epochs_since = (current_loss, 0) if current_loss < least else (least, epochs_since + 1)
+        return epochs_since >= patience
 
-    return stop
+    return should_stop

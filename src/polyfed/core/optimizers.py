@@ -13,15 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import adam, sgd
 
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 
-_ELSEWHERE = {"params", "lr", "weight_decay", "momentum", "nesterov"}  # fields of their own
-_NOT_HERE = {"Optimizer", "LBFGS", "SparseAdam"}  # no method; needs many passes a step; needs sparse gradients
+_OPTIONS_WITH_FIELDS = {"params", "lr", "weight_decay", "momentum", "nesterov"}  # fields of their own
+_UNSUPPORTED_CLASSES = {
+    "Optimizer",
+    "LBFGS",
+    "SparseAdam",
+}  # no method; needs many passes a step; needs sparse gradients
 
 
 @final
 @dataclass(eq=False)
-class Group:
+class ParameterGroup:
     """Parameters with one learning rate, and what the optimiser remembers of each: momentum, or Adam's two moments."""
 
     parameters: list[nn.Parameter]
@@ -32,7 +36,7 @@ class Group:
 class Optimiser(Protocol):
     """What local training asks of an optimiser; the learning rates of `groups` may change between steps."""
 
-    groups: list[Group]
+    groups: list[ParameterGroup]
 
     def zero_grad(self) -> None:
         """Forgets the gradients."""
@@ -47,34 +51,34 @@ class SGD:
     """Stochastic gradient descent as `torch.optim.SGD`.
 
     >>> weight = nn.Parameter(torch.tensor([1.0]))
-    >>> optimizer = SGD([Group([weight], lr=0.5)])
+    >>> optimizer = SGD([ParameterGroup([weight], lr=0.5)])
     >>> weight.square().sum().backward()
     >>> optimizer.step(), weight.item()
     (None, 0.0)
     """
 
-    groups: list[Group]
+    groups: list[ParameterGroup]
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
 
     def zero_grad(self) -> None:
         """Forgets the gradients."""
-        _forget(self.groups)
+        _clear_gradients(self.groups)
 
     @torch.no_grad()
     def step(self) -> None:
         """Moves every parameter that has a gradient."""
         for group in self.groups:
-            moved, slopes = _moved(group)
-            momenta = [group.state.get(p, [None])[0] for p in moved]
-            sparse = any(slope.is_sparse for slope in slopes)
+            parameters, grads = _parameters_and_gradients(group)
+            momenta = [group.state.get(p, [None])[0] for p in parameters]
+            sparse = any(slope.is_sparse for slope in grads)
             sgd.sgd(
-                list(moved), slopes, momenta, sparse, lr=group.lr, momentum=self.momentum, nesterov=self.nesterov,
+                list(parameters), grads, momenta, sparse, lr=group.lr, momentum=self.momentum, nesterov=self.nesterov,
                 weight_decay=self.weight_decay, dampening=0.0, maximize=False,
             )  # fmt: skip
             if self.momentum:
-                group.state.update({p: [momentum] for p, momentum in zip(moved, momenta, strict=True)})
+                group.state.update({p: [momentum] for p, momentum in zip(parameters, momenta, strict=True)})
 
 
 @final
@@ -84,47 +88,61 @@ class Adam:
     weight decay shrinks weights by 1 − lr·decay before the step (Loshchilov and Hutter 2019).
 
     >>> weight = nn.Parameter(torch.tensor([1.0]))
-    >>> optimizer = Adam([Group([weight], lr=0.5)])
+    >>> optimizer = Adam([ParameterGroup([weight], lr=0.5)])
     >>> weight.square().sum().backward()
     >>> optimizer.step(), round(weight.item(), 4)
     (None, 0.5)
     """
 
-    groups: list[Group]
+    groups: list[ParameterGroup]
     weight_decay: float = 0.0
     decoupled: bool = False
 
     def zero_grad(self) -> None:
         """Forgets the gradients."""
-        _forget(self.groups)
+        _clear_gradients(self.groups)
 
     @torch.no_grad()
     def step(self) -> None:
         """Moves every parameter that has a gradient."""
         penalty = 0.0 if self.decoupled else self.weight_decay
         for group in self.groups:
-            moved, slopes = _moved(group)
-            for p in moved:
+            parameters, grads = _parameters_and_gradients(group)
+            for p in parameters:
                 if self.decoupled and self.weight_decay:
                     p.mul_(1 - group.lr * self.weight_decay)
                 if p not in group.state:
                     group.state[p] = [torch.zeros_like(p), torch.zeros_like(p), torch.tensor(0.0)]
-            first, second, steps = ([m for p in moved if (m := group.state[p][i]) is not None] for i in range(3))
+            first, second, steps = ([m for p in parameters if (m := group.state[p][i]) is not None] for i in range(3))
             adam.adam(
-                list(moved), slopes, first, second, [], steps, has_complex=any(p.is_complex() for p in moved), lr=group.lr,
-                beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=penalty, amsgrad=False, maximize=False,
-            )  # fmt: skip
+                list(parameters),
+                grads,
+                first,
+                second,
+                [],
+                steps,
+                has_complex=any(p.is_complex() for p in parameters),
+                lr=group.lr,
+                beta1=0.9,
+                beta2=0.999,
+                eps=1e-8,
+                weight_decay=penalty,
+                amsgrad=False,
+                maximize=False,
+            )
 
 
 @final
-class FromTorch:
+class TorchOptimiser:
     """An optimiser of `torch.optim`, which keeps what it remembers itself.
 
     Raises:
         UserError: it does not take the options.
     """
 
-    def __init__(self, groups: list[Group], kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, groups: list[ParameterGroup], kind: type[torch.optim.Optimizer], options: Mapping[str, Any]
+    ) -> None:
         self.groups = groups
         try:
             inner = kind([{"params": group.parameters, "lr": group.lr} for group in groups], **options)
@@ -139,15 +157,15 @@ class FromTorch:
         self._move()
 
 
-def _kind(name: str) -> type[torch.optim.Optimizer]:
-    known = {
+def _torch_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    classes = {
         key.lower(): kind
         for key, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and key not in _NOT_HERE
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and key not in _UNSUPPORTED_CLASSES
     }
-    if name.lower() not in known:
-        raise UserError(f"unknown optimizer {name!r}; {nearest(name.lower(), known)}")
-    return known[name.lower()]
+    if name.lower() not in classes:
+        raise UserError(f"unknown optimizer {name!r}; {did_you_mean(name.lower(), classes)}")
+    return classes[name.lower()]
 
 
 def check_optimizer(name: str, weight_decay: float, options: Mapping[str, Any]) -> None:
@@ -159,17 +177,20 @@ def check_optimizer(name: str, weight_decay: float, options: Mapping[str, Any]) 
     Traceback (most recent call last):
     polyfed.core.errors.UserError: unknown optimizer 'adamv'; did you mean ...
     """
-    taken = set(inspect.signature(_kind(name)).parameters)
-    if clash := sorted(_ELSEWHERE & options.keys() - ({"momentum"} if name.lower() != "sgd" else set())):
+    option_names = set(inspect.signature(_torch_optimizer_class(name)).parameters)
+    if clash := sorted(_OPTIONS_WITH_FIELDS & options.keys() - ({"momentum"} if name.lower() != "sgd" else set())):
         raise UserError(f"optimizer_options cannot have {clash[0]!r}, which is a field of its own; set {clash[0]}")
-    if unknown := sorted(options.keys() - taken):
-        raise UserError(f"optimizer {name!r} has no option {unknown[0]!r}; {nearest(unknown[0], taken - _ELSEWHERE)}")
-    if weight_decay and "weight_decay" not in taken:
+    if unknown := sorted(options.keys() - option_names):
+        raise UserError(
+            f"optimizer {name!r} has no option {unknown[0]!r}; "
+            f"{did_you_mean(unknown[0], option_names - _OPTIONS_WITH_FIELDS)}"
+        )
+    if weight_decay and "weight_decay" not in option_names:
         raise UserError(f"optimizer {name!r} has no weight decay; weight_decay must be 0, got {weight_decay!r}")
 
 
-def optimizer_of(
-    groups: list[Group],
+def build_optimizer(
+    groups: list[ParameterGroup],
     name: str,
     *,
     momentum: float = 0.0,
@@ -188,20 +209,20 @@ def optimizer_of(
     """
     sgd_too = {"momentum": momentum, "nesterov": nesterov} if name.lower() == "sgd" else {}
     if options or name.lower() not in ("sgd", "adam", "adamw"):
-        kind = _kind(name)
+        kind = _torch_optimizer_class(name)
         decays = {"weight_decay": weight_decay} if "weight_decay" in inspect.signature(kind).parameters else {}
-        return FromTorch(groups, kind, {**sgd_too, **decays, **(options or {})})
+        return TorchOptimiser(groups, kind, {**sgd_too, **decays, **(options or {})})
     if name.lower() == "sgd":
         return SGD(groups, momentum, nesterov, weight_decay)
     return Adam(groups, weight_decay, decoupled=name.lower() == "adamw")
 
 
-def _moved(group: Group) -> tuple[list[nn.Parameter], list[Tensor]]:
+def _parameters_and_gradients(group: ParameterGroup) -> tuple[list[nn.Parameter], list[Tensor]]:
     pairs = [(p, p.grad) for p in group.parameters if p.grad is not None]
     return [p for p, _ in pairs], [slope for _, slope in pairs]
 
 
-def _forget(groups: Iterable[Group]) -> None:
+def _clear_gradients(groups: Iterable[ParameterGroup]) -> None:
     for group in groups:
         for parameter in group.parameters:
             parameter.grad = None

@@ -5,25 +5,25 @@ import dataclasses
 from typing import Any
 
 
-def plain_value(value: Any) -> Any:
+def numpy_to_python(value: Any) -> Any:
     """Returns the value with NumPy's numbers and arrays in it as Python's numbers and lists.
 
     Lists, tuples and dicts are gone through; anything else comes back as it is.
 
     >>> import numpy as np
-    >>> plain_value({"lr": np.array([0.5, 1.0]), "k": (np.int64(3), np.bool_(True)), "name": "north"})
+    >>> numpy_to_python({"lr": np.array([0.5, 1.0]), "k": (np.int64(3), np.bool_(True)), "name": "north"})
     {'lr': [0.5, 1.0], 'k': (3, True), 'name': 'north'}
     """
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):  # without the import of NumPy
         return value.tolist()
     if type(value) in (list, tuple):
-        return type(value)(plain_value(entry) for entry in value)
+        return type(value)(numpy_to_python(entry) for entry in value)
     if type(value) is dict:
-        return {plain_value(key): plain_value(entry) for key, entry in value.items()}
+        return {numpy_to_python(key): numpy_to_python(entry) for key, entry in value.items()}
     return value
 
 
-def set_plain_fields(instance: Any) -> None:
+def convert_numpy_fields(instance: Any) -> None:
     """Replaces NumPy's numbers and arrays in the fields of a frozen dataclass by Python's, for its `__post_init__`."""
     for field in dataclasses.fields(instance):
-        object.__setattr__(instance, field.name, plain_value(getattr(instance, field.name)))
+        object.__setattr__(instance, field.name, numpy_to_python(getattr(instance, field.name)))

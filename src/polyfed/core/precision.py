@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 Precision = Literal["fp32", "bf16"]
 
 
-def autocasting(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+def autocast_context(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """The context of a forward pass in this precision; weights stay float32."""
     return nullcontext() if precision == "fp32" else torch.autocast(device.type, torch.bfloat16)
 

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 
-def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+def call_with_tensors(
+    module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """What a network answers with these tensors in the place of its own parameters and buffers.
 
     A tensor that the network has in several places, since layers share it or one layer has several names, is replaced in
@@ -22,7 +24,7 @@ def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any,
     >>> import torch
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> twice, weight = nn.Sequential(layer, layer), layer.weight
-    >>> float(call_with(twice, {"0.weight": torch.full((1, 1), 3.0)}, (torch.ones(1, 1),), {}))
+    >>> float(call_with_tensors(twice, {"0.weight": torch.full((1, 1), 3.0)}, (torch.ones(1, 1),), {}))
     9.0
     >>> layer.weight is weight
     True
@@ -38,4 +40,4 @@ def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any,
         for name, tensor in (*part._parameters.items(), *part._buffers.items())
         if tensor is not None and id(tensor) in replacement
     }
-    return functional_call(module, places, args, dict(named), tie_weights=False)
+    return functional_call(module, places, args, dict(kwargs), tie_weights=False)

@@ -17,24 +17,24 @@ from torch.overrides import TorchFunctionMode
 
 from polyfed.core.errors import UserError
 
-Made = TypeVar("Made")
-MOST_TENSORS = 20_000
-_MAKERS = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint}
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
+T = TypeVar("T")
+MAX_NETWORK_TENSORS = 20_000
+_TENSOR_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint}
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 
 @cache
-def room() -> int:
+def total_memory() -> int:
     """The bytes of memory that this machine, or the container around the process, has in all."""
-    found = [2**50]  # where the system does not say
+    sizes = [2**50]  # where the system does not say
     with suppress(AttributeError, ValueError, OSError):  # Windows has no such names
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     with suppress(OSError, ValueError):  # "max" where there is no limit
-        found.append(int(_LIMIT.read_text(encoding="ascii")))
-    return min(size for size in found if size > 0)
+        sizes.append(int(_CGROUP_LIMIT.read_text(encoding="ascii")))
+    return min(size for size in sizes if size > 0)
 
 
-def check_room(what: str, size: int) -> None:
+def check_fits_in_memory(name: str, size: int) -> None:
     """Refuses what this machine has no memory for.
 
     Args:
@@ -43,18 +43,18 @@ def check_room(what: str, size: int) -> None:
     Raises:
         UserError: this machine has less memory.
 
-    >>> check_room("a table", 4 * 10**15)
+    >>> check_fits_in_memory("a table", 4 * 10**15)
     Traceback (most recent call last):
     polyfed.core.errors.UserError: a table would take more than 4 PB of memory, and this machine has ...
     """
-    if size > room():
+    if size > total_memory():
         raise UserError(
-            f"{what} would take more than {_in_words(size)} of memory, and this machine has {_in_words(room())}; make it "
-            "smaller"
+            f"{name} would take more than {_format_bytes(size)} of memory, and this machine has "
+            f"{_format_bytes(total_memory())}; make it smaller"
         )
 
 
-def within_memory(what: str, make: Callable[[], Made]) -> Made:
+def build_within_memory(name: str, build: Callable[[], T]) -> T:
     """What `make` makes, if all tensors of it fit into this machine's memory together. It is called twice: first with
     tensors that have sizes only.
 
@@ -63,57 +63,57 @@ def within_memory(what: str, make: Callable[[], Made]) -> Made:
         make: makes it; the second call has the random state that the first had.
 
     Raises:
-        UserError: they do not fit, or are more than `MOST_TENSORS`.
+        UserError: they do not fit, or are more than `MAX_NETWORK_TENSORS`.
 
-    >>> within_memory("a network", lambda: torch.nn.Linear(10**6, 10**9))
+    >>> build_within_memory("a network", lambda: torch.nn.Linear(10**6, 10**9))
     Traceback (most recent call last):
     polyfed.core.errors.UserError: a network would take more than 4 PB of memory, and this machine has ...
     """
     try:
-        with torch.random.fork_rng(devices=[]), _Sizes(what):
-            make()
+        with torch.random.fork_rng(devices=[]), _TensorSizeCounter(name):
+            build()
     except UserError:
         raise
     except Exception as error:  # it needs values to go on; what is wrong with it otherwise is raised below
         if "overflow" in str(error).lower():  # sizes beyond 2^63, which torch does not even take
-            raise UserError(f"{what} would have sizes beyond what any machine can hold; make it smaller") from error
-    return make()
+            raise UserError(f"{name} would have sizes beyond what any machine can hold; make it smaller") from error
+    return build()
 
 
 @final
-class _Sizes(TorchFunctionMode):
+class _TensorSizeCounter(TorchFunctionMode):
     """Lets tensors be made without their numbers, and adds up what they would take."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self._what, self._bytes, self._tensors = what, 0, 0
+        self._name, self._bytes, self._tensors = name, 0, 0
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if func in _MAKERS:
-            known = {key: value for key, value in given.items() if key not in ("generator", "pin_memory")}
-            made = func(*args, **{**known, "device": "meta"})
-            if str(given.get("device")) != "meta":
-                self._count(made)
-            return made
+        options, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if func in _TENSOR_FACTORIES:
+            meta_options = {key: value for key, value in options.items() if key not in ("generator", "pin_memory")}
+            tensor = func(*args, **{**meta_options, "device": "meta"})
+            if str(options.get("device")) != "meta":
+                self._count(tensor)
+            return tensor
         if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], Tensor) and args[0].is_meta:
             return args[0]  # the values of an initialisation
-        return func(*args, **given)
+        return func(*args, **options)
 
-    def _count(self, made: Tensor) -> None:
-        self._bytes += made.numel() * made.element_size()
+    def _count(self, tensor: Tensor) -> None:
+        self._bytes += tensor.numel() * tensor.element_size()
         self._tensors += 1
-        check_room(self._what, self._bytes)
-        if self._tensors > MOST_TENSORS:
-            raise UserError(f"{self._what} would have more than {MOST_TENSORS} tensors; make it smaller")
+        check_fits_in_memory(self._name, self._bytes)
+        if self._tensors > MAX_NETWORK_TENSORS:
+            raise UserError(f"{self._name} would have more than {MAX_NETWORK_TENSORS} tensors; make it smaller")
 
 
-def _in_words(size: int) -> str:
+def _format_bytes(size: int) -> str:
     """A number of bytes.
 
-    >>> _in_words(8 * 10**9), _in_words(4 * 10**15), _in_words(10**30)
+    >>> _format_bytes(8 * 10**9), _format_bytes(4 * 10**15), _format_bytes(10**30)
     ('8 GB', '4 PB', '10^30 bytes')
     """
     units = ("bytes", "kB", "MB", "GB", "TB", "PB")

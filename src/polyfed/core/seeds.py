@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 
-def derive(seed: int, *parts: int | str) -> int:
+def derive_seed(seed: int, *parts: int | str) -> int:
     """A 63-bit seed that depends on `seed` and on each of `parts` (their type and order count; numpy's numbers and strings
     are as Python's).
 
-    >>> derive(0, 3, "north", "local") == derive(0, 3, "north", "local")
+    >>> derive_seed(0, 3, "north", "local") == derive_seed(0, 3, "north", "local")
     True
-    >>> derive(0, "a", "bc") == derive(0, "ab", "c")
+    >>> derive_seed(0, "a", "bc") == derive_seed(0, "ab", "c")
     False
     """
-    text = repr(tuple(map(_plain, (seed, *parts)))).encode()
+    text = repr(tuple(map(_plain_part, (seed, *parts)))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def _plain(part: int | str) -> int | str:
+def _plain_part(part: int | str) -> int | str:
     if isinstance(part, str):
         return str.__str__(part)
     return part if isinstance(part, int) else operator.index(part)
@@ -45,12 +45,12 @@ def numpy_generator(seed: int) -> np.random.Generator:
 
 
 @contextmanager
-def local_rng(seed: int, device: torch.device | None = None) -> Iterator[None]:
+def temporary_rng_seed(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Inside the block torch's default generator (dropout, weight initialisation) starts at `seed`; after it, the
     caller's random state is as before.
 
     >>> before = torch.random.get_rng_state()
-    >>> with local_rng(1): _ = torch.rand(2)
+    >>> with temporary_rng_seed(1): _ = torch.rand(2)
     >>> bool((torch.random.get_rng_state() == before).all())
     True
     """
@@ -59,25 +59,25 @@ def local_rng(seed: int, device: torch.device | None = None) -> Iterator[None]:
         if device is None or device.type == "cpu":
             yield
             return
-        before = random_state(device)
+        before = get_rng_state(device)
         _seed(device, seed)
         try:
             yield
         finally:
-            set_random_state(device, before)
+            set_rng_state(device, before)
 
 
-def random_state(device: torch.device) -> Tensor:
+def get_rng_state(device: torch.device) -> Tensor:
     """Where the numbers stand that are drawn on a device without a generator."""
     if device.type == "cpu":
         return torch.random.get_rng_state()
     module = torch.get_device_module(device.type)
-    found: Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
-    return found
+    state: Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return state
 
 
-def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Goes back to where `random_state` was."""
+def set_rng_state(device: torch.device, state: Tensor) -> None:
+    """Goes back to where `get_rng_state` was."""
     if device.type == "cpu":
         torch.random.set_rng_state(state)
     elif device.type == "mps":
@@ -94,32 +94,32 @@ def _seed(device: torch.device, seed: int) -> None:
 
 
 @final
-class Chance:
+class DropoutRNG:
     """What dropout of one client among many draws: the numbers that it would draw alone on the device, starting at `seed`.
 
-    >>> chance, with_scale = Chance(3, torch.device("cpu")), torch.nn.Dropout(0.5)
-    >>> with local_rng(3): alone = with_scale(torch.ones(9))
-    >>> torch.equal(chance.dropout(torch.empty(9), 0.5), alone)
+    >>> chance, with_scale = DropoutRNG(3, torch.device("cpu")), torch.nn.Dropout(0.5)
+    >>> with temporary_rng_seed(3): alone = with_scale(torch.ones(9))
+    >>> torch.equal(chance.dropout_mask(torch.empty(9), 0.5), alone)
     True
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._device, self._generator = device, torch_generator(seed)
         if device.type != "cpu":  # which takes no generator of the CPU, and may draw another way for dropout
-            with local_rng(seed, device):
-                self._state = random_state(device)
+            with temporary_rng_seed(seed, device):
+                self._state = get_rng_state(device)
 
-    def dropout(self, like: Tensor, p: float) -> Tensor:
+    def dropout_mask(self, like: Tensor, p: float) -> Tensor:
         """Zeros with probability `p`, else 1/(1 − p), in the form of a tensor."""
         if self._device.type == "cpu":
             return torch.empty_like(like).bernoulli_(1 - p, generator=self._generator).div_(1 - p)
-        before = random_state(self._device)
-        set_random_state(self._device, self._state)
+        before = get_rng_state(self._device)
+        set_rng_state(self._device, self._state)
         try:
             return torch.nn.functional.dropout(torch.ones_like(like), p)
         finally:
-            self._state = random_state(self._device)
-            set_random_state(self._device, before)
+            self._state = get_rng_state(self._device)
+            set_rng_state(self._device, before)
 
     @property
     def state(self) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 
-class _Cells(torch.autograd.Function):
+class _StackedLSTMLayer(torch.autograd.Function):
     """One layer, step after step (Hochreiter and Schmidhuber 1997, as in `torch.nn.LSTM`), of k networks at once:
     c ← σ(f)·c + σ(i)·tanh(g), h ← σ(o)·tanh(c), where (i, f, g, o) = W·(x, h, 1).
 
@@ -26,78 +26,82 @@ class _Cells(torch.autograd.Function):
         scaled = weight.clone()
         scaled[:, 2 * hidden : 3 * hidden] *= 2
         scaled[:, :, width:-1].neg_()
-        turned = scaled.transpose(1, 2).contiguous()
+        transposed = scaled.transpose(1, 2).contiguous()
         # What each step's product takes: x, −h of the step before, 1. The last has the last −h.
-        taken = x.new_empty(clients, length + 1, rows, width + hidden + 1)
-        taken[:, :length, :, :width] = x
-        taken[:, 0, :, width:-1] = 0
-        taken[..., -1] = 1
-        inputs, outputs = taken.unbind(1), taken[..., width:-1].unbind(1)
+        packed = x.new_empty(clients, length + 1, rows, width + hidden + 1)
+        packed[:, :length, :, :width] = x
+        packed[:, 0, :, width:-1] = 0
+        packed[..., -1] = 1
+        inputs, outputs = packed.unbind(1), packed[..., width:-1].unbind(1)
         gates, states, squashed = [], [], []
-        one, twice = x.new_ones(()), x.new_zeros(clients, rows, hidden)
+        unit, twice = x.new_ones(()), x.new_zeros(clients, rows, hidden)
         for t in range(length):
-            now = torch.bmm(inputs[t], turned).sigmoid_()
-            i, f, g, o = now.chunk(4, 2)
-            torch.sub(one, g, alpha=2, out=g)
+            step_gates = torch.bmm(inputs[t], transposed).sigmoid_()
+            i, f, g, o = step_gates.chunk(4, 2)
+            torch.sub(unit, g, alpha=2, out=g)
             twice = torch.mul(f, twice).addcmul_(i, g, value=-2)
             s = twice.sigmoid()
-            torch.sub(one, s, alpha=2, out=s)
+            torch.sub(unit, s, alpha=2, out=s)
             torch.mul(o, s, out=outputs[t + 1])
-            gates.append(now)
+            gates.append(step_gates)
             states.append(twice)
             squashed.append(s)
-        ctx.save_for_backward(taken, weight, *gates, *states, *squashed)
-        return taken[:, 1:, :, width:-1].neg(), twice / 2
+        ctx.save_for_backward(packed, weight, *gates, *states, *squashed)
+        return packed[:, 1:, :, width:-1].neg(), twice / 2
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        taken, weight, *kept = ctx.saved_tensors
-        length = taken.shape[1] - 1
-        gates, states, squashed = (kept[k * length : (k + 1) * length] for k in range(3))
-        hidden, width = weight.shape[1] // 4, taken.shape[3] - weight.shape[1] // 4 - 1
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        packed, weight, *saved = ctx.saved_tensors
+        length = packed.shape[1] - 1
+        gates, states, squashed = (saved[k * length : (k + 1) * length] for k in range(3))
+        hidden, width = weight.shape[1] // 4, packed.shape[3] - weight.shape[1] // 4 - 1
         # i has −tanh(g) as its factor, f has 2c, o has −tanh(c).
         factors = weight.new_tensor([-1, 0.5, 1, -1]).repeat_interleave(hidden)[:, None]
         of_x_gates, of_h_gates = (part.contiguous() for part in (weight * factors)[..., :-1].split([width, hidden], 2))
-        of_gates = taken.new_empty(*taken[:, 1:, :, 0].shape, 4 * hidden)
-        steps, given = of_gates.unbind(1), slopes[0].unbind(1)
-        of_c, of_h = slopes[1].clone(), given[-1]
-        found = torch.empty_like(gates[0])
-        of_i, of_f, of_g, of_o = found.chunk(4, 2)
+        of_gates = packed.new_empty(*packed[:, 1:, :, 0].shape, 4 * hidden)
+        steps, output_grads = of_gates.unbind(1), grads[0].unbind(1)
+        of_c, of_h = grads[1].clone(), output_grads[-1]
+        activation_grads = torch.empty_like(gates[0])
+        of_i, of_f, of_g, of_o = activation_grads.chunk(4, 2)
         for t in reversed(range(length)):
             i, f, g, o = gates[t].chunk(4, 2)
-            now = steps[t]
+            gate_grads = steps[t]
             of_c += torch.ops.aten.tanh_backward(of_h * o, squashed[t])
             torch.mul(of_c, g, out=of_i)
             torch.mul(of_c, states[t - 1], out=of_f) if t else of_f.zero_()
             torch.mul(of_h, squashed[t], out=of_o)
-            torch.ops.aten.sigmoid_backward.grad_input(found, gates[t], grad_input=now)
+            torch.ops.aten.sigmoid_backward.grad_input(activation_grads, gates[t], grad_input=gate_grads)
             # g is tanh of its gate, not σ.
-            torch.ops.aten.tanh_backward.grad_input(torch.mul(of_c, i, out=of_g), g, grad_input=now.chunk(4, 2)[2])
+            torch.ops.aten.tanh_backward.grad_input(
+                torch.mul(of_c, i, out=of_g), g, grad_input=gate_grads.chunk(4, 2)[2]
+            )
             if t:
                 of_c *= f
-                of_h = torch.baddbmm(given[t - 1], now, of_h_gates)
+                of_h = torch.baddbmm(output_grads[t - 1], gate_grads, of_h_gates)
         every = of_gates.flatten(1, 2)
-        of_weight = torch.bmm(every.transpose(1, 2), taken[:, :-1].flatten(1, 2)).mul_(factors)
+        of_weight = torch.bmm(every.transpose(1, 2), packed[:, :-1].flatten(1, 2)).mul_(factors)
         of_weight[:, :, width:-1].neg_()
         if not ctx.needs_input_grad[0]:
             return None, of_weight
         return torch.bmm(every, of_x_gates).view(*of_gates.shape[:3], width), of_weight
 
 
-def lstm(part: nn.LSTM, own: Mapping[str, Tensor], x: Tensor, hx: None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def run_stacked_lstm(
+    part: nn.LSTM, weights: Mapping[str, Tensor], x: Tensor, hx: None = None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Outputs and last states as `part` gives them, for the clients' examples one below another."""
     if hx is not None:
         raise NotImplementedError("an LSTM that is given its first state")
-    clients = len(own["weight_ih_l0"])
+    clients = len(weights["weight_ih_l0"])
     if part.batch_first:  # (k·rows, length, width), else (length, k·rows, width)
         steps = x.view(clients, -1, *x.shape[1:]).transpose(1, 2)
     else:
         steps = x.view(len(x), clients, -1, x.shape[-1]).transpose(0, 1)
     last_h, last_c = [], []
     for layer in range(part.num_layers):
-        w, u = own[f"weight_ih_l{layer}"], own[f"weight_hh_l{layer}"]
-        bias = own[f"bias_ih_l{layer}"] + own[f"bias_hh_l{layer}"] if part.bias else w.new_zeros(w.shape[:2])
-        steps, c = _Cells.apply(steps, torch.cat([w, u, bias.unsqueeze(2)], 2))  # type: ignore[no-untyped-call]
+        w, u = weights[f"weight_ih_l{layer}"], weights[f"weight_hh_l{layer}"]
+        bias = weights[f"bias_ih_l{layer}"] + weights[f"bias_hh_l{layer}"] if part.bias else w.new_zeros(w.shape[:2])
+        steps, c = _StackedLSTMLayer.apply(steps, torch.cat([w, u, bias.unsqueeze(2)], 2))  # type: ignore[no-untyped-call]
         last_h.append(steps[:, -1].flatten(0, 1))
         last_c.append(c.flatten(0, 1))
     out = steps.transpose(1, 2).flatten(0, 1) if part.batch_first else steps.transpose(0, 1).flatten(1, 2)

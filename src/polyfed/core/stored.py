@@ -17,13 +17,13 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.files import open_file, read_file
-from polyfed.core.room import room
-from polyfed.core.typed import UNREADABLE
+from polyfed.core.room import total_memory
+from polyfed.core.typed import DAMAGED_FILE_ERRORS
 
-_MOST_HEADER = 100_000_000  # bytes of safetensors' header, as its own reader has it
+_MAX_HEADER_BYTES = 100_000_000  # bytes of safetensors' header, as its own reader has it
 
 
-def read_tensors(path: Path, most: int | None = None) -> dict[str, Tensor]:
+def read_safetensors(path: Path, max_bytes: int | None = None) -> dict[str, Tensor]:
     """The tensors in a file of safetensors.
 
     Args:
@@ -35,17 +35,17 @@ def read_tensors(path: Path, most: int | None = None) -> dict[str, Tensor]:
         UserError: it is no regular file, or too large.
         ValueError: it is damaged; half a sentence.
     """
-    with open_file(path, most) as file:
-        _check_tensors(file)
+    with open_file(path, max_bytes) as file:
+        _check_safetensors_header(file)
     try:
-        return safetensors.torch.load(read_file(path, most))
-    except (safetensors.SafetensorError, *UNREADABLE) as error:
+        return safetensors.torch.load(read_file(path, max_bytes))
+    except (safetensors.SafetensorError, *DAMAGED_FILE_ERRORS) as error:
         raise error if isinstance(error, UserError) else ValueError(str(error)) from error
     except MemoryError as error:
         raise UserError(f"there is not enough memory for the tensors in {path}; close other programs") from error
 
 
-def _check_tensors(file: IO[bytes]) -> None:
+def _check_safetensors_header(file: IO[bytes]) -> None:
     """Compares the size that the header claims with that of the file.
 
     Raises:
@@ -54,18 +54,18 @@ def _check_tensors(file: IO[bytes]) -> None:
     size = file.seek(0, 2)
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
-    if not 0 < length <= min(_MOST_HEADER, size - 8):
+    if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
         raise ValueError(f"its header would have {length} bytes, and the file has {size}")
     try:
         header = json.loads(file.read(length))
         end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    except UNREADABLE as error:
+    except DAMAGED_FILE_ERRORS as error:
         raise ValueError("its header is damaged") from error
     if end != size - 8 - length:
         raise ValueError(f"its header claims {end} bytes of tensors, and there are {size - 8 - length}")
 
 
-def _check_array(file: IO[bytes], size: int, what: str) -> None:
+def _check_npy_header(file: IO[bytes], size: int, name: str) -> None:
     """Compares the size that the header of an array claims with that of what holds it.
 
     Raises:
@@ -75,12 +75,12 @@ def _check_array(file: IO[bytes], size: int, what: str) -> None:
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, kind = read(file)
-    claimed, there = math.prod(shape) * kind.itemsize, size - file.tell()
-    if not kind.hasobject and claimed != there:
-        raise ValueError(f"the header of {what} claims {claimed} bytes, and there are {there}")
+    expected, available = math.prod(shape) * kind.itemsize, size - file.tell()
+    if not kind.hasobject and expected != available:
+        raise ValueError(f"the header of {name} claims {expected} bytes, and there are {available}")
 
 
-def read_npz(path: Path, names: Collection[str] | None = None, most: int | None = None) -> dict[str, NDArray[Any]]:
+def read_npz(path: Path, names: Collection[str] | None = None, max_bytes: int | None = None) -> dict[str, NDArray[Any]]:
     """The arrays in an archive of NumPy.
 
     Args:
@@ -93,7 +93,7 @@ def read_npz(path: Path, names: Collection[str] | None = None, most: int | None 
         UserError: it is no regular file, too large, or unpacks to too much.
         ValueError: it is no archive, damaged, or holds pickled objects; half a sentence.
     """
-    limit = room() if most is None else most
+    limit = total_memory() if max_bytes is None else max_bytes
     with open_file(path, limit) as file:
         try:
             with zipfile.ZipFile(file) as archive:
@@ -106,25 +106,25 @@ def read_npz(path: Path, names: Collection[str] | None = None, most: int | None 
                     )
                 for member in members:
                     with archive.open(member) as stream:
-                        _check_array(stream, member.file_size, f"array {member.filename.removesuffix('.npy')!r}")
+                        _check_npy_header(stream, member.file_size, f"array {member.filename.removesuffix('.npy')!r}")
             file.seek(0)
             with np.load(file, allow_pickle=False) as arrays:
                 return {name: arrays[name] for name in arrays.files if names is None or name in names}
-        except (OSError, EOFError, zipfile.BadZipFile, zlib.error, struct.error, *UNREADABLE) as error:
+        except (OSError, EOFError, zipfile.BadZipFile, zlib.error, struct.error, *DAMAGED_FILE_ERRORS) as error:
             raise error if isinstance(error, UserError) else ValueError(str(error)) from error
         except MemoryError as error:
             raise UserError(f"there is not enough memory for the arrays in {path}; close other programs") from error
 
 
-def read_npy(path: Path, most: int | None = None) -> NDArray[Any]:
+def read_npy(path: Path, max_bytes: int | None = None) -> NDArray[Any]:
     """The array in a file of NumPy; see `read_npz`."""
-    with open_file(path, most) as file:
+    with open_file(path, max_bytes) as file:
         try:
-            _check_array(file, file.seek(0, 2), "the array")
+            _check_npy_header(file, file.seek(0, 2), "the array")
             file.seek(0)
-            found: NDArray[Any] = np.load(file, allow_pickle=False)
-        except (OSError, EOFError, *UNREADABLE) as error:
+            array: NDArray[Any] = np.load(file, allow_pickle=False)
+        except (OSError, EOFError, *DAMAGED_FILE_ERRORS) as error:
             raise error if isinstance(error, UserError) else ValueError(str(error)) from error
         except MemoryError as error:
             raise UserError(f"there is not enough memory for the array in {path}; close other programs") from error
-    return found
+    return array

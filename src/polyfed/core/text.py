@@ -4,7 +4,7 @@ spreadsheet."""
 import re
 import unicodedata
 
-_UNSEEN = {
+_CONTROL_CATEGORIES = {
     "Cc",
     "Cf",
     "Cs",
@@ -12,33 +12,47 @@ _UNSEEN = {
     "Zl",
     "Zp",
 }  # control, format (bidirectional marks among them), surrogates, separators
-_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # with which spreadsheets begin a formula
+_FORMULA_STARTS = (
+    "=",
+    "+",
+    "-",
+    "@",
+    "\t",
+    "\r",
+    "\n",
+    "＝",
+    "＋",
+    "－",
+    "＠",
+)  # with which spreadsheets begin a formula
 _NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)([eE][+-]?\d+)?")
 
 
-def clean(text: object) -> str:
+def sanitise_for_terminal(text: object) -> str:
     """The text without what a terminal would obey: escape sequences, other control characters and marks of direction
     become "�"; line breaks and tabs a space.
 
-    >>> clean("north\\x1b[2J\\u202e"), clean("a\\nb"), clean("Zürich 北京 [/b]")
+    >>> (sanitise_for_terminal("north\\x1b[2J\\u202e"), sanitise_for_terminal("a\\nb"),
+    ...  sanitise_for_terminal("Zürich 北京 [/b]"))
     ('north�[2J�', 'a b', 'Zürich 北京 [/b]')
     """
-    whole = str(text)
-    if whole.isascii() and whole.isprintable():
-        return whole
-    return "".join(_shown(letter) for letter in whole)
+    string = str(text)
+    if string.isascii() and string.isprintable():
+        return string
+    return "".join(_printable(letter) for letter in string)
 
 
-def _shown(letter: str) -> str:
+def _printable(letter: str) -> str:
     if letter in "\n\t":
         return " "
-    return "\N{REPLACEMENT CHARACTER}" if unicodedata.category(letter) in _UNSEEN else letter
+    return "\N{REPLACEMENT CHARACTER}" if unicodedata.category(letter) in _CONTROL_CATEGORIES else letter
 
 
-def defuse(text: str) -> str:
+def escape_spreadsheet_formula(text: str) -> str:
     """The text as a cell of a CSV file, which no spreadsheet takes for a formula: an apostrophe before what would be one.
 
-    >>> defuse("=1+1"), defuse("@SUM(A1)"), defuse("-a"), defuse("-1.5"), defuse("ill")
+    >>> (escape_spreadsheet_formula("=1+1"), escape_spreadsheet_formula("@SUM(A1)"),
+    ...  escape_spreadsheet_formula("-a"), escape_spreadsheet_formula("-1.5"), escape_spreadsheet_formula("ill"))
     ("'=1+1", "'@SUM(A1)", "'-a", '-1.5', 'ill')
     """
-    return f"'{text}" if text.startswith(_STARTS) and not _NUMBER.fullmatch(text) else text
+    return f"'{text}" if text.startswith(_FORMULA_STARTS) and not _NUMBER.fullmatch(text) else text

@@ -14,27 +14,27 @@ from typing import TypeVar
 
 import torch
 
-from polyfed.core.gradients import gradients
+from polyfed.core.gradients import grad_enabled
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_ALONE = threading.RLock()
+_ONE_FEDERATION = threading.RLock()
 
 
-def usable_cores() -> int:
+def num_usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
     """The results of `function` for each item, in their order.
 
     The threads end with the iterator, so that a process that is forked later inherits none.
 
-    >>> list(in_threads(lambda n: n * n, [1, 2, 3]))
+    >>> list(map_in_threads(lambda n: n * n, [1, 2, 3]))
     [1, 4, 9]
     """
-    cores = usable_cores()
+    cores = num_usable_cores()
     if min(cores, len(items)) < 2:
         yield from map(function, items)
         return
@@ -43,15 +43,15 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> Ite
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def single_torch_thread() -> Iterator[None]:
     """Inside the block torch uses one thread, in this process as in each worker: sums in another order would give other
     results, and two busy processes with two threads each slow one another down tenfold. Federations in two Python threads of
     a process take turns: they would share scratch modules and torch's random state."""
-    with _ALONE:
+    with _ONE_FEDERATION:
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with gradients():  # whatever the caller's mode
+            with grad_enabled():  # whatever the caller's mode
                 yield
         finally:
             torch.set_num_threads(before)

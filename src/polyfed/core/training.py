@@ -16,25 +16,25 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from polyfed.core.algorithm import Client, Loss, Task
-from polyfed.core.buffers import Policy
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.buffers import BufferPolicy
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples import Examples
-from polyfed.core.frozen import FrozenArguments
-from polyfed.core.gathered import OfClient
-from polyfed.core.gradients import gradients
-from polyfed.core.inputs import Inputs, first
-from polyfed.core.learners import gathered, learner
-from polyfed.core.objectives import ClassWeights, objective
-from polyfed.core.optimizers import Group, check_optimizer, optimizer_of
-from polyfed.core.plain_values import set_plain_fields
-from polyfed.core.precision import Precision, autocasting
-from polyfed.core.seeds import derive, local_rng
+from polyfed.core.frozen import FrozenMapping
+from polyfed.core.gathered import PerClientTerm
+from polyfed.core.gradients import grad_enabled
+from polyfed.core.inputs import Inputs, first_leaf
+from polyfed.core.learners import create_backend, fit_with_cohort
+from polyfed.core.objectives import ClassWeights, build_loss
+from polyfed.core.optimizers import ParameterGroup, build_optimizer, check_optimizer
+from polyfed.core.plain_values import convert_numpy_fields
+from polyfed.core.precision import Precision, autocast_context
+from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.core.stacked import Stacked
-from polyfed.core.streams import Minibatch, Streams
-from polyfed.core.tied import names_by_first
+from polyfed.core.streams import CohortBatches, Minibatch
+from polyfed.core.tied import all_names_by_first_name
 
 Schedule = Literal["constant", "cosine", "exponential"]
-Reported = Literal["task", "loss", "total"]
+ReportedLoss = Literal["task", "loss", "total"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +96,11 @@ class LocalTraining(ABC):
     class_weights: ClassWeights = None
     sampler: str = "shuffle"
     patience: int | None = None
-    buffers: Policy = "average"
+    buffers: BufferPolicy = "average"
     precision: Precision = "fp32"
 
     def __post_init__(self) -> None:
-        set_plain_fields(self)
+        convert_numpy_fields(self)
         self._check_kinds()
         self._require(self.local_epochs >= 1, "local_epochs", "at least 1")
         self._require(self.local_steps is None or self.local_steps >= 1, "local_steps", "at least 1, or none")
@@ -130,24 +130,26 @@ class LocalTraining(ABC):
             value = getattr(self, field)
             self._require(value is None or isinstance(value, Mapping), field, "a mapping from names, or none")
             if value is not None:
-                object.__setattr__(self, field, FrozenArguments(value))
+                object.__setattr__(self, field, FrozenMapping(value))
         rates = (self.lr_by_name or {}).values()
         self._require(
             all(_is_number(rate) and 0 < rate < math.inf for rate in rates), "lr_by_name", "of positive factors"
         )
         weights = self.class_weights
         if weights is not None and weights != "balanced":
-            listed = isinstance(weights, tuple | list) and all(_is_number(w) and 0 <= w < math.inf for w in weights)
-            self._require(listed, "class_weights", "'balanced', a list of numbers of at least 0, or none")
+            is_number_list = isinstance(weights, tuple | list) and all(
+                _is_number(w) and 0 <= w < math.inf for w in weights
+            )
+            self._require(is_number_list, "class_weights", "'balanced', a list of numbers of at least 0, or none")
             object.__setattr__(self, "class_weights", tuple(weights))
 
     def _check_kinds(self) -> None:
         """A whole number given as 1.5 or "3", or a choice that is none, would fail late, inside a client, or not at all."""
-        for field, hint in _hints(type(self)).items():
+        for field, hint in _field_types(type(self)).items():
             if get_origin(hint) is Literal:
                 value, choices = getattr(self, field), get_args(hint)
                 if value not in choices:
-                    hints = nearest(str(value), choices)
+                    hints = did_you_mean(str(value), choices)
                     raise UserError(f"{type(self).__name__}: unknown {field} {value!r}; {hints}")
             united = get_origin(hint) in (Union, UnionType)
             kinds, value = set(get_args(hint)) if united else {hint}, getattr(self, field)
@@ -160,9 +162,9 @@ class LocalTraining(ABC):
             elif bool in kinds:
                 self._require(isinstance(value, bool), field, "true or false")
 
-    def _require(self, holds: bool, field: str, wanted: str) -> None:
+    def _require(self, holds: bool, field: str, requirement: str) -> None:
         if not holds:
-            raise UserError(f"{type(self).__name__}: {field} must be {wanted}, got {getattr(self, field)!r}")
+            raise UserError(f"{type(self).__name__}: {field} must be {requirement}, got {getattr(self, field)!r}")
 
     def _at_least(self, least: int, *fields: str) -> None:
         for field in fields:
@@ -172,10 +174,12 @@ class LocalTraining(ABC):
         for field in fields:
             self._require_number(field, lambda value: 0 < value < math.inf, "positive")
 
-    def _require_number(self, field: str, holds: Callable[[float], bool], wanted: str) -> None:
+    def _require_number(self, field: str, holds: Callable[[float], bool], requirement: str) -> None:
         """None passes where the field's type has it."""
-        value, none = getattr(self, field), NoneType in get_args(_hints(type(self))[field])
-        self._require((none and value is None) or holds(value), field, f"{wanted}, or none" if none else wanted)
+        value, none = getattr(self, field), NoneType in get_args(_field_types(type(self))[field])
+        self._require(
+            (none and value is None) or holds(value), field, f"{requirement}, or none" if none else requirement
+        )
 
     def lr_at(self, round_number: int, rounds: int) -> float:
         """The learning rate of a round, counted from 1.
@@ -195,32 +199,32 @@ class LocalTraining(ABC):
     def criterion(self, client: Client) -> Loss:
         """What training minimises at a client: the task's loss with these weights of classes and smoothing, or the client's
         own."""
-        return objective(client.train, client.task, client.loss, self.label_smoothing, self.class_weights)
+        return build_loss(client.train, client.task, client.loss, self.label_smoothing, self.class_weights)
 
-    def factor(self, *names: str) -> float:
+    def lr_factor(self, *names: str) -> float:
         """By what the learning rate of the parameter of this name is multiplied; one with several names (tied weights) has
         the factor of the first pattern that any of them fits.
 
         >>> from polyfed.algorithms import FedAvg
         >>> method = FedAvg(lr_by_name={"head.*": 10.0, "*.bias": 2.0})
-        >>> [method.factor(name) for name in ("head.bias", "body.bias", "body.weight")]
+        >>> [method.lr_factor(name) for name in ("head.bias", "body.bias", "body.weight")]
         [10.0, 2.0, 1.0]
         """
         patterns = (self.lr_by_name or {}).items()
-        fit = (f for pattern, f in patterns if any(fnmatch.fnmatchcase(name, pattern) for name in names))
-        return next(map(float, fit), 1.0)
+        factors = (f for pattern, f in patterns if any(fnmatch.fnmatchcase(name, pattern) for name in names))
+        return next(map(float, factors), 1.0)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-TAKEN_OVER = tuple(field.name for field in dataclasses.fields(LocalTraining) if field.name != "buffers")
+TRANSFERABLE_FIELDS = tuple(field.name for field in dataclasses.fields(LocalTraining) if field.name != "buffers")
 """What one method takes over from another to train as it does; how buffers are treated is a method's own."""
 
 
 @lru_cache
-def _hints(method: type[LocalTraining]) -> dict[str, Any]:
+def _field_types(method: type[LocalTraining]) -> dict[str, Any]:
     """The declared types of a method's fields."""
     hints = get_type_hints(method)
     return {field.name: hints[field.name] for field in dataclasses.fields(method)}
@@ -228,7 +232,7 @@ def _hints(method: type[LocalTraining]) -> dict[str, Any]:
 
 @final
 @dataclass(frozen=True)
-class Forward:
+class ForwardPass:
     """One minibatch in `fit`: `inputs` as the model got them; its `outputs` (logits), shape (batch, ...); `targets`; and the
     `representation`, the input of the module that `fit` was asked to watch, None if of none."""
 
@@ -240,35 +244,35 @@ class Forward:
 
 @final
 @dataclass(frozen=True)
-class Fitted:
+class FitResult:
     """What `fit` found: `loss`, the mean of the reported loss over all examples seen; `steps` of the optimiser."""
 
     loss: float
     steps: int
 
 
-def scalars_of(client: Client, loss: float) -> dict[str, float]:
+def reply_scalars(client: Client, loss: float) -> dict[str, float]:
     """The numbers of a reply: by how many examples it counts in a weighted mean, and the training loss."""
     return {"num_examples": len(client.train), "train_loss": loss}
 
 
-@gradients()
+@grad_enabled()
 def fit(
     model: nn.Module,
-    examples: Client | Examples | Streams,
+    examples: Client | Examples | CohortBatches,
     options: LocalTraining,
     *,
     lr: float,
     seed: int,
     task: Task = "classification",
-    penalty: Callable[[], Tensor] | OfClient | None = None,
-    gradient: Callable[[Callable[[int], Tensor]], Tensor] | OfClient | None = None,
+    penalty: Callable[[], Tensor] | PerClientTerm | None = None,
+    gradient: Callable[[Callable[[int], Tensor]], Tensor] | PerClientTerm | None = None,
     batches_per_step: int = 1,
-    loss: Callable[[Forward], Tensor] | None = None,
+    loss: Callable[[ForwardPass], Tensor] | None = None,
     representation: str | None = None,
-    reported: Reported = "loss",
-    rate: Callable[[str], float] | None = None,
-) -> Fitted:
+    reported_loss: ReportedLoss = "loss",
+    lr_factor: Callable[[str], float] | None = None,
+) -> FitResult:
     """Trains `model` in place by minibatches. Gradients are recorded whatever the caller's mode (`torch.no_grad`).
 
     Args:
@@ -280,13 +284,14 @@ def fit(
         lr: learning rate of this round.
         seed: decides the order of examples, augmentation and dropout.
         task: which loss; of examples that come without a client.
-        penalty: a further term of the loss, called once at every step; its gradient reaches what it depends on. `OfClient`s
+        penalty: a further term of the loss, called once at every step; its gradient reaches what it depends on.
+        `PerClientTerm`s
             are called with the trained parameters, and many can be computed at once.
         gradient: how the direction of a step is found, for methods in which it is not the gradient of a minibatch's loss.
             It is called with `loss_of`; `loss_of(k)` puts the gradient of the loss of the step's k-th minibatch (with
             `accumulate`, the k-th so many) at the present parameters into their `grad` and returns that loss. It leaves in
             `grad` what the optimiser is to descend, the parameters as it found them, and returns the loss to be reported. As
-            `OfClient` it is called with the network first, or with a stack of many.
+            `PerClientTerm` it is called with the network first, or with a stack of many.
         batches_per_step: minibatches that each step takes; the last step of an epoch may have fewer, and then repeats
             them.
         loss: the loss of a minibatch in place of the task's.
@@ -304,96 +309,100 @@ def fit(
     (True, 500)
     """
     task = examples.task if isinstance(examples, Client) else task
-    if not isinstance(examples, Streams):
-        alone = loss is not None or representation is not None or rate is not None or not _same_for_many(options)
-        given = lr, seed, task, penalty, gradient, batches_per_step, reported
-        if (done := gathered(model, examples, options, *given, alone=alone)) is not None:
-            return Fitted(*done)
-    one = learner(model, examples, options, task, batches_per_step, seed)  # or many at once
-    criterion = one.criterion(task)
+    if not isinstance(examples, CohortBatches):
+        train_alone = (
+            loss is not None or representation is not None or lr_factor is not None or not _supports_cohort(options)
+        )
+        call_arguments = lr, seed, task, penalty, gradient, batches_per_step, reported_loss
+        if (
+            cohort_result := fit_with_cohort(model, examples, options, *call_arguments, train_alone=train_alone)
+        ) is not None:
+            return FitResult(*cohort_result)
+    backend = create_backend(model, examples, options, task, batches_per_step, seed)  # or many at once
+    criterion = backend.criterion(task)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = optimizer_of(
-        _groups_of_rates(model, lr, options, rate), options.optimizer, momentum=options.momentum, nesterov=options.nesterov,
+    optimizer = build_optimizer(
+        _group_by_lr(model, lr, options, lr_factor), options.optimizer, momentum=options.momentum, nesterov=options.nesterov,
         weight_decay=options.weight_decay, options=options.optimizer_options,
     )  # fmt: skip
     full_rates = [group.lr for group in optimizer.groups]
-    autocast = autocasting(options.precision, one.device)
+    autocast = autocast_context(options.precision, backend.device)
     steps = 0
-    watched: dict[str, Tensor] = {}
-    hook = None if representation is None else _watch(model, representation, watched)
+    captured: dict[str, Tensor] = {}
+    hook = None if representation is None else _capture_input(model, representation, captured)
     model.train()
 
     def loss_of(minibatches: Sequence[Sequence[Minibatch]], k: int = 0) -> Tensor:
         parts = minibatches[k % len(minibatches)]
         rows = sum(len(part.y) for part in parts)
         optimizer.zero_grad()
-        found = [passed(part, len(part.y) / rows, penalised=not k) for k, part in enumerate(parts)]
+        losses = [backward_pass(part, len(part.y) / rows, with_penalty=not k) for k, part in enumerate(parts)]
         if options.clip_norm is not None:
-            one.clip(parameters, options.clip_norm)
-        return found[0] if len(found) == 1 else torch.stack(found).sum()
+            backend.clip_gradients(parameters, options.clip_norm)
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def passed(batch: Minibatch, share: float, *, penalised: bool) -> Tensor:
+    def backward_pass(batch: Minibatch, share: float, *, with_penalty: bool) -> Tensor:
         """Adds the gradient of the loss of these examples, a `share` of a step's; the share of the loss to be reported."""
         x, y = batch.x, batch.y
         with autocast:
-            outputs = one.outputs(batch)
-            value = criterion(outputs, y) if loss is None else loss(Forward(x, outputs, y, watched.get("input")))
+            outputs = backend.compute_outputs(batch)
+            value = criterion(outputs, y) if loss is None else loss(ForwardPass(x, outputs, y, captured.get("input")))
         value = value if share == 1 else value * share
-        whole = value + one.penalty(penalty, parameters) if penalty is not None and penalised else value
-        torch.autograd.backward(whole.sum() if whole.dim() else whole)
-        if reported == "task" and loss is not None:
+        total = value + backend.compute_penalty(penalty, parameters) if penalty is not None and with_penalty else value
+        torch.autograd.backward(total.sum() if total.dim() else total)
+        if reported_loss == "task" and loss is not None:
             with torch.no_grad(), autocast:
                 return criterion(outputs, y).detach() * share
-        return (whole if reported == "total" else value).detach()
+        return (total if reported_loss == "total" else value).detach()
 
     try:
-        with local_rng(derive(seed, "dropout"), one.device):
-            for drawn in one.steps(optimizer):
+        with temporary_rng_seed(derive_seed(seed, "dropout"), backend.device):
+            for drawn in backend.iter_minibatches(optimizer):
                 step_loss = partial(loss_of, drawn)
-                moved = step_loss(0) if gradient is None else one.direction(gradient, step_loss)
+                reported_value = step_loss(0) if gradient is None else backend.compute_direction(gradient, step_loss)
                 if steps <= options.warmup_steps:
-                    for of_rate, full in zip(optimizer.groups, full_rates, strict=True):
-                        of_rate.lr = full * min(1.0, (steps + 1) / (options.warmup_steps + 1))
+                    for parameter_group, full in zip(optimizer.groups, full_rates, strict=True):
+                        parameter_group.lr = full * min(1.0, (steps + 1) / (options.warmup_steps + 1))
                 optimizer.step()
                 steps += 1
-                one.count(moved)
+                backend.record_loss(reported_value)
     finally:
         model.eval()
         if hook is not None:
             hook.remove()
-    return Fitted(one.mean_loss(), steps)
+    return FitResult(backend.mean_loss(), steps)
 
 
-_TOGETHER = frozenset({
+_COHORT_OPTIONS = frozenset({
     "local_epochs", "local_steps", "batch_size", "lr", "schedule", "decay", "warmup_rounds", "warmup_steps", "optimizer",
     "momentum", "nesterov", "weight_decay", "lr_by_name", "clip_norm", "label_smoothing", "buffers",
 })  # fmt: skip
 """Options with which many networks can be trained at once; with any other that is not at its default, each is alone."""
 
 
-def _same_for_many(options: LocalTraining) -> bool:
-    others = (field for field in dataclasses.fields(LocalTraining) if field.name not in _TOGETHER)
+def _supports_cohort(options: LocalTraining) -> bool:
+    other_fields = (field for field in dataclasses.fields(LocalTraining) if field.name not in _COHORT_OPTIONS)
     built_in = options.optimizer.lower() in ("sgd", "adam", "adamw")
-    return built_in and all(getattr(options, field.name) == field.default for field in others)
+    return built_in and all(getattr(options, field.name) == field.default for field in other_fields)
 
 
-def _watch(model: nn.Module, name: str, watched: dict[str, Tensor]) -> RemovableHandle:
+def _capture_input(model: nn.Module, name: str, captured: dict[str, Tensor]) -> RemovableHandle:
     """Puts the input of a module into `watched` at each call."""
 
-    def keep(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        watched["input"] = args[0] if args else first(named)
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        captured["input"] = args[0] if args else first_leaf(kwargs)
 
     return model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True)
 
 
-def _groups_of_rates(
-    model: nn.Module, lr: float, options: LocalTraining, rate: Callable[[str], float] | None
-) -> list[Group]:
+def _group_by_lr(
+    model: nn.Module, lr: float, options: LocalTraining, lr_factor: Callable[[str], float] | None
+) -> list[ParameterGroup]:
     """The trained parameters in groups of one learning rate each."""
     groups: dict[float, list[nn.Parameter]] = {}
-    named = names_by_first(model.module if isinstance(model, Stacked) else model) if options.lr_by_name else {}
+    named = all_names_by_first_name(model.module if isinstance(model, Stacked) else model) if options.lr_by_name else {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            factor = options.factor(*named.get(name, [name])) * (1.0 if rate is None else rate(name))
+            factor = options.lr_factor(*named.get(name, [name])) * (1.0 if lr_factor is None else lr_factor(name))
             groups.setdefault(factor, []).append(parameter)
-    return [Group(members, lr * factor) for factor, members in groups.items()]
+    return [ParameterGroup(members, lr * factor) for factor, members in groups.items()]

@@ -1,6 +1,6 @@
 """Trees of named tensors: means over clients, bytes on the wire, and a safe serialisation of nested state.
 
-A `Tree` is a flat mapping from names (keys of a `state_dict`) to tensors: what travels. A `Nested` is what a method may
+A `StateDict` is a flat mapping from names (keys of a `state_dict`) to tensors: what travels. A `PyTree` is what a method may
 keep: dicts, lists, plain scalars and tensors to any depth. Both are stored as safetensors, never as pickle.
 """
 
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.typed import too_much
+from polyfed.core.typed import size_limit_error
 
-Tree = Mapping[str, Tensor]
-Nested = Any  # dict[str, Nested] | list[Nested] | Tensor | str | int | float | bool | None; mypy has no such recursion
-Spec = Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]  # name -> (shape with None for "any size", dtype)
+StateDict = Mapping[str, Tensor]
+PyTree = Any  # dict[str, Nested] | list[Nested] | Tensor | str | int | float | bool | None; mypy has no such recursion
+StateDictSpec = Mapping[
+    str, tuple[tuple[int | None, ...], torch.dtype]
+]  # name -> (shape with None for "any size", dtype)
 
 # What bytes that are no state make readers raise; torch refuses shapes and types by RuntimeError.
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError, RuntimeError)
@@ -45,57 +47,57 @@ class RunningMean:
     >>> mean = RunningMean({"a": 3.0, "b": 1.0})
     >>> mean.add("a", {"w": torch.tensor([0.0])}, 3.0)
     >>> mean.add("b", {"w": torch.tensor([4.0])}, 1.0)
-    >>> mean.value()
+    >>> mean.mean()
     {'w': tensor([1.])}
     """
 
-    def __init__(self, expected: Mapping[str, float] | None = None) -> None:
-        self._expected = None if expected is None else dict(expected)
-        self._all = 1.0 if expected is None else float(_checked(expected).sum())
-        self._came: dict[str, float] = {}
+    def __init__(self, expected_weights: Mapping[str, float] | None = None) -> None:
+        self._expected = None if expected_weights is None else dict(expected_weights)
+        self._expected_total = 1.0 if expected_weights is None else float(_check_weights(expected_weights).sum())
+        self._weight_by_client: dict[str, float] = {}
         self._first: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}  # Σ share_i·t_i in float64; of whole numbers Σ w_i·(t_i − t_1)
         self._exact: dict[str, Tensor] = {}  # of tensors in float64: t_1 − Σ share_i·(t_1 − t_i)
 
     @property
-    def ids(self) -> list[str]:
+    def client_ids(self) -> list[str]:
         """Whose trees have come, in their order."""
-        return list(self._came)
+        return list(self._weight_by_client)
 
-    def add(self, client: str, tree: Tree, weight: float = 1.0) -> None:
+    def add(self, client: str, tensors: StateDict, weight: float = 1.0) -> None:
         """Takes in the tree of one client, which is not needed after.
 
         Raises:
             ValueError: an id that is not above the last, or a weight that is negative or not finite.
-            UnlikeTreesError: names, shapes or types that are not those of the first tree.
+            IncompatibleTensorsError: names, shapes or types that are not those of the first tree.
         """
-        if self._came and client <= (last := next(reversed(self._came))):
+        if self._weight_by_client and client <= (last := next(reversed(self._weight_by_client))):
             raise ValueError(f"{client!r} comes after {last!r}; add trees in the order of their ids")
-        _checked({client: weight}, some=False)
-        share = weight / self._all
-        if not self._came:
-            self._begin(tree, share)
-        elif difference := mismatch(tree, spec(self._first)):
-            raise UnlikeTreesError(next(iter(self._came)), client, difference)
+        _check_weights({client: weight}, need_positive=False)
+        share = weight / self._expected_total
+        if not self._weight_by_client:
+            self._begin(tensors, share)
+        elif difference := spec_mismatch(tensors, state_dict_spec(self._first)):
+            raise IncompatibleTensorsError(next(iter(self._weight_by_client)), client, difference)
         else:
-            self._take(tree, share, float(weight))
-        self._came[client] = float(weight)
+            self._accumulate(tensors, share, float(weight))
+        self._weight_by_client[client] = float(weight)
 
-    def _begin(self, tree: Tree, share: float) -> None:
-        for name, tensor in tree.items():
+    def _begin(self, tensors: StateDict, share: float) -> None:
+        for name, tensor in tensors.items():
             double = tensor.dtype == torch.float64
-            whole = not tensor.is_floating_point()
+            is_integer = not tensor.is_floating_point()
             self._first[name] = (
-                tensor.clone() if double or whole else tensor.new_empty(()).expand(tensor.shape)
+                tensor.clone() if double or is_integer else tensor.new_empty(()).expand(tensor.shape)
             )  # its form
-            self._sums[name] = tensor.to(torch.float64) * (0.0 if whole else share)
+            self._sums[name] = tensor.to(torch.float64) * (0.0 if is_integer else share)
             if double:
                 # Shares sum to 1 only up to rounding. In float32 that does not show: float64 has 29 bits to spare. In
                 # float64 the mean difference from the first tree is taken, which is exactly 0 where trees are equal.
                 self._exact[name] = tensor.clone()
 
-    def _take(self, tree: Tree, share: float, weight: float) -> None:
-        for name, tensor in tree.items():
+    def _accumulate(self, tensors: StateDict, share: float, weight: float) -> None:
+        for name, tensor in tensors.items():
             if not tensor.is_floating_point():  # exact while weights are whole and numbers below 2^53
                 self._sums[name].add_(tensor.double() - self._first[name].double(), alpha=weight)
                 continue
@@ -103,16 +105,16 @@ class RunningMean:
             if name in self._exact:  # not added: -0.0 - 0.0 is -0.0, as it was
                 self._exact[name].sub_(self._first[name] - tensor, alpha=share)
 
-    def value(self) -> dict[str, Tensor]:
+    def mean(self) -> dict[str, Tensor]:
         """The mean of what has come.
 
         Raises:
             ValueError: nothing has, or all weights are 0.
         """
-        if not self._came:
+        if not self._weight_by_client:
             raise ValueError("cannot take the mean of no trees")
-        total = float(_checked(self._came).sum())
-        scale = 1.0 if self._came == self._expected else self._all / total
+        total = float(_check_weights(self._weight_by_client).sum())
+        scale = 1.0 if self._weight_by_client == self._expected else self._expected_total / total
         return {name: self._mean(name, value, scale, total) for name, value in self._sums.items()}
 
     def _mean(self, name: str, value: Tensor, scale: float, total: float) -> Tensor:
@@ -133,15 +135,17 @@ class RunningMean:
 
 
 @final
-class UnlikeTreesError(ValueError):
-    """Two trees have no mean: `first` and `other`, whose trees they are, and how the second `differs`."""
+class IncompatibleTensorsError(ValueError):
+    """Two trees have no mean: `first_client` and `other_client`, whose trees they are, and how the second `difference`."""
 
-    def __init__(self, first: str, other: str, differs: str) -> None:
-        super().__init__(f"the tensors of {other!r} are not those of {first!r}: {differs}")
-        self.first, self.other, self.differs = first, other, differs
+    def __init__(self, first_client: str, other_client: str, difference: str) -> None:
+        super().__init__(f"the tensors of {other_client!r} are not those of {first_client!r}: {difference}")
+        self.first_client, self.other_client, self.difference = first_client, other_client, difference
 
 
-def weighted_mean(trees: Mapping[str, Tree], weights: Mapping[str, float] | None = None) -> dict[str, Tensor]:
+def weighted_mean(
+    tensors_by_client: Mapping[str, StateDict], weights: Mapping[str, float] | None = None
+) -> dict[str, Tensor]:
     """The mean over clients of trees with the same names, weighted by `weights` (default: each client counts the same).
     It does not depend on the order of `trees`; see `RunningMean` for what is exact.
 
@@ -156,99 +160,99 @@ def weighted_mean(trees: Mapping[str, Tree], weights: Mapping[str, float] | None
     >>> mean["w"]
     tensor([1.])
     """
-    if not trees:
+    if not tensors_by_client:
         raise ValueError("cannot take the mean of no trees")
-    shares = {i: 1.0 if weights is None else float(weights[i]) for i in sorted(trees)}
+    shares = {i: 1.0 if weights is None else float(weights[i]) for i in sorted(tensors_by_client)}
     mean = RunningMean(shares)
     for i, weight in shares.items():
-        mean.add(i, trees[i], weight)
-    return mean.value()
+        mean.add(i, tensors_by_client[i], weight)
+    return mean.mean()
 
 
-def _checked(weights: Mapping[str, float], some: bool = True) -> Tensor:
+def _check_weights(weights: Mapping[str, float], need_positive: bool = True) -> Tensor:
     """The weights in float64, if they can weigh."""
     raw = torch.tensor(list(weights.values()), dtype=torch.float64)
-    if not bool(torch.isfinite(raw).all()) or bool((raw < 0).any()) or (some and float(raw.sum()) == 0):
+    if not bool(torch.isfinite(raw).all()) or bool((raw < 0).any()) or (need_positive and float(raw.sum()) == 0):
         raise ValueError(f"weights must be finite, not negative and not all zero, got {dict(weights)}")
     return raw
 
 
-def copied(tree: Tree) -> dict[str, Tensor]:
+def clone_tensors(tensors: StateDict) -> dict[str, Tensor]:
     """A copy of every tensor, so that what is sent and what is kept share nothing.
 
     >>> weights = {"bias": torch.zeros(1)}
-    >>> copied(weights)["bias"].add_(1), weights["bias"]
+    >>> clone_tensors(weights)["bias"].add_(1), weights["bias"]
     (tensor([1.]), tensor([0.]))
     """
-    return {name: tensor.clone() for name, tensor in tree.items()}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def spec(tree: Tree) -> Spec:
+def state_dict_spec(tensors: StateDict) -> StateDictSpec:
     """Names, shapes and dtypes of a tree.
 
-    >>> spec({"w": torch.zeros(2, 3)})
+    >>> state_dict_spec({"w": torch.zeros(2, 3)})
     {'w': ((2, 3), torch.float32)}
     """
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tree.items()}
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def mismatch(tree: Tree, expected: Spec) -> str | None:
+def spec_mismatch(tensors: StateDict, expected: StateDictSpec) -> str | None:
     """The first way in which `tree` differs from `expected`, as half a sentence; None if it does not.
 
-    >>> mismatch({"w": torch.zeros(2)}, {"w": ((3,), torch.float32)})
+    >>> spec_mismatch({"w": torch.zeros(2)}, {"w": ((3,), torch.float32)})
     "tensor 'w' has shape (2,), expected (3,)"
     """
-    if missing := sorted(expected.keys() - tree.keys()):
+    if missing := sorted(expected.keys() - tensors.keys()):
         return f"tensor {missing[0]!r} is missing ({len(missing)} of {len(expected)} are)"
-    if surplus := sorted(tree.keys() - expected.keys()):
+    if surplus := sorted(tensors.keys() - expected.keys()):
         return f"tensor {surplus[0]!r} is unexpected ({len(surplus)} are)"
     for name, (shape, dtype) in expected.items():
-        got = tree[name]
-        if len(got.shape) != len(shape) or any(s not in (None, g) for s, g in zip(shape, got.shape, strict=True)):
-            return f"tensor {name!r} has shape {tuple(got.shape)}, expected {shape}"
-        if got.dtype != dtype:
-            return f"tensor {name!r} has dtype {got.dtype}, expected {dtype}"
+        tensor = tensors[name]
+        if len(tensor.shape) != len(shape) or any(s not in (None, g) for s, g in zip(shape, tensor.shape, strict=True)):
+            return f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {shape}"
+        if tensor.dtype != dtype:
+            return f"tensor {name!r} has dtype {tensor.dtype}, expected {dtype}"
     return None
 
 
-def not_finite(tree: Tree) -> str | None:
+def first_nonfinite(tensors: StateDict) -> str | None:
     """The name of the first tensor that holds NaN or infinity; None if all are finite.
 
-    >>> not_finite({"a": torch.ones(1), "b": torch.tensor([float("nan")])})
+    >>> first_nonfinite({"a": torch.ones(1), "b": torch.tensor([float("nan")])})
     'b'
     """
-    for name, tensor in tree.items():
+    for name, tensor in tensors.items():
         # A sum is ten times faster than a look at every element, and not finite if one of them is not.
         if tensor.is_floating_point() and not math.isfinite(tensor.sum()) and not bool(torch.isfinite(tensor).all()):
             return name
     return None
 
 
-def beyond(tree: Tree, largest: float) -> str | None:
-    """The name of the first tensor of floating-point numbers with an absolute value above `largest`, or none at all (NaN).
+def first_exceeding(tensors: StateDict, limit: float) -> str | None:
+    """The name of the first tensor of floating-point numbers with an absolute value above `limit`, or none at all (NaN).
 
-    >>> beyond({"a": torch.ones(1), "b": torch.tensor([-3.0])}, largest=2.0)
+    >>> first_exceeding({"a": torch.ones(1), "b": torch.tensor([-3.0])}, limit=2.0)
     'b'
     """
-    for name, tensor in tree.items():
+    for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel():
             low, high = torch.aminmax(tensor)
-            if not (-largest <= float(low) and float(high) <= largest):
+            if not (-limit <= float(low) and float(high) <= limit):
                 return name
     return None
 
 
-def num_bytes(named: Mapping[str, Tensor]) -> int:
+def safetensors_num_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Exact size in bytes of these tensors as one safetensors file, without writing it; 0 for no tensors.
 
     >>> tensors = {"w": torch.zeros(3, 4), "n": torch.tensor(1)}
-    >>> num_bytes(tensors) == len(safetensors.torch.save(tensors))
+    >>> safetensors_num_bytes(tensors) == len(safetensors.torch.save(tensors))
     True
     """
-    if not named:
+    if not tensors:
         return 0
     # The format orders tensors by falling alignment, then by name; offsets are decimal text inside the header.
-    ordered = sorted(named.items(), key=lambda item: (-_alignment(item[1].dtype), item[0]))
+    ordered = sorted(tensors.items(), key=lambda item: (-_alignment(item[1].dtype), item[0]))
     header, offset = {}, 0
     for name, tensor in ordered:
         end = offset + tensor.numel() * tensor.element_size()
@@ -266,8 +270,8 @@ def _alignment(dtype: torch.dtype) -> int:
     return order.index(name) if name in order else -1
 
 
-def encode(nested: Nested, shared: Mapping[int, str] | None = None) -> bytes:
-    """Nested state as safetensors bytes, its structure as JSON in the metadata. The inverse is `decode`.
+def serialize_state(state: PyTree, shared: Mapping[int, str] | None = None) -> bytes:
+    """Nested state as safetensors bytes, its structure as JSON in the metadata. The inverse is `deserialize_state`.
 
     Args:
         nested: dicts with string keys, lists, tuples (read back as lists), plain scalars and tensors.
@@ -276,14 +280,14 @@ def encode(nested: Nested, shared: Mapping[int, str] | None = None) -> bytes:
     Raises:
         TypeError: a value of another type, with its path.
 
-    >>> decode(encode({"round": 3, "model": {"w": torch.ones(2)}}))
+    >>> deserialize_state(serialize_state({"round": 3, "model": {"w": torch.ones(2)}}))
     {'round': 3, 'model': {'w': tensor([1., 1.])}}
     """
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}  # a tensor that occurs several times is written once
     storages: set[int] = set()
 
-    def walk(value: Nested, path: str) -> Any:
+    def walk(value: PyTree, path: str) -> Any:
         if isinstance(value, Tensor):
             if shared is not None and id(value) in shared:
                 return {"shared": shared[id(value)]}
@@ -291,12 +295,12 @@ def encode(nested: Nested, shared: Mapping[int, str] | None = None) -> bytes:
                 return {"tensor": names[id(value)]}
             name = path if path not in tensors else f"{path}#{len(tensors)}"
             names[id(value)] = name
-            own = value.detach().cpu().contiguous()
-            pointer = own.untyped_storage().data_ptr()
-            if pointer in storages or own.untyped_storage().nbytes() != own.numel() * own.element_size():
-                own = own.clone()  # safetensors refuses tensors that share memory
-            storages.add(own.untyped_storage().data_ptr())
-            tensors[name] = own
+            copy = value.detach().cpu().contiguous()
+            pointer = copy.untyped_storage().data_ptr()
+            if pointer in storages or copy.untyped_storage().nbytes() != copy.numel() * copy.element_size():
+                copy = copy.clone()  # safetensors refuses tensors that share memory
+            storages.add(copy.untyped_storage().data_ptr())
+            tensors[name] = copy
             return {"tensor": name}
         if isinstance(value, Mapping):
             if not all(isinstance(key, str) for key in value):
@@ -308,28 +312,28 @@ def encode(nested: Nested, shared: Mapping[int, str] | None = None) -> bytes:
             return value
         raise TypeError(f"state at {path!r} is a {type(value).__name__}; keep dicts, lists, scalars and tensors")
 
-    structure = json.dumps(walk(nested, ""))
+    structure = json.dumps(walk(state, ""))
     return bytes(safetensors.torch.save(tensors, metadata={"structure": structure}))
 
 
-def decode(data: bytes, shared: Mapping[str, Tensor] | None = None) -> Nested:
-    """The nested state that `encode` wrote; `shared` supplies the tensors that were written by name only.
+def deserialize_state(data: bytes, shared: Mapping[str, Tensor] | None = None) -> PyTree:
+    """The nested state that `serialize_state` wrote; `shared` supplies the tensors that were written by name only.
 
     Raises:
         UserError: `data` is not complete or not ours.
     """
-    what = f"these {len(data)} bytes are not a complete polyfed state"
+    complaint = f"these {len(data)} bytes are not a complete polyfed state"
     try:
         length = int.from_bytes(data[:8], "little")
         structure = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["structure"])
         tensors = safetensors.torch.load(data)
     except (*_UNREADABLE, safetensors.SafetensorError) as error:
-        raise UserError(f"{what} ({error})") from error
-    if wrong := too_much(structure):
-        raise UserError(f"{what} ({wrong})")
-    known = {"tensor": tensors, "shared": shared or {}}
+        raise UserError(f"{complaint} ({error})") from error
+    if wrong := size_limit_error(structure):
+        raise UserError(f"{complaint} ({wrong})")
+    sources = {"tensor": tensors, "shared": shared or {}}
 
-    def walk(value: Any) -> Nested:
+    def walk(value: Any) -> PyTree:
         if isinstance(value, list):
             return [walk(item) for item in value]
         if not isinstance(value, dict):
@@ -337,38 +341,38 @@ def decode(data: bytes, shared: Mapping[str, Tensor] | None = None) -> Nested:
         kind, inner = next(iter(value.items()), (None, None))
         if len(value) == 1 and kind == "dict" and isinstance(inner, dict):
             return {key: walk(item) for key, item in inner.items()}
-        if len(value) == 1 and kind in known and isinstance(inner, str) and inner in known[kind]:
-            return known[kind][inner]
-        raise UserError(f"{what} ({str(value)[:60]} stands where a tensor or a mapping should)")
+        if len(value) == 1 and kind in sources and isinstance(inner, str) and inner in sources[kind]:
+            return sources[kind][inner]
+        raise UserError(f"{complaint} ({str(value)[:60]} stands where a tensor or a mapping should)")
 
     return walk(structure)
 
 
-def tensors_of(nested: Nested) -> Iterable[Tensor]:
+def iter_tensors(state: PyTree) -> Iterable[Tensor]:
     """Every tensor inside nested state, depth first.
 
-    >>> [t.item() for t in tensors_of({"a": torch.tensor(1), "b": [torch.tensor(2), "x"]})]
+    >>> [t.item() for t in iter_tensors({"a": torch.tensor(1), "b": [torch.tensor(2), "x"]})]
     [1, 2]
     """
-    if isinstance(nested, Tensor):
-        yield nested
-    elif isinstance(nested, Mapping):
-        for value in nested.values():
-            yield from tensors_of(value)
-    elif isinstance(nested, list | tuple):
-        for value in nested:
-            yield from tensors_of(value)
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from iter_tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from iter_tensors(value)
 
 
-def check_keepable(value: Nested, name: str) -> None:
+def check_serializable(state: PyTree, name: str) -> None:
     """Raises a `TypeError` for state that would not come back from a checkpoint or another process as it was.
 
-    >>> check_keepable({"seen": (1, 2)}, "the private state")
+    >>> check_serializable({"seen": (1, 2)}, "the private state")
     Traceback (most recent call last):
     TypeError: the private state at 'seen' is a tuple; keep dicts with string keys, lists, plain scalars and tensors
     """
 
-    def walk(item: Nested, path: str) -> None:
+    def walk(item: PyTree, path: str) -> None:
         if isinstance(item, dict) and all(isinstance(key, str) for key in item):
             for key, inner in item.items():
                 walk(inner, f"{path}/{key}" if path else key)
@@ -381,7 +385,7 @@ def check_keepable(value: Nested, name: str) -> None:
                 f"{name}{place} is a {type(item).__name__}; keep dicts with string keys, lists, plain scalars and tensors"
             )
 
-    walk(value, "")
+    walk(state, "")
 
 
 def check_scalars(scalars: Mapping[str, Any], name: str) -> None:

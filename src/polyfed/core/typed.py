@@ -13,14 +13,14 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 
-Made = TypeVar("Made")
-DEEPEST, MOST = 60, 2_000_000  # of nested lists and mappings, and of values in all
+T = TypeVar("T")
+MAX_DEPTH, MAX_VALUES = 60, 2_000_000  # of nested lists and mappings, and of values in all
 _LARGEST = 2**63
 # What NumPy, Arrow, torch and yaml raise of bytes that are damaged. It is for a single call of such a library, never around
 # polyfed's own code, where it would call a programming error a damaged file.
-UNREADABLE = (
+DAMAGED_FILE_ERRORS = (
     TypeError,
     ValueError,
     KeyError,
@@ -33,31 +33,31 @@ UNREADABLE = (
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
-def from_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
         ValueError: it is no JSON, too deep, or has NaN or Infinity, which JSON does not have.
 
-    >>> from_json('{"loss": 0.5}'), from_json("[]")
+    >>> parse_json('{"loss": 0.5}'), parse_json("[]")
     ({'loss': 0.5}, [])
     """
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if wrong := too_much(value):
+    if wrong := size_limit_error(value):
         raise ValueError(wrong)
     return value
 
 
-def from_yaml(text: str | bytes) -> Any:
+def parse_yaml(text: str | bytes) -> Any:
     """The value of a YAML text, which has no tags of Python.
 
     Raises:
         ValueError: it is no YAML, too deep or too much; with line and column where they are known.
 
-    >>> from_yaml("lr: 0.5")
+    >>> parse_yaml("lr: 0.5")
     {'lr': 0.5}
     """
     import yaml
@@ -65,21 +65,21 @@ def from_yaml(text: str | bytes) -> Any:
     # libyaml's is ten times faster, but crashes where values are nested deeply.
     quick = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        found = text.decode() if isinstance(text, bytes) else text
-        if wrong := _expands(yaml.parse(found, Loader=quick)):
+        source = text.decode() if isinstance(text, bytes) else text
+        if wrong := _yaml_size_error(yaml.parse(source, Loader=quick)):
             raise ValueError(wrong)
-        value = yaml.load(found, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, *UNREADABLE) as error:  # ValueError: dates that are none, say
+        value = yaml.load(source, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, *DAMAGED_FILE_ERRORS) as error:  # ValueError: dates that are none, say
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{where}{problem or first}") from error
-    if wrong := too_much(value):
+    if wrong := size_limit_error(value):
         raise ValueError(wrong)
     return value
 
 
-def _expands(events: Iterable[Any]) -> str:
+def _yaml_size_error(events: Iterable[Any]) -> str:
     """What is wrong with the size of a YAML text, aliases put in, before anything is made of it: a few lines with merged
     aliases take hours to load. Empty if nothing is."""
     sizes: dict[str, int] = {}
@@ -89,55 +89,55 @@ def _expands(events: Iterable[Any]) -> str:
         size = 0
         if kind in ("SequenceStartEvent", "MappingStartEvent"):
             open_nodes.append((anchor, 0))
-            if len(open_nodes) > DEEPEST + 1:
-                return f"it is nested more than {DEEPEST} levels deep"
+            if len(open_nodes) > MAX_DEPTH + 1:
+                return f"it is nested more than {MAX_DEPTH} levels deep"
             continue
         if kind in ("SequenceEndEvent", "MappingEndEvent"):
             anchor, inner = open_nodes.pop()
             size = inner + 1
         elif kind == "AliasEvent":
-            if anchor in (one for one, _ in open_nodes):
+            if anchor in (open_anchor for open_anchor, _ in open_nodes):
                 return f"it has a value, &{anchor}, that holds itself"
             size, anchor = sizes.get(anchor or "", 1), None
         elif kind == "ScalarEvent":
             size = 1
         if anchor is not None:
             sizes[anchor] = size
-        owner, so_far = open_nodes[-1]
-        open_nodes[-1] = owner, so_far + size
-        if so_far + size > MOST:
-            return f"it holds more than {MOST} values"
+        owner, num_values = open_nodes[-1]
+        open_nodes[-1] = owner, num_values + size
+        if num_values + size > MAX_VALUES:
+            return f"it holds more than {MAX_VALUES} values"
     return ""
 
 
-def _no_number(text: str) -> float:
+def _refuse_constant(text: str) -> float:
     raise ValueError(f"it has {text}, which is no number")
 
 
-def too_much(value: Any) -> str:
+def size_limit_error(value: Any) -> str:
     """What is wrong with the size of a value that a file holds; empty if nothing is. A YAML file of few bytes may stand for
     a mapping that holds itself, or for billions of values.
 
-    >>> too_much([1, [2]]), too_much([[]] * 3_000_000)
+    >>> size_limit_error([1, [2]]), size_limit_error([[]] * 3_000_000)
     ('', 'it holds more than 2000000 values')
     """
     level, count = [value], 0
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for item in level:
             inner += item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple | set) else ()
-            if len(inner) > MOST:
-                return f"it holds more than {MOST} values"
+            if len(inner) > MAX_VALUES:
+                return f"it holds more than {MAX_VALUES} values"
         count += len(inner)
-        if count > MOST:
-            return f"it holds more than {MOST} values"
+        if count > MAX_VALUES:
+            return f"it holds more than {MAX_VALUES} values"
         if not inner:
             return ""
         level = inner
-    return f"it is nested more than {DEEPEST} levels deep"
+    return f"it is nested more than {MAX_DEPTH} levels deep"
 
 
-def conforms(value: Any, kind: Any, place: str = "") -> str:
+def validation_error(value: Any, annotation: Any, path: str = "") -> str:
     """What of a value is not of a type, as half a sentence; empty if all is.
 
     Args:
@@ -145,49 +145,56 @@ def conforms(value: Any, kind: Any, place: str = "") -> str:
         kind: an annotation.
         place: how the value is called.
 
-    >>> conforms({"lr": "fast"}, dict[str, float])
+    >>> validation_error({"lr": "fast"}, dict[str, float])
     "lr must be a number, got 'fast'"
-    >>> conforms([1, 2], list[int]), conforms(float("nan"), float, "lr"), conforms(None, int | None)
+    >>> validation_error([1, 2], list[int]), validation_error(float("nan"), float, "lr"), validation_error(None, int | None)
     ('', 'lr must be a number, got nan', '')
     """
-    origin, inner = get_origin(kind), get_args(kind)
+    origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        known = any(value == one and type(value) is type(one) for one in inner)
-        return "" if known else _wrong(place, " or ".join(map(str, inner)), value)
+        matches = any(value == choice and type(value) is type(choice) for choice in inner)
+        return "" if matches else _wrong_type_error(path, " or ".join(map(str, inner)), value)
     if origin in (Union, types.UnionType):
-        found = [conforms(value, one, place) for one in inner]
-        return "" if "" in found else _wrong(place, in_words(kind), value) if len(found) > 2 else _longest(found)
-    if is_typeddict(kind):
-        return _fields(value, get_type_hints(kind), kind.__required_keys__, place)
-    if kind in _WORDS:
-        return "" if _is(value, kind) else _wrong(place, _WORDS[kind], value)
-    base = origin or kind
+        errors = [validation_error(value, choice, path) for choice in inner]
+        return (
+            ""
+            if "" in errors
+            else _wrong_type_error(path, describe_annotation(annotation), value)
+            if len(errors) > 2
+            else _deepest_error(errors)
+        )
+    if is_typeddict(annotation):
+        return _fields_error(value, get_type_hints(annotation), annotation.__required_keys__, path)
+    if annotation in _WORDS:
+        return "" if _is_of_type(value, annotation) else _wrong_type_error(path, _WORDS[annotation], value)
+    base = origin or annotation
     if base in (dict, Mapping):
-        return _mapping(value, inner, place)
+        return _mapping_error(value, inner, path)
     if base in (list, tuple, Sequence):
-        return _sequence(value, base, inner, place)
+        return _sequence_error(value, base, inner, path)
     return ""
 
 
-def in_words(kind: Any) -> str:
+def describe_annotation(annotation: Any) -> str:
     """A type in words.
 
-    >>> in_words(int | None), in_words(list[int])
+    >>> describe_annotation(int | None), describe_annotation(list[int])
     ('a whole number or null', 'a list')
     """
-    origin, inner = get_origin(kind), get_args(kind)
+    origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(in_words, inner)))
+        return " or ".join(dict.fromkeys(map(describe_annotation, inner)))
     if origin is Literal:
         return " or ".join(map(str, inner))
-    if (origin or kind) in (list, tuple, Sequence):
+    if (origin or annotation) in (list, tuple, Sequence):
         return "a list"
     return _WORDS.get(
-        kind, "a mapping" if (origin or kind) in (dict, Mapping) or is_typeddict(kind) else "of another type"
+        annotation,
+        "a mapping" if (origin or annotation) in (dict, Mapping) or is_typeddict(annotation) else "of another type",
     )
 
 
-def _is(value: Any, kind: Any) -> bool:
+def _is_of_type(value: Any, kind: Any) -> bool:
     if kind in (int, float) and isinstance(value, bool):
         return False
     if kind is int:
@@ -197,51 +204,58 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _mapping(value: Any, inner: tuple[Any, ...], place: str) -> str:
+def _mapping_error(value: Any, inner: tuple[Any, ...], place: str) -> str:
     if not isinstance(value, Mapping):
-        return _wrong(place, "a mapping", value)
+        return _wrong_type_error(place, "a mapping", value)
     keys, values = inner or (Any, Any)
     for key, item in value.items():
-        if wrong := conforms(key, keys, f"a key of {place or 'it'}") or conforms(item, values, _inside(place, key)):
+        if wrong := validation_error(key, keys, f"a key of {place or 'it'}") or validation_error(
+            item, values, _path_of(place, key)
+        ):
             return wrong
     return ""
 
 
-def _sequence(value: Any, base: Any, inner: tuple[Any, ...], place: str) -> str:
+def _sequence_error(value: Any, base: Any, inner: tuple[Any, ...], place: str) -> str:
     if not isinstance(value, list | tuple):
-        return _wrong(place, "a list", value)
+        return _wrong_type_error(place, "a list", value)
     fixed = base is tuple and inner and inner[-1] is not Ellipsis
     if fixed and len(value) != len(inner):
-        return _wrong(place, f"a list of {len(inner)}", value)
-    each = inner if fixed else (inner[0] if inner else Any,) * len(value)
-    found = (conforms(item, one, f"{place}[{k}]") for k, (item, one) in enumerate(zip(value, each, strict=True)))
-    return next(filter(None, found), "")
+        return _wrong_type_error(place, f"a list of {len(inner)}", value)
+    item_types = inner if fixed else (inner[0] if inner else Any,) * len(value)
+    errors = (
+        validation_error(item, item_type, f"{place}[{k}]")
+        for k, (item, item_type) in enumerate(zip(value, item_types, strict=True))
+    )
+    return next(filter(None, errors), "")
 
 
-def _fields(value: Any, hints: Mapping[str, Any], required: frozenset[str], place: str) -> str:
+def _fields_error(value: Any, hints: Mapping[str, Any], required: frozenset[str], place: str) -> str:
     if not isinstance(value, Mapping):
-        return _wrong(place, "a mapping", value)
-    if lost := sorted(required - value.keys()):
-        return f"{place or 'it'} has no {lost[0]}"
-    found = (conforms(value[name], kind, _inside(place, name)) for name, kind in hints.items() if name in value)
-    return next(filter(None, found), "")
+        return _wrong_type_error(place, "a mapping", value)
+    if missing := sorted(required - value.keys()):
+        return f"{place or 'it'} has no {missing[0]}"
+    errors = (
+        validation_error(value[name], kind, _path_of(place, name)) for name, kind in hints.items() if name in value
+    )
+    return next(filter(None, errors), "")
 
 
-def _inside(place: str, key: Any) -> str:
+def _path_of(place: str, key: Any) -> str:
     return f"{place}.{key}" if place else str(key)
 
 
-def _wrong(place: str, wanted: str, value: Any) -> str:
+def _wrong_type_error(place: str, expected: str, value: Any) -> str:
     shown = repr(value) if not isinstance(value, list | dict) or len(value) < 9 else type(value).__name__
-    return f"{place or 'it'} must be {wanted}, got {shown if len(shown) <= 60 else shown[:60] + '…'}"
+    return f"{place or 'it'} must be {expected}, got {shown if len(shown) <= 60 else shown[:60] + '…'}"
 
 
-def _longest(found: Sequence[str]) -> str:
+def _deepest_error(errors: Sequence[str]) -> str:
     """Of what is wrong with each of two choices the sentence that goes deepest."""
-    return max(found, key=lambda sentence: sentence.partition(" must be ")[0].count("."))
+    return max(errors, key=lambda sentence: sentence.partition(" must be ")[0].count("."))
 
 
-def made(kind: Callable[..., Made], given: Any, what: str) -> Made:
+def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
     """An object of a dataclass from fields that a file holds: known names, declared types, values that it takes.
 
     Args:
@@ -253,27 +267,31 @@ def made(kind: Callable[..., Made], given: Any, what: str) -> Made:
         UserError: a field is unknown, missing, of another type, or refused.
 
     >>> from polyfed.data import Split
-    >>> made(Split, {"clients": 3}, "data").clients
+    >>> build_dataclass(Split, {"clients": 3}, "data").clients
     3
-    >>> made(Split, {"clients": "three"}, "data")
+    >>> build_dataclass(Split, {"clients": "three"}, "data")
     Traceback (most recent call last):
     polyfed.core.errors.UserError: data.clients must be a whole number, got 'three'
     """
-    if not isinstance(given, Mapping):
-        raise UserError(_wrong(what, "a mapping of fields", given))
-    known = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
-    if unknown := [name for name in given if name not in known]:
-        raise UserError(f"{what} has no field {str(unknown[0])!r}; {nearest(str(unknown[0]), known)}")
+    if not isinstance(values, Mapping):
+        raise UserError(_wrong_type_error(label, "a mapping of fields", values))
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    if unknown := [name for name in values if name not in fields]:
+        raise UserError(f"{label} has no field {str(unknown[0])!r}; {did_you_mean(str(unknown[0]), fields)}")
     absent = dataclasses.MISSING
-    if lost := [n for n, f in known.items() if n not in given and f.default is absent and f.default_factory is absent]:
-        raise UserError(f"{what} lacks {lost[0]}")
-    hints = get_type_hints(kind)
-    if wrong := next(filter(None, (conforms(value, hints[n], f"{what}.{n}") for n, value in given.items())), ""):
+    if missing := [
+        n for n, f in fields.items() if n not in values and f.default is absent and f.default_factory is absent
+    ]:
+        raise UserError(f"{label} lacks {missing[0]}")
+    hints = get_type_hints(cls)
+    if wrong := next(
+        filter(None, (validation_error(value, hints[n], f"{label}.{n}") for n, value in values.items())), ""
+    ):
         raise UserError(wrong)
-    return guarded(lambda: kind(**given), what)
+    return as_user_error(lambda: cls(**values), label)
 
 
-def guarded(action: Callable[[], Made], what: str) -> Made:
+def as_user_error(action: Callable[[], T], label: str) -> T:
     """What an action makes of values that a file holds, whose types are right; values that it cannot take are an error about
     them. Other exceptions are of the program, and pass.
 
@@ -286,4 +304,4 @@ def guarded(action: Callable[[], Made], what: str) -> Made:
         raise
     except (TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{what} holds what it cannot hold ({type(error).__name__}: {reason})") from error
+        raise UserError(f"{label} holds what it cannot hold ({type(error).__name__}: {reason})") from error

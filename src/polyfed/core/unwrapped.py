@@ -8,17 +8,17 @@ from torch import nn
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap_module(module: nn.Module) -> nn.Module:
     """The network that a wrapper holds; layers of a network that have wrappers of their own lose them, in place.
 
     A wrapper computes what the network in it does. But it puts a prefix before the names of tensors, so that the network
     would be of another architecture than without it, and it hides the layers from hooks, with which methods look for a head
     or a representation. So networks run as they were written, whatever compiles them.
 
-    >>> list(unwrapped(nn.Sequential(nn.DataParallel(nn.Linear(1, 1, bias=False)))).state_dict())
+    >>> list(unwrap_module(nn.Sequential(nn.DataParallel(nn.Linear(1, 1, bias=False)))).state_dict())
     ['0.weight']
     """
-    module = _inside(module)
+    module = _inner_module(module)
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             continue
@@ -30,11 +30,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
                 part.forward = original if hasattr(original, "__self__") else MethodType(original, part)
         for name, child in part._modules.items():
             if child is not None:
-                part._modules[name] = _inside(child)
+                part._modules[name] = _inner_module(child)
     return module
 
 
-def _inside(module: nn.Module) -> nn.Module:
+def _inner_module(module: nn.Module) -> nn.Module:
     while True:
         inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
         inner = module.module if isinstance(module, _PARALLEL) else inner

@@ -6,17 +6,17 @@ from typing import Any
 from torch import nn
 
 from polyfed.core.algorithm import Algorithm
-from polyfed.core.tree import Tree
+from polyfed.core.tree import StateDict
 
 
 class WrapsNetwork(ABC):
     """For a method whose personal model has something of the client's around the client's own network."""
 
     @abstractmethod
-    def wrap_network(self, network: nn.Module, weights: Tree) -> nn.Module:
+    def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
         """What takes the weights of a personal model, from the client's own network."""
 
 
-def wrap_network(method: Algorithm[Any, Any], network: nn.Module, weights: Tree) -> nn.Module:
+def wrap_network(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> nn.Module:
     """What takes the weights of a personal model, from the client's own network: that network, for most methods."""
     return method.wrap_network(network, weights) if isinstance(method, WrapsNetwork) else network

@@ -1,6 +1,6 @@
 """Data: sources, partitions, splits and shifts, from a published data set or the user's files to clients."""
 
-from polyfed.core.examples import ByPart, Examples, Normalise, as_examples
+from polyfed.core.examples import Examples, Normalise, PartwiseTransform, as_examples
 from polyfed.data.augment import PadCropFlip
 from polyfed.data.clients import ClientData, make_clients
 from polyfed.data.listed import ListedClasses
@@ -14,13 +14,13 @@ from polyfed.data.partitions import (
     QuantitySkew,
     Shards,
 )
-from polyfed.data.plot import draw_class_table
-from polyfed.data.pool import Pool, Source
+from polyfed.data.plot import draw_class_counts
+from polyfed.data.pool import PooledDataset, Source
 from polyfed.data.schema import merge_schemas
 from polyfed.data.shifts import Shift
-from polyfed.data.sites import Sites, table
+from polyfed.data.sites import ClientTables, split_table
 from polyfed.data.sources import SOURCES
-from polyfed.data.split import ClientRows, Split, class_counts, fingerprint
+from polyfed.data.split import ClientRows, Split, class_counts, partition_fingerprint
 
 PARTITIONS: dict[str, type[Partition]] = {
     "iid": IID,
@@ -37,10 +37,10 @@ __all__ = [
     "IID",
     "PARTITIONS",
     "SOURCES",
-    "ByPart",
     "ClassesPerClient",
     "ClientData",
     "ClientRows",
+    "ClientTables",
     "Dirichlet",
     "DominantClasses",
     "Examples",
@@ -49,18 +49,18 @@ __all__ = [
     "Normalise",
     "PadCropFlip",
     "Partition",
-    "Pool",
+    "PartwiseTransform",
+    "PooledDataset",
     "QuantitySkew",
     "Shards",
     "Shift",
-    "Sites",
     "Source",
     "Split",
     "as_examples",
     "class_counts",
-    "draw_class_table",
-    "fingerprint",
+    "draw_class_counts",
     "make_clients",
     "merge_schemas",
-    "table",
+    "partition_fingerprint",
+    "split_table",
 ]

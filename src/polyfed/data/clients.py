@@ -12,14 +12,14 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.seeds import derive
-from polyfed.data.dealing import stratified
-from polyfed.data.features import fitted, warn_of_constants
-from polyfed.data.lazy import AugmentDecoded, Decoded
+from polyfed.core.seeds import derive_seed
+from polyfed.data.dealing import draw_stratified_rows
+from polyfed.data.features import fit_preprocessor, warn_of_changed_constants
+from polyfed.data.lazy import DecodeAndAugment, LazyImageDecoder
 from polyfed.data.partitions import Partition
-from polyfed.data.pool import Pool
+from polyfed.data.pool import PooledDataset
 from polyfed.data.shifts import Shift
-from polyfed.data.split import ClientRows, Split, split
+from polyfed.data.split import ClientRows, Split, split_rows_by_client
 
 
 @final
@@ -45,7 +45,7 @@ class ClientData:
 
 
 def make_clients(
-    pool: Pool,
+    pool: PooledDataset,
     config: Split,
     partition: Partition,
     seed: int,
@@ -67,7 +67,7 @@ def make_clients(
             the client sees is shifted, the common test set too. The public pool is not.
         augment: random change of training batches.
         fit: whether preprocessing that all sites of a table have in common is fitted here; without, they must agree on one
-            (`polyfed.simulation.preparing.agree`).
+            (`polyfed.simulation.preparing.fit_common_preprocessing`).
 
     Returns:
         The clients in order, and the public examples (None if `public_fraction` is 0).
@@ -81,38 +81,38 @@ def make_clients(
     >>> clients[5].id, len(clients[5].train), len(clients[5].test), public
     ('client-005', 209, 90, None)
     """
-    rows, public = split(pool.train.labels.numpy(), config, partition, seed, pool.columns, pool.group)
+    rows, public = split_rows_by_client(pool.train.labels.numpy(), config, partition, seed, pool.columns, pool.group)
     train = pool.train
     if pool.columns and train.index is None and train.columns is None:
         train = replace(train, columns=pool.columns, group=pool.group)
-    if pool.prepared is not None:
-        return _of_table(train, rows, public, pool, config, shifts, fit)
-    change = augment
-    if augment is not None and isinstance(train.transform, Decoded):
-        change = AugmentDecoded(train.transform, augment)
-    common = _global_test(pool, config.global_test, seed)
+    if pool.preprocessor is not None:
+        return _build_table_clients(train, rows, public, pool, config, shifts, fit)
+    augmentation = augment
+    if augment is not None and isinstance(train.transform, LazyImageDecoder):
+        augmentation = DecodeAndAugment(train.transform, augment)
+    common_test = _draw_global_test(pool, config.global_test, seed)
     classes = pool.num_classes if pool.task == "classification" else None
     clients = []
-    for i, own in enumerate(rows):
+    for i, client_rows in enumerate(rows):
         shift = partial((shifts[i % len(shifts)] if shifts else Shift()).apply, classes=classes)
         clients.append(
             ClientData(
-                id=own.id,
-                train=replace(shift(_select(train, own.train)), augment=change),
-                test=shift(_select(train, own.test)),
-                val=shift(_select(train, own.val)) if len(own.val) else None,
-                global_test=None if common is None else shift(common),
-                rows=own,
+                id=client_rows.id,
+                train=replace(shift(_select(train, client_rows.train)), augment=augmentation),
+                test=shift(_select(train, client_rows.test)),
+                val=shift(_select(train, client_rows.val)) if len(client_rows.val) else None,
+                global_test=None if common_test is None else shift(common_test),
+                rows=client_rows,
             )
         )
     return clients, _select(pool.train, public) if len(public) else None
 
 
-def _of_table(
+def _build_table_clients(
     store: Examples,
     rows: Sequence[ClientRows],
     public: NDArray[Any],
-    pool: Pool,
+    pool: PooledDataset,
     config: Split,
     shifts: Sequence[Shift],
     fit: bool,
@@ -121,47 +121,55 @@ def _of_table(
     take part. Targets of regression are scaled by the mean and spread over all training rows, so that a network begins near
     them; `predict` gives them in their unit. Where sites have yet to agree, as one whose preprocessing is of sums over all
     has, they are as they were read."""
-    like = pool.prepared
-    assert like is not None
+    template = pool.preprocessor
+    assert template is not None
     if shifts:
         raise UserError("shifts change images and their labels, and these data are a table; leave --data.shifts out")
     if config.global_test:
         raise UserError("global_test needs a common test set, which a table does not have; set global_test to 0")
-    if len(public) and like.scope != "federated":
+    if len(public) and template.scope != "federated":
         raise UserError(
             "public_fraction needs one preprocessing for all sites, so that public examples are prepared as theirs are; "
             "give --data.preprocess federated"
         )
-    seen = rows[: len(rows) - config.unseen]
-    later = like.scope == "federated" and (not fit or len(rows) == 1)
-    if pool.task == "regression" and later:
-        like = replace(like, target=((0.0, 1.0),) * pool.num_classes)
+    rows_in_training = rows[: len(rows) - config.unseen]
+    is_fitted_later = template.scope == "federated" and (not fit or len(rows) == 1)
+    if pool.task == "regression" and is_fitted_later:
+        template = replace(template, target=((0.0, 1.0),) * pool.num_classes)
     elif pool.task == "regression":
-        own = store.y[torch.from_numpy(np.concatenate([one.train for one in seen]))].double()
-        spread = own.std(0, correction=0)
+        train_targets = store.y[
+            torch.from_numpy(np.concatenate([client_rows.train for client_rows in rows_in_training]))
+        ].double()
+        spread = train_targets.std(0, correction=0)
         spread = torch.where(spread > 0, spread, torch.ones_like(spread))
-        target = tuple(zip(own.mean(0).tolist(), spread.tolist(), strict=True))
-        like = replace(like, target=target)
-        store = replace(store, y=((store.y.double() - own.mean(0)) / spread).to(torch.float32))
-    trains = [_select(store, one.train) for one in rows]
-    common = fitted(like, trains[: len(seen)], "federated") if like.scope == "federated" else None
-    clients, changed = [], {}
-    for one, train in zip(rows, trains, strict=True):
-        ready = common or fitted(like, [train])
-        changed[f"site {one.id!r}"] = ready.constants_changed(store.tensor[np.concatenate([one.test, one.val])])
-        held = replace(store, transform=ready)
-        parts = (_select(held, part) for part in (one.train, one.test, one.val))
+        target = tuple(zip(train_targets.mean(0).tolist(), spread.tolist(), strict=True))
+        template = replace(template, target=target)
+        store = replace(store, y=((store.y.double() - train_targets.mean(0)) / spread).to(torch.float32))
+    trains = [_select(store, client_rows.train) for client_rows in rows]
+    common_preprocessor = (
+        fit_preprocessor(template, trains[: len(rows_in_training)], "federated")
+        if template.scope == "federated"
+        else None
+    )
+    clients, changed_by_site = [], {}
+    for client_rows, train in zip(rows, trains, strict=True):
+        client_preprocessor = common_preprocessor or fit_preprocessor(template, [train])
+        changed_by_site[f"site {client_rows.id!r}"] = client_preprocessor.changed_constant_columns(
+            store.input_tensor[np.concatenate([client_rows.test, client_rows.val])]
+        )
+        client_store = replace(store, transform=client_preprocessor)
+        parts = (_select(client_store, part) for part in (client_rows.train, client_rows.test, client_rows.val))
         train, test, val = parts
-        clients.append(ClientData(one.id, train, test, val if len(val) else None, None, one))
-    if not later:  # else they have yet to agree on one preprocessing
-        warn_of_constants(changed)
-    return clients, _select(replace(store, transform=common), public) if len(public) else None
+        clients.append(ClientData(client_rows.id, train, test, val if len(val) else None, None, client_rows))
+    if not is_fitted_later:  # else they have yet to agree on one preprocessing
+        warn_of_changed_constants(changed_by_site)
+    return clients, _select(replace(store, transform=common_preprocessor), public) if len(public) else None
 
 
-def _global_test(pool: Pool, size: int, seed: int) -> Examples | None:
+def _draw_global_test(pool: PooledDataset, size: int, seed: int) -> Examples | None:
     if size == 0:
         return None
-    if pool.test_is_dealt:
+    if pool.test_set_in_train:
         raise UserError(
             f"global_test={size} needs a common test set, and deal_test gives its examples to the clients, who would be "
             "tested on what they train on; leave one of the two out"
@@ -176,7 +184,7 @@ def _global_test(pool: Pool, size: int, seed: int) -> Examples | None:
     if size == -1:
         return pool.test
     # The word decides the draw, so that it stays what it was: results that were measured can be measured again.
-    return _select(pool.test, stratified(pool.test.labels.numpy(), size, derive(seed, "balanced_test")))
+    return _select(pool.test, draw_stratified_rows(pool.test.labels.numpy(), size, derive_seed(seed, "balanced_test")))
 
 
 def _select(examples: Examples, rows: NDArray[Any]) -> Examples:

@@ -14,28 +14,28 @@ from polyfed.core.errors import UserError
 from polyfed.data.features import Column
 from polyfed.data.files import Table
 from polyfed.data.frames import (
-    check_present,
-    holds_numbers,
-    is_empty,
-    is_number,
-    is_sign,
-    is_text,
-    numbers,
-    rows_of,
-    texts,
-    values,
-    why_no_category,
+    arrow_column,
+    check_no_missing_values,
+    column_as_numbers,
+    column_as_texts,
+    format_row_numbers,
+    has_no_letter_or_digit,
+    is_empty_column,
+    is_numeric_column,
+    is_numeric_type,
+    is_text_type,
+    reason_not_categorical,
 )
 
 _MOST_CATEGORIES = 50
 _MOST_CLASSES = 20  # different whole numbers that are taken as classes unasked
-_FEW = 10  # different values up to which a column of numbers is kept for scores of subgroups
+_MOST_SUBGROUP_VALUES = 10  # different values up to which a column of numbers is kept for scores of subgroups
 _PRECISE = 1e-5  # of its spread: a column that float32 holds less precisely is kept as float64
 _IDENTIFIERS = frozenset({"id", "nr", "no", "number", "mrn"})
 TaskName = Literal["auto", "classification", "regression", "multilabel"]
 
 
-def feature(table: Table, name: str, forced: bool) -> Column:
+def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column:
     """What a column is to networks: numbers, or categories if it holds texts or is `forced` to be.
 
     Raises:
@@ -43,63 +43,63 @@ def feature(table: Table, name: str, forced: bool) -> Column:
     """
     import pyarrow.types as kinds
 
-    kind = values(table, name).type
-    if is_empty(table, name):
+    kind = arrow_column(table, name).type
+    if is_empty_column(table, name):
         raise UserError(f"column {name!r} has no value in any row; leave it out: --data.drop {name}")
     if kinds.is_temporal(kind):
         raise UserError(
             f"column {name!r} holds dates or times: make numbers of them before, such as an age or days since admission, or "
             f"leave it out: --data.drop {name}"
         )
-    if not (is_number(kind) or is_text(kind)):
+    if not (is_numeric_type(kind) or is_text_type(kind)):
         raise UserError(
             f"column {name!r} holds values of type {kind}, which is no number and no text; leave it out: --data.drop {name}"
         )
-    if not forced and holds_numbers(table, name):
-        found = numbers(table, name)
-        _tell_of_identifier(found, name)
-        return Column(name, None, bool(np.isnan(found).any()))
-    column = texts(table, name)
-    if not forced and (reason := why_no_category(column, name, _MOST_CATEGORIES)):
+    if not as_categories and is_numeric_column(table, name):
+        cells = column_as_numbers(table, name)
+        _warn_if_identifier(cells, name)
+        return Column(name, None, bool(np.isnan(cells).any()))
+    column = column_as_texts(table, name)
+    if not as_categories and (reason := reason_not_categorical(column, name, _MOST_CATEGORIES)):
         raise UserError(reason)
-    known = [value for value in column.tolist() if value is not None]
-    if signs := sorted(filter(is_sign, set(known))):
+    present_values = [value for value in column.tolist() if value is not None]
+    if signs := sorted(filter(has_no_letter_or_digit, set(present_values))):
         warnings.warn(
             f"column {name!r} has the category {signs[0]!r}; if that means no value, give --data.missing {signs[0]!r} (in "
             f"Python missing=[{signs[0]!r}])",
             UserWarning,
             stacklevel=2,
         )
-    return Column(name, in_order(known), len(known) < len(column))
+    return Column(name, sorted_unique_texts(present_values), len(present_values) < len(column))
 
 
-def in_order(found: Sequence[str]) -> tuple[str, ...]:
+def sorted_unique_texts(items: Sequence[str]) -> tuple[str, ...]:
     """Different texts: numbers in ascending order, all else by name.
 
-    >>> in_order(["10", "9", "10"]), in_order(["b", "10", "9"])
+    >>> sorted_unique_texts(["10", "9", "10"]), sorted_unique_texts(["b", "10", "9"])
     (('9', '10'), ('10', '9', 'b'))
     """
-    different = sorted(set(found))
+    unique_items = sorted(set(items))
     try:
-        return tuple(sorted(different, key=float))
+        return tuple(sorted(unique_items, key=float))
     except ValueError:
-        return tuple(different)
+        return tuple(unique_items)
 
 
-def has_few(table: Table, name: str) -> bool:
+def has_few_values(table: Table, name: str) -> bool:
     """Whether a column has so few different values that scores of subgroups may go by them."""
     import pyarrow.compute
 
-    kind = values(table, name).type
-    most = _MOST_CATEGORIES if is_text(kind) else _FEW if is_number(kind) else 0
-    return bool(most) and pyarrow.compute.count_distinct(values(table, name)).as_py() <= most
+    kind = arrow_column(table, name).type
+    max_values = _MOST_CATEGORIES if is_text_type(kind) else _MOST_SUBGROUP_VALUES if is_numeric_type(kind) else 0
+    return bool(max_values) and pyarrow.compute.count_distinct(arrow_column(table, name)).as_py() <= max_values
 
 
-def _tell_of_identifier(found: NDArray[np.float64], name: str) -> None:
-    whole = bool((found == np.floor(found)).all())
-    named = name.lower().replace("-", "_").split("_")
-    different = len(np.unique(found)) == len(found) > 1
-    if whole and different and _IDENTIFIERS & {*named, name.lower()[-2:]}:
+def _warn_if_identifier(cells: NDArray[np.float64], name: str) -> None:
+    are_whole_numbers = bool((cells == np.floor(cells)).all())
+    name_parts = name.lower().replace("-", "_").split("_")
+    are_unique = len(np.unique(cells)) == len(cells) > 1
+    if are_whole_numbers and are_unique and _IDENTIFIERS & {*name_parts, name.lower()[-2:]}:
         warnings.warn(
             f"column {name!r} has a different whole number in each row and is used as a feature; if it is an identifier, "
             f"leave it out (--data.drop {name}), and if it is that of a patient, give --data.group {name}",
@@ -108,83 +108,88 @@ def _tell_of_identifier(found: NDArray[np.float64], name: str) -> None:
         )
 
 
-def tell_of_twins(table: Table, without: str | None) -> None:
+def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
     """A warning of rows that are equal in all columns but the one of sites: they could come into both training and test
     sets. Tables whose rows repeat by nature are not told of."""
-    names = [name for name in table.column_names if name != without]
-    numbered = table.select(names).append_column("\0row", [np.arange(table.num_rows)])
-    found = numbered.group_by(names, use_threads=False).aggregate([("\0row", "min"), ("\0row", "max")])
-    copies = table.num_rows - found.num_rows
-    if not copies or 2 * found.num_rows < table.num_rows:
+    names = [name for name in table.column_names if name != ignored_column]
+    table_with_row_numbers = table.select(names).append_column("\0row", [np.arange(table.num_rows)])
+    unique_rows = table_with_row_numbers.group_by(names, use_threads=False).aggregate(
+        [("\0row", "min"), ("\0row", "max")]
+    )
+    copies = table.num_rows - unique_rows.num_rows
+    if not copies or 2 * unique_rows.num_rows < table.num_rows:
         return
-    first, last = (found.column(f"\0row_{which}").to_numpy() for which in ("min", "max"))
-    one = int(np.flatnonzero(first != last)[0])
+    first, last = (unique_rows.column(f"\0row_{which}").to_numpy() for which in ("min", "max"))
+    duplicated = int(np.flatnonzero(first != last)[0])
     warnings.warn(
-        f"{copies} of {table.num_rows} rows are copies of other rows, such as row {last[one] + 1} of row {first[one] + 1}: "
-        "a copy may come into the training set and its original into the test set; remove them, or give --data.group with a "
-        "column that keeps them together",
+        f"{copies} of {table.num_rows} rows are copies of other rows, such as row {last[duplicated] + 1} of row "
+        f"{first[duplicated] + 1}: a copy may come into the training set and its original into the test set; remove "
+        "them, or give --data.group with a column that keeps them together",
         UserWarning,
         stacklevel=2,
     )
 
 
-def narrow(stored: Tensor, features: Sequence[Column]) -> Tensor:
+def to_float32_if_precise(stored: Tensor, features: Sequence[Column]) -> Tensor:
     """As float32, unless a column of numbers would lose digits that matter for its spread."""
-    own = [i for i, column in enumerate(features) if column.categories is None]
-    plain = stored[:, own].numpy()
-    if not plain.size:
+    numeric_positions = [i for i, column in enumerate(features) if column.categories is None]
+    numeric_cells = stored[:, numeric_positions].numpy()
+    if not numeric_cells.size:
         return stored.to(torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a column without any value
-        spread, error = np.nanstd(plain, axis=0), np.nanmax(np.abs(plain - plain.astype(np.float32)), axis=0)
+        spread, error = (
+            np.nanstd(numeric_cells, axis=0),
+            np.nanmax(np.abs(numeric_cells - numeric_cells.astype(np.float32)), axis=0),
+        )
     return stored if bool((error > _PRECISE * spread).any()) else stored.to(torch.float32)
 
 
-def targets(
+def read_targets(
     table: Table, names: Sequence[str], task: TaskName, positive: str | None
 ) -> tuple[Tensor, tuple[str, ...], Task]:
     """Targets, the names of classes, labels or targets, and the task."""
     for name in names:
-        check_present(texts(table, name), name, "target")
-    decided = _task(table, names) if task == "auto" else task
-    if decided == "classification":
+        check_no_missing_values(column_as_texts(table, name), name, "target")
+    resolved_task = _infer_task(table, names) if task == "auto" else task
+    if resolved_task == "classification":
         if len(names) > 1:
             raise UserError(
                 f"classification has one target, got {', '.join(names)}; give --data.task multilabel for several"
             )
-        column = texts(table, names[0])
-        classes = _classes(column, names[0], positive)
+        column = column_as_texts(table, names[0])
+        classes = _infer_classes(column, names[0], positive)
         code = {value: number for number, value in enumerate(classes)}
         return torch.tensor([code[value] for value in column.tolist()]), classes, "classification"
     if positive is not None:
-        raise UserError(f"positive={positive!r} is of two classes, and this is {decided}; leave it out")
+        raise UserError(f"positive={positive!r} is of two classes, and this is {resolved_task}; leave it out")
     columns = []
     for name in names:
-        if not holds_numbers(table, name):
+        if not is_numeric_column(table, name):
             raise UserError(
-                f"target {name!r} holds texts, and {decided} needs numbers; drop the rows without a target, if that is what "
-                "the texts mean"
+                f"target {name!r} holds texts, and {resolved_task} needs numbers; drop the rows without a target, if "
+                "that is what the texts mean"
             )
-        column = numbers(table, name)
+        column = column_as_numbers(table, name)
         odd = np.flatnonzero((column != 0) & (column != 1))
-        if decided == "multilabel" and len(odd):
+        if resolved_task == "multilabel" and len(odd):
             raise UserError(
-                f"target {name!r} of several labels must be 0 or 1, got {column[odd[0]]:g} in {rows_of(odd)}"
+                f"target {name!r} of several labels must be 0 or 1, got {column[odd[0]]:g} in {format_row_numbers(odd)}"
             )
         columns.append(column)
-    return torch.from_numpy(np.stack(columns, axis=1).astype(np.float32)), tuple(names), decided
+    return torch.from_numpy(np.stack(columns, axis=1).astype(np.float32)), tuple(names), resolved_task
 
 
-def _task(table: Table, names: Sequence[str]) -> Task:
-    numeric = all(is_number(values(table, name).type) for name in names)
+def _infer_task(table: Table, names: Sequence[str]) -> Task:
+    numeric = all(is_numeric_type(arrow_column(table, name).type) for name in names)
     if len(names) > 1:
         if not numeric:
             raise UserError(f"several targets must be numbers, got {', '.join(names)}; give one")
-        labels = all(np.isin(numbers(table, name), (0, 1)).all() for name in names)
+        labels = all(np.isin(column_as_numbers(table, name), (0, 1)).all() for name in names)
         return "multilabel" if labels else "regression"
     if not numeric:
         return "classification"
-    column = numbers(table, names[0])
+    column = column_as_numbers(table, names[0])
     if not bool((column == np.floor(column)).all()):
         return "regression"
     if (different := len(np.unique(column))) > _MOST_CLASSES:
@@ -195,8 +200,8 @@ def _task(table: Table, names: Sequence[str]) -> Task:
     return "classification"
 
 
-def _classes(column: NDArray[Any], name: str, positive: str | None) -> tuple[str, ...]:
-    classes = in_order(column.tolist())
+def _infer_classes(column: NDArray[Any], name: str, positive: str | None) -> tuple[str, ...]:
+    classes = sorted_unique_texts(column.tolist())
     if len(classes) < 2:
         raise UserError(f"target {name!r} has one value alone, {classes[0]!r}: there is nothing to tell apart")
     if len(classes) > max(_MOST_CATEGORIES, len(column) // 10):

@@ -11,22 +11,22 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.data.features import Column, Prepared, moments
-from polyfed.data.schema import in_classes, merge_schemas, read_schema, schema_of
+from polyfed.data.features import Column, TablePreprocessor, count_and_sum
+from polyfed.data.schema import merge_schemas, read_schema, recode_targets_to_schema, table_schema
 
 
-def prepared_of(examples: Examples) -> Prepared:
+def preprocessor_of(examples: Examples) -> TablePreprocessor:
     """The preprocessing of examples of a table.
 
     Raises:
         UserError: they are of none.
     """
-    if not isinstance(examples.transform, Prepared):
-        raise UserError("federated preprocessing needs examples of one table at all clients (pf.data.table)")
+    if not isinstance(examples.transform, TablePreprocessor):
+        raise UserError("federated preprocessing needs examples of one table at all clients (pf.data.split_table)")
     return examples.transform
 
 
-def sums(train: Examples, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def count_and_sum_with_targets(train: Examples, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """How many training rows of a table have each column of numbers, and the sum of their values, or around a mean of the
     squares of what they differ from it by; after them the same of targets of regression, in the table's unit.
 
@@ -37,31 +37,31 @@ def sums(train: Examples, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
     Returns:
         Two float64 tensors of shape (columns of numbers + targets,).
     """
-    known = prepared_of(train)
-    plain = len(known.mean)
-    count, total = moments(train, known.columns, None if mean is None else mean[:plain])
-    if known.task != "regression":
+    preprocessor = preprocessor_of(train)
+    num_numeric = len(preprocessor.mean)
+    count, total = count_and_sum(train, preprocessor.columns, None if mean is None else mean[:num_numeric])
+    if preprocessor.task != "regression":
         return count, total
-    y = _in_unit(train.labels, known)
-    y = y if mean is None else (y - mean[plain:]) ** 2
+    y = _unscale_targets(train.labels, preprocessor)
+    y = y if mean is None else (y - mean[num_numeric:]) ** 2
     rows = torch.full(y.shape[1:], float(len(y)), dtype=torch.float64)
     return torch.cat([count, rows]), torch.cat([total, y.sum(0)])
 
 
-def _in_unit(y: Tensor, known: Prepared) -> Tensor:
+def _unscale_targets(y: Tensor, preprocessor: TablePreprocessor) -> Tensor:
     """Targets in the table's unit, float64, shape (n, targets)."""
-    mean, spread = torch.tensor(known.target or ((0.0, 1.0),), dtype=torch.float64).T
-    found: Tensor = y.double().reshape(len(y), -1) * spread + mean
-    return found
+    mean, spread = torch.tensor(preprocessor.target or ((0.0, 1.0),), dtype=torch.float64).T
+    targets: Tensor = y.double().reshape(len(y), -1) * spread + mean
+    return targets
 
 
-def unsettled(tables: Sequence[Prepared]) -> bool:
+def needs_common_preprocessing(tables: Sequence[TablePreprocessor]) -> bool:
     """Whether tables have yet to agree on one preprocessing: that of sums over all sites, which was read one by one."""
-    asked = [table for table in tables if table.scope == "federated"]
-    return len(set(asked)) > 1 or any(set(table.target) == {(0.0, 1.0)} for table in asked)
+    federated_tables = [table for table in tables if table.scope == "federated"]
+    return len(set(federated_tables)) > 1 or any(set(table.target) == {(0.0, 1.0)} for table in federated_tables)
 
 
-def merged(tables: Mapping[str, Prepared]) -> Prepared:
+def merge_table_definitions(tables: Mapping[str, TablePreprocessor]) -> TablePreprocessor:
     """What tables have in common: the same columns, with the categories and classes of any, and nothing fitted yet.
 
     Args:
@@ -70,75 +70,84 @@ def merged(tables: Mapping[str, Prepared]) -> Prepared:
     Raises:
         UserError: a site has other columns, or in another order, another task or other targets.
 
-    >>> one, two = Prepared((Column("sex", ("f", "m")),), (), ()), Prepared((Column("sex", ("f", "x")),), (), ())
-    >>> merged({"north": one, "south": two}).columns
+    >>> one, two = (TablePreprocessor((Column("sex", ("f", "m")),), (), ()),
+    ...             TablePreprocessor((Column("sex", ("f", "x")),), (), ()))
+    >>> merge_table_definitions({"north": one, "south": two}).columns
     (Column(name='sex', categories=('f', 'm', 'x'), missing=False),)
     """
-    first, like = next(iter(tables.items()))
-    for site, own in tables.items():
-        if flaw := _unlike(like, own):
+    first_site, first_table = next(iter(tables.items()))
+    for site, site_table in tables.items():
+        if flaw := _table_difference(first_table, site_table):
             raise UserError(
-                f"site {site!r} has another table than {first!r}: {flaw}; preprocess='federated' needs the same columns in "
-                "the same order at all sites (columns=...)"
+                f"site {site!r} has another table than {first_site!r}: {flaw}; preprocess='federated' needs the same "
+                "columns in the same order at all sites (columns=...)"
             )
-    found = read_schema(merge_schemas(*map(schema_of, tables.values())))
-    return like if (found.columns, found.classes) == (like.columns, like.classes) else found
+    common_table = read_schema(merge_schemas(*map(table_schema, tables.values())))
+    return (
+        first_table
+        if (common_table.columns, common_table.classes) == (first_table.columns, first_table.classes)
+        else common_table
+    )
 
 
-def _unlike(one: Prepared, other: Prepared) -> str:
-    names = [[column.name for column in known.columns] for known in (one, other)]
+def _table_difference(first: TablePreprocessor, second: TablePreprocessor) -> str:
+    names = [[column.name for column in table.columns] for table in (first, second)]
     less, more = ([repr(n) for n in a if n not in b] for a, b in (names, names[::-1]))
     if less or more:
         parts = [f"it has no column {', '.join(less[:5])}"] if less else []
         return ", and ".join([*parts, *([f"it has {', '.join(more[:5])} more"] if more else [])])
     if names[0] != names[1]:
         return "its columns are in another order"
-    if one.task != other.task or (one.task != "classification" and one.classes != other.classes):
+    if first.task != second.task or (first.task != "classification" and first.classes != second.classes):
         return "its targets are others"
-    pairs = zip(one.columns, other.columns, strict=True)
+    pairs = zip(first.columns, second.columns, strict=True)
     odd = [a.name for a, b in pairs if (a.categories is None) != (b.categories is None)]
     return f"column {odd[0]!r} holds numbers at one and categories at the other" if odd else ""
 
 
-def coded(examples: Sequence[Examples], common: Prepared) -> list[Examples]:
+def recode_examples(examples: Sequence[Examples], common: TablePreprocessor) -> list[Examples]:
     """Examples of one table, coded, scaled and prepared by what is common to all places. Those that share a store share one
     afterwards.
 
     Raises:
         UserError: the common table is not that of these, or lacks a category or class of theirs.
 
-    >>> own = Prepared((Column("sex", ("f", "x")),), (), (), classes=("no", "yes"))
+    >>> own = TablePreprocessor((Column("sex", ("f", "x")),), (), (), classes=("no", "yes"))
     >>> rows = Examples(torch.tensor([[0.0], [1.0]]), torch.tensor([1, 0]), transform=own)
-    >>> (both,) = coded([rows], Prepared((Column("sex", ("f", "m", "x")),), (), (), classes=("no", "perhaps", "yes")))
+    >>> (both,) = recode_examples([rows],
+    ...     TablePreprocessor((Column("sex", ("f", "m", "x")),), (), (), classes=("no", "perhaps", "yes")))
     >>> both.x.tolist(), both.y.tolist()
     ([[0.0], [2.0]], [2, 0])
     """
     stores: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    found = []
+    recoded = []
     for part in examples:
-        own, place = prepared_of(part), (id(part.x), id(part.y))
-        if place not in stores:
-            if flaw := _unlike(own, common):
+        preprocessor, store_key = preprocessor_of(part), (id(part.x), id(part.y))
+        if store_key not in stores:
+            if flaw := _table_difference(preprocessor, common):
                 raise UserError(f"the common table is not that of these rows: {flaw}")
-            stores[place] = _inputs(part.tensor, own, common), _targets(part.y, own, common)
-        x, y = stores[place]
-        found.append(Examples(x, y, part.index, common, part.augment, part.columns, part.group))
-    return found
+            stores[store_key] = (
+                _recode_inputs(part.input_tensor, preprocessor, common),
+                _recode_targets(part.y, preprocessor, common),
+            )
+        x, y = stores[store_key]
+        recoded.append(Examples(x, y, part.index, common, part.augment, part.columns, part.group))
+    return recoded
 
 
-def _inputs(x: Tensor, own: Prepared, common: Prepared) -> Tensor:
-    if own.columns == common.columns:
+def _recode_inputs(x: Tensor, preprocessor: TablePreprocessor, common: TablePreprocessor) -> Tensor:
+    if preprocessor.columns == common.columns:
         return x
     new = x.clone()
-    for position, (before, after) in enumerate(zip(own.columns, common.columns, strict=True)):
+    for position, (before, after) in enumerate(zip(preprocessor.columns, common.columns, strict=True)):
         if before.missing and not after.missing:
             raise UserError(f"column {before.name!r} has empty cells here, which the common table does not know")
         if before.categories is not None and before != after:
-            new[:, position] = _codes(before, after)[x[:, position].long()].to(x.dtype)
+            new[:, position] = _code_translation(before, after)[x[:, position].long()].to(x.dtype)
     return new
 
 
-def _codes(before: Column, after: Column) -> Tensor:
+def _code_translation(before: Column, after: Column) -> Tensor:
     """The new code of each category, of rows without one, and, at the end, of those that are of none (-1)."""
     old, new = before.categories or (), after.categories or ()
     if lost := [value for value in old if value not in new]:
@@ -146,11 +155,15 @@ def _codes(before: Column, after: Column) -> Tensor:
     return torch.tensor([*map(new.index, old), *([len(new)] if before.missing else []), -1])
 
 
-def _targets(y: Tensor, own: Prepared, common: Prepared) -> Tensor:
-    if own.task != "regression":
-        return y if own.classes == common.classes else in_classes(y, own.classes, common, own.task)
-    if own.target == common.target:
+def _recode_targets(y: Tensor, preprocessor: TablePreprocessor, common: TablePreprocessor) -> Tensor:
+    if preprocessor.task != "regression":
+        return (
+            y
+            if preprocessor.classes == common.classes
+            else recode_targets_to_schema(y, preprocessor.classes, common, preprocessor.task)
+        )
+    if preprocessor.target == common.target:
         return y
     mean, spread = torch.tensor(common.target, dtype=torch.float64).T
-    scaled: Tensor = (_in_unit(y, own) - mean) / spread
+    scaled: Tensor = (_unscale_targets(y, preprocessor) - mean) / spread
     return scaled.to(torch.float32).view_as(y)

@@ -14,23 +14,23 @@ Rows = NDArray[np.int64]
 Labels = NDArray[Any]
 
 
-def group(owner: NDArray[np.int64], num_clients: int) -> list[Rows]:
+def rows_by_owner(owner: NDArray[np.int64], num_clients: int) -> list[Rows]:
     """Rows per client, ascending, from the client of each row (−1: nobody's)."""
     order = np.argsort(owner, kind="stable")
     ends = np.searchsorted(owner[order], np.arange(num_clients + 1))
     return [order[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def deal(class_of: NDArray[np.int64], counts: NDArray[np.int64], rng: np.random.Generator) -> list[Rows]:
+def draw_rows_by_class(class_of: NDArray[np.int64], counts: NDArray[np.int64], rng: np.random.Generator) -> list[Rows]:
     """Draws for client i `counts[i, c]` rows of each class c."""
     owner = np.full(len(class_of), -1)
-    for label, wanted in enumerate(counts.T):
+    for label, count_by_client in enumerate(counts.T):
         rows = rng.permutation(np.flatnonzero(class_of == label))
-        owner[rows[: wanted.sum()]] = np.repeat(np.arange(len(counts)), wanted)
-    return group(owner, len(counts))
+        owner[rows[: count_by_client.sum()]] = np.repeat(np.arange(len(counts)), count_by_client)
+    return rows_by_owner(owner, len(counts))
 
 
-def assign(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+def assign_classes_evenly(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
     """`k` classes for each client, shape (num_clients, num_classes): always the least used ones, ties by chance."""
     has = np.zeros((num_clients, num_classes), bool)
     for client in has:
@@ -38,12 +38,12 @@ def assign(num_clients: int, num_classes: int, k: int, rng: np.random.Generator)
     return has
 
 
-def assign_at_random(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+def assign_classes_at_random(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
     """The same, but each client draws its `k` classes without regard to the others."""
     return rng.random((num_clients, num_classes)).argsort(axis=1) < k
 
 
-def top_up(counts: NDArray[np.int64], shares: NDArray[np.float64], least: int) -> None:
+def top_up_small_clients(counts: NDArray[np.int64], shares: NDArray[np.float64], least: int) -> None:
     """Moves examples, in place, until every row of `counts` has `least`; each step moves one at least, so it ends."""
     totals = counts.sum(axis=1)
     for client in np.flatnonzero(totals < least):
@@ -60,7 +60,7 @@ def top_up(counts: NDArray[np.int64], shares: NDArray[np.float64], least: int) -
                 totals[client] += amount
 
 
-def stratified(labels: Labels, size: int, seed: int, keep: bool = False) -> Rows:
+def draw_stratified_rows(labels: Labels, size: int, seed: int, leave_one_per_class: bool = False) -> Rows:
     """`size` random rows with the classes' shares of `labels`, each class within one example of its exact share.
 
     Args:
@@ -73,7 +73,7 @@ def stratified(labels: Labels, size: int, seed: int, keep: bool = False) -> Rows
         Rows, ascending, int64, shape (size,).
 
     >>> labels = np.array([0, 0, 0, 0, 1, 1])
-    >>> labels[stratified(labels, 3, seed=0)].tolist()
+    >>> labels[draw_stratified_rows(labels, 3, seed=0)].tolist()
     [0, 0, 1]
     """
     num, rng = len(labels), numpy_generator(seed)
@@ -84,7 +84,7 @@ def stratified(labels: Labels, size: int, seed: int, keep: bool = False) -> Rows
     _, class_of, counts = np.unique(labels, return_inverse=True, return_counts=True)
     # Whole-number arithmetic: the quota is the floor of the exact share, the largest remainders get one more.
     quota, remainder = np.divmod(counts * size, max(num, 1))
-    exhausts = (quota + 1 >= counts) & keep
+    exhausts = (quota + 1 >= counts) & leave_one_per_class
     order = np.lexsort((rng.random(len(counts)), -remainder, exhausts, remainder == 0))
     quota[order[: size - quota.sum()]] += 1
     shuffled = rng.permutation(num)
@@ -93,18 +93,18 @@ def stratified(labels: Labels, size: int, seed: int, keep: bool = False) -> Rows
     return np.sort(shuffled[rank < np.repeat(quota, counts)])
 
 
-def classes_of(labels: Labels, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def class_sizes_and_indices(labels: Labels, partition_name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Size of each class that occurs, and for each example the position of its class among those."""
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(
-            f"{name} divides examples by their class, but these labels have shape {labels.shape} and type "
+            f"{partition_name} divides examples by their class, but these labels have shape {labels.shape} and type "
             f"{labels.dtype}, not one whole number per example; use iid, quantity_skew or natural"
         )
     _, class_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     return sizes, class_of
 
 
-def values_of(
+def unique_values_as_texts(
     column: NDArray[Any], name: str
 ) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """The values of a column as texts that can be the ids of clients: numbers in ascending order, all else by name.
@@ -119,32 +119,39 @@ def values_of(
     Raises:
         UserError: more than one value per example, or a row without one.
 
-    >>> [part.tolist() for part in values_of(np.array([10, 9, 10]), "site")[1:]], values_of(np.array([10, 9, 10]), "site")[0]
+    >>> ([part.tolist() for part in unique_values_as_texts(np.array([10, 9, 10]), "site")[1:]],
+    ...  unique_values_as_texts(np.array([10, 9, 10]), "site")[0])
     ([[1, 0], [1, 0, 1], [1, 2]], ('9', '10'))
     """
     if column.ndim != 1:
         raise UserError(f"natural: column {name!r} has shape {column.shape}, not one value per example")
     if column.dtype.kind == "O":
-        column = np.array([_text(value) for value in column.tolist()])
+        column = np.array([_as_text(value) for value in column.tolist()])
     elif column.dtype.kind == "S":
         column = np.char.decode(column, "utf-8", "backslashreplace")
-    found, first, which, sizes = np.unique(column, return_index=True, return_inverse=True, return_counts=True)
-    texts = tuple(str(value) for value in found)
-    empty = [size for text, value, size in zip(texts, found, sizes, strict=True) if not text.strip() or value != value]
+    unique_values, first_rows, value_indices, sizes = np.unique(
+        column, return_index=True, return_inverse=True, return_counts=True
+    )
+    texts = tuple(str(value) for value in unique_values)
+    empty = [
+        size
+        for text, value, size in zip(texts, unique_values, sizes, strict=True)
+        if not text.strip() or value != value
+    ]
     if empty:
         raise UserError(
             f"natural: column {name!r} has no value in {sum(empty)} of {len(column)} rows; fill it in, or drop these rows"
         )
-    return texts, first, which, sizes
+    return texts, first_rows, value_indices, sizes
 
 
-def _text(value: object) -> str:
+def _as_text(value: object) -> str:
     if value is None or (isinstance(value, float) and value != value):
         return ""
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
 
 
-def check_clients(num_examples: int, num_clients: int, least: int = 1, why: str = "min_examples") -> None:
+def check_num_clients(num_examples: int, num_clients: int, least: int = 1, why: str = "min_examples") -> None:
     """Refuses a number of clients that leaves one of them with fewer than `least` examples."""
     if num_clients < 1:
         raise UserError(f"the number of clients must be at least 1, got {num_clients}")
@@ -157,19 +164,19 @@ def check_clients(num_examples: int, num_clients: int, least: int = 1, why: str 
         )
 
 
-def check_k(k: int, limit: int, why: str = "the data has no more") -> None:
+def check_classes_per_client(k: int, limit: int, why: str = "the data has no more") -> None:
     """Raises a `UserError` unless there are so many classes."""
     if k > limit:
         raise UserError(f"k={k} classes per client is too many: choose at most {limit} ({why})")
 
 
-def check_count(name: str, field: str, value: int) -> None:
+def check_positive_integer(name: str, field: str, value: int) -> None:
     """Raises a `UserError` unless the value is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{name}: {field} must be a whole number of at least 1, got {value!r}")
 
 
-def check_positive(name: str, field: str, value: float) -> None:
+def check_positive_number(name: str, field: str, value: float) -> None:
     """Raises a `UserError` unless the value is a positive number."""
     if not (math.isfinite(value) and value > 0):
         raise UserError(f"{name}: {field} must be a positive number, got {value!r}")

@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import ANY_SIZE, check_file, open_file, user_path
-from polyfed.core.room import check_room
-from polyfed.core.typed import from_json
+from polyfed.core.files import UNLIMITED_BYTES, check_file, expand_user_path, open_file
+from polyfed.core.room import check_fits_in_memory
+from polyfed.core.typed import parse_json
 
 Table = Any
 """A `pyarrow.Table`; pyarrow is imported only where it is used."""
 
-SPLITS: Mapping[str, str] = {
+SPLIT_NAMES: Mapping[str, str] = {
     "train": "train",
     "test": "test",
     "validation": "validation",
@@ -30,20 +30,20 @@ SPLITS: Mapping[str, str] = {
 """What the splits of a data set are called, and what we call them."""
 
 
-def existing(path: str, advice: str) -> Path:
+def resolve_existing_path(path: str, advice: str) -> Path:
     """`path` if there is such a file or folder.
 
-    >>> existing("/no/such/folder", "give --data.path DIR")
+    >>> resolve_existing_path("/no/such/folder", "give --data.path DIR")
     Traceback (most recent call last):
     polyfed.core.errors.UserError: '/no/such/folder' does not exist; give --data.path DIR
     """
-    found = user_path(path, f"a path of the data ({advice})")
-    if not found.exists():
-        raise UserError(f"{path!r} {'leads nowhere' if found.is_symlink() else 'does not exist'}; {advice}")
-    return found if found.is_dir() else check_file(found, ANY_SIZE)
+    resolved = expand_user_path(path, f"a path of the data ({advice})")
+    if not resolved.exists():
+        raise UserError(f"{path!r} {'leads nowhere' if resolved.is_symlink() else 'does not exist'}; {advice}")
+    return resolved if resolved.is_dir() else check_file(resolved, UNLIMITED_BYTES)
 
 
-def read_idx(file: Path) -> NDArray[np.uint8]:
+def read_idx_file(file: Path) -> NDArray[np.uint8]:
     """An IDX file of unsigned bytes (the format of MNIST), plain or gzip.
 
     Returns:
@@ -56,7 +56,7 @@ def read_idx(file: Path) -> NDArray[np.uint8]:
         with open_file(file) as raw, gzip.open(raw) if file.suffix == ".gz" else raw as stream:
             zeros, kind, dims = struct.unpack(">HBB", stream.read(4))
             shape = struct.unpack(f">{dims}I", stream.read(4 * dims))
-            check_room(f"the array in {str(file)!r}", size := math.prod(shape))
+            check_fits_in_memory(f"the array in {str(file)!r}", size := math.prod(shape))
             content = stream.read(size + 1)  # a file that goes on is another file
         if zeros != 0 or kind != 8 or len(content) != size:
             raise ValueError(f"it begins with {zeros, kind, dims}, and has {len(content)} values for shape {shape}")
@@ -65,13 +65,13 @@ def read_idx(file: Path) -> NDArray[np.uint8]:
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
-def find_idx(folder: Path, prefix: str, kind: str) -> Path | None:
+def find_idx_file(folder: Path, prefix: str, kind: str) -> Path | None:
     """The file `PREFIX-images-idx3-ubyte.gz` (also unpacked, also with a dot), or the same with labels and idx1."""
     pattern = re.compile(rf"{re.escape(prefix)}-{kind}[-.]idx\d-ubyte(\.gz)?")
     return next((file for file in sorted(folder.rglob("*ubyte*")) if pattern.fullmatch(file.name)), None)
 
 
-def parquet_tables(path: Path, without: str | None = None) -> dict[str, Table]:
+def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[str, Table]:
     """Tables by split ("train", "test", "validation") of a Parquet file, or of a folder in the hub's layout:
     `train-00000-of-00001.parquet` or `train/0000.parquet`, at any depth. A single file is the training split; a folder
     without Parquet files gives an empty dict.
@@ -87,22 +87,23 @@ def parquet_tables(path: Path, without: str | None = None) -> dict[str, Table]:
     import pyarrow.parquet
 
     def read(file: Path) -> Table:
-        check_file(file, ANY_SIZE)
-        if without is None:
+        check_file(file, UNLIMITED_BYTES)
+        if skipped_column is None:
             return pyarrow.parquet.read_table(file)
-        names = [name for name in pyarrow.parquet.read_schema(file).names if name != without]
+        names = [name for name in pyarrow.parquet.read_schema(file).names if name != skipped_column]
         return pyarrow.parquet.read_table(file, columns=names)
 
     try:
         return {
-            split: pyarrow.concat_tables([read(file) for file in files]) for split, files in parquet_files(path).items()
+            split: pyarrow.concat_tables([read(file) for file in files])
+            for split, files in find_parquet_files(path).items()
         }
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{str(path)!r} cannot be read as Parquet ({error})") from error
 
 
-def parquet_files(path: Path) -> dict[str, list[Path]]:
-    """The files of `parquet_tables` by split.
+def find_parquet_files(path: Path) -> dict[str, list[Path]]:
+    """The files of `read_parquet_splits` by split.
 
     Raises:
         UserError: several configurations in one folder.
@@ -110,7 +111,7 @@ def parquet_files(path: Path) -> dict[str, list[Path]]:
     groups: dict[str, list[Path]] = {}
     for file in [path] if path.is_file() else sorted(path.rglob("*.parquet")):
         name = re.split(r"[-_.]", file.name)[0].lower()
-        split = SPLITS.get(name, SPLITS.get(file.parent.name.lower(), "train"))
+        split = SPLIT_NAMES.get(name, SPLIT_NAMES.get(file.parent.name.lower(), "train"))
         groups.setdefault(split, []).append(file)
     for split, files in groups.items():
         folders = sorted({str(file.parent) for file in files})
@@ -119,7 +120,7 @@ def parquet_files(path: Path) -> dict[str, list[Path]]:
     return groups
 
 
-def column(table: Table, names: Iterable[str], what: str) -> str:
+def find_column(table: Table, names: Iterable[str], role: str) -> str:
     """The first of `names` that the table has.
 
     Raises:
@@ -130,11 +131,11 @@ def column(table: Table, names: Iterable[str], what: str) -> str:
         if name in table.column_names:
             return name
     raise UserError(
-        f"the table has no {what} column {' or '.join(map(repr, names))}; its columns: {table.column_names}"
+        f"the table has no {role} column {' or '.join(map(repr, names))}; its columns: {table.column_names}"
     )
 
 
-def blobs(table: Table, name: str) -> list[bytes]:
+def read_image_bytes(table: Table, name: str) -> list[bytes]:
     """Encoded images of a column that holds bytes, or the hub's structs of bytes and path."""
     encoded = []
     for row, value in enumerate(table.column(name).to_pylist()):
@@ -145,7 +146,7 @@ def blobs(table: Table, name: str) -> list[bytes]:
     return encoded
 
 
-def array(table: Table, name: str) -> NDArray[Any]:
+def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
     """A column as a numpy array; lists of equal length become a second dimension.
 
     Raises:
@@ -154,33 +155,33 @@ def array(table: Table, name: str) -> NDArray[Any]:
     values = table.column(name)
     if values.null_count:
         raise UserError(f"column {name!r} has {values.null_count} empty cells; fill or drop them")
-    plain = values.to_numpy()
-    if plain.dtype != object or not len(plain) or not isinstance(plain[0], np.ndarray | list):
-        return np.asarray(plain)
-    if len({len(row) for row in plain}) > 1:
+    cells = values.to_numpy()
+    if cells.dtype != object or not len(cells) or not isinstance(cells[0], np.ndarray | list):
+        return np.asarray(cells)
+    if len({len(row) for row in cells}) > 1:
         raise UserError(f"column {name!r} holds lists of different lengths")
-    return np.stack([np.asarray(row) for row in plain])
+    return np.stack([np.asarray(row) for row in cells])
 
 
-def scalar_columns(table: Table, without: Iterable[str]) -> dict[str, NDArray[Any]]:
+def scalar_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
     """The columns of whole numbers and strings but `without`: by these users can be distinguished."""
     import pyarrow.types as kinds
 
     usable = (kinds.is_integer, kinds.is_string, kinds.is_large_string, kinds.is_boolean)
     names = [field.name for field in table.schema if any(kind(field.type) for kind in usable)]
-    names = [name for name in names if name not in set(without) and table.column(name).null_count == 0]
-    return {name: array(table, name) for name in names}
+    names = [name for name in names if name not in set(skipped) and table.column(name).null_count == 0]
+    return {name: column_to_numpy(table, name) for name in names}
 
 
-def class_names(table: Table, name: str) -> tuple[str, ...] | None:
+def hub_class_names(table: Table, name: str) -> tuple[str, ...] | None:
     """Names of the classes that a Parquet file of the hub states for its label column; None if it does not."""
     metadata = (table.schema.metadata or {}).get(b"huggingface")
     if metadata is None:
         return None
     try:
-        found = from_json(metadata)
+        node = parse_json(metadata)
     except ValueError:
         return None
     for key in ("info", "features", name, "names"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return tuple(map(str, found)) if isinstance(found, list) and found else None
+        node = node.get(key) if isinstance(node, dict) else None
+    return tuple(map(str, node)) if isinstance(node, list) and node else None

@@ -9,16 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples import Examples
-from polyfed.core.files import user_path
-from polyfed.data.columns import TaskName, has_few, targets
-from polyfed.data.files import existing
-from polyfed.data.frames import check_columns, check_present, read_table, rows_of, texts
-from polyfed.data.images import Mode, image_statistics, read_images
-from polyfed.data.lazy import in_files, lazily
-from polyfed.data.pool import Pool, Source, make_pool
-from polyfed.data.tables import listed
+from polyfed.core.files import expand_user_path
+from polyfed.data.columns import TaskName, has_few_values, read_targets
+from polyfed.data.files import resolve_existing_path
+from polyfed.data.frames import (
+    check_columns_exist,
+    check_no_missing_values,
+    column_as_texts,
+    format_row_numbers,
+    read_table,
+)
+from polyfed.data.images import Mode, measure_normalisation, read_images
+from polyfed.data.lazy import build_encoded_files, build_lazy_images
+from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
+from polyfed.data.tables import parse_names
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 Layout = Literal["class", "site/class", "class/site"]
@@ -45,67 +51,73 @@ class ImageFolder(Source):
     lazy: bool = False
 
     def __post_init__(self) -> None:
-        check_size(self.image_size)
+        check_image_size(self.image_size)
         if self.layout not in get_args(Layout):
-            raise UserError(f"layout {self.layout!r} is unknown; {nearest(str(self.layout), get_args(Layout))}")
+            raise UserError(f"layout {self.layout!r} is unknown; {did_you_mean(str(self.layout), get_args(Layout))}")
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The pictures."""
         advice = "give --data.path with a folder that has one folder of pictures per class"
         if not self.path:
             raise UserError(advice)
-        root = existing(self.path, advice)
+        root = resolve_existing_path(self.path, advice)
         if not root.is_dir():
             raise UserError(f"{self.path!r} is no folder; {advice}")
         train = root / "train" if (root / "train").is_dir() else root
-        found = self._found(train, advice)
-        names = tuple(one.name for one in _folders(train)) if self.layout == "class" else ()
-        names = names or tuple(sorted({label for _, label, _ in found}))
-        parts = [found]
+        train_pictures = self._find_pictures(train, advice)
+        names = tuple(subfolder.name for subfolder in _subfolders(train)) if self.layout == "class" else ()
+        names = names or tuple(sorted({label for _, label, _ in train_pictures}))
+        parts = [train_pictures]
         if train != root and (root / "test").is_dir():
-            parts.append(self._found(root / "test", advice))
-            there = {one.name for one in _folders(root / "test")} if self.layout == "class" else set()
-            if extra := sorted((there or {label for _, label, _ in parts[1]}) - set(names)):
+            parts.append(self._find_pictures(root / "test", advice))
+            test_labels = (
+                {subfolder.name for subfolder in _subfolders(root / "test")} if self.layout == "class" else set()
+            )
+            if extra := sorted((test_labels or {label for _, label, _ in parts[1]}) - set(names)):
                 raise UserError(f"{str(root / 'test')!r} has classes without training pictures: {', '.join(extra)}")
         code = {name: number for number, name in enumerate(names)}
         y = [torch.tensor([code[label] for _, label, _ in part]) for part in parts]
-        x, transform = pictures([[file for file, *_ in part] for part in parts], self.grey, self.image_size, self.lazy)
-        columns = {} if self.layout == "class" else {"site": np.array([site for *_, site in found])}
+        x, transform = load_pictures(
+            [[file for file, *_ in part] for part in parts], self.grey, self.image_size, self.lazy
+        )
+        columns = {} if self.layout == "class" else {"site": np.array([site for *_, site in train_pictures])}
         sets = list(zip(x, y, strict=True))
-        return make_pool(sets[0], sets[1] if len(sets) > 1 else None, names, transform, columns)
+        return build_pooled_dataset(sets[0], sets[1] if len(sets) > 1 else None, names, transform, columns)
 
-    def _found(self, folder: Path, advice: str) -> list[tuple[Path, str, str]]:
+    def _find_pictures(self, folder: Path, advice: str) -> list[tuple[Path, str, str]]:
         """File, class and site of each picture."""
-        found = []
-        for outer in _folders(folder):
-            inner = [outer] if self.layout == "class" else _folders(outer)
-            if self.layout != "class" and (loose := _pictures(outer, deep=False)):
+        entries = []
+        for outer in _subfolders(folder):
+            inner = [outer] if self.layout == "class" else _subfolders(outer)
+            if self.layout != "class" and (loose := _list_pictures(outer, deep=False)):
                 raise UserError(f"{str(loose[0])!r} lies in no folder of the layout {self.layout}; move it into one")
-            for own in inner:
-                site, label = (own.name, outer.name) if self.layout == "class/site" else (outer.name, own.name)
-                found += [(file, label, site) for file in _pictures(own, deep=True)]
-        if not found:
+            for leaf in inner:
+                site, label = (leaf.name, outer.name) if self.layout == "class/site" else (outer.name, leaf.name)
+                entries += [(file, label, site) for file in _list_pictures(leaf, deep=True)]
+        if not entries:
             raise UserError(f"{str(folder)!r} holds no pictures; {advice}")
         if self.layout == "class":
             _check_one_level(folder)
-        return sorted(found, key=lambda one: (one[1], one[2])) if self.layout != "class" else found
+        return sorted(entries, key=lambda entry: (entry[1], entry[2])) if self.layout != "class" else entries
 
 
-def _folders(folder: Path) -> list[Path]:
-    return sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _pictures(folder: Path, *, deep: bool) -> list[Path]:
-    every = folder.rglob("*") if deep else folder.iterdir()
-    return sorted(file for file in every if file.suffix.lower() in _SUFFIXES)
+def _list_pictures(folder: Path, *, deep: bool) -> list[Path]:
+    paths = folder.rglob("*") if deep else folder.iterdir()
+    return sorted(file for file in paths if file.suffix.lower() in _SUFFIXES)
 
 
 def _check_one_level(folder: Path) -> None:
     """Raises if the folders look like sites with classes in them, or the other way round."""
-    below = {outer.name: {one.name for one in _folders(outer)} for outer in _folders(folder)}
-    shared = set.intersection(*below.values()) if len(below) > 1 else set()
-    if len(shared) > 1 and not any(_pictures(outer, deep=False) for outer in _folders(folder)):
-        outer, inner = ", ".join(sorted(below)[:3]), ", ".join(sorted(shared)[:3])
+    names_by_folder = {
+        outer.name: {subfolder.name for subfolder in _subfolders(outer)} for outer in _subfolders(folder)
+    }
+    shared = set.intersection(*names_by_folder.values()) if len(names_by_folder) > 1 else set()
+    if len(shared) > 1 and not any(_list_pictures(outer, deep=False) for outer in _subfolders(folder)):
+        outer, inner = ", ".join(sorted(names_by_folder)[:3]), ", ".join(sorted(shared)[:3])
         raise UserError(
             f"the folders of {str(folder)!r} ({outer}) have folders of the same names in them ({inner}): give --data.layout "
             f"site/class if {outer} are sites, or class/site if they are classes"
@@ -144,51 +156,63 @@ class ImageTable(Source):
     lazy: bool = False
 
     def __post_init__(self) -> None:
-        check_size(self.image_size)
+        check_image_size(self.image_size)
         if self.task not in get_args(TaskName):
-            raise UserError(f"task {self.task!r} is unknown; {nearest(str(self.task), get_args(TaskName))}")
+            raise UserError(f"task {self.task!r} is unknown; {did_you_mean(str(self.task), get_args(TaskName))}")
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The pictures."""
         advice = "give --data.path with a CSV or Parquet file that lists pictures, a row each"
         if not self.path:
             raise UserError(advice)
         table = read_table(self.path)
-        wanted = listed(self.target, table)
-        for what, name in {"image": self.image, "site": self.site, "group": self.group}.items():
+        target_names = parse_names(self.target, table)
+        for role, name in {"image": self.image, "site": self.site, "group": self.group}.items():
             if name is not None:
-                check_columns(table, [name], what)
-                check_present(texts(table, name), name, what)
-        check_columns(table, wanted, "target")
-        home = user_path(self.path).parent if self.folder is None else existing(self.folder, "give --data.folder")
-        files = [home / name for name in texts(table, self.image).tolist()]
+                check_columns_exist(table, [name], role)
+                check_no_missing_values(column_as_texts(table, name), name, role)
+        check_columns_exist(table, target_names, "target")
+        picture_folder = (
+            expand_user_path(self.path).parent
+            if self.folder is None
+            else resolve_existing_path(self.folder, "give --data.folder")
+        )
+        files = [picture_folder / name for name in column_as_texts(table, self.image).tolist()]
         if absent := [row for row, file in enumerate(files) if not file.is_file()]:
             raise UserError(
-                f"column {self.image!r} names pictures that do not exist in {rows_of(np.array(absent))}, such as "
+                f"column {self.image!r} names pictures that do not exist in {format_row_numbers(np.array(absent))}, such as "
                 f"{str(files[absent[0]])!r}; give --data.folder with the folder where relative paths begin"
             )
-        y, names, task = targets(table, wanted, self.task, self.positive)
-        x, transform = pictures([files], self.grey, self.image_size, self.lazy)
+        y, names, task = read_targets(table, target_names, self.task, self.positive)
+        x, transform = load_pictures([files], self.grey, self.image_size, self.lazy)
         columns = {}
         for name in table.column_names:
-            if name not in wanted and name != self.image and (has_few(table, name) or name in (self.site, self.group)):
-                columns[name] = np.array(["" if value is None else value for value in texts(table, name).tolist()])
-        return Pool(Examples(x[0], y, transform=transform), None, names, task, columns, group=self.group)
+            if (
+                name not in target_names
+                and name != self.image
+                and (has_few_values(table, name) or name in (self.site, self.group))
+            ):
+                columns[name] = np.array(
+                    ["" if value is None else value for value in column_as_texts(table, name).tolist()]
+                )
+        return PooledDataset(Examples(x[0], y, transform=transform), None, names, task, columns, group=self.group)
 
 
-def check_size(image_size: int) -> None:
+def check_image_size(image_size: int) -> None:
     """Raises a `UserError` unless images of this size have a pixel."""
     if image_size < 1:
         raise UserError(f"image_size must be at least 1 pixel, got {image_size}")
 
 
-def pictures(
+def load_pictures(
     parts: Sequence[Sequence[Path]], grey: bool, size: int, lazy: bool
 ) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
     """What is stored of the pictures of each part, and the transform of all: measured on the first."""
     mode: Mode = "L" if grey else "RGB"
     if not lazy:
         x = [read_images(part, mode, size) for part in parts]
-        return x, image_statistics(x[0])
-    stored, transform = lazily(in_files([file for part in parts for file in part]), mode, size, len(parts[0]))
+        return x, measure_normalisation(x[0])
+    stored, transform = build_lazy_images(
+        build_encoded_files([file for part in parts for file in part]), mode, size, len(parts[0])
+    )
     return list(torch.split(stored, [len(part) for part in parts])), transform

@@ -6,27 +6,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.seeds import derive
-from polyfed.data.dealing import stratified
+from polyfed.core.seeds import derive_seed
+from polyfed.data.dealing import draw_stratified_rows
 
 Rows = NDArray[np.int64]
 
 
-def groups_of(column: NDArray[Any]) -> NDArray[Any]:
+def group_ids(column: NDArray[Any]) -> NDArray[Any]:
     """The groups of rows; a row without a value is a group of its own."""
     plain = column.tolist()
-    own = [value is None or value != value or not str(value).strip() for value in plain]
+    is_missing = [value is None or value != value or not str(value).strip() for value in plain]
     return np.array(
-        [f"\0{row}" if alone else str(value) for row, (value, alone) in enumerate(zip(plain, own, strict=True))]
+        [f"\0{row}" if alone else str(value) for row, (value, alone) in enumerate(zip(plain, is_missing, strict=True))]
     )
 
 
-def by_group(
+def split_by_group(
     labels: NDArray[Any],
     groups: NDArray[Any],
     shares: Mapping[str, float],
     seed: int,
-    roles: MutableMapping[str, str],
+    set_of_group: MutableMapping[str, str],
 ) -> dict[str, Rows]:
     """The rows of the sets of a client, whole groups in each.
 
@@ -43,23 +43,23 @@ def by_group(
     Returns:
         set -> rows, ascending; with "train", the rest.
 
-    >>> rows = by_group(np.zeros(6, int), np.array(list("aabbcc")), {"test": 0.3}, 0, {})
+    >>> rows = split_by_group(np.zeros(6, int), np.array(list("aabbcc")), {"test": 0.3}, 0, {})
     >>> sorted(len(part) for part in rows.values())
     [2, 4]
     """
-    names, of = np.unique(groups, return_inverse=True)
-    whole = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
-    label = np.zeros(len(names), np.int64 if whole else np.float64)
-    if whole:
-        np.maximum.at(label, of, labels)
-    left = np.array([i for i, name in enumerate(names) if str(name) not in roles], np.int64)
+    names, group_index = np.unique(groups, return_inverse=True)
+    are_classes = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
+    label = np.zeros(len(names), np.int64 if are_classes else np.float64)
+    if are_classes:
+        np.maximum.at(label, group_index, labels)
+    unassigned = np.array([i for i, name in enumerate(names) if str(name) not in set_of_group], np.int64)
     for name, share in shares.items():
-        taken = sum(roles.get(str(one)) == name for one in names)
-        wanted = max(round(share * len(names)), int(share > 0)) - taken
-        size = int(np.clip(wanted, 0, max(0, len(left) - 1)))
-        drawn = stratified(label[left], size, derive(seed, name), keep=True)
-        roles.update({str(names[i]): name for i in left[drawn]})
-        left = np.delete(left, drawn)
-    roles.update({str(names[i]): "train" for i in left})
-    role = np.array([roles[str(name)] for name in names])[of]
+        num_assigned = sum(set_of_group.get(str(group_name)) == name for group_name in names)
+        num_missing = max(round(share * len(names)), int(share > 0)) - num_assigned
+        size = int(np.clip(num_missing, 0, max(0, len(unassigned) - 1)))
+        drawn = draw_stratified_rows(label[unassigned], size, derive_seed(seed, name), leave_one_per_class=True)
+        set_of_group.update({str(names[i]): name for i in unassigned[drawn]})
+        unassigned = np.delete(unassigned, drawn)
+    set_of_group.update({str(names[i]): "train" for i in unassigned})
+    role = np.array([set_of_group[str(name)] for name in names])[group_index]
     return {name: np.flatnonzero(role == name) for name in ("train", *shares)}

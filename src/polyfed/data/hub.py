@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from polyfed.core.errors import UserError, check_extra
-from polyfed.data.files import SPLITS, Table
+from polyfed.core.errors import UserError, check_extra_installed
+from polyfed.data.files import SPLIT_NAMES, Table
 
 
-def hub_tables(repo: str, advice: str, revision: str | None = None) -> dict[str, Table]:
+def load_hub_tables(repo: str, advice: str, revision: str | None = None) -> dict[str, Table]:
     """Tables by split ("train", "test", "validation") of the data set `repo`, images still encoded.
 
     Args:
@@ -22,7 +22,7 @@ def hub_tables(repo: str, advice: str, revision: str | None = None) -> dict[str,
     Raises:
         UserError: it is neither in the cache nor within reach, or the extra `hub` is not installed.
     """
-    check_extra("datasets", "hub", f"{repo!r} from the Hugging Face hub", advice)
+    check_extra_installed("datasets", "hub", f"{repo!r} from the Hugging Face hub", advice)
     import datasets
 
     try:
@@ -31,7 +31,7 @@ def hub_tables(repo: str, advice: str, revision: str | None = None) -> dict[str,
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"cannot load {repo!r} from the Hugging Face hub ({reason}); {advice}") from error
-    return {SPLITS.get(str(name), str(name)): data.with_format("arrow")[:] for name, data in splits.items()}
+    return {SPLIT_NAMES.get(str(name), str(name)): data.with_format("arrow")[:] for name, data in splits.items()}
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def _offline_without_network() -> Iterator[None]:
     import datasets
     import huggingface_hub
 
-    if _resolves():
+    if _hub_name_resolves():
         yield
         return
     switches: tuple[Any, Any] = (datasets.config, huggingface_hub.constants)
@@ -56,7 +56,7 @@ def _offline_without_network() -> Iterator[None]:
             switch.HF_HUB_OFFLINE = value
 
 
-def _resolves() -> bool:
+def _hub_name_resolves() -> bool:
     """Whether the hub's name can be looked up; behind a proxy it is the proxy that looks it up."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True

@@ -18,7 +18,7 @@ from polyfed.core.examples import Normalise
 from polyfed.core.files import open_file
 
 Mode = Literal["L", "RGB"]
-MOST_PIXELS = 178_956_970  # of one image, above which PIL takes it for a decompression bomb
+MAX_PIXELS = 178_956_970  # of one image, above which PIL takes it for a decompression bomb
 
 
 def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -> Tensor:
@@ -38,17 +38,17 @@ def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -
     >>> decode_images([file.getvalue()], "RGB").shape
     torch.Size([1, 3, 4, 5])
     """
-    turbo = _turbo_jpeg() if mode == "RGB" and size is None else None
+    turbo = _load_turbo_jpeg_decoder() if mode == "RGB" and size is None else None
 
     def decode(blob: bytes) -> NDArray[np.uint8]:
-        if turbo is not None and 0 < _jpeg_pixels(blob) <= MOST_PIXELS:
+        if turbo is not None and 0 < _jpeg_pixel_count(blob) <= MAX_PIXELS:
             try:
                 return np.asarray(turbo(blob, "rgb"), np.uint8)
             except Exception:  # kornia_rs raises nothing narrower (CMYK images, for example); PIL decides
                 pass
-        return decode_one(io.BytesIO(blob), mode, size, "an image of the data")
+        return decode_image(io.BytesIO(blob), mode, size, "an image of the data")
 
-    return stacked(map(decode, blobs), len(blobs))
+    return stack_images(map(decode, blobs), len(blobs))
 
 
 def read_images(files: Sequence[Path], mode: Mode, size: int) -> Tensor:
@@ -59,16 +59,16 @@ def read_images(files: Sequence[Path], mode: Mode, size: int) -> Tensor:
 
     def decode(file: Path) -> NDArray[np.uint8]:
         with open_file(file) as stream:
-            return decode_one(stream, mode, size, str(file))
+            return decode_image(stream, mode, size, str(file))
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return stacked(threads.map(decode, files), len(files))
+        return stack_images(threads.map(decode, files), len(files))
 
 
-def image_statistics(x: Tensor) -> Normalise:
+def measure_normalisation(x: Tensor) -> Normalise:
     """The normalisation to mean 0 and standard deviation 1 per channel, measured on at most 10,000 images of `x`.
 
-    >>> image_statistics(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
+    >>> measure_normalisation(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
     Normalise(mean=(0.5,), std=(0.5,))
     """
     sample = x[:: max(1, len(x) // 10_000)]
@@ -83,7 +83,7 @@ def image_statistics(x: Tensor) -> Normalise:
     return Normalise(tuple(means), tuple(stds))
 
 
-def decode_one(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[np.uint8]:
+def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[np.uint8]:
     """One image as uint8, shape (height, width, channels); `name` is what errors call it.
 
     Raises:
@@ -93,9 +93,9 @@ def decode_one(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[np
 
     try:
         with Image.open(file) as image:
-            if image.width * image.height > MOST_PIXELS:
+            if image.width * image.height > MAX_PIXELS:
                 raise ValueError(
-                    f"it would have {image.width}×{image.height} pixels, and at most {MOST_PIXELS} are read"
+                    f"it would have {image.width}×{image.height} pixels, and at most {MAX_PIXELS} are read"
                 )
             shape = (size or image.height, size or image.width, 1 if mode == "L" else 3)
             if size is not None:
@@ -105,14 +105,12 @@ def decode_one(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[np
                 picture = picture.resize((size, size), Image.Resampling.BILINEAR)
             return np.frombuffer(picture.tobytes(), np.uint8).reshape(shape)
     except Image.DecompressionBombError as error:
-        raise UserError(
-            f"{name} would have more than {MOST_PIXELS} pixels, and is not read; make it smaller"
-        ) from error
+        raise UserError(f"{name} would have more than {MAX_PIXELS} pixels, and is not read; make it smaller") from error
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError(f"{name} cannot be decoded ({error})") from error
 
 
-def stacked(pictures: Iterable[NDArray[np.uint8]], num: int) -> Tensor:
+def stack_images(pictures: Iterable[NDArray[np.uint8]], num: int) -> Tensor:
     """Images of one size, each of shape (height, width, channels), as one tensor, channels first.
 
     Raises:
@@ -133,7 +131,7 @@ def stacked(pictures: Iterable[NDArray[np.uint8]], num: int) -> Tensor:
     return torch.from_numpy(store)
 
 
-def _turbo_jpeg() -> Callable[[bytes, str], Any] | None:
+def _load_turbo_jpeg_decoder() -> Callable[[bytes, str], Any] | None:
     """The JPEG decoder that kornia (the extra `augment`) brings: same pixels as PIL's, six times as fast on small images."""
     try:
         return getattr(importlib.import_module("kornia_rs.io"), "decode_image_jpegturbo", None)
@@ -141,10 +139,10 @@ def _turbo_jpeg() -> Callable[[bytes, str], Any] | None:
         return None
 
 
-def _jpeg_pixels(blob: bytes) -> int:
+def _jpeg_pixel_count(blob: bytes) -> int:
     r"""How many pixels a JPEG says that it has; 0 if it is none, or does not say so where it should.
 
-    >>> _jpeg_pixels(b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x02\x00\x03\x03")
+    >>> _jpeg_pixel_count(b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x02\x00\x03\x03")
     6
     """
     at = 2 if blob[:2] == b"\xff\xd8" else len(blob)

@@ -8,72 +8,74 @@ import torch
 from torch import Tensor
 
 from polyfed.core.examples import Examples
-from polyfed.core.inputs import Inputs, concatenated, form_of, leaves
+from polyfed.core.inputs import Inputs, concatenate_batches, input_spec_of, named_leaves
 
 
-def joined(parts: Sequence[Examples]) -> Examples:
+def concat_examples(parts: Sequence[Examples]) -> Examples:
     """The examples of `parts` one after another, with transform and augmentation of the first, and the columns of all.
 
     Args:
-        parts: at least one; of one form and transform (`differ` says so) and on one device.
+        parts: at least one; of one form and transform (`describe_mismatch` says so) and on one device.
 
     Returns:
         A view where all parts are views of one store; a store of its own otherwise.
 
     >>> store = Examples(torch.arange(4.0).view(4, 1), torch.tensor([0, 1, 0, 1]))
-    >>> both = joined([store.select(torch.tensor([3])), store.select(torch.tensor([0, 1]))])
+    >>> both = concat_examples([store.select(torch.tensor([3])), store.select(torch.tensor([0, 1]))])
     >>> both.index.tolist(), both.x is store.x
     ([3, 0, 1], True)
     """
     first = parts[0]
-    if all(same_store(first, part) for part in parts[1:]):
-        return replace(first, index=torch.cat([rows(part) for part in parts]))
-    stored = [(part.stored, part.labels) for part in parts]
+    if all(share_storage(first, part) for part in parts[1:]):
+        return replace(first, index=torch.cat([storage_rows(part) for part in parts]))
+    stored = [(part.raw_inputs, part.labels) for part in parts]
     names = [name for name in first.columns or {} if all(name in (part.columns or {}) for part in parts)]
     columns = {name: np.concatenate([part.column(name) for part in parts]) for name in names}
-    x, y = concatenated([x for x, _ in stored]), torch.cat([y for _, y in stored])
+    x, y = concatenate_batches([x for x, _ in stored]), torch.cat([y for _, y in stored])
     return replace(first, x=x, y=y, index=None, columns=columns or None)
 
 
-def differ(one: Examples, other: Examples) -> str:
+def describe_mismatch(first: Examples, second: Examples) -> str:
     """What keeps two sets of examples from being one, in a few words; empty if nothing does. How training batches are
     augmented does not count.
 
-    >>> differ(Examples(torch.ones(2, 3), torch.ones(2)), Examples(torch.ones(2, 4), torch.ones(2)))
+    >>> describe_mismatch(Examples(torch.ones(2, 3), torch.ones(2)), Examples(torch.ones(2, 4), torch.ones(2)))
     'inputs are torch.float32 of shape (3,) and torch.float32 of shape (4,)'
     """
     for name in ("x", "y"):
-        texts = [str(form_of(getattr(examples, name))) for examples in (one, other)]
+        texts = [str(input_spec_of(getattr(examples, name))) for examples in (first, second)]
         if texts[0] != texts[1]:
             return f"{'inputs' if name == 'x' else 'labels'} are {texts[0]} and {texts[1]}"
-    if one.transform != other.transform:
+    if first.transform != second.transform:
         return "inputs are prepared by different transforms"
     return ""
 
 
-def same_store(one: Examples, other: Examples) -> bool:
+def share_storage(first: Examples, second: Examples) -> bool:
     """Whether two sets of examples are views of one store. Labels may be a copy: those of several labels are made floats
     when a client takes them.
 
     >>> x, y = torch.ones(3, 1), torch.ones(3)
-    >>> same_store(Examples(x, y), Examples(x.detach(), y.clone())), same_store(Examples(x, y), Examples(x.clone(), y))
+    >>> share_storage(Examples(x, y), Examples(x.detach(), y.clone())), share_storage(Examples(x, y), Examples(x.clone(), y))
     (True, False)
     """
-    if places(one.x) != places(other.x):
+    if input_locations(first.x) != input_locations(second.x):
         return False
-    return place(one.y) == place(other.y) or (one.y.shape == other.y.shape and torch.equal(one.y, other.y))
+    return tensor_location(first.y) == tensor_location(second.y) or (
+        first.y.shape == second.y.shape and torch.equal(first.y, second.y)
+    )
 
 
-def place(tensor: Tensor) -> tuple[object, ...]:
+def tensor_location(tensor: Tensor) -> tuple[object, ...]:
     """Where a tensor lies in memory: the same for two tensors that share all of it in one order."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def places(x: Inputs) -> tuple[object, ...]:
-    """Where inputs lie in memory: `place` of each part, with its name."""
-    return tuple((name, place(part)) for name, part in leaves(x))
+def input_locations(x: Inputs) -> tuple[object, ...]:
+    """Where inputs lie in memory: `tensor_location` of each part, with its name."""
+    return tuple((name, tensor_location(part)) for name, part in named_leaves(x))
 
 
-def rows(examples: Examples) -> Tensor:
+def storage_rows(examples: Examples) -> Tensor:
     """The rows of the store that these examples are, int64, shape (n,)."""
     return torch.arange(len(examples.y), device=examples.device) if examples.index is None else examples.index

@@ -24,15 +24,15 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Normalise
-from polyfed.core.files import ANY_SIZE, check_file, make_folder, read_file, replaced
-from polyfed.data.files import blobs
-from polyfed.data.images import Mode, decode_one, image_statistics, stacked
+from polyfed.core.files import UNLIMITED_BYTES, check_file, create_private_folder, open_atomic_file, read_file
+from polyfed.data.files import read_image_bytes
+from polyfed.data.images import Mode, decode_image, measure_normalisation, stack_images
 
 _MEASURED = 500  # images on which mean and spread are measured
 _ROWS = 256  # images that are written to an Arrow file at one time
 
 
-class Encoded(ABC):
+class EncodedImages(ABC):
     """Encoded images by their number."""
 
     @abstractmethod
@@ -40,7 +40,7 @@ class Encoded(ABC):
         """How many."""
 
     @abstractmethod
-    def read(self, row: int) -> bytes:
+    def read_bytes(self, row: int) -> bytes:
         """The bytes of one.
 
         Raises:
@@ -48,13 +48,13 @@ class Encoded(ABC):
         """
 
     @abstractmethod
-    def name(self, row: int) -> str:
+    def describe_image(self, row: int) -> str:
         """What errors call it."""
 
 
 @final
 @dataclass(frozen=True)
-class InFiles(Encoded):
+class EncodedImageFiles(EncodedImages):
     """Each in a file of its own."""
 
     files: tuple[str, ...]
@@ -62,21 +62,21 @@ class InFiles(Encoded):
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, row: int) -> bytes:
+    def read_bytes(self, row: int) -> bytes:
         """The file's content."""
         try:
             return read_file(Path(self.files[row]))
         except OSError as error:
             raise UserError(f"cannot read the image {self.files[row]!r}: {error.strerror}") from error
 
-    def name(self, row: int) -> str:
+    def describe_image(self, row: int) -> str:
         """Its path."""
         return repr(self.files[row])
 
 
 @final
 @dataclass(frozen=True)
-class InArrow(Encoded):
+class EncodedArrowImages(EncodedImages):
     """All in the column "image" of an Arrow file, which is mapped into memory: the system reads and drops its pages."""
 
     path: str
@@ -86,7 +86,7 @@ class InArrow(Encoded):
         import pyarrow
 
         try:
-            with pyarrow.memory_map(str(check_file(Path(self.path), ANY_SIZE))) as mapped:
+            with pyarrow.memory_map(str(check_file(Path(self.path), UNLIMITED_BYTES))) as mapped:
                 return pyarrow.ipc.open_file(mapped).read_all().column("image")
         except (OSError, KeyError, pyarrow.ArrowException) as error:
             raise UserError(f"{self.path!r} cannot be read as an Arrow file of images ({error}); delete it") from error
@@ -97,16 +97,16 @@ class InArrow(Encoded):
     def __len__(self) -> int:
         return len(self._column)
 
-    def read(self, row: int) -> bytes:
+    def read_bytes(self, row: int) -> bytes:
         """The bytes of a row."""
         return bytes(self._column[row].as_buffer())
 
-    def name(self, row: int) -> str:
+    def describe_image(self, row: int) -> str:
         """Its row."""
         return f"image {row} of {self.path!r}"
 
 
-def write_arrow(files: Sequence[Path], column: str, path: Path) -> None:
+def write_arrow_images(files: Sequence[Path], column: str, path: Path) -> None:
     """Writes the encoded images of Parquet files to an Arrow file, a part at a time.
 
     Raises:
@@ -115,14 +115,14 @@ def write_arrow(files: Sequence[Path], column: str, path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    make_folder(path.parent, parents=True)
+    create_private_folder(path.parent, parents=True)
     kind = pyarrow.schema([("image", pyarrow.large_binary())])
-    with replaced(path) as file, pyarrow.ipc.new_file(file, kind) as writer:
+    with open_atomic_file(path) as file, pyarrow.ipc.new_file(file, kind) as writer:
         for source in files:
             try:
-                with pyarrow.parquet.ParquetFile(check_file(source, ANY_SIZE)) as opened:
+                with pyarrow.parquet.ParquetFile(check_file(source, UNLIMITED_BYTES)) as opened:
                     for batch in opened.iter_batches(_ROWS, columns=[column]):
-                        encoded = blobs(pyarrow.table(batch), column)
+                        encoded = read_image_bytes(pyarrow.table(batch), column)
                         part = pyarrow.array(encoded, pyarrow.large_binary())
                         writer.write_batch(pyarrow.record_batch([part], schema=kind))
             except (OSError, pyarrow.ArrowException) as error:
@@ -131,7 +131,7 @@ def write_arrow(files: Sequence[Path], column: str, path: Path) -> None:
 
 @final
 @dataclass(frozen=True)
-class Decoded:
+class LazyImageDecoder:
     """From the numbers of images to what a network gets: reads, decodes, resizes and normalises those of a batch.
 
     Args:
@@ -147,7 +147,7 @@ class Decoded:
     size: int
     normalise: Normalise
     digest: str
-    images: Encoded = field(repr=False, compare=False)
+    images: EncodedImages = field(repr=False, compare=False)
     keys: NDArray[np.int64] = field(repr=False, compare=False)
 
     @property
@@ -159,40 +159,42 @@ class Decoded:
     def _order(self) -> NDArray[np.int64]:
         return np.argsort(self.keys, kind="stable")
 
-    def pixels(self, x: Tensor) -> Tensor:
+    def decode_pixels(self, x: Tensor) -> Tensor:
         """Images of these numbers, shape (batch, 1): uint8, shape (batch, channels, size, size)."""
-        wanted = x.cpu().numpy()[:, 0]
-        place = np.searchsorted(self.keys, wanted, sorter=self._order).clip(max=len(self.keys) - 1)
-        rows = self._order[place]
-        if not np.array_equal(self.keys[rows], wanted):
+        image_keys = x.cpu().numpy()[:, 0]
+        positions = np.searchsorted(self.keys, image_keys, sorter=self._order).clip(max=len(self.keys) - 1)
+        rows = self._order[positions]
+        if not np.array_equal(self.keys[rows], image_keys):
             raise UserError("these examples are of other images than their transform decodes")
-        return self._of_rows(rows).to(x.device)
+        return self._decode_rows(rows).to(x.device)
 
-    def _of_rows(self, rows: NDArray[np.int64]) -> Tensor:
+    def _decode_rows(self, rows: NDArray[np.int64]) -> Tensor:
         def picture(row: int) -> NDArray[np.uint8]:
-            return decode_one(io.BytesIO(self.images.read(row)), self.mode, self.size, self.images.name(row))
+            return decode_image(
+                io.BytesIO(self.images.read_bytes(row)), self.mode, self.size, self.images.describe_image(row)
+            )
 
-        return stacked(map(picture, rows.tolist()), len(rows))
+        return stack_images(map(picture, rows.tolist()), len(rows))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Float32 images of these numbers; images of uint8 are normalised alone."""
-        return self.normalise(x if x.dim() == 4 else self.pixels(x))
+        return self.normalise(x if x.dim() == 4 else self.decode_pixels(x))
 
 
 @final
 @dataclass(frozen=True)
-class AugmentDecoded:
+class DecodeAndAugment:
     """A random change of training images that stay encoded until then: decodes, then changes."""
 
-    decoded: Decoded
-    change: Callable[[Tensor, torch.Generator], Tensor]
+    decoder: LazyImageDecoder
+    augmentation: Callable[[Tensor, torch.Generator], Tensor]
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Changed images of these numbers, uint8."""
-        return self.change(self.decoded.pixels(x), generator)
+        return self.augmentation(self.decoder.decode_pixels(x), generator)
 
 
-def lazily(images: Encoded, mode: Mode, size: int, num_train: int) -> tuple[Tensor, Decoded]:
+def build_lazy_images(images: EncodedImages, mode: Mode, size: int, num_train: int) -> tuple[Tensor, LazyImageDecoder]:
     """What is stored of images that stay encoded, int64 of shape (num, 1), and the transform that decodes them. All bytes
     are read once; mean and spread are measured on some of the first `num_train`.
 
@@ -203,17 +205,19 @@ def lazily(images: Encoded, mode: Mode, size: int, num_train: int) -> tuple[Tens
         raise UserError("the data has no images")
 
     def key(row: int) -> int:
-        return int.from_bytes(hashlib.blake2b(images.read(row), digest_size=8).digest(), "little", signed=True)
+        return int.from_bytes(hashlib.blake2b(images.read_bytes(row), digest_size=8).digest(), "little", signed=True)
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         keys = np.fromiter(threads.map(key, range(len(images))), np.int64, len(images))
-    plain = Normalise((0.0,) * (1 if mode == "L" else 3), (1.0,) * (1 if mode == "L" else 3))
-    some = np.unique(np.linspace(0, num_train - 1, min(_MEASURED, num_train)).astype(np.int64))
+    identity = Normalise((0.0,) * (1 if mode == "L" else 3), (1.0,) * (1 if mode == "L" else 3))
+    measured_rows = np.unique(np.linspace(0, num_train - 1, min(_MEASURED, num_train)).astype(np.int64))
     digest = hashlib.blake2b(keys.tobytes(), digest_size=8).hexdigest()
-    measured = image_statistics(Decoded(mode, size, plain, digest, images, keys)._of_rows(some))
-    return torch.from_numpy(keys).view(-1, 1), Decoded(mode, size, measured, digest, images, keys)
+    normalise = measure_normalisation(
+        LazyImageDecoder(mode, size, identity, digest, images, keys)._decode_rows(measured_rows)
+    )
+    return torch.from_numpy(keys).view(-1, 1), LazyImageDecoder(mode, size, normalise, digest, images, keys)
 
 
-def in_files(files: Sequence[Path]) -> InFiles:
+def build_encoded_files(files: Sequence[Path]) -> EncodedImageFiles:
     """The images of files."""
-    return InFiles(tuple(str(file.resolve()) for file in files))
+    return EncodedImageFiles(tuple(str(file.resolve()) for file in files))

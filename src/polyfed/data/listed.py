@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.seeds import derive, numpy_generator
-from polyfed.data.dealing import Labels, Rows, check_clients, classes_of, deal
+from polyfed.core.seeds import derive_seed, numpy_generator
+from polyfed.data.dealing import Labels, Rows, check_num_clients, class_sizes_and_indices, draw_rows_by_class
 from polyfed.data.partitions import Partition
 
 
@@ -39,29 +39,35 @@ class ListedClasses(Partition):
     def __post_init__(self) -> None:
         if not isinstance(self.classes, list | tuple):
             raise UserError(f"ListedClasses: classes must be one list of classes a client, got {self.classes!r}")
-        for client, own in enumerate(self.classes):
-            if not isinstance(own, list | tuple) or not own or not all(map(_is_class, own)):
+        for client, client_classes in enumerate(self.classes):
+            if (
+                not isinstance(client_classes, list | tuple)
+                or not client_classes
+                or not all(map(_is_class_number, client_classes))
+            ):
                 raise UserError(
                     f"ListedClasses: classes of client {client} must be a list of at least one whole number from 0, got "
-                    f"{own!r}"
+                    f"{client_classes!r}"
                 )
-            if len(set(own)) < len(own):
-                raise UserError(f"ListedClasses: classes of client {client} names one twice, {list(own)}; name it once")
+            if len(set(client_classes)) < len(client_classes):
+                raise UserError(
+                    f"ListedClasses: classes of client {client} names one twice, {list(client_classes)}; name it once"
+                )
         # Lists, where they come from a file.
-        object.__setattr__(self, "classes", tuple(tuple(own) for own in self.classes))
+        object.__setattr__(self, "classes", tuple(tuple(client_classes) for client_classes in self.classes))
 
-    def ids(
+    def client_ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[str, ...]:
         """As of any partition; without a number, one client a list."""
-        return super().ids(len(self.classes) if num_clients is None else num_clients, seed, columns)
+        return super().client_ids(len(self.classes) if num_clients is None else num_clients, seed, columns)
 
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
         """Rows per client; see `Partition`."""
-        check_clients(len(labels), num_clients)
-        sizes, class_of = classes_of(labels, "listed_classes")
+        check_num_clients(len(labels), num_clients)
+        sizes, class_of = class_sizes_and_indices(labels, "listed_classes")
         if len(self.classes) != num_clients:
             raise UserError(
                 f"listed_classes lists classes for {len(self.classes)} clients, but there are {num_clients}; give "
@@ -69,24 +75,26 @@ class ListedClasses(Partition):
             )
         position = {int(label): i for i, label in enumerate(np.unique(labels))}
         has = np.zeros((num_clients, len(sizes)), np.int64)
-        for client, own in enumerate(self.classes):
-            if missing := [label for label in own if label not in position]:
+        for client, client_classes in enumerate(self.classes):
+            if missing := [label for label in client_classes if label not in position]:
                 raise UserError(
                     f"listed_classes gives client {client} class {missing[0]}, of which there are no examples; the classes "
                     f"run from {min(position)} to {max(position)}"
                 )
-            has[client, [position[label] for label in own]] = 1
+            has[client, [position[label] for label in client_classes]] = 1
         users = has.sum(axis=0)
-        tight = int(np.argmin(np.where(users > 0, sizes / np.maximum(users, 1), np.inf)))
-        if sizes[tight] < users[tight]:
+        scarcest = int(np.argmin(np.where(users > 0, sizes / np.maximum(users, 1), np.inf)))
+        if sizes[scarcest] < users[scarcest]:
             raise UserError(
-                f"listed_classes gives class {list(position)[tight]} with {sizes[tight]} examples to {users[tight]} "
-                "clients; list it for fewer of them"
+                f"listed_classes gives class {list(position)[scarcest]} with {sizes[scarcest]} examples to "
+                f"{users[scarcest]} clients; list it for fewer of them"
             )
-        return deal(
-            class_of, has * (sizes[tight] // users[tight]), numpy_generator(derive(seed, "partition", "listed"))
+        return draw_rows_by_class(
+            class_of,
+            has * (sizes[scarcest] // users[scarcest]),
+            numpy_generator(derive_seed(seed, "partition", "listed")),
         )
 
 
-def _is_class(value: object) -> bool:
+def _is_class_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.seeds import derive, torch_generator
-from polyfed.data.images import image_statistics
-from polyfed.data.pool import Pool, Source, make_pool
+from polyfed.core.seeds import derive_seed, torch_generator
+from polyfed.data.images import measure_normalisation
+from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
 from polyfed.data.vision import FashionMNIST
 
 _PLACES = 4
@@ -44,19 +44,23 @@ class FashionMosaics(Source):
         if self.num_train < 1 or self.num_test < 1:
             raise UserError(f"num_train and num_test must be at least 1, got {self.num_train} and {self.num_test}")
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The mosaics."""
         pictures = FashionMNIST(path=self.path).load()
         assert pictures.test is not None
         parts = (("train", pictures.train, self.num_train), ("test", pictures.test, self.num_test))
         train, test = (
-            mosaics(part.tensor, part.labels, number, filled=self.filled, seed=derive(0, "mosaics", name))
+            build_mosaics(
+                part.input_tensor, part.labels, number, filled=self.filled, seed=derive_seed(0, "mosaics", name)
+            )
             for name, part, number in parts
         )
-        return make_pool(train, test, pictures.class_names, image_statistics(train[0]))
+        return build_pooled_dataset(train, test, pictures.class_names, measure_normalisation(train[0]))
 
 
-def mosaics(x: Tensor, y: Tensor, number: int, *, filled: float, seed: int, classes: int = 10) -> tuple[Tensor, Tensor]:
+def build_mosaics(
+    x: Tensor, y: Tensor, num_mosaics: int, *, filled: float, seed: int, classes: int = 10
+) -> tuple[Tensor, Tensor]:
     """Mosaics of pictures, and which classes are in each.
 
     Args:
@@ -70,15 +74,16 @@ def mosaics(x: Tensor, y: Tensor, number: int, *, filled: float, seed: int, clas
     Returns:
         uint8 (number, 1, h, w), and float 0 or 1 (number, classes).
 
-    >>> x, y = mosaics(torch.full((1, 1, 4, 4), 8, dtype=torch.uint8), torch.tensor([2]), 3, filled=1, seed=0, classes=3)
+    >>> x, y = build_mosaics(torch.full((1, 1, 4, 4), 8, dtype=torch.uint8), torch.tensor([2]), 3, filled=1, seed=0,
+    ...                      classes=3)
     >>> x.unique().tolist(), y.tolist()
     ([8], [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
     """
     generator = torch_generator(seed)
-    chosen = torch.randint(len(x), (number, _PLACES), generator=generator)
-    there = torch.rand(number, _PLACES, generator=generator) < filled
+    chosen = torch.randint(len(x), (num_mosaics, _PLACES), generator=generator)
+    is_filled = torch.rand(num_mosaics, _PLACES, generator=generator) < filled
     small = torch.nn.functional.avg_pool2d(x.float(), 2).round().to(torch.uint8)
-    tiles = small[chosen, 0] * there[:, :, None, None]  # (number, place, h/2, w/2)
+    tiles = small[chosen, 0] * is_filled[:, :, None, None]  # (number, place, h/2, w/2)
     rows = [torch.cat([tiles[:, k], tiles[:, k + 1]], dim=2) for k in (0, 2)]
-    labels = torch.zeros(number, classes).scatter_reduce(1, y[chosen], there.float(), "amax")
+    labels = torch.zeros(num_mosaics, classes).scatter_reduce(1, y[chosen], is_filled.float(), "amax")
     return torch.cat(rows, dim=1)[:, None], labels

@@ -10,23 +10,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import user_path
-from polyfed.core.finite import refuse
+from polyfed.core.files import expand_user_path
+from polyfed.core.finite import raise_if_nonfinite
 from polyfed.core.stored import read_npz
 from polyfed.data.files import (
     Table,
-    array,
-    blobs,
-    class_names,
-    column,
-    existing,
-    parquet_files,
-    parquet_tables,
+    column_to_numpy,
+    find_column,
+    find_parquet_files,
+    hub_class_names,
+    read_image_bytes,
+    read_parquet_splits,
+    resolve_existing_path,
     scalar_columns,
 )
-from polyfed.data.images import decode_images, image_statistics
-from polyfed.data.lazy import InArrow, lazily, write_arrow
-from polyfed.data.pool import Pool, Source, make_pool, numbered
+from polyfed.data.images import decode_images, measure_normalisation
+from polyfed.data.lazy import EncodedArrowImages, build_lazy_images, write_arrow_images
+from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset, encode_labels
 
 
 @final
@@ -64,52 +64,58 @@ class Parquet(Source):
                 f"image_size={self.image_size} and cache={self.cache!r}"
             )
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The table."""
         if not self.path:
             raise UserError("give --data.path with a Parquet file or a folder of them")
-        path = existing(self.path, "give --data.path with a Parquet file or a folder of them")
-        if "train" not in parquet_files(path):
+        path = resolve_existing_path(self.path, "give --data.path with a Parquet file or a folder of them")
+        if "train" not in find_parquet_files(path):
             raise UserError(f"{self.path!r} holds no Parquet file of training data (train-*.parquet)")
         if self.lazy:
-            return self._lazy(path)
-        tables = parquet_tables(path)
+            return self._load_lazily(path)
+        tables = read_parquet_splits(path)
         train, test = tables["train"], tables.get("test")
-        names = class_names(train, column(train, (self.label,), "label"))
+        names = hub_class_names(train, find_column(train, (self.label,), "label"))
         if self.user is not None:
-            column(train, (self.user,), "user")
-        inputs = [self._inputs(tables[split], split) for split in ("train", "test") if split in tables]
-        labels = [array(table, column(table, (self.label,), "label")) for table in (train, test) if table is not None]
-        return _pool(inputs, labels, names, scalar_columns(train, (self.x, self.label)))
+            find_column(train, (self.user,), "user")
+        inputs = [self._read_inputs(tables[split], split) for split in ("train", "test") if split in tables]
+        labels = [
+            column_to_numpy(table, find_column(table, (self.label,), "label"))
+            for table in (train, test)
+            if table is not None
+        ]
+        return _build_dataset(inputs, labels, names, scalar_columns(train, (self.x, self.label)))
 
-    def _lazy(self, path: Path) -> Pool:
-        files = parquet_files(path)
-        tables = parquet_tables(path, without=self.x)
+    def _load_lazily(self, path: Path) -> PooledDataset:
+        files = find_parquet_files(path)
+        tables = read_parquet_splits(path, skipped_column=self.x)
         parts = [split for split in ("train", "test") if split in tables]
-        cache = user_path(str(self.cache), "--data.cache")
+        cache = expand_user_path(str(self.cache), "--data.cache")
         if not cache.exists():
-            write_arrow([file for split in parts for file in files[split]], self.x, cache)
-        images, sizes = InArrow(str(cache.resolve())), [tables[split].num_rows for split in parts]
+            write_arrow_images([file for split in parts for file in files[split]], self.x, cache)
+        images, sizes = EncodedArrowImages(str(cache.resolve())), [tables[split].num_rows for split in parts]
         if len(images) != sum(sizes):
             raise UserError(
                 f"the cache {self.cache!r} holds {len(images)} images, and the data {sum(sizes)}; delete it"
             )
-        x, decoded = lazily(images, "L" if self.grey else "RGB", int(self.image_size or 0), sizes[0])
-        labels = [array(tables[split], column(tables[split], (self.label,), "label")) for split in parts]
-        names = class_names(tables["train"], self.label)
-        pool = _pool(list(torch.split(x, sizes)), labels, names, scalar_columns(tables["train"], (self.label,)))
+        x, decoded = build_lazy_images(images, "L" if self.grey else "RGB", int(self.image_size or 0), sizes[0])
+        labels = [column_to_numpy(tables[split], find_column(tables[split], (self.label,), "label")) for split in parts]
+        names = hub_class_names(tables["train"], self.label)
+        pool = _build_dataset(
+            list(torch.split(x, sizes)), labels, names, scalar_columns(tables["train"], (self.label,))
+        )
         test = None if pool.test is None else replace(pool.test, transform=decoded)
         return replace(pool, train=replace(pool.train, transform=decoded), test=test)
 
-    def _inputs(self, table: Table, split: str) -> Tensor:
+    def _read_inputs(self, table: Table, split: str) -> Tensor:
         import pyarrow.types as kinds
 
-        kind = table.schema.field(column(table, (self.x,), "input")).type
+        kind = table.schema.field(find_column(table, (self.x,), "input")).type
         if kinds.is_struct(kind) or kinds.is_binary(kind) or kinds.is_large_binary(kind):
-            return decode_images(blobs(table, self.x), "L" if self.grey else "RGB", self.image_size)
-        values = array(table, self.x)
-        found = _inputs(values, f"column {self.x!r} of the {split} split")
-        return found[:, None] if found.dim() == 1 else found
+            return decode_images(read_image_bytes(table, self.x), "L" if self.grey else "RGB", self.image_size)
+        values = column_to_numpy(table, self.x)
+        inputs = _as_input_tensor(values, f"column {self.x!r} of the {split} split")
+        return inputs[:, None] if inputs.dim() == 1 else inputs
 
 
 @final
@@ -126,52 +132,54 @@ class Npz(Source):
 
     path: str = ""
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The arrays."""
         advice = "give --data.path with an .npz file that holds x_train and y_train"
         if not self.path:
             raise UserError(advice)
         try:
-            arrays = read_npz(existing(self.path, advice))  # np.load alone takes what memory a header claims
+            arrays = read_npz(
+                resolve_existing_path(self.path, advice)
+            )  # np.load alone takes what memory a header claims
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            other = any(words in str(error) for words in ("not a zip file", "magic string"))
-            reason = "it is no .npz file, or holds pickled objects" if other else str(error)
+            is_other_format = any(words in str(error) for words in ("not a zip file", "magic string"))
+            reason = "it is no .npz file, or holds pickled objects" if is_other_format else str(error)
             raise UserError(f"cannot read {self.path!r} ({reason}); {advice}") from error
         if not {"x_train", "y_train"} <= arrays.keys():
             raise UserError(f"{self.path!r} holds {', '.join(sorted(arrays)) or 'nothing'}; {advice}")
         splits = ["train", "test"] if {"x_test", "y_test"} <= arrays.keys() else ["train"]
-        inputs = [_inputs(arrays[f"x_{split}"], f"x_{split}") for split in splits]
+        inputs = [_as_input_tensor(arrays[f"x_{split}"], f"x_{split}") for split in splits]
         used = {f"{kind}_{split}" for kind in "xy" for split in ("train", "test")}
         columns = {name: values for name, values in arrays.items() if name not in used}
-        return _pool(inputs, [arrays[f"y_{split}"] for split in splits], None, columns)
+        return _build_dataset(inputs, [arrays[f"y_{split}"] for split in splits], None, columns)
 
 
-def _inputs(values: NDArray[Any], name: str) -> Tensor:
+def _as_input_tensor(values: NDArray[Any], name: str) -> Tensor:
     if values.dtype == np.uint8:
         return torch.from_numpy(np.ascontiguousarray(values))
     if np.issubdtype(values.dtype, np.integer):
         return torch.from_numpy(values.astype(np.int64))
     if np.issubdtype(values.dtype, np.floating):
-        found = torch.from_numpy(values.astype(np.float32))
-        refuse([(0, found)], name, place="position")
-        return found
+        inputs = torch.from_numpy(values.astype(np.float32))
+        raise_if_nonfinite([(0, inputs)], name, axis_name="position")
+        return inputs
     raise UserError(f"{name} has type {values.dtype}; inputs must be numbers or encoded images")
 
 
-def _pool(
+def _build_dataset(
     inputs: list[Tensor], labels: list[NDArray[Any]], names: tuple[str, ...] | None, columns: dict[str, NDArray[Any]]
-) -> Pool:
+) -> PooledDataset:
     """A pool of one or two splits; images get the normalisation measured on the training split."""
     if labels[0].ndim == 2:
         targets = [torch.from_numpy(values.astype(np.float32)) for values in labels]
         names = names or tuple(map(str, range(labels[0].shape[1])))
     else:
         # Numbered together, so that a name means the same class in both splits.
-        numbers, names = numbered(np.concatenate(labels), names)
+        numbers, names = encode_labels(np.concatenate(labels), names)
         targets = [torch.from_numpy(part) for part in np.split(numbers, [len(labels[0])])][: len(labels)]
     image = inputs[0].dtype == torch.uint8 and inputs[0].dim() == 4
     splits = list(zip(inputs, targets, strict=True))
-    transform = image_statistics(inputs[0]) if image else None
-    return make_pool(splits[0], splits[1] if len(splits) > 1 else None, names, transform, columns)
+    transform = measure_normalisation(inputs[0]) if image else None
+    return build_pooled_dataset(splits[0], splits[1] if len(splits) > 1 else None, names, transform, columns)

@@ -12,22 +12,22 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.seeds import derive, numpy_generator
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.dealing import (
     Labels,
     Rows,
-    assign,
-    assign_at_random,
-    check_clients,
-    check_count,
-    check_k,
-    check_positive,
-    classes_of,
-    deal,
-    group,
-    top_up,
-    values_of,
+    assign_classes_at_random,
+    assign_classes_evenly,
+    check_classes_per_client,
+    check_num_clients,
+    check_positive_integer,
+    check_positive_number,
+    class_sizes_and_indices,
+    draw_rows_by_class,
+    rows_by_owner,
+    top_up_small_clients,
+    unique_values_as_texts,
 )  # fmt: skip
 
 _CLIENTS = 10  # where nothing says how many
@@ -57,7 +57,7 @@ class Partition(ABC):
             UserError: the partition is impossible with these labels and this number of clients.
         """
 
-    def ids(
+    def client_ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[str, ...]:
         """The clients' ids, in their order: client-000 and so on, unless the data have names of their own for them.
@@ -66,7 +66,7 @@ class Partition(ABC):
             num_clients: how many; None for as many as the data or the partition say, or else 10.
             seed, columns: as for the partition itself.
 
-        >>> IID().ids(2, seed=0)
+        >>> IID().client_ids(2, seed=0)
         ('client-000', 'client-001')
         """
         return tuple(f"client-{i:03d}" for i in range(_CLIENTS if num_clients is None else num_clients))
@@ -85,10 +85,10 @@ class IID(Partition):
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
         """Rows per client; see `Partition`."""
-        check_clients(len(labels), num_clients)
+        check_num_clients(len(labels), num_clients)
         owner = np.empty(len(labels), np.int64)
-        owner[_rng(seed, "iid").permutation(len(labels))] = np.arange(len(labels)) % num_clients
-        return group(owner, num_clients)
+        owner[_partition_rng(seed, "iid").permutation(len(labels))] = np.arange(len(labels)) % num_clients
+        return rows_by_owner(owner, num_clients)
 
 
 @final
@@ -114,22 +114,22 @@ class Dirichlet(Partition):
     min_examples: int = 10
 
     def __post_init__(self) -> None:
-        check_positive("Dirichlet", "alpha", self.alpha)
-        check_count("Dirichlet", "min_examples", self.min_examples)
+        check_positive_number("Dirichlet", "alpha", self.alpha)
+        check_positive_integer("Dirichlet", "min_examples", self.min_examples)
 
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
         """Rows per client; see `Partition`."""
-        check_clients(len(labels), num_clients, self.min_examples)
-        sizes, class_of = classes_of(labels, "dirichlet")
-        rng = _rng(seed, "dirichlet")
+        check_num_clients(len(labels), num_clients, self.min_examples)
+        sizes, class_of = class_sizes_and_indices(labels, "dirichlet")
+        rng = _partition_rng(seed, "dirichlet")
         shares = rng.dirichlet(np.full(num_clients, self.alpha), size=len(sizes)).T
         ends = np.minimum(np.floor(shares.cumsum(axis=0) * sizes), sizes).astype(np.int64)
         ends[-1] = sizes
         counts = np.diff(ends, axis=0, prepend=0)
-        top_up(counts, shares, self.min_examples)
-        return deal(class_of, counts, rng)
+        top_up_small_clients(counts, shares, self.min_examples)
+        return draw_rows_by_class(class_of, counts, rng)
 
 
 @final
@@ -155,28 +155,30 @@ class ClassesPerClient(Partition):
     balanced: bool = True
 
     def __post_init__(self) -> None:
-        check_count("ClassesPerClient", "k", self.k)
+        check_positive_integer("ClassesPerClient", "k", self.k)
 
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
         """Rows per client; see `Partition`."""
-        check_clients(len(labels), num_clients)
-        sizes, class_of = classes_of(labels, "classes_per_client")
-        check_k(self.k, len(sizes))
-        rng = _rng(seed, "classes_per_client")
-        has = (assign if self.balanced else assign_at_random)(num_clients, len(sizes), self.k, rng)
+        check_num_clients(len(labels), num_clients)
+        sizes, class_of = class_sizes_and_indices(labels, "classes_per_client")
+        check_classes_per_client(self.k, len(sizes))
+        rng = _partition_rng(seed, "classes_per_client")
+        has = (assign_classes_evenly if self.balanced else assign_classes_at_random)(
+            num_clients, len(sizes), self.k, rng
+        )
         users = has.sum(axis=0)
-        tight = int(np.argmin(np.where(users > 0, sizes / np.maximum(users, 1), np.inf)))
-        if sizes[tight] < users[tight]:
+        scarcest = int(np.argmin(np.where(users > 0, sizes / np.maximum(users, 1), np.inf)))
+        if sizes[scarcest] < users[scarcest]:
             raise UserError(
-                f"classes_per_client(k={self.k}): a class with {sizes[tight]} examples would serve {users[tight]} of "
+                f"classes_per_client(k={self.k}): a class with {sizes[scarcest]} examples would serve {users[scarcest]} of "
                 f"the {num_clients} clients; use fewer clients or a smaller k"
             )
         if self.equal:
-            return deal(class_of, has * (sizes[tight] // users[tight]), rng)
+            return draw_rows_by_class(class_of, has * (sizes[scarcest] // users[scarcest]), rng)
         position, shared = np.where(has, has.cumsum(axis=0) - 1, 0), np.maximum(users, 1)
-        return deal(class_of, has * (sizes // shared + (position < sizes % shared)), rng)
+        return draw_rows_by_class(class_of, has * (sizes // shared + (position < sizes % shared)), rng)
 
 
 @final
@@ -203,7 +205,7 @@ class DominantClasses(Partition):
     share: float = 0.8
 
     def __post_init__(self) -> None:
-        check_count("DominantClasses", "k", self.k)
+        check_positive_integer("DominantClasses", "k", self.k)
         if not 0 < self.share < 1:
             raise UserError(f"DominantClasses: share must be between 0 and 1 (exclusive), got {self.share!r}")
 
@@ -211,17 +213,17 @@ class DominantClasses(Partition):
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
         """Rows per client; see `Partition`."""
-        check_clients(len(labels), num_clients)
-        sizes, class_of = classes_of(labels, "dominant_classes")
+        check_num_clients(len(labels), num_clients)
+        sizes, class_of = class_sizes_and_indices(labels, "dominant_classes")
         classes = len(sizes)
-        check_k(self.k, classes - 1, "one class at least must not dominate")
+        check_classes_per_client(self.k, classes - 1, "one class at least must not dominate")
         if self.share <= self.k / classes:
             raise UserError(
                 f"dominant_classes: share={self.share} of {self.k} out of {classes} classes is no dominance; "
                 f"choose more than {self.k / classes:.3g}"
             )
-        rng = _rng(seed, "dominant_classes")
-        has = assign(num_clients, classes, self.k, rng)
+        rng = _partition_rng(seed, "dominant_classes")
+        has = assign_classes_evenly(num_clients, classes, self.k, rng)
         major, minor = self.share / self.k, (1 - self.share) / (classes - self.k)
         users = has.sum(axis=0)
         size = float((sizes / (users * major + (num_clients - users) * minor)).min())
@@ -232,7 +234,7 @@ class DominantClasses(Partition):
                 f"dominant_classes(k={self.k}, share={self.share}): {num_clients} clients can have {size:.4g} examples "
                 f"each, too few for one of every class; use fewer clients or a smaller share"
             )
-        return deal(class_of, np.where(has, most, few), rng)
+        return draw_rows_by_class(class_of, np.where(has, most, few), rng)
 
 
 @final
@@ -252,22 +254,22 @@ class Shards(Partition):
     k: int = 2
 
     def __post_init__(self) -> None:
-        check_count("Shards", "k", self.k)
+        check_positive_integer("Shards", "k", self.k)
 
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
         """Rows per client; see `Partition`."""
         num = len(labels)
-        check_clients(num, num_clients, self.k, "one example per shard")
-        _, class_of = classes_of(labels, "shards")
-        rng = _rng(seed, "shards")
+        check_num_clients(num, num_clients, self.k, "one example per shard")
+        _, class_of = class_sizes_and_indices(labels, "shards")
+        rng = _partition_rng(seed, "shards")
         order = rng.permutation(num)
         order = order[np.argsort(class_of[order], kind="stable")]
         shards = num_clients * self.k
         owner = np.empty(num, np.int64)
         owner[order] = rng.permutation(np.repeat(np.arange(num_clients), self.k))[np.arange(num) * shards // num]
-        return group(owner, num_clients)
+        return rows_by_owner(owner, num_clients)
 
 
 @final
@@ -289,23 +291,23 @@ class QuantitySkew(Partition):
     min_examples: int = 10
 
     def __post_init__(self) -> None:
-        check_positive("QuantitySkew", "alpha", self.alpha)
-        check_count("QuantitySkew", "min_examples", self.min_examples)
+        check_positive_number("QuantitySkew", "alpha", self.alpha)
+        check_positive_integer("QuantitySkew", "min_examples", self.min_examples)
 
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
         """Rows per client; see `Partition`."""
         num = len(labels)
-        check_clients(num, num_clients, self.min_examples)
-        rng = _rng(seed, "quantity")
+        check_num_clients(num, num_clients, self.min_examples)
+        rng = _partition_rng(seed, "quantity")
         free = num - num_clients * self.min_examples
         ends = np.minimum(np.floor(rng.dirichlet(np.full(num_clients, self.alpha)).cumsum() * free), free)
         ends[-1] = free
         owner = np.empty(num, np.int64)
         sizes = self.min_examples + np.diff(ends.astype(np.int64), prepend=0)
         owner[rng.permutation(num)] = np.repeat(np.arange(num_clients), sizes)
-        return group(owner, num_clients)
+        return rows_by_owner(owner, num_clients)
 
 
 @final
@@ -323,9 +325,9 @@ class Natural(Partition):
             those that come first in the data ("first"), or a draw ("random").
 
     >>> sites = {"site": np.array(["south", "north", "north", "west", "north"])}
-    >>> Natural("site").ids(None, 0, sites), Natural("site")(np.zeros(5, int), 3, 0, sites)
+    >>> Natural("site").client_ids(None, 0, sites), Natural("site")(np.zeros(5, int), 3, 0, sites)
     (('north', 'south', 'west'), [array([1, 2, 4]), array([0]), array([3])])
-    >>> Natural("site", order="first").ids(2, 0, sites)
+    >>> Natural("site", order="first").client_ids(2, 0, sites)
     ('south', 'north')
     """
 
@@ -334,36 +336,36 @@ class Natural(Partition):
 
     def __post_init__(self) -> None:
         if self.order not in _ORDERS:
-            raise UserError(f"Natural: order {self.order!r} is unknown; {nearest(str(self.order), _ORDERS)}")
+            raise UserError(f"Natural: order {self.order!r} is unknown; {did_you_mean(str(self.order), _ORDERS)}")
 
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
         """Rows per client; see `Partition`."""
-        check_clients(len(labels), num_clients)
-        texts, which, chosen = self._chosen(num_clients, seed, columns)
+        check_num_clients(len(labels), num_clients)
+        texts, which, chosen = self._choose_values(num_clients, seed, columns)
         client_of = np.full(len(texts), -1)
         client_of[chosen] = np.arange(num_clients)
-        return group(client_of[which], num_clients)
+        return rows_by_owner(client_of[which], num_clients)
 
-    def ids(
+    def client_ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[str, ...]:
         """The values of the column that become clients."""
-        texts, _, chosen = self._chosen(num_clients, seed, columns)
+        texts, _, chosen = self._choose_values(num_clients, seed, columns)
         return tuple(texts[i] for i in chosen)
 
-    def _chosen(
+    def _choose_values(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None
     ) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
         """The values, the position of each row's value, and the positions of those that become clients."""
         if not columns:
             raise UserError(f"natural: the data has no columns, so not {self.column!r} either; use another partition")
         if self.column not in columns:
-            raise UserError(f"natural: the data has no column {self.column!r}; {nearest(self.column, columns)}")
-        texts, first, which, sizes = values_of(columns[self.column], self.column)
-        rank = {"all": np.arange(len(texts)), "largest": -sizes, "first": first}
-        by = rank[self.order] if self.order in rank else _rng(seed, "by_column").permutation(len(texts))
+            raise UserError(f"natural: the data has no column {self.column!r}; {did_you_mean(self.column, columns)}")
+        texts, first_rows, value_indices, sizes = unique_values_as_texts(columns[self.column], self.column)
+        rank = {"all": np.arange(len(texts)), "largest": -sizes, "first": first_rows}
+        sort_key = rank[self.order] if self.order in rank else _partition_rng(seed, "by_column").permutation(len(texts))
         number = len(texts) if num_clients is None else num_clients
         if number > len(texts):
             raise UserError(
@@ -371,18 +373,18 @@ class Natural(Partition):
                 "of clients out (--data.clients null) for one a value"
             )
         if self.order == "all" and number < len(texts):
-            out = [repr(texts[i]) for i in np.lexsort((first, -sizes))[number:]]
-            more = f" and {len(out) - 5} more" if len(out) > 5 else ""
+            left_out = [repr(texts[i]) for i in np.lexsort((first_rows, -sizes))[number:]]
+            more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
             raise UserError(
                 f"natural: column {self.column!r} has {len(texts)} values, so that {number} clients would leave out "
-                f"{', '.join(out[:5])}{more}; leave the number of clients out (--data.clients null) to have all, or choose "
-                "with --data.partition.order largest, first or random"
+                f"{', '.join(left_out[:5])}{more}; leave the number of clients out (--data.clients null) to have all, "
+                "or choose with --data.partition.order largest, first or random"
             )
-        return texts, which, np.lexsort((first, by))[:number]
+        return texts, value_indices, np.lexsort((first_rows, sort_key))[:number]
 
 
 _ORDERS = ("all", "largest", "first", "random")
 
 
-def _rng(seed: int, purpose: str) -> np.random.Generator:
-    return numpy_generator(derive(seed, "partition", purpose))
+def _partition_rng(seed: int, purpose: str) -> np.random.Generator:
+    return numpy_generator(derive_seed(seed, "partition", purpose))

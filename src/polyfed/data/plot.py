@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import replace_file, user_path
+from polyfed.core.files import expand_user_path, write_file_atomically
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
@@ -24,31 +24,31 @@ def save_figure(figure: Any, path: str | Path) -> None:
     """
     from matplotlib import rc_context
 
-    path = picture_path(path)
+    path = resolve_picture_path(path)
     # Without a date and with ids that do not change.
     metadata = {"Date": None} if path.suffix == ".svg" else None
     drawn = io.BytesIO()
     try:
         with rc_context({"svg.hashsalt": "polyfed"}):
             figure.savefig(drawn, format=path.suffix[1:], dpi=120, metadata=metadata)
-        replace_file(path, drawn.getvalue(), private=False)
+        write_file_atomically(path, drawn.getvalue(), private=False)
     except OSError as error:
         raise UserError(f"cannot write the picture {str(path)!r} ({error.strerror})") from error
 
 
-def picture_path(path: str | Path) -> Path:
+def resolve_picture_path(path: str | Path) -> Path:
     """The path of a picture.
 
     Raises:
         UserError: it does not end in .png or .svg.
     """
-    file = user_path(path, "the picture")
+    file = expand_user_path(path, "the picture")
     if file.suffix not in (".png", ".svg"):
         raise UserError(f"a picture must end in .png or .svg, got {str(path)!r}")
     return file
 
 
-def draw_class_table(
+def draw_class_counts(
     counts: NDArray[Any],
     class_names: Sequence[str],
     path: str | Path,
@@ -71,15 +71,15 @@ def draw_class_table(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    path = picture_path(path)
+    path = resolve_picture_path(path)
     if counts.ndim != 2 or 0 in counts.shape or counts.shape[1] != len(class_names):
         raise UserError(
             f"counts of shape {counts.shape} do not fit {len(class_names)} classes (num_clients, num_classes)"
         )
     number, classes = counts.shape
     # Cells stay readable up to about 60 of a kind; beyond that the picture stops growing and labels thin out.
-    shown = [_shortened(name) for name in clients]
-    height = 1.5 + 0.3 * min(classes, 60) + 0.09 * max(map(len, shown), default=0)
+    short_names = [_shorten_name(name) for name in clients]
+    height = 1.5 + 0.3 * min(classes, 60) + 0.09 * max(map(len, short_names), default=0)
     figure = Figure(figsize=(2.5 + 0.35 * min(number, 60), height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -91,8 +91,8 @@ def draw_class_table(
     axes.set_ylabel("class")
     columns = range(0, number, -(-number // 60))
     axes.set_xticks(columns)
-    if shown:
-        axes.set_xticklabels([shown[i] for i in columns], rotation=90)
+    if short_names:
+        axes.set_xticklabels([short_names[i] for i in columns], rotation=90)
     steps = range(0, classes, -(-classes // 60))
     axes.set_yticks(steps, [class_names[i] for i in steps])
     if number * classes <= 300:
@@ -108,6 +108,6 @@ def draw_class_table(
         save_figure(figure, path)
 
 
-def _shortened(name: str) -> str:
+def _shorten_name(name: str) -> str:
     """A name that leaves room for the picture, without the sign that would begin a formula."""
     return (name if len(name) <= 24 else f"{name[:23]}…").replace("$", r"\$")

@@ -15,15 +15,15 @@ from torch import Tensor
 from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.inputs import flat, form_of
-from polyfed.data.features import Prepared
+from polyfed.core.inputs import flatten_inputs, input_spec_of
+from polyfed.data.features import TablePreprocessor
 
 Columns = Mapping[str, NDArray[Any]]
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Pool:
+class PooledDataset:
     """A whole data set in memory.
 
     Args:
@@ -36,13 +36,13 @@ class Pool:
         vocabulary: of text, the token of each number in the inputs; empty otherwise.
         prepared: of a table, what makes inputs of its rows, not fitted yet: that needs training rows.
         group: the column whose equal values never go to different sets (the rows of a patient); None for none.
-        test_is_dealt: the published test examples are in `train`, so that there is no common test set of them.
+        test_set_in_train: the published test examples are in `train`, so that there is no common test set of them.
 
     Raises:
         UserError: labels outside the classes, or a column of another length.
 
     >>> import torch
-    >>> pool = Pool(Examples(torch.zeros(2, 1, 8, 8), torch.tensor([0, 1])), None, ("a", "b"))
+    >>> pool = PooledDataset(Examples(torch.zeros(2, 1, 8, 8), torch.tensor([0, 1])), None, ("a", "b"))
     >>> pool.num_classes, pool.input_shape
     (2, (1, 8, 8))
     """
@@ -53,9 +53,9 @@ class Pool:
     task: Task = "classification"
     columns: Columns = field(default_factory=dict, repr=False)  # which are a patient's
     vocabulary: tuple[str, ...] = ()
-    prepared: Prepared | None = None
+    preprocessor: TablePreprocessor | None = None
     group: str | None = None
-    test_is_dealt: bool = False
+    test_set_in_train: bool = False
 
     def __post_init__(self) -> None:
         if len(self.train) == 0:
@@ -76,18 +76,18 @@ class Pool:
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one input: (channels, height, width) of an image, (length,) of a text, (features,) of a table's row; ()
         of inputs of several parts, which only a network of your own takes."""
-        if self.prepared is not None:
-            return (len(self.prepared.features),)
+        if self.preprocessor is not None:
+            return (len(self.preprocessor.feature_names),)
         if (shape := getattr(self.train.transform, "shape", None)) is not None:
             return tuple(shape)
-        return form_of(self.train.x).shape
+        return input_spec_of(self.train.x).shape
 
     @cached_property
     def fingerprint(self) -> str:
         """16 hexadecimal digits of SHA-256 over inputs and labels, training and test; computed once, on demand."""
         digest = hashlib.sha256()
         for examples in (self.train, self.test):
-            for tensor in () if examples is None else (*flat(examples.x).values(), examples.y):
+            for tensor in () if examples is None else (*flatten_inputs(examples.x).values(), examples.y):
                 digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
                 content: Any = tensor.cpu().contiguous().numpy()
                 digest.update(content)
@@ -99,7 +99,7 @@ class Source(ABC):
     """Where a data set comes from: the hub or local files. Fields say which; `load` reads it."""
 
     @abstractmethod
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The data set, in memory.
 
         Raises:
@@ -107,21 +107,21 @@ class Source(ABC):
         """
 
 
-def make_pool(
+def build_pooled_dataset(
     train: tuple[Tensor, Tensor],
     test: tuple[Tensor, Tensor] | None,
     class_names: Sequence[str],
     transform: Callable[[Tensor], Tensor] | None = None,
     columns: Columns | None = None,
     vocabulary: tuple[str, ...] = (),
-) -> Pool:
+) -> PooledDataset:
     """A pool from (inputs, labels); two-dimensional labels make the task multi-label.
 
     >>> import torch
-    >>> make_pool((torch.zeros(2, 3), torch.zeros(2, 4)), None, "abcd").task
+    >>> build_pooled_dataset((torch.zeros(2, 3), torch.zeros(2, 4)), None, "abcd").task
     'multilabel'
     """
-    return Pool(
+    return PooledDataset(
         train=Examples(*train, transform=transform),
         test=None if test is None else Examples(*test, transform=transform),
         class_names=tuple(class_names),
@@ -131,7 +131,7 @@ def make_pool(
     )
 
 
-def with_test_dealt(pool: Pool, columns: Columns) -> Pool:
+def move_test_set_to_train(pool: PooledDataset, columns: Columns) -> PooledDataset:
     """The pool in which clients get the examples of its test set, too, after the others; with the columns that both have.
 
     Args:
@@ -143,34 +143,43 @@ def with_test_dealt(pool: Pool, columns: Columns) -> Pool:
 
     >>> import torch
     >>> train, test = (torch.zeros(3, 2), torch.tensor([0, 1, 0])), (torch.ones(1, 2), torch.tensor([1]))
-    >>> pool = with_test_dealt(make_pool(train, test, "ab", columns={"user": np.arange(3)}), {"user": np.array([7])})
+    >>> pool = move_test_set_to_train(build_pooled_dataset(train, test, "ab", columns={"user": np.arange(3)}),
+    ...                               {"user": np.array([7])})
     >>> len(pool.train), pool.test, pool.columns["user"].tolist()
     (4, None, [0, 1, 2, 7])
     """
     if pool.test is None:
         raise UserError("deal_test: these files hold no published test examples; leave it out, or add their test split")
-    both = pool.train, pool.test
-    whole = Examples(
-        torch.cat([part.tensor for part in both]), torch.cat([part.y for part in both]), transform=pool.train.transform
+    sets = pool.train, pool.test
+    all_examples = Examples(
+        torch.cat([part.input_tensor for part in sets]),
+        torch.cat([part.y for part in sets]),
+        transform=pool.train.transform,
     )
-    joined = {name: np.concatenate([one, columns[name]]) for name, one in pool.columns.items() if name in columns}
-    return replace(pool, train=whole, test=None, columns=joined, test_is_dealt=True)
+    joined_columns = {
+        name: np.concatenate([train_column, columns[name]])
+        for name, train_column in pool.columns.items()
+        if name in columns
+    }
+    return replace(pool, train=all_examples, test=None, columns=joined_columns, test_set_in_train=True)
 
 
-def numbered(labels: NDArray[Any], names: Sequence[str] | None = None) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+def encode_labels(
+    labels: NDArray[Any], names: Sequence[str] | None = None
+) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Labels as numbers from 0, with the names of the classes: those given, or the sorted strings, or the numbers.
 
-    >>> numbered(np.array(["dog", "cat", "dog"]))
+    >>> encode_labels(np.array(["dog", "cat", "dog"]))
     (array([1, 0, 1]), ('cat', 'dog'))
-    >>> numbered(np.array([2, 0]))
+    >>> encode_labels(np.array([2, 0]))
     (array([2, 0]), ('0', '1', '2'))
     """
     if np.issubdtype(labels.dtype, np.integer) or labels.dtype == bool:
         largest = int(labels.max(initial=0))
         return labels.astype(np.int64), tuple(names or map(str, range(largest + 1)))
     if labels.dtype.kind in "OUT":
-        found, numbers = np.unique(labels.astype(str), return_inverse=True)
-        return numbers.astype(np.int64), tuple(str(name) for name in found)
+        unique_names, numbers = np.unique(labels.astype(str), return_inverse=True)
+        return numbers.astype(np.int64), tuple(str(name) for name in unique_names)
     raise UserError(f"labels must be whole numbers or names, got type {labels.dtype}")
 
 

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.seeds import derive
-from polyfed.data.dealing import stratified
-from polyfed.data.features import Prepared, fitted_again, warn_of_constants
-from polyfed.data.grouped import by_group, groups_of
-from polyfed.data.joined import differ, joined, places, rows
+from polyfed.core.seeds import derive_seed
+from polyfed.data.dealing import draw_stratified_rows
+from polyfed.data.features import TablePreprocessor, refit_preprocessors, warn_of_changed_constants
+from polyfed.data.grouped import group_ids, split_by_group
+from polyfed.data.joined import concat_examples, describe_mismatch, input_locations, storage_rows
 
 
-def resplit(clients: Sequence[Client], splits: int, seed: int = 0) -> list[tuple[Client, ...]]:
+def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> list[tuple[Client, ...]]:
     """The same clients with other training, validation and test examples, `splits` times.
 
     Each client's examples are put together and dealt again into sets of the same sizes, at random and independently of all
@@ -40,91 +40,106 @@ def resplit(clients: Sequence[Client], splits: int, seed: int = 0) -> list[tuple
         UserError: fewer than two splits, sets that differ in form or transform, or examples that are in two sets.
 
     >>> from polyfed.testing import small_clients
-    >>> dealt = resplit(small_clients(2), splits=3)
+    >>> dealt = resplit_clients(small_clients(2), splits=3)
     >>> [(len(one.train), len(one.val), len(one.test)) for one in dealt[2]]
     [(20, 3, 6), (26, 3, 6)]
     """
     if not isinstance(splits, int) or isinstance(splits, bool) or splits < 2:
         raise UserError(f"resplit must be a number of splits of at least 2, got {splits!r}")
     _check_disjoint(clients)
-    pools = [_pool(client) for client in clients]
-    found = []
+    pools = [_concat_sets(client) for client in clients]
+    clients_by_split = []
     for k in range(splits):
-        roles: dict[str, str] = {}
-        dealt = [
-            _dealt(c, pool, derive(seed, "resplit", k, c.id), roles) for c, pool in zip(clients, pools, strict=True)
+        set_of_group: dict[str, str] = {}
+        redrawn = [
+            _redraw_sets(c, pool, derive_seed(seed, "resplit", k, c.id), set_of_group)
+            for c, pool in zip(clients, pools, strict=True)
         ]
-        found.append(prepared_again(dealt))
-    return found
+        clients_by_split.append(refit_client_preprocessing(redrawn))
+    return clients_by_split
 
 
-def prepared_again(clients: Sequence[Client]) -> tuple[Client, ...]:
+def refit_client_preprocessing(clients: Sequence[Client]) -> tuple[Client, ...]:
     """The clients, those whose examples are a table's with preprocessing that is fitted on their training rows as they are
     now; targets keep their scale."""
-    again = fitted_again({client.id: client.train for client in clients})
-    later = {
-        c.id: [part.tensor[rows(part)] for part in (c.test, c.val) if part is not None]
+    refitted = refit_preprocessors({client.id: client.train for client in clients})
+    held_out_rows = {
+        c.id: [part.input_tensor[storage_rows(part)] for part in (c.test, c.val) if part is not None]
         for c in clients
-        if c.id in again
+        if c.id in refitted
     }
-    warn_of_constants({f"site {i!r}": again[i].constants_changed(torch.cat(x)) for i, x in later.items()})
-    return tuple(_prepared(client, again[client.id]) if client.id in again else client for client in clients)
+    warn_of_changed_constants(
+        {f"site {i!r}": refitted[i].changed_constant_columns(torch.cat(x)) for i, x in held_out_rows.items()}
+    )
+    return tuple(
+        _with_transform(client, refitted[client.id]) if client.id in refitted else client for client in clients
+    )
 
 
-def public_prepared_again(public: Examples | None, clients: Sequence[Client]) -> Examples | None:
+def prepare_public_like_clients(public: Examples | None, clients: Sequence[Client]) -> Examples | None:
     """Returns the public examples of a table with the preprocessing that all clients have in common now, and any others as
     they are: networks must see public rows as they see their clients' own."""
-    if public is None or not isinstance(public.transform, Prepared) or public.transform.scope != "federated":
+    if public is None or not isinstance(public.transform, TablePreprocessor) or public.transform.scope != "federated":
         return public
-    common = {client.train.transform for client in clients}
-    if len(common) != 1 or not isinstance(now := next(iter(common)), Prepared) or now.scope != "federated":
+    transforms = {client.train.transform for client in clients}
+    if (
+        len(transforms) != 1
+        or not isinstance(common_transform := next(iter(transforms)), TablePreprocessor)
+        or common_transform.scope != "federated"
+    ):
         return public
-    return replace(public, transform=now) if now.columns == public.transform.columns else public
+    return (
+        replace(public, transform=common_transform) if common_transform.columns == public.transform.columns else public
+    )
 
 
-def _prepared(client: Client, transform: Prepared) -> Client:
-    ready = {name: replace(part, transform=transform) for name, part in _parts(client).items()}
-    return replace(client, **ready)  # type: ignore[arg-type]
+def _with_transform(client: Client, transform: TablePreprocessor) -> Client:
+    parts = {name: replace(part, transform=transform) for name, part in _sets_of_client(client).items()}
+    return replace(client, **parts)  # type: ignore[arg-type]
 
 
-def _parts(client: Client) -> dict[str, Examples]:
+def _sets_of_client(client: Client) -> dict[str, Examples]:
     parts = {"train": client.train, "val": client.val, "test": client.test}
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def _pool(client: Client) -> Examples:
-    parts = _parts(client)
+def _concat_sets(client: Client) -> Examples:
+    parts = _sets_of_client(client)
     for name, part in parts.items():
-        if difference := differ(client.train, part):
+        if difference := describe_mismatch(client.train, part):
             raise UserError(
                 f"client {client.id!r}: train and {name} cannot be put together and dealt again, since their {difference}; "
                 "prepare both alike, or leave resplit out"
             )
-    return joined(list(parts.values()))
+    return concat_examples(list(parts.values()))
 
 
-def _dealt(client: Client, pool: Examples, seed: int, roles: dict[str, str]) -> Client:
+def _redraw_sets(client: Client, pool: Examples, seed: int, set_of_group: dict[str, str]) -> Client:
     labels = pool.labels.cpu().numpy()
     if pool.group is not None:
-        return _dealt_by_group(client, pool, labels, seed, roles)
-    rest: NDArray[np.int64] = np.arange(len(pool))
+        return _redraw_sets_by_group(client, pool, labels, seed, set_of_group)
+    remaining: NDArray[np.int64] = np.arange(len(pool))
     held_out: dict[str, Examples] = {}
-    for name, given in (("test", client.test), ("val", client.val)):
-        if given is not None:
-            out = stratified(labels[rest], len(given), derive(seed, name), keep=True)
-            held_out[name] = replace(_select(pool, rest[out]), augment=None)
-            rest = np.delete(rest, out)
-    return replace(client, train=_select(pool, rest), **held_out)  # type: ignore[arg-type]
+    for name, old_set in (("test", client.test), ("val", client.val)):
+        if old_set is not None:
+            out = draw_stratified_rows(
+                labels[remaining], len(old_set), derive_seed(seed, name), leave_one_per_class=True
+            )
+            held_out[name] = replace(_select(pool, remaining[out]), augment=None)
+            remaining = np.delete(remaining, out)
+    return replace(client, train=_select(pool, remaining), **held_out)  # type: ignore[arg-type]
 
 
-def _dealt_by_group(client: Client, pool: Examples, labels: NDArray[Any], seed: int, roles: dict[str, str]) -> Client:
-    groups = groups_of(pool.column(str(pool.group)))
-    ends = np.cumsum([len(part) for part in _parts(client).values()])
-    given = dict(zip(_parts(client), np.split(groups, ends[:-1]), strict=True))
-    number = len(np.unique(groups))
-    of_sets = {name: len(np.unique(own)) / number for name, own in given.items()}
-    shares = {str(name): of_sets[name] for name in ("test", "val") if name in of_sets}
-    sets = by_group(labels, groups, shares, seed, roles)
+def _redraw_sets_by_group(
+    client: Client, pool: Examples, labels: NDArray[Any], seed: int, set_of_group: dict[str, str]
+) -> Client:
+    groups = group_ids(pool.column(str(pool.group)))
+    ends = np.cumsum([len(part) for part in _sets_of_client(client).values()])
+    groups_by_set = dict(zip(_sets_of_client(client), np.split(groups, ends[:-1]), strict=True))
+    num_groups = len(np.unique(groups))
+    share_by_set = {name: len(np.unique(set_groups)) / num_groups for name, set_groups in groups_by_set.items()}
+    shares = {str(name): share_by_set[name] for name in ("test", "val") if name in share_by_set}
+    sets = split_by_group(labels, groups, shares, seed, set_of_group)
     if empty := [name for name, rows in sets.items() if not len(rows)]:
         raise UserError(
             f"client {client.id!r} has no group of column {pool.group!r} for its {empty[0]} set when examples are dealt "
@@ -142,17 +157,17 @@ def _check_disjoint(clients: Sequence[Client]) -> None:
     """Dealt again, what is in two sets would train one client and test another, or the same."""
     stored: dict[tuple[object, ...], list[tuple[str, str, NDArray[np.int64]]]] = {}
     for client in clients:
-        for name, part in _parts(client).items():
-            stored.setdefault(places(part.x), []).append((client.id, name, rows(part).cpu().numpy()))
+        for name, part in _sets_of_client(client).items():
+            stored.setdefault(input_locations(part.x), []).append((client.id, name, storage_rows(part).cpu().numpy()))
     for sets in stored.values():
-        found = np.concatenate([own for *_, own in sets])
-        set_of = np.repeat(np.arange(len(sets)), [len(own) for *_, own in sets])
-        order = np.argsort(found, kind="stable")
-        twice = np.flatnonzero(np.diff(found[order]) == 0)
+        all_rows = np.concatenate([set_rows for *_, set_rows in sets])
+        set_of = np.repeat(np.arange(len(sets)), [len(set_rows) for *_, set_rows in sets])
+        order = np.argsort(all_rows, kind="stable")
+        twice = np.flatnonzero(np.diff(all_rows[order]) == 0)
         if len(twice):
-            one, other = (sets[set_of[order[twice[0] + k]]] for k in (0, 1))
+            first, second = (sets[set_of[order[twice[0] + k]]] for k in (0, 1))
             raise UserError(
-                f"{one[1]} of client {one[0]!r} and {other[1]} of client {other[0]!r} hold the same example: dealt again, "
-                "it could train one network and test another; give each set examples of its own (a test set for all "
-                "clients is global_test), or leave resplit out"
+                f"{first[1]} of client {first[0]!r} and {second[1]} of client {second[0]!r} hold the same example: "
+                "dealt again, it could train one network and test another; give each set examples of its own (a test "
+                "set for all clients is global_test), or leave resplit out"
             )

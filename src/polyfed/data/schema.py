@@ -10,39 +10,45 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import read_file, user_path
-from polyfed.core.typed import from_json
-from polyfed.data.columns import in_order
-from polyfed.data.features import Column, Prepared, from_description
+from polyfed.core.files import expand_user_path, read_file
+from polyfed.core.typed import parse_json
+from polyfed.data.columns import sorted_unique_texts
+from polyfed.data.features import Column, TablePreprocessor, preprocessor_from_json
 
 
-def schema_of(prepared: Prepared) -> dict[str, Any]:
+def table_schema(preprocessor: TablePreprocessor) -> dict[str, Any]:
     """The schema of a table, for JSON: how it is prepared, without what was fitted.
 
-    >>> schema_of(Prepared((Column("age"),), (61.0,), (10.0,)))["mean"]
+    >>> table_schema(TablePreprocessor((Column("age"),), (61.0,), (10.0,)))["mean"]
     [0.0]
     """
-    plain = len(prepared.mean)
-    return Prepared(
-        prepared.columns, (0.0,) * plain, (1.0,) * plain, (), prepared.scope, prepared.classes, prepared.task
-    ).described()
+    num_numeric = len(preprocessor.mean)
+    return TablePreprocessor(
+        preprocessor.columns,
+        (0.0,) * num_numeric,
+        (1.0,) * num_numeric,
+        (),
+        preprocessor.scope,
+        preprocessor.classes,
+        preprocessor.task,
+    ).to_json_dict()
 
 
-def read_schema(source: str | Path | Mapping[str, Any]) -> Prepared:
-    """A schema from a file that holds it as JSON, or from what `schema_of` gave.
+def read_schema(source: str | Path | Mapping[str, Any]) -> TablePreprocessor:
+    """A schema from a file that holds it as JSON, or from what `table_schema` gave.
 
     Raises:
         UserError: the file cannot be read, or holds no schema.
     """
     if isinstance(source, Mapping):
-        return from_description(dict(source))
+        return preprocessor_from_json(dict(source))
     try:
-        content = from_json(read_file(user_path(source, "the schema")))
+        content = parse_json(read_file(expand_user_path(source, "the schema")))
     except (OSError, ValueError) as error:
         raise UserError(
             f"the schema {str(source)!r} cannot be read ({error}); give a file of polyfed's schema"
         ) from error
-    return from_description(content)
+    return preprocessor_from_json(content)
 
 
 def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | None = None) -> dict[str, Any]:
@@ -56,8 +62,8 @@ def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | Non
     Raises:
         UserError: none, a column that is of numbers here and of categories there, another task, or no column in common.
 
-    >>> one = schema_of(Prepared((Column("sex", ("f", "m")), Column("age")), (0.0,), (1.0,)))
-    >>> two = schema_of(Prepared((Column("sex", ("f", "x")), Column("bmi")), (0.0,), (1.0,)))
+    >>> one = table_schema(TablePreprocessor((Column("sex", ("f", "m")), Column("age")), (0.0,), (1.0,)))
+    >>> two = table_schema(TablePreprocessor((Column("sex", ("f", "x")), Column("bmi")), (0.0,), (1.0,)))
     >>> merge_schemas(one, two)["columns"]
     [{'name': 'sex', 'categories': ['f', 'm', 'x'], 'missing': False}]
     """
@@ -66,19 +72,27 @@ def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | Non
         raise UserError("merge_schemas needs schemas to merge, got none")
     if len(tasks := sorted({schema.task for schema in schemas})) > 1:
         raise UserError(f"tables of one federation have one task, and these schemas are of {' and '.join(tasks)}")
-    known = [{column.name: column for column in schema.columns} for schema in schemas]
-    columns = tuple(_merged([one[name] for one in known]) for name in known[0] if all(name in one for one in known))
+    columns_by_name = [{column.name: column for column in schema.columns} for schema in schemas]
+    columns = tuple(
+        _merge_column([by_name[name] for by_name in columns_by_name])
+        for name in columns_by_name[0]
+        if all(name in by_name for by_name in columns_by_name)
+    )
     if not columns:
         raise UserError("the schemas have no column in common; give tables of the same columns")
     classes = _union([schema.classes for schema in schemas])
-    plain = sum(column.categories is None for column in columns)
-    like = Prepared(columns, (0.0,) * plain, (1.0,) * plain, (), schemas[0].scope, classes, schemas[0].task)
+    num_numeric = sum(column.categories is None for column in columns)
+    merged_schema = TablePreprocessor(
+        columns, (0.0,) * num_numeric, (1.0,) * num_numeric, (), schemas[0].scope, classes, schemas[0].task
+    )
     if to is not None:
-        user_path(to, "to").write_text(json.dumps(like.described(), indent=1, ensure_ascii=False), encoding="utf-8")
-    return like.described()
+        expand_user_path(to, "to").write_text(
+            json.dumps(merged_schema.to_json_dict(), indent=1, ensure_ascii=False), encoding="utf-8"
+        )
+    return merged_schema.to_json_dict()
 
 
-def _merged(columns: Sequence[Column]) -> Column:
+def _merge_column(columns: Sequence[Column]) -> Column:
     kinds = {column.categories is None for column in columns}
     if len(kinds) > 1:
         raise UserError(
@@ -91,18 +105,20 @@ def _merged(columns: Sequence[Column]) -> Column:
 
 def _union(lists: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """The first list, then what the others have more; in order, if the lists are, as one table of all rows has them."""
-    found = list(dict.fromkeys(value for one in lists for value in one))
-    return in_order(found) if all(tuple(one) == in_order(one) for one in lists) else tuple(found)
+    items = list(dict.fromkeys(value for part in lists for value in part))
+    return (
+        sorted_unique_texts(items) if all(tuple(part) == sorted_unique_texts(part) for part in lists) else tuple(items)
+    )
 
 
-def in_classes(y: Tensor, own: Sequence[str], schema: Prepared, task: str) -> Tensor:
+def recode_targets_to_schema(y: Tensor, class_names: Sequence[str], schema: TablePreprocessor, task: str) -> Tensor:
     """Targets of a table in the classes of a schema.
 
     Raises:
         UserError: another task, or a class, label or target that the schema does not have.
 
-    >>> schema = Prepared((), (), (), classes=("no", "perhaps", "yes"))
-    >>> in_classes(torch.tensor([0, 1]), ["no", "yes"], schema, "classification")
+    >>> schema = TablePreprocessor((), (), (), classes=("no", "perhaps", "yes"))
+    >>> recode_targets_to_schema(torch.tensor([0, 1]), ["no", "yes"], schema, "classification")
     tensor([0, 2])
     """
     if task != schema.task:
@@ -110,11 +126,11 @@ def in_classes(y: Tensor, own: Sequence[str], schema: Prepared, task: str) -> Te
             f"the task of the table is {task}, that of the schema {schema.task}; give --data.task {schema.task}"
         )
     if task != "classification":
-        if tuple(own) != schema.classes:
+        if tuple(class_names) != schema.classes:
             raise UserError(
-                f"the schema has the targets {', '.join(schema.classes)}, the table was asked for {', '.join(own)}"
+                f"the schema has the targets {', '.join(schema.classes)}, the table was asked for {', '.join(class_names)}"
             )
         return y
-    if unknown := [name for name in own if name not in schema.classes]:
+    if unknown := [name for name in class_names if name not in schema.classes]:
         raise UserError(f"the target has {unknown[0]!r}, which is no class of the schema: {', '.join(schema.classes)}")
-    return torch.tensor([schema.classes.index(name) for name in own], dtype=y.dtype)[y]
+    return torch.tensor([schema.classes.index(name) for name in class_names], dtype=y.dtype)[y]

@@ -9,15 +9,15 @@ from typing import final
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import UserError, check_extra
+from polyfed.core.errors import UserError, check_extra_installed
 from polyfed.core.examples import Examples
-from polyfed.core.inputs import form_of
+from polyfed.core.inputs import input_spec_of
 
 _CHUNK = 1024
 """Images that are floats at one time."""
 
 
-def _told(x: Tensor) -> str:
+def _describe_tensor(x: Tensor) -> str:
     return f"{x.dtype} of shape {tuple(x.shape)}"
 
 
@@ -67,29 +67,30 @@ class Shift:
                 without the extra `augment`.
         """
         if self.labels:
-            examples = self._relabelled(examples, classes)
+            examples = self._shift_labels(examples, classes)
         if self.rotation % 360 == 0 and self.hue == 0:
             return examples
-        form = form_of(examples.x)
+        form = input_spec_of(examples.x)
         if len(form.shape) != 3 or form.dtype != torch.uint8:
             raise UserError(
                 f"a shift transforms uint8 images (num, channels, height, width), but these inputs are "
-                f"{form if form.spread else _told(examples.tensor)}; of images that stay encoded, leave lazy out"
+                f"{form if form.container else _describe_tensor(examples.input_tensor)}; of images that stay encoded, "
+                "leave lazy out"
             )
         if self.hue != 0 and form.shape[0] != 3:
             raise UserError(
                 f"hue={self.hue} needs RGB images, but these have {form.shape[0]} channel(s) and no colour to "
                 "change; use rotation, or a data set in colour"
             )
-        x = examples.tensor if examples.index is None else examples.tensor[examples.index]
+        x = examples.input_tensor if examples.index is None else examples.input_tensor[examples.index]
         if self.rotation % 360:
-            x = _rotated(x, self.rotation)
+            x = _rotate_images(x, self.rotation)
         if self.hue:
-            x = _in_floats(x, self._turn_hue)
+            x = _apply_in_chunks(x, self._turn_hue)
         columns = None if examples.columns is None else {name: examples.column(name) for name in examples.columns}
         return Examples(x, examples.labels, None, examples.transform, examples.augment, columns)
 
-    def _relabelled(self, examples: Examples, classes: int | None) -> Examples:
+    def _shift_labels(self, examples: Examples, classes: int | None) -> Examples:
         if classes is None or examples.labels.ndim != 1 or examples.labels.is_floating_point():
             raise UserError(
                 f"labels={self.labels} of a shift turns classes, and these data have no classes; leave it out"
@@ -97,35 +98,35 @@ class Shift:
         return replace(examples, y=(examples.y + int(self.labels)) % classes)
 
     def _turn_hue(self, x: Tensor) -> Tensor:
-        check_extra("kornia", "augment", f"hue={self.hue}", "leave the hue as it is")
+        check_extra_installed("kornia", "augment", f"hue={self.hue}", "leave the hue as it is")
         from kornia.enhance import adjust_hue
 
         return adjust_hue(x / 255, self.hue * 2 * math.pi) * 255
 
 
-def _rotated(x: Tensor, degrees: float) -> Tensor:
-    quarters, rest = divmod(degrees, 90)
-    if rest == 0:
+def _rotate_images(x: Tensor, degrees: float) -> Tensor:
+    quarters, remainder = divmod(degrees, 90)
+    if remainder == 0:
         if quarters % 2 and x.shape[2] != x.shape[3]:
             raise UserError(
                 f"a rotation by {degrees} degrees needs square images, got {x.shape[3]}×{x.shape[2]} pixels"
             )
         return torch.rot90(x, int(quarters) % 4, (2, 3)).contiguous()
 
-    check_extra("kornia", "augment", f"a rotation by {degrees} degrees", "turn by multiples of 90 degrees")
+    check_extra_installed("kornia", "augment", f"a rotation by {degrees} degrees", "turn by multiples of 90 degrees")
 
     def rotate(chunk: Tensor) -> Tensor:
         from kornia.geometry.transform import rotate
 
         return rotate(chunk, torch.full((len(chunk),), float(degrees)))
 
-    return _in_floats(x, rotate)
+    return _apply_in_chunks(x, rotate)
 
 
-def _in_floats(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _apply_in_chunks(x: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
     """`change` of the images as floats, rounded back to uint8, a chunk at a time to spare memory."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start in range(0, len(x), _CHUNK):
-        chunk = change(x[start : start + _CHUNK].to(torch.float32))
+        chunk = transform(x[start : start + _CHUNK].to(torch.float32))
         out[start : start + _CHUNK] = chunk.round_().clamp_(0, 255).to(torch.uint8)
     return out

@@ -5,61 +5,61 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from polyfed.core.algorithm import Client
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples import Examples
 from polyfed.data.clients import ClientData, make_clients
 from polyfed.data.frames import read_table
 from polyfed.data.partitions import IID, Natural
-from polyfed.data.pool import Pool
-from polyfed.data.schema import schema_of
+from polyfed.data.pool import PooledDataset
+from polyfed.data.schema import table_schema
 from polyfed.data.split import Split
-from polyfed.data.tables import TableFile, listed
+from polyfed.data.tables import TableFile, parse_names
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Sites:
-    """A table that has been divided: `parts`, one `ClientData` a site; and what a network for it must know."""
+class ClientTables:
+    """A table that has been divided: `client_data`, one `ClientData` a site; and what a network for it must know."""
 
-    pool: Pool
-    parts: tuple[ClientData, ...]
+    dataset: PooledDataset
+    client_data: tuple[ClientData, ...]
     public: Examples | None = None
 
     def __repr__(self) -> str:
         parts = ", ".join(
-            f"{part.id}: {len(part.train)} rows to train and {len(part.test)} to test" for part in self.parts
+            f"{part.id}: {len(part.train)} rows to train and {len(part.test)} to test" for part in self.client_data
         )
         return f"Sites({parts})"  # and no row
 
     @property
     def num_features(self) -> int:
         """Inputs of a network."""
-        return self.pool.input_shape[0]
+        return self.dataset.input_shape[0]
 
     @property
     def num_outputs(self) -> int:
         """Classes, labels or targets: outputs of a network."""
-        return self.pool.num_classes
+        return self.dataset.num_classes
 
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of classes, labels or targets, in the order of a network's outputs."""
-        return self.pool.class_names
+        return self.dataset.class_names
 
     @property
-    def features(self) -> tuple[str, ...]:
+    def feature_names(self) -> tuple[str, ...]:
         """Names of the inputs, in their order."""
-        return () if self.pool.prepared is None else self.pool.prepared.features
+        return () if self.dataset.preprocessor is None else self.dataset.preprocessor.feature_names
 
     @property
     def schema(self) -> dict[str, Any]:
         """Columns, categories and classes, for JSON: what tables in other places must have in common with this one
         (`polyfed.data.merge_schemas`). It holds no row, but the categories that occur."""
-        if self.pool.prepared is None:
+        if self.dataset.preprocessor is None:
             raise UserError("only tables have a schema")
-        return schema_of(self.pool.prepared)
+        return table_schema(self.dataset.preprocessor)
 
-    def clients(self, model: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None) -> list[Client]:
+    def build_clients(self, model: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None) -> list[Client]:
         """The clients, for `polyfed.federate` and `polyfed.compare`.
 
         Args:
@@ -68,39 +68,39 @@ class Sites:
         Raises:
             UserError: a site without a network, or a name that is no site; a site without test rows.
         """
-        names = [part.id for part in self.parts]
+        names = [part.id for part in self.client_data]
         if isinstance(model, Mapping):
-            check_sites(model, names)
-        if untested := [part.id for part in self.parts if not len(part.test)]:
+            check_model_per_client(model, names)
+        if untested := [part.id for part in self.client_data if not len(part.test)]:
             raise UserError(f"site {untested[0]!r} has too few rows to test on; give it more, or leave it out")
         return [
             Client(
                 part.id, model[part.id] if isinstance(model, Mapping) else model, part.train, part.test, part.val,
-                task=self.pool.task,
+                task=self.dataset.task,
             )
-            for part in self.parts
+            for part in self.client_data
         ]  # fmt: skip
 
 
-def check_sites(models: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_model_per_client(models: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raises unless each site has a network by its name, and each name is that of a site.
 
     Raises:
         UserError: with the names.
 
-    >>> check_sites({"north": None}, ["north", "south"])
+    >>> check_model_per_client({"north": None}, ["north", "south"])
     Traceback (most recent call last):
     polyfed.core.errors.UserError: model gives no network for 'south'; it names north
     """
     if unknown := [name for name in models if name not in names]:
         raise UserError(
-            f"model names a network for {unknown[0]!r}, which is no client; {nearest(str(unknown[0]), names)}"
+            f"model names a network for {unknown[0]!r}, which is no client; {did_you_mean(str(unknown[0]), names)}"
         )
     if without := [name for name in names if name not in models]:
         raise UserError(f"model gives no network for {', '.join(map(repr, without[:5]))}; it names {', '.join(models)}")
 
 
-def table(
+def split_table(
     rows: Any,
     target: str | Sequence[str],
     site: str | None,
@@ -111,7 +111,7 @@ def table(
     seed: int = 0,
     name: str = "all",
     **options: Any,
-) -> Sites:
+) -> ClientTables:
     """A table divided by sites into training, validation and test rows, with preprocessing fitted on training rows.
 
     Args:
@@ -130,19 +130,19 @@ def table(
     >>> import torch
     >>> rows = {"age": [40, 50, None, 70] * 5, "sex": list("fmfm") * 5, "ill": [0, 1, 0, 1] * 5,
     ...         "hospital": ["north"] * 10 + ["south"] * 10, "number": range(20)}
-    >>> sites = table(rows, "ill", "hospital", drop="number")
-    >>> [part.id for part in sites.parts], sites.features
+    >>> sites = split_table(rows, "ill", "hospital", drop="number")
+    >>> [part.id for part in sites.client_data], sites.feature_names
     (['north', 'south'], ('age', 'age is missing', 'sex=f', 'sex=m'))
-    >>> clients = sites.clients(lambda: torch.nn.Linear(sites.num_features, sites.num_outputs))
+    >>> clients = sites.build_clients(lambda: torch.nn.Linear(sites.num_features, sites.num_outputs))
     >>> clients[0].test.batch(torch.arange(1))[0].shape
     torch.Size([1, 4])
     """
-    known = [f for f in TableFile.__dataclass_fields__ if f not in ("path", "target", "site")]
-    if unknown := [option for option in options if option not in known]:
-        raise UserError(f"table has no option {unknown[0]!r}; {nearest(unknown[0], known)}")
+    option_names = [f for f in TableFile.__dataclass_fields__ if f not in ("path", "target", "site")]
+    if unknown := [option for option in options if option not in option_names]:
+        raise UserError(f"table has no option {unknown[0]!r}; {did_you_mean(unknown[0], option_names)}")
     source = TableFile(target=target if isinstance(target, str) else list(target), site=site, **options)
     reading = {option: getattr(source, option) for option in ("delimiter", "decimal", "encoding")}
-    pool = source.of(read_table(rows, missing=listed(source.missing), **reading))
+    pool = source.build_dataset(read_table(rows, missing=parse_names(source.missing), **reading))
     split = Split(test_fraction=test_fraction, val_fraction=val_fraction, public_fraction=public_fraction)
     if site is None:
         split = replace(split, clients=1)
@@ -150,4 +150,4 @@ def table(
         parts = [replace(parts[0], id=name)]
     else:
         parts, public = make_clients(pool, split, Natural(site), seed)
-    return Sites(pool, tuple(parts), public)
+    return ClientTables(pool, tuple(parts), public)

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.plain_values import set_plain_fields
-from polyfed.core.seeds import derive, numpy_generator
-from polyfed.data.dealing import Labels, Rows, stratified
-from polyfed.data.grouped import by_group, groups_of
+from polyfed.core.plain_values import convert_numpy_fields
+from polyfed.core.seeds import derive_seed, numpy_generator
+from polyfed.data.dealing import Labels, Rows, draw_stratified_rows
+from polyfed.data.grouped import group_ids, split_by_group
 from polyfed.data.partitions import Partition
 
 
@@ -44,7 +44,7 @@ class Split:
     Raises:
         UserError: a number outside its range, or no room left for training.
 
-    >>> Split(clients=20, examples_per_client=1000).num_examples
+    >>> Split(clients=20, examples_per_client=1000).examples_drawn_per_client
     1429
     """
 
@@ -58,7 +58,7 @@ class Split:
     unseen: int = 0
 
     def __post_init__(self) -> None:
-        set_plain_fields(self)
+        convert_numpy_fields(self)
         if self.clients is not None and self.clients < 1:
             raise UserError(f"clients must be at least 1, got {self.clients}")
         if self.unseen < 0:
@@ -81,11 +81,11 @@ class Split:
             raise UserError(f"global_test must be a number of examples, 0 or -1 (all), got {self.global_test}")
 
     @property
-    def num_examples(self) -> int | None:
+    def examples_drawn_per_client(self) -> int | None:
         """Training, validation and test examples that `examples_per_client` takes from each client; None for all."""
         if self.examples_per_client is None:
             return None
-        return self.examples_per_client + sum(_on_top(self, self.examples_per_client))
+        return self.examples_per_client + sum(_val_and_test_on_top(self, self.examples_per_client))
 
 
 @final
@@ -99,7 +99,7 @@ class ClientRows:
     id: str = ""
 
 
-def split(
+def split_rows_by_client(
     labels: Labels,
     config: Split,
     partition: Partition,
@@ -123,46 +123,49 @@ def split(
             for `examples_per_client`, or all clients would be unseen clients.
 
     >>> from polyfed.data.partitions import IID
-    >>> clients, public = split(np.repeat([0, 1], 50), Split(clients=2, public_fraction=0.2), IID(), seed=0)
+    >>> clients, public = split_rows_by_client(np.repeat([0, 1], 50), Split(clients=2, public_fraction=0.2), IID(), seed=0)
     >>> [(len(c.train), len(c.test)) for c in clients], len(public)
     ([(28, 12), (28, 12)], 20)
     """
     num = len(labels)
     if group is not None:
-        _check_grouped(config)
-    public = stratified(labels, _at_least_one(config.public_fraction, num), derive(seed, "public"))
+        _check_allowed_with_groups(config)
+    public = draw_stratified_rows(labels, _share_or_one(config.public_fraction, num), derive_seed(seed, "public"))
     private = np.setdiff1d(np.arange(num), public, assume_unique=True)
-    kept = {name: column[private] for name, column in (columns or {}).items()}
-    ids = partition.ids(config.clients, seed, kept)
+    private_columns = {name: column[private] for name, column in (columns or {}).items()}
+    ids = partition.client_ids(config.clients, seed, private_columns)
     _check_unseen(config.unseen, len(ids))
-    parts = [private[rows] for rows in partition(labels[private], len(ids), seed, kept)]
-    if config.num_examples is not None and (larger := _with_supply(partition, parts, config.num_examples)) is not None:
-        parts = [private[rows] for rows in larger(labels[private], len(ids), seed, kept)]
-    if config.num_examples is not None:
-        _check_supply(parts, ids, config, config.num_examples)
-    shrunk = numpy_generator(derive(seed, "shrink")).permutation(len(ids))
+    parts = [private[rows] for rows in partition(labels[private], len(ids), seed, private_columns)]
+    if (
+        config.examples_drawn_per_client is not None
+        and (larger := _with_larger_minimum(partition, parts, config.examples_drawn_per_client)) is not None
+    ):
+        parts = [private[rows] for rows in larger(labels[private], len(ids), seed, private_columns)]
+    if config.examples_drawn_per_client is not None:
+        _check_enough_examples(parts, ids, config, config.examples_drawn_per_client)
+    shrunk = numpy_generator(derive_seed(seed, "shrink")).permutation(len(ids))
     shrunk = shrunk[: round(config.shrink_fraction * len(ids))]
     if group is not None:
-        groups, roles, found = groups_of((columns or {})[group]), dict[str, str](), []
+        groups, set_of_group, client_rows = group_ids((columns or {})[group]), dict[str, str](), []
         shares = {"test": config.test_fraction, "val": config.val_fraction}
         for i, rows in enumerate(parts):
-            sets = by_group(labels[rows], groups[rows], shares, derive(seed, "split", i), roles)
-            found.append(ClientRows(rows[sets["train"]], rows[sets["val"]], rows[sets["test"]], ids[i]))
+            sets = split_by_group(labels[rows], groups[rows], shares, derive_seed(seed, "split", i), set_of_group)
+            client_rows.append(ClientRows(rows[sets["train"]], rows[sets["val"]], rows[sets["test"]], ids[i]))
             if not len(sets["train"]):
                 raise UserError(f"{ids[i]}: no group of column {group!r} is left for training, since other clients test on "
                                 "all of its groups; give it groups of its own")  # fmt: skip
-        return found, public
+        return client_rows, public
     return [
-        replace(_split_client(labels, rows, config, derive(seed, "split", i), i in shrunk), id=ids[i])
+        replace(_split_client(labels, rows, config, derive_seed(seed, "split", i), i in shrunk), id=ids[i])
         for i, rows in enumerate(parts)
     ], public
 
 
-def fingerprint(rows: Sequence[ClientRows]) -> str:
+def partition_fingerprint(rows: Sequence[ClientRows]) -> str:
     """16 hexadecimal digits that tell one partition from another: SHA-256 over every client's rows.
 
     >>> a = ClientRows(np.array([0, 1]), np.array([], int), np.array([2]))
-    >>> fingerprint([a]) == fingerprint([ClientRows(a.train, a.test, a.val)])
+    >>> partition_fingerprint([a]) == partition_fingerprint([ClientRows(a.train, a.test, a.val)])
     False
     """
     digest = hashlib.sha256()
@@ -187,25 +190,29 @@ def class_counts(
     parts = ("train", "val", "test") if part == "all" else (part,)
     table = np.zeros((len(rows), num_classes), np.int64)
     for i, client in enumerate(rows):
-        own = labels[np.concatenate([getattr(client, name) for name in parts])]
-        table[i] = (own > 0).sum(axis=0) if own.ndim == 2 else np.bincount(own, minlength=num_classes)
+        client_labels = labels[np.concatenate([getattr(client, name) for name in parts])]
+        table[i] = (
+            (client_labels > 0).sum(axis=0)
+            if client_labels.ndim == 2
+            else np.bincount(client_labels, minlength=num_classes)
+        )
     return table
 
 
 def _split_client(labels: Labels, rows: Rows, config: Split, seed: int, shrink: bool) -> ClientRows:
-    if config.num_examples is not None and config.examples_per_client is not None:
-        rows = rows[stratified(labels[rows], config.num_examples, derive(seed, "cap"))]
-        num_val, num_test = _on_top(config, config.examples_per_client)
+    if config.examples_drawn_per_client is not None and config.examples_per_client is not None:
+        rows = rows[draw_stratified_rows(labels[rows], config.examples_drawn_per_client, derive_seed(seed, "cap"))]
+        num_val, num_test = _val_and_test_on_top(config, config.examples_per_client)
     else:
-        num_val, num_test = _out_of(config, len(rows))
-    rows, test = _hold_out(labels, rows, num_test, derive(seed, "test"))
-    rows, val = _hold_out(labels, rows, num_val, derive(seed, "val"))
+        num_val, num_test = _val_and_test_out_of(config, len(rows))
+    rows, test = _hold_out(labels, rows, num_test, derive_seed(seed, "test"))
+    rows, val = _hold_out(labels, rows, num_val, derive_seed(seed, "val"))
     if shrink:
-        rows = rows[stratified(labels[rows], max(1, len(rows) // 2), derive(seed, "shrink"))]
+        rows = rows[draw_stratified_rows(labels[rows], max(1, len(rows) // 2), derive_seed(seed, "shrink"))]
     return ClientRows(rows, val, test)
 
 
-def _on_top(config: Split, train: int) -> tuple[int, int]:
+def _val_and_test_on_top(config: Split, train: int) -> tuple[int, int]:
     """Validation and test examples that belong to `train` training examples."""
     scale = train / (1 - config.val_fraction - config.test_fraction)
     return (
@@ -214,7 +221,7 @@ def _on_top(config: Split, train: int) -> tuple[int, int]:
     )
 
 
-def _out_of(config: Split, count: int) -> tuple[int, int]:
+def _val_and_test_out_of(config: Split, count: int) -> tuple[int, int]:
     """Validation and test examples out of `count`; one stays for training, a test example comes before validation."""
     test = min(max(round(config.test_fraction * count), int(config.test_fraction > 0)), count - 1)
     val = min(max(round(config.val_fraction * count), int(config.val_fraction > 0)), count - 1 - test)
@@ -222,14 +229,16 @@ def _out_of(config: Split, count: int) -> tuple[int, int]:
 
 
 def _hold_out(labels: Labels, rows: Rows, size: int, seed: int) -> tuple[Rows, Rows]:
-    out = stratified(labels[rows], size, seed, keep=True)
+    out = draw_stratified_rows(labels[rows], size, seed, leave_one_per_class=True)
     return np.delete(rows, out), rows[out]
 
 
-def _check_grouped(config: Split) -> None:
-    asked = {name: getattr(config, name) for name in ("examples_per_client", "shrink_fraction", "public_fraction")}
-    if given := [f"{name}={value}" for name, value in asked.items() if value]:
-        raise UserError(f"{given[0]} draws single examples, which a group does not allow; leave it or the group out")
+def _check_allowed_with_groups(config: Split) -> None:
+    options = {name: getattr(config, name) for name in ("examples_per_client", "shrink_fraction", "public_fraction")}
+    if conflicting := [f"{name}={value}" for name, value in options.items() if value]:
+        raise UserError(
+            f"{conflicting[0]} draws single examples, which a group does not allow; leave it or the group out"
+        )
 
 
 def _check_unseen(unseen: int, clients: int) -> None:
@@ -240,7 +249,7 @@ def _check_unseen(unseen: int, clients: int) -> None:
         )
 
 
-def _with_supply(partition: Partition, parts: Sequence[Rows], needed: int) -> Partition | None:
+def _with_larger_minimum(partition: Partition, parts: Sequence[Rows], needed: int) -> Partition | None:
     """Returns the partition with `needed` as the least number of examples of a client, or None if that would change nothing
     or is impossible. A draw that happens to leave one client short must not refuse the run of that seed."""
     has_minimum = any(field.name == "min_examples" for field in dataclasses.fields(partition))
@@ -250,7 +259,7 @@ def _with_supply(partition: Partition, parts: Sequence[Rows], needed: int) -> Pa
     return replace(partition, min_examples=needed)  # type: ignore[call-arg]  # which only some partitions have
 
 
-def _check_supply(parts: Sequence[Rows], ids: Sequence[str], config: Split, needed: int) -> None:
+def _check_enough_examples(parts: Sequence[Rows], ids: Sequence[str], config: Split, needed: int) -> None:
     sizes = [len(part) for part in parts]
     poorest = int(np.argmin(sizes))
     if sizes[poorest] < needed:
@@ -262,5 +271,5 @@ def _check_supply(parts: Sequence[Rows], ids: Sequence[str], config: Split, need
         )
 
 
-def _at_least_one(fraction: float, num: int) -> int:
+def _share_or_one(fraction: float, num: int) -> int:
     return max(1, round(fraction * num)) if fraction > 0 else 0

@@ -7,14 +7,21 @@ from typing import Any, final, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples import Examples
-from polyfed.data.columns import TaskName, feature, has_few, narrow, targets, tell_of_twins
-from polyfed.data.features import Column, Prepared, Scope, encode
+from polyfed.data.columns import (
+    TaskName,
+    has_few_values,
+    infer_feature_column,
+    read_targets,
+    to_float32_if_precise,
+    warn_of_duplicate_rows,
+)
+from polyfed.data.features import Column, Scope, TablePreprocessor, encode_table
 from polyfed.data.files import Table
-from polyfed.data.frames import ADVICE, check_columns, check_present, read_table, texts
-from polyfed.data.pool import Pool, Source
-from polyfed.data.schema import in_classes, read_schema
+from polyfed.data.frames import PATH_ADVICE, check_columns_exist, check_no_missing_values, column_as_texts, read_table
+from polyfed.data.pool import PooledDataset, Source
+from polyfed.data.schema import read_schema, recode_targets_to_schema
 
 
 @final
@@ -68,92 +75,98 @@ class TableFile(Source):
     def __post_init__(self) -> None:
         for name, choices in (("task", get_args(TaskName)), ("preprocess", get_args(Scope))):
             if (value := getattr(self, name)) not in choices:
-                raise UserError(f"{name} {value!r} is unknown; {nearest(str(value), choices)}")
+                raise UserError(f"{name} {value!r} is unknown; {did_you_mean(str(value), choices)}")
         if self.decimal not in (".", ","):
             raise UserError(f"decimal must be '.' or ',', got {self.decimal!r}")
         if self.delimiter != "auto" and len(self.delimiter) != 1:
             raise UserError(f"delimiter must be one character or auto, got {self.delimiter!r}")
-        given = [name for name in ("columns", "drop", "categorical", "positive") if getattr(self, name)]
-        if self.schema is not None and given:
-            raise UserError(f"the schema says what {given[0]} would; leave {given[0]}={getattr(self, given[0])!r} out")
+        conflicting = [name for name in ("columns", "drop", "categorical", "positive") if getattr(self, name)]
+        if self.schema is not None and conflicting:
+            raise UserError(
+                f"the schema says what {conflicting[0]} would; leave {conflicting[0]}={getattr(self, conflicting[0])!r} out"
+            )
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The table."""
         if not self.path:
-            raise UserError(ADVICE)
+            raise UserError(PATH_ADVICE)
         table = read_table(
             self.path,
-            missing=listed(self.missing),
+            missing=parse_names(self.missing),
             delimiter=self.delimiter,
             decimal=self.decimal,
             encoding=self.encoding,
         )
-        return self.of(table)
+        return self.build_dataset(table)
 
-    def of(self, table: Table) -> Pool:
+    def build_dataset(self, table: Table) -> PooledDataset:
         """The data of a table that has been read."""
-        wanted = listed(self.target, table)
-        if not wanted:
+        target_names = parse_names(self.target, table)
+        if not target_names:
             names = ", ".join(table.column_names)
             raise UserError(f"give --data.target with the column to predict; the columns: {names}")
         roles = {"site": self.site, "group": self.group}
-        asked = {"target": wanted} | {what: (name,) for what, name in roles.items() if name is not None}
-        for what in ("columns", "drop", "categorical"):
-            asked[what] = listed(getattr(self, what), table)
-        for what, found in asked.items():
-            check_columns(table, found, what)
-        for what, name in roles.items():
+        names_by_role = {"target": target_names} | {role: (name,) for role, name in roles.items() if name is not None}
+        for role in ("columns", "drop", "categorical"):
+            names_by_role[role] = parse_names(getattr(self, role), table)
+        for role, role_names in names_by_role.items():
+            check_columns_exist(table, role_names, role)
+        for role, name in roles.items():
             if name is not None:
-                check_present(texts(table, name), name, what)
-        y, classes, task = targets(table, wanted, self.task, self.positive)
+                check_no_missing_values(column_as_texts(table, name), name, role)
+        y, classes, task = read_targets(table, target_names, self.task, self.positive)
         if self.schema is None:
-            features = self._features(table, wanted)
+            features = self._feature_columns(table, target_names)
         else:
             schema = read_schema(self.schema)
-            y, classes, features = in_classes(y, classes, schema, task), schema.classes, schema.columns
-        plain = sum(column.categories is None for column in features)
-        like = Prepared(features, (0.0,) * plain, (1.0,) * plain, (), self.preprocess, classes, task)
-        x = encode(table, features)
+            y, classes, features = recode_targets_to_schema(y, classes, schema, task), schema.classes, schema.columns
+        num_numeric = sum(column.categories is None for column in features)
+        preprocessor = TablePreprocessor(
+            features, (0.0,) * num_numeric, (1.0,) * num_numeric, (), self.preprocess, classes, task
+        )
+        x = encode_table(table, features)
         if self.preprocess == "site":  # else the type would depend on which rows lie here
-            x = narrow(x, features)
-        tell_of_twins(table, self.site)
-        columns = self._columns(table, wanted)
-        return Pool(Examples(x, y), None, classes, task, columns, prepared=like, group=self.group)
+            x = to_float32_if_precise(x, features)
+        warn_of_duplicate_rows(table, self.site)
+        columns = self._subgroup_columns(table, target_names)
+        return PooledDataset(Examples(x, y), None, classes, task, columns, preprocessor=preprocessor, group=self.group)
 
-    def _features(self, table: Table, targets: Sequence[str]) -> tuple[Column, ...]:
+    def _feature_columns(self, table: Table, targets: Sequence[str]) -> tuple[Column, ...]:
         left_out = {
             *targets,
-            *listed(self.drop, table),
+            *parse_names(self.drop, table),
             *(name for name in (self.site, self.group) if name is not None),
         }
-        chosen = listed(self.columns, table) or tuple(name for name in table.column_names if name not in left_out)
-        if both := sorted(set(chosen) & left_out):
+        chosen = parse_names(self.columns, table) or tuple(name for name in table.column_names if name not in left_out)
+        if overlap := sorted(set(chosen) & left_out):
             raise UserError(
-                f"column {both[0]!r} cannot be a feature: it is the target, the site or the group, or dropped"
+                f"column {overlap[0]!r} cannot be a feature: it is the target, the site or the group, or dropped"
             )
-        forced = listed(self.categorical, table)
+        categorical = parse_names(self.categorical, table)
         if not chosen:
             raise UserError(
                 "no column is left for features: leave out less (--data.drop), or name some (--data.columns)"
             )
-        return tuple(feature(table, name, name in forced) for name in chosen)
+        return tuple(infer_feature_column(table, name, name in categorical) for name in chosen)
 
-    def _columns(self, table: Table, targets: Sequence[str]) -> dict[str, NDArray[Any]]:
+    def _subgroup_columns(self, table: Table, targets: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Sites and groups, and what may be a subgroup: columns of few different values."""
-        found = {}
+        columns = {}
         for name in table.column_names:
             if name in targets:
                 continue
-            column = texts(table, name) if has_few(table, name) or name in (self.site, self.group) else None
+            column = (
+                column_as_texts(table, name) if has_few_values(table, name) or name in (self.site, self.group) else None
+            )
             if column is not None:
-                found[name] = np.array(["" if value is None else value for value in column.tolist()])
-        return found
+                columns[name] = np.array(["" if value is None else value for value in column.tolist()])
+        return columns
 
 
-def listed(names: Sequence[str] | str, table: Table | None = None) -> tuple[str, ...]:
+def parse_names(names: Sequence[str] | str, table: Table | None = None) -> tuple[str, ...]:
     """Names that are given as a list, or as one text with commas between; a column whose name has a comma is one name.
 
-    >>> listed("age, sex"), listed(["a"]), listed("")
+    >>> parse_names("age, sex"), parse_names(["a"]), parse_names("")
     (('age', 'sex'), ('a',), ())
     """
     if not isinstance(names, str):

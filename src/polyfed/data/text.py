@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.files import read_file
-from polyfed.core.typed import conforms, from_json
+from polyfed.core.typed import parse_json, validation_error
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
 _TOKEN = re.compile(r"https?://\S+|www\.\S+|@\w+|\w+(?:['’]\w+)*|[^\w\s]")
@@ -29,7 +29,7 @@ def tokenise(text: str) -> list[str]:
     >>> tokenise("@anna Don't miss https://x.org/y, OK?")
     ['@user', "don't", 'miss', 'http', 'ok', '?']
     """
-    return [_masked(token) for token in _TOKEN.findall(_plain(text))]
+    return [_mask_token(token) for token in _TOKEN.findall(_clean_text(text))]
 
 
 @final
@@ -56,16 +56,16 @@ class Vocabulary:
         return len(self.tokens)
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
+    def _number_of_token(self) -> dict[str, int]:
         return {token: number for number, token in enumerate(self.tokens)}
 
     def encode(self, texts: Sequence[str], length: int) -> Tensor:
         """Numbers of the first `length` tokens of each text, padded at the end: int64, shape (num_texts, length)."""
-        numbers, unknown = self._numbers, 1
+        numbers, unknown = self._number_of_token, 1
         out = np.zeros((len(texts), length), np.int64)
         for row, text in zip(out, texts, strict=True):
-            found = islice(_TOKEN.finditer(_plain(text)), length)
-            codes = [numbers.get(_masked(match.group()), unknown) for match in found]
+            matches = islice(_TOKEN.finditer(_clean_text(text)), length)
+            codes = [numbers.get(_mask_token(match.group()), unknown) for match in matches]
             row[: len(codes)] = codes
         return torch.from_numpy(out)
 
@@ -99,19 +99,19 @@ def load_vocabulary(file: Path) -> Vocabulary:
         UserError: the file is no JSON list of strings, or no vocabulary.
     """
     try:
-        tokens = from_json(read_file(file))
+        tokens = parse_json(read_file(file))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read a vocabulary from {str(file)!r} ({error})") from error
-    if conforms(tokens, list[str]):
+    if validation_error(tokens, list[str]):
         raise UserError(f"{str(file)!r} is no vocabulary: it must hold a JSON list of strings")
     return Vocabulary(tuple(tokens))
 
 
-def _plain(text: str) -> str:
+def _clean_text(text: str) -> str:
     return html.unescape(text).lower()  # the published tweets have &amp; for &
 
 
-def _masked(token: str) -> str:
+def _mask_token(token: str) -> str:
     """People and links are left out: they name someone, and occur too rarely to be learnt."""
     if token[0] == "@" and len(token) > 1:
         return "@user"

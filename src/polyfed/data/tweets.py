@@ -10,10 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import check_file, user_path
-from polyfed.data.files import Table, array, column, existing, parquet_tables, scalar_columns
-from polyfed.data.hub import hub_tables
-from polyfed.data.pool import Pool, Source, make_pool, with_test_dealt
+from polyfed.core.files import check_file, expand_user_path
+from polyfed.data.files import (
+    Table,
+    column_to_numpy,
+    find_column,
+    read_parquet_splits,
+    resolve_existing_path,
+    scalar_columns,
+)
+from polyfed.data.hub import load_hub_tables
+from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset, move_test_set_to_train
 from polyfed.data.text import Vocabulary, build_vocabulary, load_vocabulary
 
 _ADVICE = (
@@ -53,31 +60,33 @@ class Sentiment140(Source):
         if self.length < 1:
             raise UserError(f"length must be at least 1 token, got {self.length}")
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The tweets, tokenised."""
-        tables = self._tables()
-        texts, labels, columns = _read(tables["train"])
-        vocabulary = self._vocabulary(texts)
-        test, of_test = None, dict[str, NDArray[Any]]()
+        tables = self._load_tables()
+        texts, labels, columns = _read_tweets(tables["train"])
+        vocabulary = self._load_or_build_vocabulary(texts)
+        test, test_columns = None, dict[str, NDArray[Any]]()
         if "test" in tables:
-            test_texts, test_labels, of_test = _read(tables["test"])
+            test_texts, test_labels, test_columns = _read_tweets(tables["test"])
             test = vocabulary.encode(test_texts, self.length), test_labels
         train = vocabulary.encode(texts, self.length), labels
-        pool = make_pool(train, test, ("negative", "positive"), columns=columns, vocabulary=vocabulary.tokens)
-        return with_test_dealt(pool, of_test) if self.deal_test else pool
+        pool = build_pooled_dataset(
+            train, test, ("negative", "positive"), columns=columns, vocabulary=vocabulary.tokens
+        )
+        return move_test_set_to_train(pool, test_columns) if self.deal_test else pool
 
-    def _tables(self) -> dict[str, Table]:
+    def _load_tables(self) -> dict[str, Table]:
         if self.path is None:
             # The main branch holds a loading script, which `datasets` no longer runs; this revision holds Parquet.
-            return hub_tables("stanfordnlp/sentiment140", _ADVICE, revision="refs/pr/6")
-        path = existing(self.path, _ADVICE)
-        tables = _csv_tables(path) or ({} if path.suffix == ".csv" else parquet_tables(path))
+            return load_hub_tables("stanfordnlp/sentiment140", _ADVICE, revision="refs/pr/6")
+        path = resolve_existing_path(self.path, _ADVICE)
+        tables = _read_csv_splits(path) or ({} if path.suffix == ".csv" else read_parquet_splits(path))
         if "train" not in tables:
             raise UserError(f"{self.path!r} holds no training tweets; {_ADVICE}")
         return tables
 
-    def _vocabulary(self, texts: list[str]) -> Vocabulary:
-        file = None if self.vocabulary is None else user_path(self.vocabulary, "--data.vocabulary")
+    def _load_or_build_vocabulary(self, texts: list[str]) -> Vocabulary:
+        file = None if self.vocabulary is None else expand_user_path(self.vocabulary, "--data.vocabulary")
         if file is not None and file.exists():
             return load_vocabulary(file)
         vocabulary = build_vocabulary(texts, self.vocabulary_size)
@@ -86,7 +95,7 @@ class Sentiment140(Source):
         return vocabulary
 
 
-def _csv_tables(path: Path) -> dict[str, Table]:
+def _read_csv_splits(path: Path) -> dict[str, Table]:
     import pyarrow
     import pyarrow.csv
 
@@ -97,9 +106,9 @@ def _csv_tables(path: Path) -> dict[str, Table]:
     options = pyarrow.csv.ReadOptions(column_names=_FIELDS, encoding="latin1")
     try:
         return {
-            split: pyarrow.csv.read_csv(check_file(found[0]), read_options=options)
-            for split, found in files.items()
-            if found
+            split: pyarrow.csv.read_csv(check_file(split_files[0]), read_options=options)
+            for split, split_files in files.items()
+            if split_files
         }
     except pyarrow.ArrowException as error:
         raise UserError(
@@ -107,17 +116,17 @@ def _csv_tables(path: Path) -> dict[str, Table]:
         ) from error
 
 
-def _read(table: Table) -> tuple[list[str], Tensor, dict[str, NDArray[Any]]]:
+def _read_tweets(table: Table) -> tuple[list[str], Tensor, dict[str, NDArray[Any]]]:
     """Texts, labels 0 and 1, and columns by which users can be distinguished, of the tweets that are not neutral."""
-    text, label = column(table, ("text",), "text"), column(table, ("label", "sentiment"), "label")
-    values = array(table, label)
+    text, label = find_column(table, ("text",), "text"), find_column(table, ("label", "sentiment"), "label")
+    values = column_to_numpy(table, label)
     # Published labels are 0 negative, 2 neutral, 4 positive; other copies have 0 and 1.
     positive = 4 if (values > 1).any() else 1
     if not np.isin(values, (0, 2, positive)).all():
         raise UserError(f"column {label!r} must hold 0 and 4 (2 is neutral) or 0 and 1, got {np.unique(values)[:6]}")
-    kept = np.flatnonzero(values != 2)
+    rows = np.flatnonzero(values != 2)
     columns = {
-        name: column[kept] for name, column in scalar_columns(table, (text, label, "id", "date", "query")).items()
+        name: column[rows] for name, column in scalar_columns(table, (text, label, "id", "date", "query")).items()
     }
     texts = table.column(text).to_pylist()
-    return [str(texts[row]) for row in kept], torch.from_numpy((values[kept] == positive).astype(np.int64)), columns
+    return [str(texts[row]) for row in rows], torch.from_numpy((values[rows] == positive).astype(np.int64)), columns

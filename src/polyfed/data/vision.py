@@ -10,24 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples import Normalise
-from polyfed.data.dealing import stratified
+from polyfed.data.dealing import draw_stratified_rows
 from polyfed.data.files import (
     Table,
-    array,
-    blobs,
-    class_names,
-    column,
-    existing,
-    find_idx,
-    parquet_tables,
-    read_idx,
+    column_to_numpy,
+    find_column,
+    find_idx_file,
+    hub_class_names,
+    read_idx_file,
+    read_image_bytes,
+    read_parquet_splits,
+    resolve_existing_path,
     scalar_columns,
 )
-from polyfed.data.hub import hub_tables
+from polyfed.data.hub import load_hub_tables
 from polyfed.data.images import Mode, decode_images
-from polyfed.data.pool import Columns, Pool, Source, make_pool, with_test_dealt
+from polyfed.data.pool import Columns, PooledDataset, Source, build_pooled_dataset, move_test_set_to_train
 
 _FASHION = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 _CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -65,7 +65,7 @@ class Digits(Source):
         if not 0 <= self.common_test < 1:
             raise UserError(f"common_test must be at least 0 and below 1, got {self.common_test}")
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The digits."""
         # Read the file itself: importing scikit-learn takes two seconds.
         package = importlib.util.find_spec("sklearn")
@@ -76,10 +76,10 @@ class Digits(Source):
         table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
         x = torch.from_numpy((table[:, :64].astype(np.uint16) * 255 // 16).astype(np.uint8).reshape(-1, 1, 8, 8))
         y = torch.from_numpy(table[:, 64].astype(np.int64))
-        test = stratified(y.numpy(), round(self.common_test * len(y)), seed=0)
+        test = draw_stratified_rows(y.numpy(), round(self.common_test * len(y)), seed=0)
         train = np.delete(np.arange(len(y)), test)
         held_out = (x[test], y[test]) if len(test) else None
-        return make_pool((x[train], y[train]), held_out, _DIGITS, Normalise((0.3045,), (0.3760,)))
+        return build_pooled_dataset((x[train], y[train]), held_out, _DIGITS, Normalise((0.3045,), (0.3760,)))
 
 
 @final
@@ -95,11 +95,11 @@ class FashionMNIST(Source):
     path: str | None = None
     deal_test: bool = False
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The pictures."""
         advice = _idx_advice("train", "t10k", " (Debian: apt-get install dataset-fashion-mnist)")
-        data = _load(self.path, "zalando-datasets/fashion_mnist", "L", advice, ("train", "t10k"))
-        return _pool(data, _FASHION, Normalise((0.2860,), (0.3530,)), self.deal_test)
+        data = _load_images(self.path, "zalando-datasets/fashion_mnist", "L", advice, ("train", "t10k"))
+        return _build_dataset(data, _FASHION, Normalise((0.2860,), (0.3530,)), self.deal_test)
 
 
 @final
@@ -115,10 +115,10 @@ class MNIST(Source):
     path: str | None = None
     deal_test: bool = False
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The digits."""
-        data = _load(self.path, "ylecun/mnist", "L", _idx_advice("train", "t10k"), ("train", "t10k"))
-        return _pool(data, _DIGITS, Normalise((0.1307,), (0.3081,)), self.deal_test)
+        data = _load_images(self.path, "ylecun/mnist", "L", _idx_advice("train", "t10k"), ("train", "t10k"))
+        return _build_dataset(data, _DIGITS, Normalise((0.1307,), (0.3081,)), self.deal_test)
 
 
 @final
@@ -139,18 +139,18 @@ class EMNIST(Source):
 
     def __post_init__(self) -> None:
         if self.subset not in _EMNIST:
-            raise UserError(f"EMNIST has no subset {self.subset!r}; {nearest(str(self.subset), _EMNIST)}")
+            raise UserError(f"EMNIST has no subset {self.subset!r}; {did_you_mean(str(self.subset), _EMNIST)}")
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The characters."""
         prefixes = f"emnist-{self.subset}-train", f"emnist-{self.subset}-test"
         advice = _idx_advice(*prefixes)
         if self.path is None and self.subset not in ("letters", "mnist"):
             raise UserError(f"the Hugging Face hub has no EMNIST subset {self.subset!r} as a table; {advice}")
-        data = _load(self.path, f"tanganke/emnist_{self.subset}", "L", advice, prefixes)
-        train = _upright(data.train, self.subset)
-        test = None if data.test is None else _upright(data.test, self.subset)
-        return _pool(
+        data = _load_images(self.path, f"tanganke/emnist_{self.subset}", "L", advice, prefixes)
+        train = _turn_upright(data.train, self.subset)
+        test = None if data.test is None else _turn_upright(data.test, self.subset)
+        return _build_dataset(
             replace(data, train=train, test=test), _EMNIST[self.subset], Normalise((0.1736,), (0.3317,)), self.deal_test
         )
 
@@ -168,10 +168,12 @@ class CIFAR10(Source):
     path: str | None = None
     deal_test: bool = False
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The pictures."""
-        data = _load(self.path, "uoft-cs/cifar10", "RGB", _CIFAR_ADVICE)
-        return _pool(data, _CIFAR10, Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), self.deal_test)
+        data = _load_images(self.path, "uoft-cs/cifar10", "RGB", _CIFAR_ADVICE)
+        return _build_dataset(
+            data, _CIFAR10, Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), self.deal_test
+        )
 
 
 @final
@@ -187,15 +189,17 @@ class CIFAR100(Source):
     path: str | None = None
     deal_test: bool = False
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The pictures."""
-        data = _load(self.path, "uoft-cs/cifar100", "RGB", _CIFAR_ADVICE)
+        data = _load_images(self.path, "uoft-cs/cifar100", "RGB", _CIFAR_ADVICE)
         names = data.names or tuple(map(str, range(100)))
-        return _pool(data, names, Normalise((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)), self.deal_test)
+        return _build_dataset(
+            data, names, Normalise((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)), self.deal_test
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class _Images:
+class _ImageSplits:
     """What a file or the hub holds: images and labels of training and test set, and what else it says."""
 
     train: tuple[Tensor, Tensor]
@@ -205,56 +209,62 @@ class _Images:
     test_columns: Columns = field(default_factory=dict)
 
 
-def _load(path: str | None, repo: str, mode: Mode, advice: str, idx: tuple[str, str] | None = None) -> _Images:
+def _load_images(
+    path: str | None, repo: str, mode: Mode, advice: str, idx: tuple[str, str] | None = None
+) -> _ImageSplits:
     """From the hub, or from `path`: Parquet files if it has some, else IDX files with these prefixes."""
     if path is None:
-        return _from_tables(hub_tables(repo, advice), mode)
-    folder = existing(path, advice)
-    tables = parquet_tables(folder) if folder.is_dir() or folder.suffix == ".parquet" else {}
+        return _from_tables(load_hub_tables(repo, advice), mode)
+    folder = resolve_existing_path(path, advice)
+    tables = read_parquet_splits(folder) if folder.is_dir() or folder.suffix == ".parquet" else {}
     if "train" in tables:
         return _from_tables(tables, mode)
     parts = [_from_idx(folder, prefix) for prefix in idx or ()]
     if not parts or parts[0] is None:
         raise UserError(f"{path!r} holds no training images; {advice}")
-    return _Images(parts[0], parts[1])
+    return _ImageSplits(parts[0], parts[1])
 
 
-def _from_tables(tables: Mapping[str, Table], mode: Mode) -> _Images:
+def _from_tables(tables: Mapping[str, Table], mode: Mode) -> _ImageSplits:
     def read(table: Table) -> tuple[Tensor, Tensor]:
         image, label = _image_columns(table)
-        return decode_images(blobs(table, image), mode), torch.from_numpy(array(table, label).astype(np.int64))
+        return decode_images(read_image_bytes(table, image), mode), torch.from_numpy(
+            column_to_numpy(table, label).astype(np.int64)
+        )
 
     train = tables["train"]
     image, label = _image_columns(train)
-    test, of_test = None, {}
+    test, test_columns = None, {}
     if "test" in tables:
-        test, of_test = read(tables["test"]), scalar_columns(tables["test"], _image_columns(tables["test"]))
-    return _Images(read(train), test, class_names(train, label), scalar_columns(train, (image, label)), of_test)
+        test, test_columns = read(tables["test"]), scalar_columns(tables["test"], _image_columns(tables["test"]))
+    return _ImageSplits(
+        read(train), test, hub_class_names(train, label), scalar_columns(train, (image, label)), test_columns
+    )
 
 
 def _image_columns(table: Table) -> tuple[str, str]:
-    return column(table, ("image", "img"), "image"), column(table, ("label", "fine_label"), "label")
+    return find_column(table, ("image", "img"), "image"), find_column(table, ("label", "fine_label"), "label")
 
 
 def _from_idx(folder: Path, prefix: str) -> tuple[Tensor, Tensor] | None:
-    images, labels = find_idx(folder, prefix, "images"), find_idx(folder, prefix, "labels")
+    images, labels = find_idx_file(folder, prefix, "images"), find_idx_file(folder, prefix, "labels")
     if images is None or labels is None:
         return None
-    x, y = read_idx(images), read_idx(labels)
+    x, y = read_idx_file(images), read_idx_file(labels)
     if x.ndim != 3 or y.shape != x.shape[:1]:
         raise UserError(f"{images.name} has shape {x.shape} and {labels.name} {y.shape}: they do not belong together")
     return torch.from_numpy(x.copy()).unsqueeze(1), torch.from_numpy(y.astype(np.int64))
 
 
-def _upright(images: tuple[Tensor, Tensor], subset: str) -> tuple[Tensor, Tensor]:
+def _turn_upright(images: tuple[Tensor, Tensor], subset: str) -> tuple[Tensor, Tensor]:
     """EMNIST is published with rows and columns exchanged, and with letters counted from 1."""
     x, y = images
     return x.transpose(2, 3).contiguous(), y - 1 if subset == "letters" and int(y.max()) == 26 else y
 
 
-def _pool(data: _Images, names: tuple[str, ...], normalise: Normalise, deal_test: bool) -> Pool:
-    pool = make_pool(data.train, data.test, names, normalise, data.columns)
-    return with_test_dealt(pool, data.test_columns) if deal_test else pool
+def _build_dataset(data: _ImageSplits, names: tuple[str, ...], normalise: Normalise, deal_test: bool) -> PooledDataset:
+    pool = build_pooled_dataset(data.train, data.test, names, normalise, data.columns)
+    return move_test_set_to_train(pool, data.test_columns) if deal_test else pool
 
 
 def _idx_advice(train: str, test: str, more: str = "") -> str:

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import check_file, read_text_file, user_path
+from polyfed.core.files import check_file, expand_user_path, read_text_file
 from polyfed.core.stored import read_npy
-from polyfed.data.files import Table, array, blobs, column, existing
-from polyfed.data.hub import hub_tables
-from polyfed.data.images import decode_images, image_statistics, read_images
-from polyfed.data.pool import Pool, Source, make_pool
+from polyfed.data.files import Table, column_to_numpy, find_column, read_image_bytes, resolve_existing_path
+from polyfed.data.hub import load_hub_tables
+from polyfed.data.images import decode_images, measure_normalisation, read_images
+from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
 
 FINDINGS = (
     "Atelectasis",
@@ -62,25 +62,25 @@ class ChestXray14(Source):
         if self.cache is not None and not self.cache.endswith(".npy"):
             raise UserError(f"cache must be a file that ends in .npy, got {self.cache!r}")
 
-    def load(self) -> Pool:
+    def load(self) -> PooledDataset:
         """The X-rays."""
         if self.path is None:
             return self._from_hub()
-        folder = existing(self.path, _ADVICE)
-        table = _entries(folder)
+        folder = resolve_existing_path(self.path, _ADVICE)
+        table = _read_entries(folder)
         images = _image_files(folder)
-        names = array(table, "Image Index").astype(str)
+        names = column_to_numpy(table, "Image Index").astype(str)
         rows = np.flatnonzero([name in images for name in names])
         if not len(rows):
             raise UserError(f"{self.path!r} has none of the {len(names)} images of its table; {_ADVICE}")
-        y = _targets([str(value).split("|") for value in array(table, "Finding Labels")[rows]])
-        x = self._images([images[names[row]] for row in rows])
-        patients = array(table, "Patient ID")[rows]
+        y = _encode_findings([str(value).split("|") for value in column_to_numpy(table, "Finding Labels")[rows]])
+        x = self._load_images([images[names[row]] for row in rows])
+        patients = column_to_numpy(table, "Patient ID")[rows]
         is_test = np.isin(names[rows], list(_test_names(folder)))
-        return _pool(x, y, patients, is_test)
+        return _build_dataset(x, y, patients, is_test)
 
-    def _images(self, files: list[Path]) -> Tensor:
-        cache = None if self.cache is None else user_path(self.cache, "--data.cache")
+    def _load_images(self, files: list[Path]) -> Tensor:
+        cache = None if self.cache is None else expand_user_path(self.cache, "--data.cache")
         shape = (len(files), 1, self.image_size, self.image_size)
         if cache is not None and cache.exists():
             try:
@@ -98,29 +98,36 @@ class ChestXray14(Source):
                 raise UserError(f"cannot write the cache {self.cache!r} ({error.strerror})") from error
         return x
 
-    def _from_hub(self) -> Pool:
-        tables = hub_tables("timm/nih-chest-xray-14", _ADVICE)
+    def _from_hub(self) -> PooledDataset:
+        tables = load_hub_tables("timm/nih-chest-xray-14", _ADVICE)
         parts = [tables[split] for split in ("train", "test") if split in tables]
-        x = torch.cat([decode_images(blobs(t, column(t, ("image",), "image")), "L", self.image_size) for t in parts])
-        y = torch.cat([_targets(t.column(column(t, ("label_names",), "label")).to_pylist()) for t in parts])
-        patients = np.concatenate([array(table, "patient_id") for table in parts])
-        return _pool(x, y, patients, np.arange(len(x)) >= len(parts[0]))
+        x = torch.cat(
+            [
+                decode_images(read_image_bytes(t, find_column(t, ("image",), "image")), "L", self.image_size)
+                for t in parts
+            ]
+        )
+        y = torch.cat(
+            [_encode_findings(t.column(find_column(t, ("label_names",), "label")).to_pylist()) for t in parts]
+        )
+        patients = np.concatenate([column_to_numpy(table, "patient_id") for table in parts])
+        return _build_dataset(x, y, patients, np.arange(len(x)) >= len(parts[0]))
 
 
-def _entries(folder: Path) -> Table:
+def _read_entries(folder: Path) -> Table:
     import pyarrow
     import pyarrow.csv
 
     file = next(iter(sorted(folder.glob("Data_Entry_2017*.csv"))), None)
     if file is None:
         raise UserError(f"{str(folder)!r} has no Data_Entry_2017.csv; {_ADVICE}")
-    wanted = ["Image Index", "Finding Labels", "Patient ID"]
+    column_names = ["Image Index", "Finding Labels", "Patient ID"]
     try:
         return pyarrow.csv.read_csv(
-            check_file(file), convert_options=pyarrow.csv.ConvertOptions(include_columns=wanted)
+            check_file(file), convert_options=pyarrow.csv.ConvertOptions(include_columns=column_names)
         )
     except (pyarrow.ArrowException, KeyError) as error:
-        raise UserError(f"{str(file)!r} has not the published columns {', '.join(wanted)} ({error})") from error
+        raise UserError(f"{str(file)!r} has not the published columns {', '.join(column_names)} ({error})") from error
 
 
 def _image_files(folder: Path) -> dict[str, Path]:
@@ -137,7 +144,7 @@ def _test_names(folder: Path) -> set[str]:
     return set(read_text_file(file).split()) if file.exists() else set()
 
 
-def _targets(findings: list[list[str]]) -> Tensor:
+def _encode_findings(findings: list[list[str]]) -> Tensor:
     y = torch.zeros(len(findings), len(FINDINGS))
     number = {name: i for i, name in enumerate(FINDINGS)}
     for row, names in enumerate(findings):
@@ -149,10 +156,10 @@ def _targets(findings: list[list[str]]) -> Tensor:
     return y
 
 
-def _pool(x: Tensor, y: Tensor, patients: NDArray[Any], is_test: NDArray[np.bool_]) -> Pool:
+def _build_dataset(x: Tensor, y: Tensor, patients: NDArray[Any], is_test: NDArray[np.bool_]) -> PooledDataset:
     train, test = torch.from_numpy(np.flatnonzero(~is_test)), torch.from_numpy(np.flatnonzero(is_test))
     if not len(train):
         raise UserError(f"all {len(x)} images are in test_list.txt, none is left for training; {_ADVICE}")
     held_out = (x[test], y[test]) if len(test) else None
     columns = {"patient": patients[~is_test]}
-    return make_pool((x[train], y[train]), held_out, FINDINGS, image_statistics(x[train]), columns)
+    return build_pooled_dataset((x[train], y[train]), held_out, FINDINGS, measure_normalisation(x[train]), columns)

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
-MOST_SCALARS, MOST_GROUPS = 1000, 64  # of one message
+MAX_SCALARS, MAX_GROUPS = 1000, 64  # of one message
 _MARK = b"pfed"
-_LINE = struct.Struct(">4sIQ")
-_MOST_HEAD, _MOST_BODY = 16 * 2**20, 2**34
+_PREFIX = struct.Struct(">4sIQ")
+_MAX_HEAD_BYTES, _MAX_BODY_BYTES = 16 * 2**20, 2**34
 _CHUNK = 2**20
 
 
@@ -24,7 +24,7 @@ class FrameError(Exception):
 
 
 @final
-class BrokenError(FrameError):
+class BrokenStreamError(FrameError):
     """What came is no frame; the connection is of no more use."""
 
 
@@ -47,7 +47,7 @@ class Frame:
     groups: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def send(link: socket.socket, frame: Frame) -> None:
+def send_frame(connection: socket.socket, frame: Frame) -> None:
     """Sends a frame.
 
     Raises:
@@ -55,51 +55,58 @@ def send(link: socket.socket, frame: Frame) -> None:
         OSError: nobody reads it.
     """
     sizes = [[name, len(data)] for name, data in frame.groups.items()]
-    told = {"kind": frame.kind, "head": frame.head, "scalars": dict(frame.scalars), "groups": sizes}
-    head, body = json.dumps(told).encode(), sum(len(data) for data in frame.groups.values())
-    if len(head) > _MOST_HEAD or body > _MOST_BODY:
-        raise FrameError(f"a frame of {len(head)} and {body} bytes; at most {_MOST_HEAD} and {_MOST_BODY} are read")
-    link.sendall(_LINE.pack(_MARK, len(head), body) + head)
+    header = {"kind": frame.kind, "head": frame.head, "scalars": dict(frame.scalars), "groups": sizes}
+    head, body = json.dumps(header).encode(), sum(len(data) for data in frame.groups.values())
+    if len(head) > _MAX_HEAD_BYTES or body > _MAX_BODY_BYTES:
+        raise FrameError(
+            f"a frame of {len(head)} and {body} bytes; at most {_MAX_HEAD_BYTES} and {_MAX_BODY_BYTES} are read"
+        )
+    connection.sendall(_PREFIX.pack(_MARK, len(head), body) + head)
     for data in frame.groups.values():
-        link.sendall(data)
+        connection.sendall(data)
 
 
-def receive(link: socket.socket) -> Frame:
+def receive_frame(connection: socket.socket) -> Frame:
     """The next frame.
 
     Raises:
         EOFError: the other side has ended.
-        BrokenError: what came is no frame, or ended inside one.
+        BrokenStreamError: what came is no frame, or ended inside one.
         FrameError: it cannot be understood, but was read to its end.
     """
-    line = _exactly(link, _LINE.size, first=True)
-    mark, length, body = _LINE.unpack(line)
-    if mark != _MARK or length > _MOST_HEAD or body > _MOST_BODY:
-        raise BrokenError("what came is no frame")
-    head = _exactly(link, length)
+    prefix = _receive_exactly(connection, _PREFIX.size, may_end=True)
+    mark, length, body = _PREFIX.unpack(prefix)
+    if mark != _MARK or length > _MAX_HEAD_BYTES or body > _MAX_BODY_BYTES:
+        raise BrokenStreamError("what came is no frame")
+    head = _receive_exactly(connection, length)
     try:
-        told = json.loads(head)
-        sizes = {str(name): int(size) for name, size in told["groups"]}
-        if len(sizes) != len(told["groups"]) or len(sizes) > MOST_GROUPS or min(sizes.values(), default=0) < 0:
+        header = json.loads(head)
+        sizes = {str(name): int(size) for name, size in header["groups"]}
+        if len(sizes) != len(header["groups"]) or len(sizes) > MAX_GROUPS or min(sizes.values(), default=0) < 0:
             raise ValueError("its groups are no groups")
         if sum(sizes.values()) != body:
             raise ValueError("its groups are not as long as it says")
-        frame = Frame(str(told["kind"]), str(told["head"]), dict(told["scalars"]))
+        frame = Frame(str(header["kind"]), str(header["head"]), dict(header["scalars"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         while body > 0:
-            body -= len(_exactly(link, min(body, _CHUNK)))
+            body -= len(_receive_exactly(connection, min(body, _CHUNK)))
         raise FrameError(f"a frame cannot be read: {type(error).__name__}: {error}") from error
-    return Frame(frame.kind, frame.head, frame.scalars, {name: _exactly(link, size) for name, size in sizes.items()})
+    return Frame(
+        frame.kind,
+        frame.head,
+        frame.scalars,
+        {name: _receive_exactly(connection, size) for name, size in sizes.items()},
+    )
 
 
-def _exactly(link: socket.socket, size: int, first: bool = False) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int, may_end: bool = False) -> bytes:
     """So many bytes; memory is taken as they come, not as they are announced."""
-    found = bytearray()
-    while len(found) < size:
-        data = link.recv(min(_CHUNK, size - len(found)))
+    received = bytearray()
+    while len(received) < size:
+        data = connection.recv(min(_CHUNK, size - len(received)))
         if not data:
-            if first and not found:
+            if may_end and not received:
                 raise EOFError
-            raise BrokenError("the other side has ended inside a frame")
-        found += data
-    return bytes(found)
+            raise BrokenStreamError("the other side has ended inside a frame")
+        received += data
+    return bytes(received)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any, final
 
-VERSIONS = re.compile(r"1\.4[12]\.")
+SUPPORTED_VERSIONS = re.compile(r"1\.4[12]\.")
 """Of Flower, with which this was tried or read."""
 _INTERNALS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "connect": ("flwr.supernode.fleet_http_connection", "http_request_response",
@@ -31,37 +31,41 @@ _INTERNALS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "ended": ("flwr.supercore.run", "RunNotRunningException", ()),  # a BaseException that is no Exception
     "words": ("flwr.common.config", "parse_config_args", ("config", "flatten")),
 }  # fmt: skip
-CALLBACKS = 8  # that `connect` gives: node id, receive, send, get run, get app, pull object, push object, confirm
+CONNECTION_PARTS = (
+    8  # that `connect` gives: node id, receive, send, get run, get app, pull object, push object, confirm
+)
 
 
 @final
-class DiffersError(Exception):
+class UnsupportedFlowerError(Exception):
     """Flower's inner parts are not those that are known here."""
 
 
-def parts() -> Mapping[str, Any]:
+def load_flower_internals() -> Mapping[str, Any]:
     """Flower's inner parts by our names for them.
 
     Raises:
-        DiffersError: this version of Flower has not been tried, or a part is missing or takes other arguments.
+        UnsupportedFlowerError: this version of Flower has not been tried, or a part is missing or takes other arguments.
     """
-    if not VERSIONS.match(have := version("flwr")):
-        raise DiffersError(f"Flower {have} has not been tried with it")
-    found = {}
-    for name, (module, attribute, wanted) in _INTERNALS.items():
+    if not SUPPORTED_VERSIONS.match(installed_version := version("flwr")):
+        raise UnsupportedFlowerError(f"Flower {installed_version} has not been tried with it")
+    internals = {}
+    for name, (module, attribute, expected_parameters) in _INTERNALS.items():
         try:
             part = getattr(importlib.import_module(module), attribute)
-            fault = isinstance(part, type) and issubclass(part, BaseException)  # such have no signature
-            takes = () if fault else tuple(inspect.signature(part).parameters)
+            is_exception = isinstance(part, type) and issubclass(part, BaseException)  # such have no signature
+            actual_parameters = () if is_exception else tuple(inspect.signature(part).parameters)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise DiffersError(f"Flower {have} has no {module}.{attribute}") from error
-        if takes != wanted:
-            raise DiffersError(f"{attribute} of Flower {have} takes {', '.join(takes)}")
-        found[name] = part
-    return found
+            raise UnsupportedFlowerError(f"Flower {installed_version} has no {module}.{attribute}") from error
+        if actual_parameters != expected_parameters:
+            raise UnsupportedFlowerError(
+                f"{attribute} of Flower {installed_version} takes {', '.join(actual_parameters)}"
+            )
+        internals[name] = part
+    return internals
 
 
-def hasten() -> bool:
+def shorten_reply_polling() -> bool:
     """Lets the grid of this process ask again after a twentieth of a second for a part of a reply that is not there yet. It
     sees a reply as soon as that is announced, mostly a moment before all of it has been sent, and then waits for a second.
 
@@ -79,7 +83,7 @@ def hasten() -> bool:
     return True
 
 
-def hold_messages() -> bool:
+def keep_messages_in_memory() -> bool:
     """Lets the SuperLink of this process hold messages in memory instead of in its database, where each megabyte is written,
     read and deleted. When it ends, its runs have failed, and their messages are of no use any more.
 

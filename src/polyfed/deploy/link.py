@@ -42,11 +42,14 @@ from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 
 from polyfed.core.errors import UserError
 from polyfed.core.files import read_text_file
-from polyfed.deploy.internals import hold_messages
+from polyfed.deploy.internals import keep_messages_in_memory
 
 _LOG = logging.getLogger("polyfed.link")
-_FEWEST = 32  # characters of a token
-_AHEAD, _BEHIND = SYSTEM_TIME_TOLERANCE, SYSTEM_TIME_TOLERANCE + TIMESTAMP_TOLERANCE  # seconds, of a SuperNode's clock
+_MIN_TOKEN_LENGTH = 32  # characters of a token
+_MAX_AHEAD_SECONDS, _MAX_BEHIND_SECONDS = (
+    SYSTEM_TIME_TOLERANCE,
+    SYSTEM_TIME_TOLERANCE + TIMESTAMP_TOLERANCE,
+)  # seconds, of a SuperNode's clock
 
 
 @final
@@ -65,10 +68,10 @@ class TokenPlugin(NoOpControlAuthnPlugin):
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[bool, AccountInfo | None]:
         """Whether the token is right; the account is then Flower's only one."""
-        sent = [
+        sent_tokens = [
             value if isinstance(value, bytes) else value.encode() for key, value in metadata if key == ACCESS_TOKEN_KEY
         ]
-        if len(sent) == 1 and hmac.compare_digest(sent[0], self._token):
+        if len(sent_tokens) == 1 and hmac.compare_digest(sent_tokens[0], self._token):
             return super().validate_tokens_in_metadata(metadata)
         return False, None
 
@@ -79,7 +82,7 @@ class TokenPlugin(NoOpControlAuthnPlugin):
         raise FlowerError(ApiErrorCode.NO_ACCOUNT_AUTH, "The token of the control interface is wrong.")
 
 
-def read_token(file: Path) -> str:
+def read_control_token(file: Path) -> str:
     """The token in a file that nobody else can read.
 
     Raises:
@@ -91,53 +94,53 @@ def read_token(file: Path) -> str:
         raise UserError(f"--control-token-file: {file} cannot be read ({error.strerror})") from error
     if mode & 0o077:
         raise UserError(f"--control-token-file: others can read or write {file}; chmod 600 {file}")
-    if len(token) < _FEWEST or not token.isascii() or not token.isprintable() or " " in token:
+    if len(token) < _MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
         raise UserError(
-            f"--control-token-file: {file} must hold at least {_FEWEST} letters and digits; openssl rand -hex 32"
+            f"--control-token-file: {file} must hold at least {_MIN_TOKEN_LENGTH} letters and digits; openssl rand -hex 32"
         )
     return token
 
 
-def refusal(stamp: str, now: datetime.datetime) -> str:
+def explain_refusal(stamp: str, now: datetime.datetime) -> str:
     """Why the SuperLink refuses a request of a SuperNode that was signed with this time: its clock, or its key.
 
     >>> now = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
-    >>> refusal("2026-01-01T13:00:00+00:00", now)
+    >>> explain_refusal("2026-01-01T13:00:00+00:00", now)
     'its clock is 3600 s ahead of this one (at most 5 s ahead and 305 s behind are accepted); set both right'
-    >>> refusal("2026-01-01T12:00:00+00:00", now)
+    >>> explain_refusal("2026-01-01T12:00:00+00:00", now)
     'its key is not the registered one, or its request was changed'
     """
     try:
         ahead = (datetime.datetime.fromisoformat(stamp) - now).total_seconds()
     except (ValueError, TypeError):  # no time, or one without a zone
         ahead = 0.0
-    if -_BEHIND < ahead < _AHEAD:
+    if -_MAX_BEHIND_SECONDS < ahead < _MAX_AHEAD_SECONDS:
         return "its key is not the registered one, or its request was changed"
-    way = "ahead of" if ahead > 0 else "behind"
+    direction = "ahead of" if ahead > 0 else "behind"
     return (
-        f"its clock is {abs(ahead):.0f} s {way} this one (at most {_AHEAD} s ahead and {_BEHIND} s behind are accepted); "
-        "set both right"
+        f"its clock is {abs(ahead):.0f} s {direction} this one (at most {_MAX_AHEAD_SECONDS} s ahead and "
+        f"{_MAX_BEHIND_SECONDS} s behind are accepted); set both right"
     )
 
 
-def explained(authenticate: Callable[[Any], None]) -> Callable[[Any], None]:
+def log_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any], None]:
     """Flower's check of a SuperNode's request, with the reason of a refusal in the log: Flower answers 401 whatever it was,
     and its SuperNode ends at that without a word."""
 
-    def checked(request: Any) -> None:
+    def authenticate_and_log(request: Any) -> None:
         try:
             authenticate(request)
         except Exception as error:
             if getattr(error, "status_code", None) == 401:
                 stamp, now = request.headers.get(TIMESTAMP_HEADER, ""), datetime.datetime.now(datetime.UTC)
-                where = getattr(request.client, "host", "an unknown address")
-                _LOG.warning("polyfed: the SuperNode at %s is refused: %s", where, refusal(stamp, now))
+                address = getattr(request.client, "host", "an unknown address")
+                _LOG.warning("polyfed: the SuperNode at %s is refused: %s", address, explain_refusal(stamp, now))
             raise
 
-    return checked
+    return authenticate_and_log
 
 
-def login(address: str, token: str) -> None:
+def store_control_token(address: str, token: str) -> None:
     """Puts the token for a SuperLink into the credential store of Flower's commands, below FLWR_HOME."""
     store = get_credential_store()
     pairs = {AUTHN_TYPE_STORE_KEY: AuthnType.OIDC, ACCESS_TOKEN_STORE_KEY: token, REFRESH_TOKEN_STORE_KEY: "none"}
@@ -145,7 +148,7 @@ def login(address: str, token: str) -> None:
         store.set(key % address, value.encode())
 
 
-def register(keys: Mapping[str, str], connection: str = "fed") -> None:
+def register_site_keys(keys: Mapping[str, str], connection: str = "fed") -> None:
     """Registers public keys, name -> file, as `flwr supernode register` does for each in a process of its own. One that is
     registered already stays as it is.
 
@@ -154,17 +157,17 @@ def register(keys: Mapping[str, str], connection: str = "fed") -> None:
     """
     app: Any = importlib.import_module("flwr.cli.app").app
     for name, key in keys.items():
-        said = io.StringIO()
+        output = io.StringIO()
         try:
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 app(["supernode", "register", key, connection, "--name", name], standalone_mode=False)
         except (Exception, SystemExit) as error:  # click's, or Flower's own way out
-            told = f"{said.getvalue()} {getattr(error, 'message', error)}"
+            error_text = f"{output.getvalue()} {getattr(error, 'message', error)}"
             if isinstance(error, SystemExit) and not error.code:
                 continue
-            if "already" not in told:
+            if "already" not in error_text:
                 raise UserError(
-                    f"the key of {name} could not be registered: {' '.join(told.split())[-300:]}"
+                    f"the key of {name} could not be registered: {' '.join(error_text.split())[-300:]}"
                 ) from error
 
 
@@ -175,33 +178,33 @@ def main(words: list[str]) -> None:
         UserError: the token is missing, or others can read it, or a key cannot be registered.
     """
     os.umask(0o077)  # also for the ServerApp, whose runs nobody else may read
-    found = {}
+    options = {}
     for name in ("--control-token-file", "--login"):
         if name in words:
-            place = words.index(name)
-            found[name] = "".join(words[place + 1 : place + 2])
-            del words[place : place + 2]
-    if not found.get("--control-token-file"):
+            index = words.index(name)
+            options[name] = "".join(words[index + 1 : index + 2])
+            del words[index : index + 2]
+    if not options.get("--control-token-file"):
         raise UserError("--control-token-file is missing: a file of mode 600 with a token; openssl rand -hex 32 > FILE")
-    token = read_token(Path(found["--control-token-file"]))
-    if "--login" in found:
-        login(found["--login"], token)
-        register(dict(word.split("=", 1) for word in words if word != "--register"))
+    token = read_control_token(Path(options["--control-token-file"]))
+    if "--login" in options:
+        store_control_token(options["--login"], token)
+        register_site_keys(dict(word.split("=", 1) for word in words if word != "--register"))
         return
     if "--messages-on-disk" in words:
         words.remove("--messages-on-disk")
-    elif not hold_messages():
+    elif not keep_messages_in_memory():
         print(
             "polyfed: warning: this version of Flower holds messages in its database, which costs seconds",
             file=sys.stderr,
         )
     # By its name: the package has a function that is called as the module.
-    link: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
-    link.load_control_authn_plugin = lambda: TokenPlugin(token)
-    nodes: Any = importlib.import_module("flwr.superlink.routers.fleet.node_auth")
-    nodes.authenticate_node = explained(nodes.authenticate_node)
+    superlink: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
+    superlink.load_control_authn_plugin = lambda: TokenPlugin(token)
+    node_auth: Any = importlib.import_module("flwr.superlink.routers.fleet.node_auth")
+    node_auth.authenticate_node = log_refusals(node_auth.authenticate_node)
     sys.argv[1:] = words
-    link.flower_superlink()
+    superlink.flower_superlink()
 
 
 if __name__ == "__main__":

@@ -6,26 +6,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final, get_args
 
 from polyfed.core.algorithm import Message
-from polyfed.core.compressed import decompress
-from polyfed.core.compression import Compression
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.metrics import Metric, is_built_in, metrics_of
-from polyfed.core.tree import Tree
-from polyfed.deploy.private import read_state
-from polyfed.deploy.requests import Requested
+from polyfed.core.compressed import decompress_message
+from polyfed.core.compression import Compressor
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.metrics import Metric, is_built_in_metric, resolve_metrics
+from polyfed.core.tree import StateDict
+from polyfed.deploy.private import read_private_state
+from polyfed.deploy.requests import TaskRequest
 from polyfed.deploy.secure import RefusalError
-from polyfed.deploy.wire import Letter, broken, compressed_by
-from polyfed.simulation.engines.work import Phase, Task
+from polyfed.deploy.wire import Envelope, first_non_finite_tensor, parse_compression
+from polyfed.simulation.engines.work import ClientTask, Phase
 
 if TYPE_CHECKING:
-    from polyfed.deploy.secure.member import Place
+    from polyfed.deploy.secure.member import SumParticipation
 
-_ROUNDS, _MOST_ROUNDS = ("round", "keep", "advertise"), 10**9  # words that are rounds, by which files are named
+_ROUND_KEYS, _MAX_ROUNDS = ("round", "keep", "advertise"), 10**9  # words that are rounds, by which files are named
 
 
 @final
 @dataclass(frozen=True)
-class Order:
+class SiteTask:
     """A task that a site may begin.
 
     Args:
@@ -38,36 +38,38 @@ class Order:
     """
 
     head: Mapping[str, Any]
-    task: Task
+    task: ClientTask
     nbytes: int
-    keep: int
-    compression: Compression | None
-    boxes: Tree = field(default_factory=dict)
+    rollback_round: int
+    compression: Compressor | None
+    boxes: StateDict = field(default_factory=dict)
 
     @property
-    def in_sum(self) -> bool:
+    def is_in_sum(self) -> bool:
         """Whether the site's numbers enter the sum of a round."""
         return self.task.phase == "local" and bool(self.head.get("secure")) and bool(self.head.get("part"))
 
     @property
-    def following(self) -> int | None:
+    def next_sum_round(self) -> int | None:
         """The round for whose secure sum the letter asks for keys, too."""
         return self.head.get("advertise") if self.head.get("secure") else None
 
 
 @final
 @dataclass(frozen=True)
-class Begun:
+class StartedTask:
     """A task that is about to be carried out: what was requested, the site's place in a secure sum, if any, and what all
     messages have cost with this one."""
 
-    order: Order
-    requested: Requested
-    place: "Place | None"
-    spent: Mapping[str, float | None]
+    site_task: SiteTask
+    request: TaskRequest
+    participation: "SumParticipation | None"
+    privacy_cost: Mapping[str, float | None]
 
 
-def order_of(letter: Letter, site: str, folder: Path, *, clips: bool, nbytes: int | None = None) -> Order:
+def parse_site_task(
+    envelope: Envelope, site: str, folder: Path, *, clips_updates: bool, nbytes: int | None = None
+) -> SiteTask:
     """The task in a letter.
 
     Args:
@@ -79,59 +81,63 @@ def order_of(letter: Letter, site: str, folder: Path, *, clips: bool, nbytes: in
 
     Raises:
         RefusalError: the letter asks for what no site does.
-        NotItsOwnError: the private state is lost or another's.
+        InvalidSiteStateError: the private state is lost or another's.
         UserError: the message is not compressed as the letter says.
     """
-    head = letter.head
+    head = envelope.head
     check_phase(head)
-    number, seed, run_seed = (_whole(head, word) for word in ("round", "seed", "run_seed"))
-    keep = _whole(head, "keep") if head["phase"] == "local" else 0
+    round_number, seed, run_seed = (_read_whole_number(head, word) for word in ("round", "seed", "run_seed"))
+    rollback_round = _read_whole_number(head, "keep") if head["phase"] == "local" else 0
     if not (head["state"] is None or type(head["state"]) is int):
         raise RefusalError("the letter names no private state")
     if head.get("secure") and head.get("advertise") is not None:
-        _whole(head, "advertise")
-    up, down = compressed_by(head)
-    arrived, boxes = _without_boxes(letter.body) if head.get("secure") else (letter.body, {})
-    received = arrived if down is None else decompress(arrived, Message(), down)
-    if clips and (wrong := broken(received)):
+        _read_whole_number(head, "advertise")
+    reply_compression, message_compression = parse_compression(head)
+    compressed, boxes = _split_off_boxes(envelope.body) if head.get("secure") else (envelope.body, {})
+    message = (
+        compressed if message_compression is None else decompress_message(compressed, Message(), message_compression)
+    )
+    if clips_updates and (wrong := first_non_finite_tensor(message)):
         raise RefusalError(
             f"{wrong} of what came down has NaN or infinite values, with which clipping protects nothing"
         )
-    state = read_state(folder, site, head["state"], head["algorithm"])
-    task = Task(head["phase"], number, site, received, state, seed, run_seed)
-    return Order(head, task, arrived.nbytes if nbytes is None else nbytes, keep, up, boxes)
+    state = read_private_state(folder, site, head["state"], head["algorithm"])
+    task = ClientTask(head["phase"], round_number, site, message, state, seed, run_seed)
+    return SiteTask(
+        head, task, compressed.nbytes if nbytes is None else nbytes, rollback_round, reply_compression, boxes
+    )
 
 
 def check_phase(head: Mapping[str, Any]) -> None:
     """Raises a `RefusalError` if a letter names no phase of a round."""
     if (phase := head["phase"]) not in get_args(Phase):
-        raise RefusalError(f"{phase!r} is no phase of a round; {nearest(str(phase), get_args(Phase))}")
+        raise RefusalError(f"{phase!r} is no phase of a round; {did_you_mean(str(phase), get_args(Phase))}")
 
 
-def requested_metrics(names: Any, task: str) -> tuple[Metric, ...]:
+def resolve_requested_metrics(names: Any, task: str) -> tuple[Metric, ...]:
     """The metrics that a letter names, which must be built in: a site computes nothing else of its examples.
 
     Raises:
         RefusalError: they are not, or not for this kind of task.
     """
-    if not (isinstance(names, list) and all(isinstance(name, str) and is_built_in(name) for name in names)):
+    if not (isinstance(names, list) and all(isinstance(name, str) and is_built_in_metric(name) for name in names)):
         raise RefusalError("the server asks for metrics that are not built into polyfed at this site")
     try:
-        return metrics_of(names, task)
+        return resolve_metrics(names, task)
     except UserError as error:
         raise RefusalError(str(error)) from error
 
 
-def _whole(head: Mapping[str, Any], word: str) -> int:
+def _read_whole_number(head: Mapping[str, Any], word: str) -> int:
     number = head[word]
-    if type(number) is not int or (word in _ROUNDS and not 0 <= number < _MOST_ROUNDS):
+    if type(number) is not int or (word in _ROUND_KEYS and not 0 <= number < _MAX_ROUNDS):
         raise RefusalError(f"the letter's {word!r} is no whole number in reach")
     return number
 
 
-def _without_boxes(body: Message) -> tuple[Message, Tree]:
+def _split_off_boxes(body: Message) -> tuple[Message, StateDict]:
     """What a method sent, and the sealed shares beside it."""
-    from polyfed.deploy.secure.member import BOXES
+    from polyfed.deploy.secure.member import BOXES_GROUP
 
-    tensors = {group: tree for group, tree in body.tensors.items() if group != BOXES}
-    return Message(tensors, body.scalars), body.tensors.get(BOXES, {})
+    tensors = {group: tree for group, tree in body.tensors.items() if group != BOXES_GROUP}
+    return Message(tensors, body.scalars), body.tensors.get(BOXES_GROUP, {})

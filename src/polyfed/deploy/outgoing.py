@@ -12,25 +12,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from polyfed.core.algorithm import Algorithm, Message
-from polyfed.core.compressed import compress
-from polyfed.core.compression import Compression
+from polyfed.core.compressed import compress_message
+from polyfed.core.compression import Compressor
 from polyfed.core.errors import UserError
-from polyfed.deploy.budget import check_budget, cost, spend
-from polyfed.deploy.privacy import Protection, protect
-from polyfed.deploy.wire import broken
-from polyfed.simulation.secure import disclosed, part_of
+from polyfed.deploy.budget import check_budget, spend_budget, spent_epsilon
+from polyfed.deploy.privacy import ReplyProtection, clip_and_add_noise
+from polyfed.deploy.wire import first_non_finite_tensor
+from polyfed.simulation.secure import effective_disclosures, encode_sum_part
 
 if TYPE_CHECKING:
-    from polyfed.deploy.secure.member import Place
+    from polyfed.deploy.secure.member import SumParticipation
 
-_NO_SCORES = frozenset({"num_examples", "train_loss", "seconds", "columns", "errors"})  # of `disclose`
-_NO_NUMBERS = frozenset({"seconds", "columns", "errors"})
+_NON_METRICS = frozenset({"num_examples", "train_loss", "seconds", "columns", "errors"})  # of `disclose`
+_NON_NUMERIC = frozenset({"seconds", "columns", "errors"})
 _LOG = logging.getLogger("polyfed.site")
 
 
 @final
 @dataclass(frozen=True)
-class Outgoing:
+class DisclosureGuard:
     """What may leave a site, and how.
 
     Args:
@@ -40,18 +40,18 @@ class Outgoing:
         disclose: scalars that may go up beside those that a method needs.
     """
 
-    book: Path
+    ledger: Path
     data_set: str
-    protection: Protection
+    protection: ReplyProtection
     disclose: frozenset[str]
 
     def check_budget(self) -> None:
         """Raises a `UserError` if the owner has set an end, and another message would be beyond it: then nothing is done
         with the data any more, whatever a letter asks for."""
         if self.protection.max_epsilon is not None:
-            check_budget(self.book, self.data_set, self.protection)
+            check_budget(self.ledger, self.data_set, self.protection)
 
-    def enter(self, *, again: bool = False) -> dict[str, float | None]:
+    def record_message(self, *, already_recorded: bool = False) -> dict[str, float | None]:
         """Enters a message into the book; what all have cost, for the site's own metrics.
 
         Args:
@@ -60,11 +60,11 @@ class Outgoing:
         Raises:
             UserError: the book does not take it; nothing may be sent.
         """
-        enter, delta = cost if again else spend, self.protection.delta
-        spent = enter(self.book, self.data_set, self.protection)
+        get_epsilon, delta = spent_epsilon if already_recorded else spend_budget, self.protection.delta
+        epsilon = get_epsilon(self.ledger, self.data_set, self.protection)
         if not self.protection.noise_multiplier:
             return {}
-        _LOG.info("(epsilon, delta) spent on the data set %r: (%.3g, %g)", self.data_set, spent, delta)
+        _LOG.info("(epsilon, delta) spent on the data set %r: (%.3g, %g)", self.data_set, epsilon, delta)
         try:
             self.check_budget()
         except UserError:
@@ -73,19 +73,26 @@ class Outgoing:
                 "more, and saves no further personal model",
                 self.data_set,
             )
-        return {"epsilon": spent if math.isfinite(spent) else None, "delta": delta}
+        return {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta}
 
-    def leaves(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> bool:
+    def discloses_data(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> bool:
         """Whether something that depends on data may leave with the answer to a task: known before it is carried out."""
         secure = bool(head.get("secure"))
         if head["phase"] == "local":
             if secure:
                 return bool(head.get("part"))
-            return bool(disclosed(algorithm, secure) or algorithm.scalars_needed or self.disclose - _NO_NUMBERS)
-        return head["phase"] == "evaluate" and bool(self.disclose - _NO_SCORES)
+            return bool(
+                effective_disclosures(algorithm, secure) or algorithm.scalars_needed or self.disclose - _NON_NUMERIC
+            )
+        return head["phase"] == "evaluate" and bool(self.disclose - _NON_METRICS)
 
-    def reply(
-        self, reply: Message, message: Message, algorithm: Algorithm[Any, Any], how: Compression | None, seed: int
+    def protect_reply(
+        self,
+        reply: Message,
+        message: Message,
+        algorithm: Algorithm[Any, Any],
+        compression: Compressor | None,
+        seed: int,
     ) -> Message:
         """The reply as it may leave the site; compressed after the noise.
 
@@ -94,16 +101,18 @@ class Outgoing:
         """
         allowed = self.disclose | algorithm.scalars_needed
         scalars = {name: value for name, value in reply.scalars.items() if name in allowed}
-        body = protect(Message(reply.tensors, scalars), message, self.protection)
-        return body if how is None else compress(body, message, how, seed)
+        body = clip_and_add_noise(Message(reply.tensors, scalars), message, self.protection)
+        return body if compression is None else compress_message(body, message, compression, seed)
 
-    def part(self, reply: Message, message: Message, algorithm: Algorithm[Any, Any], place: "Place") -> Message:
+    def mask_reply(
+        self, reply: Message, message: Message, algorithm: Algorithm[Any, Any], participation: "SumParticipation"
+    ) -> Message:
         """The reply as masked numbers of a secure sum.
 
         Raises:
             UserError: a number is not finite, or does not fit; or see `protect`.
         """
-        body = protect(reply, message, self.protection, among=place.threshold - 1)
-        if wrong := broken(body):
+        body = clip_and_add_noise(reply, message, self.protection, noise_sources=participation.threshold - 1)
+        if wrong := first_non_finite_tensor(body):
             raise UserError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
-        return place.masked(part_of(body, algorithm, place.parties))
+        return participation.mask_part(encode_sum_part(body, algorithm, participation.max_sites))

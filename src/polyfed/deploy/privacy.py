@@ -32,14 +32,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.algorithms import REGISTRY, name_of
+from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.core.algorithm import Algorithm, Message
-from polyfed.core.errors import UserError, check_extra
-from polyfed.simulation.secure import can_be_secure
+from polyfed.core.errors import UserError, check_extra_installed
+from polyfed.simulation.secure import supports_secure_sum
 
 _GRID_BITS = 24  # as float32 has: what travels as float32 loses nothing
 _CHUNK = 2**20  # numbers that are drawn together
-_FORMS = {
+_UNCOVERED_DISCLOSURES = {
     "choice": "which models it sends or asks for",
     "ranks": "the shapes of what it sends",
     "form": "the names, shapes or whole numbers of what it sends",
@@ -49,7 +49,7 @@ _FORMS = {
 
 @final
 @dataclass(frozen=True)
-class Protection:
+class ReplyProtection:
     """How a site changes what it sends.
 
     Args:
@@ -85,25 +85,25 @@ class Protection:
             raise UserError(f"max-epsilon must be positive, and needs noise-multiplier, got {self.max_epsilon!r}")
 
 
-def obstacle(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
+def noise_incompatibility(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
     """Why a site with noise cannot run a method, as the end of a sentence; None if it can. Noise changes the values of
     floating-point tensors alone, so nothing else of a message may depend on the site's data.
 
     >>> from polyfed.algorithms import FedKD
-    >>> obstacle(FedKD(), secure=False).partition(";")[0]
+    >>> noise_incompatibility(FedKD(), secure=False).partition(";")[0]
     'fedkd shows the shapes of what it sends, which depend on the data and which noise does not hide'
     """
-    name, reason = name_of(algorithm), _reason(algorithm, secure)
+    name, reason = registry_name(algorithm), _uncovered_disclosure(algorithm, secure)
     if reason is not None:
-        return f"{name} {reason}; methods that can run with noise: {', '.join(_with_noise(secure))}"
+        return f"{name} {reason}; methods that can run with noise: {', '.join(_methods_compatible_with_noise(secure))}"
     if algorithm.scalars_needed:
         needed = ", ".join(sorted(algorithm.scalars_needed))
         return f"{name} needs {needed} without; for num_examples set algorithm.weighted = false"
     return None
 
 
-def _reason(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
-    if shown := [what for word, what in _FORMS.items() if word in algorithm.discloses]:
+def _uncovered_disclosure(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
+    if shown := [description for word, description in _UNCOVERED_DISCLOSURES.items() if word in algorithm.discloses]:
         return f"shows {' and '.join(shown)}, which depend on the data and which noise does not hide"
     if "one_data_spec" in algorithm.requires:
         return "needs the number of classes in the site's labels, which no noise covers"
@@ -112,7 +112,7 @@ def _reason(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
     return None
 
 
-def _with_noise(secure: bool) -> list[str]:
+def _methods_compatible_with_noise(secure: bool) -> list[str]:
     """Names of the methods of which noise covers all that depends on data, without weights by numbers of examples."""
     unweighted: dict[str, Any] = {"weighted": False}
     methods = {
@@ -121,11 +121,15 @@ def _with_noise(secure: bool) -> list[str]:
     return [
         name
         for name, method in methods.items()
-        if not method.scalars_needed and _reason(method, secure) is None and (can_be_secure(method) or not secure)
+        if not method.scalars_needed
+        and _uncovered_disclosure(method, secure) is None
+        and (supports_secure_sum(method) or not secure)
     ]
 
 
-def protect(up: Message, message: Message, protection: Protection, among: int = 1) -> Message:
+def clip_and_add_noise(
+    reply: Message, message: Message, protection: ReplyProtection, noise_sources: int = 1
+) -> Message:
     """What is sent instead of the reply `up` to `message`.
 
     Args:
@@ -137,106 +141,109 @@ def protect(up: Message, message: Message, protection: Protection, among: int = 
             down, or complex ones, which noise does not cover.
 
     >>> down, up = Message({"model": {"w": torch.zeros(2)}}), Message({"model": {"w": torch.tensor([3.0, 4.0])}})
-    >>> protect(up, down, Protection(clip_norm=1.0)).tensors["model"]["w"]
+    >>> clip_and_add_noise(up, down, ReplyProtection(clip_norm=1.0)).tensors["model"]["w"]
     tensor([0.6000, 0.8000])
     """
     if protection.clip_norm is None:
-        return up
+        return reply
     received = {(g, n): t for g, tree in message.tensors.items() for n, t in tree.items()}
     changes: dict[tuple[str, str], Tensor] = {}
-    for group, tree in up.tensors.items():
+    for group, tree in reply.tensors.items():
         for name, tensor in tree.items():
             if tensor.is_complex() and protection.noise_multiplier:
                 raise UserError(f"group {group!r}: tensor {name!r} is complex, which noise does not cover here")
             if tensor.is_floating_point():
-                changes[group, name] = tensor.double() - _before(received.get((group, name)), tensor).double()
+                changes[group, name] = (
+                    tensor.double() - _received_or_zeros(received.get((group, name)), tensor).double()
+                )
             elif protection.noise_multiplier and (group, name) not in received:
                 raise UserError(
                     f"group {group!r}: tensor {name!r} holds whole numbers, which noise cannot cover; this method cannot "
                     "run with noise-multiplier above 0 here"
                 )
-    first = _first_places(up, changes)
-    norm = math.sqrt(sum(float((change**2).sum()) for key, change in changes.items() if first[key] == key))
+    first_key = _first_occurrences(reply, changes)
+    norm = math.sqrt(sum(float((change**2).sum()) for key, change in changes.items() if first_key[key] == key))
     if not math.isfinite(norm):
         raise UserError("the change is not finite, so that it cannot be clipped, and nothing is sent")
-    share = min(1.0, protection.clip_norm / norm) if norm else 1.0
-    deviation = protection.noise_multiplier * protection.clip_norm / math.sqrt(among)
-    draw = Noise() if deviation else None
+    scale = min(1.0, protection.clip_norm / norm) if norm else 1.0
+    deviation = protection.noise_multiplier * protection.clip_norm / math.sqrt(noise_sources)
+    generator = GaussianNoise() if deviation else None
     arrays: dict[str, dict[str, Tensor]] = {}
-    for group, tree in up.tensors.items():
-        arrays[group] = sent = dict(tree)
+    for group, tree in reply.tensors.items():
+        arrays[group] = sent_tensors = dict(tree)
         for name, tensor in tree.items():
             key = (group, name)
             if key not in changes:  # counters of BatchNorm, say, stay as they were: noise would not cover them
-                sent[name] = received[key] if protection.noise_multiplier else tensor
+                sent_tensors[name] = received[key] if protection.noise_multiplier else tensor
                 continue
-            if first[key] != key:
-                sent[name] = arrays[first[key][0]][first[key][1]].clone()
+            if first_key[key] != key:
+                sent_tensors[name] = arrays[first_key[key][0]][first_key[key][1]].clone()
                 continue
-            change = changes[key] * share
-            if draw is not None:
+            change = changes[key] * scale
+            if generator is not None:
                 grid = 2.0 ** (math.floor(math.log2(deviation)) - _GRID_BITS)
-                noise = torch.from_numpy(draw.normal(change.numel())).reshape(change.shape)
+                noise = torch.from_numpy(generator.standard_normal(change.numel())).reshape(change.shape)
                 change = ((change + deviation * noise) / grid).round() * grid
-            sent[name] = (_before(received.get(key), tensor).double() + change).to(tensor.dtype)
-    return Message(arrays, up.scalars)
+            sent_tensors[name] = (_received_or_zeros(received.get(key), tensor).double() + change).to(tensor.dtype)
+    return Message(arrays, reply.scalars)
 
 
-_Place = tuple[str, str]  # group and name
+_TensorKey = tuple[str, str]  # group and name
 
 
-def _first_places(up: Message, changes: Mapping[_Place, Tensor]) -> dict[_Place, _Place]:
+def _first_occurrences(reply: Message, changes: Mapping[_TensorKey, Tensor]) -> dict[_TensorKey, _TensorKey]:
     """Where each change is for the first time: a tensor that lies in the same memory and has changed alike is the same."""
-    known: dict[tuple[object, ...], _Place] = {}
-    found: dict[_Place, _Place] = {}
+    key_by_memory: dict[tuple[object, ...], _TensorKey] = {}
+    first_keys: dict[_TensorKey, _TensorKey] = {}
     for key, change in changes.items():
-        tensor = up.tensors[key[0]][key[1]]
+        tensor = reply.tensors[key[0]][key[1]]
         memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-        first = known.setdefault(memory, key)
-        found[key] = first if torch.equal(changes[first], change) else key
-    return found
+        first = key_by_memory.setdefault(memory, key)
+        first_keys[key] = first if torch.equal(changes[first], change) else key
+    return first_keys
 
 
-def _before(received: Tensor | None, tensor: Tensor) -> Tensor:
-    alike = received is not None and received.shape == tensor.shape and received.dtype == tensor.dtype
-    return received if received is not None and alike else torch.zeros_like(tensor)
+def _received_or_zeros(received: Tensor | None, tensor: Tensor) -> Tensor:
+    same_form = received is not None and received.shape == tensor.shape and received.dtype == tensor.dtype
+    return received if received is not None and same_form else torch.zeros_like(tensor)
 
 
 @final
-class Noise:
+class GaussianNoise:
     """Standard normal numbers from a cryptographic stream.
 
     Args:
         key: 32 bytes; None is the operating system's. A key must not serve twice.
 
-    >>> len(Noise().normal(5)), bool(np.array_equal(Noise().normal(5), Noise().normal(5)))
+    >>> (len(GaussianNoise().standard_normal(5)),
+    ...  bool(np.array_equal(GaussianNoise().standard_normal(5), GaussianNoise().standard_normal(5))))
     (5, False)
     """
 
     def __init__(self, key: bytes | None = None) -> None:
-        check_extra("cryptography", "flower", "noise at a site")
+        check_extra_installed("cryptography", "flower", "noise at a site")
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
         # The nonce may be constant, since each stream has a key of its own.
         cipher = Cipher(algorithms.ChaCha20(secrets.token_bytes(32) if key is None else key, bytes(16)), mode=None)
         self._stream = cipher.encryptor()
 
-    def words(self, number: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    def random_words(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         """The next words of the stream, uniform over 64 bits."""
-        return np.frombuffer(self._stream.update(bytes(8 * number)), dtype="<u8").astype(np.uint64)
+        return np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)
 
-    def normal(self, number: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def standard_normal(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Independent draws of N(0, 1), by Box and Muller's transform, which needs no rejection: the time that it takes says
         nothing of the values. Uniform numbers have 64 bits, so that the largest draw is 9.5, beyond which 2e-21 of the
         probability lies."""
-        pairs = -(-number // 2)
-        found = np.empty(2 * pairs)
+        pairs = -(-count // 2)
+        draws = np.empty(2 * pairs)
         for start in range(0, pairs, _CHUNK):
             size = min(_CHUNK, pairs - start)
-            words = self.words(2 * size)
+            words = self.random_words(2 * size)
             uniform = (words[:size].astype(np.float64) + 0.5) * 2.0**-64
             radius = np.sqrt(np.maximum(-2 * np.log(uniform), 0.0))
             angle = (2 * math.pi * 2.0**-53) * (words[size:] >> np.uint64(11)).astype(np.float64)
-            found[2 * start : 2 * (start + size) : 2] = radius * np.cos(angle)
-            found[2 * start + 1 : 2 * (start + size) : 2] = radius * np.sin(angle)
-        return found[:number]
+            draws[2 * start : 2 * (start + size) : 2] = radius * np.cos(angle)
+            draws[2 * start + 1 : 2 * (start + size) : 2] = radius * np.sin(angle)
+        return draws[:count]

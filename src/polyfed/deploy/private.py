@@ -16,19 +16,27 @@ from typing import Any, TypedDict, final
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.files import append_line, make_folder, open_file, open_lock, read_file, replace_file, replaced
-from polyfed.core.tree import Nested, decode, encode
-from polyfed.core.typed import conforms, from_json
-from polyfed.simulation.engines.work import Result
+from polyfed.core.files import (
+    append_line,
+    create_private_folder,
+    open_atomic_file,
+    open_file,
+    open_lock_file,
+    read_file,
+    write_file_atomically,
+)
+from polyfed.core.tree import PyTree, deserialize_state, serialize_state
+from polyfed.core.typed import parse_json, validation_error
+from polyfed.simulation.engines.work import TaskResult
 from polyfed.simulation.runs import parquet
-from polyfed.simulation.runs.paths import file_name
+from polyfed.simulation.runs.paths import safe_file_name
 from polyfed.simulation.runs.signature import write_model
 
-_MOST = 2**20  # of the line that says whose a state is, which has a method's fields
+_MAX_LINE_BYTES = 2**20  # of the line that says whose a state is, which has a method's fields
 _ADVICE = "put back a copy of it, or start another run"
 
 
-class _Owner(TypedDict):
+class _StateOwner(TypedDict):
     """Whose a private state is."""
 
     site: str
@@ -37,7 +45,7 @@ class _Owner(TypedDict):
     method: dict[str, str]  # field -> its value as JSON, which a number that is not finite has too
 
 
-class _Marks(TypedDict):
+class _ClientIdentity(TypedDict):
     """By what a run knows its client again."""
 
     client: str
@@ -45,12 +53,12 @@ class _Marks(TypedDict):
 
 
 @final
-class NotItsOwnError(Exception):
+class InvalidSiteStateError(Exception):
     """A file of the site is not what the site wrote for this run; the sentence holds nothing of data or network, nor where
     the site keeps its files."""
 
 
-def read_state(folder: Path, site: str, number: int | None, method: Mapping[str, Any]) -> Nested:
+def read_private_state(folder: Path, site: str, round_number: int | None, method: Mapping[str, Any]) -> PyTree:
     """The private state as it was after a round.
 
     Args:
@@ -60,60 +68,75 @@ def read_state(folder: Path, site: str, number: int | None, method: Mapping[str,
         method: name and fields, as the server tells them.
 
     Raises:
-        NotItsOwnError: it is lost or damaged, or another's.
+        InvalidSiteStateError: it is lost or damaged, or another's.
     """
-    if number is None:
+    if round_number is None:
         return None
-    file = _file(folder, number)
-    where, what = file.relative_to(folder.parent), f"its private state after round {number}"
+    file = _state_file(folder, round_number)
+    shown_path, description = file.relative_to(folder.parent), f"its private state after round {round_number}"
     try:
-        with open_file(file) as opened:
-            told, head, state = opened.readline(_MOST), opened.readline(_MOST), opened.read()
+        with open_file(file) as stream:
+            checksum_line, owner_line, state = (
+                stream.readline(_MAX_LINE_BYTES),
+                stream.readline(_MAX_LINE_BYTES),
+                stream.read(),
+            )
     except OSError as error:
-        raise NotItsOwnError(f"{what} is lost: {where} cannot be read ({error.strerror}); {_ADVICE}") from error
+        raise InvalidSiteStateError(
+            f"{description} is lost: {shown_path} cannot be read ({error.strerror}); {_ADVICE}"
+        ) from error
     except UserError as error:  # which tells the whole path
-        raise NotItsOwnError(f"{what} is lost: {where} is no file that can be read; {_ADVICE}") from error
-    if told != f"{_hash(head, state)}\n".encode():
-        raise NotItsOwnError(f"{what} is damaged: {where} was changed since it was written; {_ADVICE}")
+        raise InvalidSiteStateError(
+            f"{description} is lost: {shown_path} is no file that can be read; {_ADVICE}"
+        ) from error
+    if checksum_line != f"{_checksum(owner_line, state)}\n".encode():
+        raise InvalidSiteStateError(
+            f"{description} is damaged: {shown_path} was changed since it was written; {_ADVICE}"
+        )
     try:
-        owner = from_json(head)
-        if conforms(owner, _Owner):
+        owner = parse_json(owner_line)
+        if validation_error(owner, _StateOwner):
             raise ValueError("nothing says whose it is")
-        if other := _other(owner, _owner(folder, site, number, method)):
-            raise NotItsOwnError(f"{what} is not its own: {where} is of {other}; {_ADVICE}")
-        return decode(state)
+        if difference := _owner_difference(owner, _describe_owner(folder, site, round_number, method)):
+            raise InvalidSiteStateError(f"{description} is not its own: {shown_path} is of {difference}; {_ADVICE}")
+        return deserialize_state(state)
     except (UserError, ValueError) as error:  # what they say may show what the file holds
-        raise NotItsOwnError(f"{what} is damaged: {where} holds no state; {_ADVICE}") from error
+        raise InvalidSiteStateError(f"{description} is damaged: {shown_path} holds no state; {_ADVICE}") from error
 
 
-def write_state(folder: Path, site: str, number: int, method: Mapping[str, Any], own: Nested, keep: int) -> None:
+def write_private_state(
+    folder: Path, site: str, round_number: int, method: Mapping[str, Any], private_state: PyTree, rollback_round: int
+) -> None:
     """Writes the private state after a round; removes what the server cannot come back to, what is older than the newest
     state up to round `keep`. (Rounds after this one are overwritten when they come again.)
 
     Args:
-        folder, site, number, method: as for `read_state`.
+        folder, site, number, method: as for `read_private_state`.
         own: the state.
         keep: the round to which the server may still go back.
 
     Raises:
         OSError: it cannot be written; the exception names it.
     """
-    target = _file(folder, number)
-    make_folder(target.parent, parents=True)
-    head, state = json.dumps(_owner(folder, site, number, method)).encode() + b"\n", encode(own)
-    with replaced(target) as file:
-        file.write(f"{_hash(head, state)}\n".encode())
+    target = _state_file(folder, round_number)
+    create_private_folder(target.parent, parents=True)
+    head, encoded = (
+        json.dumps(_describe_owner(folder, site, round_number, method)).encode() + b"\n",
+        serialize_state(private_state),
+    )
+    with open_atomic_file(target) as file:
+        file.write(f"{_checksum(head, encoded)}\n".encode())
         file.write(head)
-        file.write(state)
-    names = {file: file.stem.removeprefix("round-") for file in target.parent.glob("round-*.state")}
-    files = {int(name): file for file, name in names.items() if name.isdecimal()}
-    oldest = max((n for n in files if n <= keep), default=0)
-    for n, old in files.items():
+        file.write(encoded)
+    round_texts = {file: file.stem.removeprefix("round-") for file in target.parent.glob("round-*.state")}
+    files = {int(name): file for file, name in round_texts.items() if name.isdecimal()}
+    oldest = max((n for n in files if n <= rollback_round), default=0)
+    for n, old_file in files.items():
         if n < oldest:
-            old.unlink()
+            old_file.unlink()
 
 
-def write_results(folder: Path, client: Client, result: Result, record: Mapping[str, Any]) -> None:
+def write_task_results(folder: Path, client: Client, result: TaskResult, record: Mapping[str, Any]) -> None:
     """Writes what a site has of a task for its own eyes: the personal model or the predictions, if there are any, and a line
     of `metrics.jsonl`.
 
@@ -126,79 +149,81 @@ def write_results(folder: Path, client: Client, result: Result, record: Mapping[
     Raises:
         OSError: it cannot be written; the exception names it.
     """
-    more: dict[str, str] = {}
+    paths: dict[str, str] = {}
     if result.task.phase == "export":
-        path = make_folder(folder / "models") / f"{file_name(client.id)}.safetensors"
+        path = create_private_folder(folder / "models") / f"{safe_file_name(client.id)}.safetensors"
         write_model(path, result.weights or {}, result.description, client)
-        more["model"] = str(path)
+        paths["model"] = str(path)
     elif result.predictions:
-        path = folder / "predictions" / f"{file_name(client.id)}.parquet"
-        parquet.write(path, client, {result.task.round: result.predictions})
-        more["predictions"] = str(path)
-    append_line(folder / "metrics.jsonl", json.dumps({**record, **more}))
+        path = folder / "predictions" / f"{safe_file_name(client.id)}.parquet"
+        parquet.write_outputs(path, client, {result.task.round: result.predictions})
+        paths["predictions"] = str(path)
+    append_line(folder / "metrics.jsonl", json.dumps({**record, **paths}))
 
 
-def check_marks(folder: Path, client: str, data_fingerprint: str) -> None:
+def check_client_identity(folder: Path, client: str, data_fingerprint: str) -> None:
     """Checks that a run knows its client again; the first time what it knows it by is written down.
 
     Raises:
-        NotItsOwnError: it was another, or what was written is damaged.
+        InvalidSiteStateError: it was another, or what was written is damaged.
     """
-    file, marks = folder / "run.json", {"client": client, "data_fingerprint": data_fingerprint}
+    file, identity = folder / "run.json", {"client": client, "data_fingerprint": data_fingerprint}
     if not file.exists():
         if any(folder.glob("private/round-*")):
-            raise NotItsOwnError(f"{folder.name}/run.json is missing, by which it knew its data again; {_ADVICE}")
-        make_folder(folder, parents=True)
-        replace_file(file, json.dumps(marks).encode())
+            raise InvalidSiteStateError(
+                f"{folder.name}/run.json is missing, by which it knew its data again; {_ADVICE}"
+            )
+        create_private_folder(folder, parents=True)
+        write_file_atomically(file, json.dumps(identity).encode())
         return
     try:
-        known = from_json(read_file(file))
+        saved_identity = parse_json(read_file(file))
     except (OSError, ValueError) as error:
-        raise NotItsOwnError(f"{folder.name}/run.json is damaged ({error}); {_ADVICE}") from error
-    if wrong := conforms(known, _Marks):
-        raise NotItsOwnError(f"{folder.name}/run.json is damaged ({wrong}); {_ADVICE}")
-    if known != marks:
-        raise NotItsOwnError(
+        raise InvalidSiteStateError(f"{folder.name}/run.json is damaged ({error}); {_ADVICE}") from error
+    if wrong := validation_error(saved_identity, _ClientIdentity):
+        raise InvalidSiteStateError(f"{folder.name}/run.json is damaged ({wrong}); {_ADVICE}")
+    if saved_identity != identity:
+        raise InvalidSiteStateError(
             "its data or network are not those with which it began this run; start another run, or put back "
             f"{folder.name}/run.json if that was changed"
         )
 
 
-def _file(folder: Path, number: int) -> Path:
-    return folder / "private" / f"round-{number:06d}.state"
+def _state_file(folder: Path, round_number: int) -> Path:
+    return folder / "private" / f"round-{round_number:06d}.state"
 
 
-def _owner(folder: Path, site: str, number: int, method: Mapping[str, Any]) -> _Owner:
+def _describe_owner(folder: Path, site: str, round_number: int, method: Mapping[str, Any]) -> _StateOwner:
     fields = {name: json.dumps(value, sort_keys=True) for name, value in method.items()}
-    return {"site": site, "run": folder.name, "round": number, "method": fields}
+    return {"site": site, "run": folder.name, "round": round_number, "method": fields}
 
 
-def _other(found: _Owner, wanted: _Owner) -> str:
+def _owner_difference(file_owner: _StateOwner, expected_owner: _StateOwner) -> str:
     """Of which other site, run, round or method a state is; empty if of none. The server is told neither the names of other
     sites nor of other runs. A field that the method did not have when the state was written says nothing."""
-    if found["site"] != wanted["site"]:
+    if file_owner["site"] != expected_owner["site"]:
         return "another site"
-    if found["run"] != wanted["run"]:
+    if file_owner["run"] != expected_owner["run"]:
         return "another run"
-    if found["round"] != wanted["round"]:
-        return f"round {found['round']}"
-    changed = [name for name, value in found["method"].items() if wanted["method"].get(name) != value]
-    return f"a method with {changed[0]} = {found['method'][changed[0]]}" if changed else ""
+    if file_owner["round"] != expected_owner["round"]:
+        return f"round {file_owner['round']}"
+    changed = [name for name, value in file_owner["method"].items() if expected_owner["method"].get(name) != value]
+    return f"a method with {changed[0]} = {file_owner['method'][changed[0]]}" if changed else ""
 
 
-def _hash(head: bytes, state: bytes) -> str:
+def _checksum(head: bytes, state: bytes) -> str:
     digest = hashlib.sha256(head)
     digest.update(state)
     return digest.hexdigest()
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """One message at a time, should a process of an earlier one still be at work; files are closed to other users."""
-    make_folder(folder.resolve(), parents=True)  # its owner may have put a link there
-    before = os.umask(0o077)  # what is written below is for the site's own eyes, whatever its unit says
+    create_private_folder(folder.resolve(), parents=True)  # its owner may have put a link there
+    old_umask = os.umask(0o077)  # what is written below is for the site's own eyes, whatever its unit says
     try:
-        with open_lock(folder / ".lock") as file:
+        with open_lock_file(folder / ".lock") as file:
             try:
                 import fcntl
             except ImportError:  # Windows has no advisory locks
@@ -207,4 +232,4 @@ def alone(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
     finally:
-        os.umask(before)
+        os.umask(old_umask)

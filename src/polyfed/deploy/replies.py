@@ -10,38 +10,44 @@ from typing import Any
 
 import torch
 
-from polyfed.core.adapters import expected, opened
+from polyfed.core.adapters import unpack_adapters, unpacked_reply_spec
 from polyfed.core.algorithm import Message
-from polyfed.core.compressed import as_they_are, forms_after
-from polyfed.core.compression import compression
+from polyfed.core.compressed import decompressed_specs, uncompressed_tensors
+from polyfed.core.compression import parse_compressor
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.evaluation import split_name
-from polyfed.core.metrics import METRICS, named
-from polyfed.core.tree import mismatch
-from polyfed.deploy.riding import RIDES
-from polyfed.deploy.server import Server
-from polyfed.deploy.wire import Form, Packed, plain_head, small_tensors
-from polyfed.simulation.engines.work import Result, Task
+from polyfed.core.evaluation import split_metric_column
+from polyfed.core.metrics import METRICS, metric_by_name
+from polyfed.core.tree import spec_mismatch
+from polyfed.deploy.riding import EVALUATION_KEY
+from polyfed.deploy.server import DeploymentServer
+from polyfed.deploy.wire import PackedEnvelope, TensorSpec, parse_head, unpack_small_tensors
+from polyfed.simulation.engines.work import ClientTask, TaskResult
 
-_LONGEST = 300  # characters of a site's sentence
-_LARGEST = 1e12  # of its numbers
-_SMALL = 2**13  # bytes of a tensor that is read to tell whether the form of all is right
-_PREFIX = re.compile(r"([a-z]{1,20}_){0,2}")
+_MAX_SENTENCE_LENGTH = 300  # characters of a site's sentence
+_MAX_ABSOLUTE_VALUE = 1e12  # of its numbers
+_SMALL_TENSOR_BYTES = 2**13  # bytes of a tensor that is read to tell whether the form of all is right
+_METRIC_PREFIX = re.compile(r"([a-z]{1,20}_){0,2}")
 
 
-def one_line(text: object) -> str:
+def sanitize_line(text: object) -> str:
     """What a site has written, short enough for a log, and without line breaks that would forge one.
 
-    >>> one_line("a\\nb"), len(one_line("x" * 10_000))
+    >>> sanitize_line("a\\nb"), len(sanitize_line("x" * 10_000))
     ('a b', 300)
     """
-    shown = "".join(c if c.isprintable() else " " for c in str(text)[: 4 * _LONGEST])
-    return " ".join(shown.split())[:_LONGEST]
+    shown = "".join(c if c.isprintable() else " " for c in str(text)[: 4 * _MAX_SENTENCE_LENGTH])
+    return " ".join(shown.split())[:_MAX_SENTENCE_LENGTH]
 
 
-def result_of(
-    task: Task, packed: Packed, server: Server, told: Mapping[str, Any], state: Any, *, ridden: bool = False
-) -> Result:
+def parse_result(
+    task: ClientTask,
+    packed: PackedEnvelope,
+    server: DeploymentServer,
+    introduction: Mapping[str, Any],
+    server_state: Any,
+    *,
+    with_evaluation: bool = False,
+) -> TaskResult:
     """The result of a task.
 
     Args:
@@ -55,19 +61,21 @@ def result_of(
     Raises:
         UserError: why the reply is not taken.
     """
-    head = checked_head(task, plain_head(packed.head), server, ridden=ridden)
-    metrics, seconds = _metrics(head, server), head.get("seconds", 0.0)
+    head = validate_head(task, parse_head(packed.head), server, with_evaluation=with_evaluation)
+    metrics, seconds = _parse_metrics(head, server), head.get("seconds", 0.0)
     if task.phase != "local":
-        return Result(task, metrics=metrics, weights=None)
-    scalars = _scalars(packed, server, told)
-    if flaw := form_flaw(packed, task.down, server, state, scalars):
-        raise UserError(flaw)
-    after = {"round": task.round}  # in place of the private state, which stays there
-    reply = Message(packed.body().tensors, scalars)
-    return Result(task, reply, after, seconds=float(seconds) if _finite(seconds) else 0.0)
+        return TaskResult(task, metrics=metrics, weights=None)
+    scalars = _parse_scalars(packed, server, introduction)
+    if spec_error := reply_spec_error(packed, task.message, server, server_state, scalars):
+        raise UserError(spec_error)
+    state_stub = {"round": task.round}  # in place of the private state, which stays there
+    reply = Message(packed.unpack_body().tensors, scalars)
+    return TaskResult(task, reply, state_stub, seconds=float(seconds) if _is_finite_number(seconds) else 0.0)
 
 
-def evaluation_of(task: Task, answer: Packed | str, server: Server, *, rode: bool) -> Result:
+def parse_evaluation_result(
+    task: ClientTask, answer: PackedEnvelope | str, server: DeploymentServer, *, piggybacked: bool
+) -> TaskResult:
     """The result of an evaluation, which costs the site no more than itself.
 
     Args:
@@ -79,108 +87,124 @@ def evaluation_of(task: Task, answer: Packed | str, server: Server, *, rode: boo
     try:
         if isinstance(answer, str):
             raise UserError(answer)
-        head = plain_head(answer.head)
-        if rode and not isinstance(head.get(RIDES), dict):
-            _check_willing(head)
+        head = parse_head(answer.head)
+        if piggybacked and not isinstance(head.get(EVALUATION_KEY), dict):
+            _raise_if_refused(head)
             raise UserError(f"tells nothing of the evaluation of round {task.round}, which was asked for too")
-        told = checked_head(task, head[RIDES] if rode else head, server)
-        return Result(task, metrics=_metrics(told, server), weights=None)
+        evaluation_head = validate_head(task, head[EVALUATION_KEY] if piggybacked else head, server)
+        return TaskResult(task, metrics=_parse_metrics(evaluation_head, server), weights=None)
     except UserError as error:
-        return Result(task, failure=ClientError(task.round, task.client, task.phase, one_line(error)))
+        return TaskResult(task, failure=ClientError(task.round, task.client, task.phase, sanitize_line(error)))
 
 
-def checked_head(task: Task, head: Mapping[str, Any], server: Server, *, ridden: bool = False) -> Mapping[str, Any]:
+def validate_head(
+    task: ClientTask, head: Mapping[str, Any], server: DeploymentServer, *, with_evaluation: bool = False
+) -> Mapping[str, Any]:
     """The head of the answer to a task.
 
     Raises:
         UserError: it is the answer to something else, a refusal, or tells of a failure, or of an evaluation although none
             was `ridden`.
     """
-    _check_willing(head)
-    asked = {"client": task.client, "run": server.run, "round": task.round, "phase": task.phase}
-    if wrong := [name for name, value in asked.items() if head.get(name) != value]:
-        raise UserError(f"answers for {wrong[0]} {one_line(repr(head.get(wrong[0])))}, asked was {asked[wrong[0]]!r}")
-    if RIDES in head and not ridden:
+    _raise_if_refused(head)
+    expected_fields = {"client": task.client, "run": server.run, "round": task.round, "phase": task.phase}
+    if wrong := [name for name, value in expected_fields.items() if head.get(name) != value]:
+        raise UserError(
+            f"answers for {wrong[0]} {sanitize_line(repr(head.get(wrong[0])))}, asked was {expected_fields[wrong[0]]!r}"
+        )
+    if EVALUATION_KEY in head and not with_evaluation:
         raise UserError("tells of an evaluation that it was not asked for")
     if head.get("failure") is not None:
-        raise UserError(one_line(head["failure"]))
+        raise UserError(sanitize_line(head["failure"]))
     return head
 
 
-def _check_willing(head: Mapping[str, Any]) -> None:
+def _raise_if_refused(head: Mapping[str, Any]) -> None:
     if head.get("refused"):
-        raise UserError(f"refuses: {one_line(head['refused'])}")
+        raise UserError(f"refuses: {sanitize_line(head['refused'])}")
 
 
-def _metrics(head: Mapping[str, Any], server: Server) -> dict[str, Any]:
+def _parse_metrics(head: Mapping[str, Any], server: DeploymentServer) -> dict[str, Any]:
     metrics = head.get("metrics", {})
     if not isinstance(metrics, dict) or not all(
-        _is_score(n, server) and (v is None or _finite(v)) for n, v in metrics.items()
+        _is_metric_name(n, server) and (v is None or _is_finite_number(v)) for n, v in metrics.items()
     ):
-        raise UserError(f"its metrics are no scores or losses: {one_line(repr(metrics))}")
+        raise UserError(f"its metrics are no scores or losses: {sanitize_line(repr(metrics))}")
     return metrics
 
 
-def _scalars(packed: Packed, server: Server, told: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_scalars(packed: PackedEnvelope, server: DeploymentServer, introduction: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers that are used. How many examples a site has is what it said at the beginning, or not known."""
     allowed = server.algorithm.scalars_needed | {"train_loss", "num_examples"}
     scalars = {n: v for n, v in packed.scalars.items() if n in allowed}
     if wrong := [
-        n for n, v in scalars.items() if isinstance(v, bool) or not isinstance(v, int | float) or abs(v) > _LARGEST
+        n
+        for n, v in scalars.items()
+        if isinstance(v, bool) or not isinstance(v, int | float) or abs(v) > _MAX_ABSOLUTE_VALUE
     ]:
-        found = scalars[wrong[0]]
-        shown = f"a list of {len(found)}" if isinstance(found, list) else one_line(repr(found))
+        value = scalars[wrong[0]]
+        shown = f"a list of {len(value)}" if isinstance(value, list) else sanitize_line(repr(value))
         raise UserError(f"scalar {wrong[0]!r} is {shown}, which is no number in reach")
-    known = told.get("num_examples")
-    if known is None:
+    num_examples = introduction.get("num_examples")
+    if num_examples is None:
         scalars.pop("num_examples", None)
-    elif scalars.get("num_examples", known) != known:
-        raise UserError(f"tells num_examples {scalars['num_examples']}, and told {known} when the run began")
+    elif scalars.get("num_examples", num_examples) != num_examples:
+        raise UserError(f"tells num_examples {scalars['num_examples']}, and told {num_examples} when the run began")
     return scalars
 
 
-def form_flaw(packed: Packed, message: Message, server: Server, state: Any, scalars: Mapping[str, Any]) -> str | None:
+def reply_spec_error(
+    packed: PackedEnvelope, message: Message, server: DeploymentServer, server_state: Any, scalars: Mapping[str, Any]
+) -> str | None:
     """How names, shapes and types of a reply differ from what the method takes; None if they do not, or if the method must
     see the tensors to tell."""
-    forms: Mapping[str, Mapping[str, Form]] = packed.forms()
-    if (how := compression(server.settings.compress)) is not None:
+    specs: Mapping[str, Mapping[str, TensorSpec]] = packed.tensor_specs()
+    if (reply_compression := parse_compressor(server.settings.compress)) is not None:
         try:
-            forms = forms_after(forms, message, how)
+            specs = decompressed_specs(specs, message, reply_compression)
         except ValueError as flaw:
-            return one_line(flaw)
+            return sanitize_line(flaw)
     meta: dict[str, Mapping[str, torch.Tensor]] = {
         group: {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in form.items()}
-        for group, form in forms.items()
+        for group, form in specs.items()
     }
     try:
-        meta = dict(opened(server.algorithm, Message(meta, scalars), message).tensors)
+        meta = dict(unpack_adapters(server.algorithm, Message(meta, scalars), message).tensors)
         try:
-            wanted = server.algorithm.reply_spec(state, message, Message(meta, scalars))
+            reply_spec = server.algorithm.reply_spec(server_state, message, Message(meta, scalars))
         except RuntimeError:  # it asks for values: small tensors are read, such as which clients FedFomo asks for
-            small = {group: small_tensors(packed.groups[group], _SMALL) for group in meta}
-            small = small if how is None else {group: as_they_are(tree) for group, tree in small.items()}
+            small = {group: unpack_small_tensors(packed.groups[group], _SMALL_TENSOR_BYTES) for group in meta}
+            small = (
+                small
+                if reply_compression is None
+                else {group: uncompressed_tensors(tree) for group, tree in small.items()}
+            )
             meta = {group: {**tree, **small[group]} for group, tree in meta.items()}
-            wanted = server.algorithm.reply_spec(state, message, Message(meta, scalars))
+            reply_spec = server.algorithm.reply_spec(server_state, message, Message(meta, scalars))
     except UserError:
         raise
     except ValueError as flaw:
-        return one_line(flaw)
+        return sanitize_line(flaw)
     except RuntimeError:  # a tensor without values was asked for one; `Federation.flaw` checks it again with them
         return None
     except Exception as error:  # nothing that a site sends may end the run of the others
         return f"the method cannot check its form ({type(error).__name__})"
-    wanted = expected(server.algorithm, wanted)
-    if forms.keys() != wanted.keys():
-        return one_line(f"the reply holds the groups {sorted(forms)[:9]}, expected {sorted(wanted)}")
-    differences = ((group, mismatch(meta[group], form)) for group, form in wanted.items())
-    return next((one_line(f"group {group!r}: {difference}") for group, difference in differences if difference), None)
+    reply_spec = unpacked_reply_spec(server.algorithm, reply_spec)
+    if specs.keys() != reply_spec.keys():
+        return sanitize_line(f"the reply holds the groups {sorted(specs)[:9]}, expected {sorted(reply_spec)}")
+    differences = ((group, spec_mismatch(meta[group], form)) for group, form in reply_spec.items())
+    return next(
+        (sanitize_line(f"group {group!r}: {difference}") for group, difference in differences if difference), None
+    )
 
 
-def _is_score(name: str, server: Server) -> bool:
+def _is_metric_name(name: str, server: DeploymentServer) -> bool:
     """Whether a site may send a number of this name."""
-    found = split_name(name, [*METRICS.values(), *map(named, server.settings.metrics)])
-    return found is not None and _PREFIX.fullmatch(found[0]) is not None
+    name_parts = split_metric_column(name, [*METRICS.values(), *map(metric_by_name, server.settings.metrics)])
+    return name_parts is not None and _METRIC_PREFIX.fullmatch(name_parts[0]) is not None
 
 
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST  # nor NaN
+def _is_finite_number(value: Any) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_ABSOLUTE_VALUE
+    )  # nor NaN

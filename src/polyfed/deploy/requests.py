@@ -23,14 +23,14 @@ import torch
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.files import make_folder, read_file, replace_file
-from polyfed.core.typed import conforms, from_json
-from polyfed.deploy.private import NotItsOwnError
+from polyfed.core.files import create_private_folder, read_file, write_file_atomically
+from polyfed.core.typed import parse_json, validation_error
+from polyfed.deploy.private import InvalidSiteStateError
 from polyfed.deploy.secure import RefusalError
 
-UNABLE = "it cannot do this task (the reason is in its log)"
+FAILURE_TEXT = "it cannot do this task (the reason is in its log)"
 """What a server is told of each failure that may depend on data, where it is to learn one bit by it and no more."""
-MOST_REFUSALS = 10
+MAX_REFUSALS = 10
 """That may depend on data: of an introduction, and of a task whose reply goes up as it is. Of a task that masks or noise
 hide, it is one."""
 _OTHER_INPUTS = (
@@ -44,7 +44,7 @@ _INPUTS = (
 _LOG = logging.getLogger("polyfed.site")
 
 
-class _Entry(TypedDict):
+class _TaskRecord(TypedDict):
     """A task: the hash of its inputs; whether it is in the book and no noise was drawn for it since; refusals that may
     depend on data; letters with other inputs, which were refused."""
 
@@ -56,23 +56,23 @@ class _Entry(TypedDict):
 
 @final
 @dataclass(frozen=True)
-class Requested:
+class TaskRequest:
     """A task as a server requests it.
 
     Args:
         name: such as "local 3".
-        inputs: their hash, see `hash_of_inputs`.
+        inputs: their hash, see `hash_task_inputs`.
         most: how many refusals that may depend on data it has.
     """
 
     name: str
-    inputs: str
-    most: int
+    inputs_hash: str
+    max_refusals: int
 
 
 @final
 @dataclass(frozen=True)
-class Requests:
+class RequestLog:
     """The requests of a run.
 
     Args:
@@ -81,7 +81,7 @@ class Requests:
 
     folder: Path
 
-    def check(self, task: "Requested", *, bound: bool) -> bool:
+    def check_allowed(self, task: "TaskRequest", *, same_inputs_only: bool) -> bool:
         """Checks that a task may be begun.
 
         Args:
@@ -93,84 +93,84 @@ class Requests:
 
         Raises:
             RefusalError: it may not.
-            NotItsOwnError: the file was changed.
+            InvalidSiteStateError: the file was changed.
         """
-        if (entry := self._entries().get(task.name)) is None:
+        if (entry := self._read_records().get(task.name)) is None:
             return False
-        if bound and entry["inputs"] != task.inputs:
-            self._write(task, {**entry, "others": entry["others"] + 1})
+        if same_inputs_only and entry["inputs"] != task.inputs_hash:
+            self._write_record(task, {**entry, "others": entry["others"] + 1})
             _LOG.warning(
                 "run %s: the server requests %r with other inputs than before, %d times by now; it learns nothing by that",
                 self.folder.name, task.name, entry["others"] + 1,
             )  # fmt: skip
             raise RefusalError(_OTHER_INPUTS)
-        if entry["refusals"] >= task.most:
+        if entry["refusals"] >= task.max_refusals:
             _LOG.warning(
                 "run %s: %r was refused %d times, of at most %d, and is not begun again; once the reason is mended, take "
                 "its entry out of %s",
-                self.folder.name, task.name, entry["refusals"], task.most, self.folder / _FILE,
+                self.folder.name, task.name, entry["refusals"], task.max_refusals, self.folder / _FILE,
             )  # fmt: skip
-            raise RefusalError(UNABLE)
-        return entry["entered"] and entry["inputs"] == task.inputs
+            raise RefusalError(FAILURE_TEXT)
+        return entry["entered"] and entry["inputs"] == task.inputs_hash
 
-    def begin(self, task: "Requested", *, entered: bool) -> None:
+    def record_start(self, task: "TaskRequest", *, in_ledger: bool) -> None:
         """Writes down that the site is about to look at its data for a task, or to draw noise.
 
         Args:
             task: the task.
             entered: whether the book has it, and no noise was drawn since.
         """
-        self._write(task, {**self._entry(task), "inputs": task.inputs, "entered": entered})
+        self._write_record(task, {**self._read_record(task), "inputs": task.inputs_hash, "entered": in_ledger})
 
-    def count_refusal(self, task: "Requested") -> None:
+    def count_refusal(self, task: "TaskRequest") -> None:
         """Counts a refusal that may depend on data; the log says so."""
-        entry = self._entry(task)
+        entry = self._read_record(task)
         _LOG.warning(
             "run %s: %r is refused for a reason that may depend on data, %d times of at most %d; each tells one bit",
-            self.folder.name, task.name, entry["refusals"] + 1, task.most,
+            self.folder.name, task.name, entry["refusals"] + 1, task.max_refusals,
         )  # fmt: skip
-        self._write(task, {**entry, "entered": False, "refusals": entry["refusals"] + 1})
+        self._write_record(task, {**entry, "entered": False, "refusals": entry["refusals"] + 1})
 
-    def _entry(self, task: "Requested") -> _Entry:
-        new = _Entry(inputs=task.inputs, entered=False, refusals=0, others=0)
-        return self._entries().get(task.name, new)
+    def _read_record(self, task: "TaskRequest") -> _TaskRecord:
+        fresh_record = _TaskRecord(inputs=task.inputs_hash, entered=False, refusals=0, others=0)
+        return self._read_records().get(task.name, fresh_record)
 
-    def _entries(self) -> dict[str, _Entry]:
+    def _read_records(self) -> dict[str, _TaskRecord]:
         file = self.folder / _FILE
         if not file.exists():
             return {}
         try:
-            content = from_json(read_file(file))
-            wrong = conforms(content, dict[str, _Entry])
+            content = parse_json(read_file(file))
+            wrong = validation_error(content, dict[str, _TaskRecord])
         except UserError:  # whose sentence says where the site keeps its files
             wrong = "it cannot be read"
         except (OSError, ValueError) as error:
             wrong = str(error)
         if wrong:
-            raise NotItsOwnError(
+            raise InvalidSiteStateError(
                 f"{self.folder.name}/{_FILE} is damaged ({wrong}); put back a copy of it, or start another run"
             )
         return dict(content)
 
-    def _write(self, task: "Requested", entry: _Entry) -> None:
-        make_folder(self.folder, parents=True)
-        replace_file(self.folder / _FILE, json.dumps({**self._entries(), task.name: entry}).encode())
+    def _write_record(self, task: "TaskRequest", entry: _TaskRecord) -> None:
+        create_private_folder(self.folder, parents=True)
+        write_file_atomically(self.folder / _FILE, json.dumps({**self._read_records(), task.name: entry}).encode())
 
 
-def hash_of_inputs(head: Mapping[str, Any], body: Message) -> str:
+def hash_task_inputs(head: Mapping[str, Any], body: Message) -> str:
     """SHA-256 of all of a letter that the site computes with.
 
     >>> down, other = Message({"model": {"w": torch.zeros(2)}}), Message({"model": {"w": torch.zeros(1, 2)}})
-    >>> hash_of_inputs({"round": 1}, down) == hash_of_inputs({"round": 1, "keep": 3}, down)
+    >>> hash_task_inputs({"round": 1}, down) == hash_task_inputs({"round": 1, "keep": 3}, down)
     True
-    >>> hash_of_inputs({"round": 1}, down) == hash_of_inputs({"round": 1}, other)
+    >>> hash_task_inputs({"round": 1}, down) == hash_task_inputs({"round": 1}, other)
     False
     """
-    total = hashlib.sha256()
-    words = [{word: head.get(word) for word in _INPUTS}, dict(body.scalars)]
-    total.update(json.dumps(words, sort_keys=True).encode())
+    digest = hashlib.sha256()
+    fields = [{word: head.get(word) for word in _INPUTS}, dict(body.scalars)]
+    digest.update(json.dumps(fields, sort_keys=True).encode())
     for group, tree in body.tensors.items():
         for name, tensor in tree.items():
-            total.update(json.dumps([group, name, str(tensor.dtype), list(tensor.shape)]).encode())
-            total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+            digest.update(json.dumps([group, name, str(tensor.dtype), list(tensor.shape)]).encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

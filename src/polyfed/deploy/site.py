@@ -14,38 +14,53 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from polyfed.algorithms import get
-from polyfed.core.adapters import form_of, mode_of
+from polyfed.core.adapters import adapter_mode, architecture_without_ranks
 from polyfed.core.algorithm import CONSENT, Algorithm, BringsNetwork, Client, Message
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import same_but_for_frozen, scratch
-from polyfed.core.threads import one_thread
-from polyfed.deploy.agreeing import MOMENTS, as_agreed, asks_for_sums, check_sums, described, keep_agreed
-from polyfed.deploy.claims import check_public_form, form_of_parts
-from polyfed.deploy.orders import Begun, Order, check_phase, order_of, requested_metrics
-from polyfed.deploy.outgoing import Outgoing
-from polyfed.deploy.privacy import Protection, obstacle
-from polyfed.deploy.private import NotItsOwnError, alone, check_marks, write_results, write_state
-from polyfed.deploy.requests import MOST_REFUSALS, UNABLE, Requested, Requests, hash_of_inputs
-from polyfed.deploy.riding import RIDES, take_off
+from polyfed.core.scratch import cached_module, differ_only_in_frozen
+from polyfed.core.threads import single_torch_thread
+from polyfed.deploy.agreeing import (
+    MOMENTS_NAME,
+    apply_common_preprocessing,
+    check_table_sums_allowed,
+    save_common_preprocessing,
+    summarize_schema,
+    uses_federated_preprocessing,
+)
+from polyfed.deploy.claims import check_public_inputs, input_spec_by_part
+from polyfed.deploy.orders import SiteTask, StartedTask, check_phase, parse_site_task, resolve_requested_metrics
+from polyfed.deploy.outgoing import DisclosureGuard
+from polyfed.deploy.privacy import ReplyProtection, noise_incompatibility
+from polyfed.deploy.private import (
+    InvalidSiteStateError,
+    check_client_identity,
+    lock_folder,
+    write_private_state,
+    write_task_results,
+)
+from polyfed.deploy.requests import FAILURE_TEXT, MAX_REFUSALS, RequestLog, TaskRequest, hash_task_inputs
+from polyfed.deploy.riding import EVALUATION_KEY, split_evaluation
 from polyfed.deploy.secure import RefusalError
-from polyfed.deploy.tables import COLUMNS, table_of
-from polyfed.deploy.wire import FORM_WORDS, PROTOCOL, Letter, code_in
+from polyfed.deploy.tables import COLUMNS, summarize_table
+from polyfed.deploy.wire import DATA_SPEC_REQUIREMENTS, PROTOCOL, Envelope, find_code_reference
 from polyfed.simulation import checks
-from polyfed.simulation.beginnings import check_beginnings
+from polyfed.simulation.beginnings import check_client_init
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.machine import choose_device
-from polyfed.simulation.fingerprints import fingerprint
+from polyfed.simulation.fingerprints import data_fingerprint
 from polyfed.simulation.preparing import Moments
-from polyfed.simulation.secure import can_be_secure, disclosed
+from polyfed.simulation.secure import effective_disclosures, supports_secure_sum
 
 if TYPE_CHECKING:
-    from polyfed.deploy.secure.masking import Sum
-    from polyfed.deploy.secure.member import Member
+    from polyfed.deploy.secure.masking import SumId
+    from polyfed.deploy.secure.member import SecureSumClient
 
-Result = TypeVar("Result")
+ActResult = TypeVar("ActResult")
 _LOG = logging.getLogger("polyfed.site")
-_RUN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_LONGEST = 4000  # characters of an exception that go up: a longer text would make the whole answer too large to be read
+_RUN_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_MAX_ERROR_LENGTH = (
+    4000  # characters of an exception that go up: a longer text would make the whole answer too large to be read
+)
 
 
 @final
@@ -78,7 +93,7 @@ class Site:
     disclose: frozenset[str] = frozenset()
     allow_disclosure: bool = False
     methods: frozenset[str] | None = None
-    protection: Protection = field(default_factory=Protection)
+    protection: ReplyProtection = field(default_factory=ReplyProtection)
     device: str = "auto"
     data_set: str = "data"
     secure: bool = False
@@ -93,305 +108,352 @@ class Site:
                 "beside them; leave disclose empty"
             )
 
-    def answer(self, letter: Letter) -> Letter:
+    def answer_envelope(self, envelope: Envelope) -> Envelope:
         """Does what a letter asks for. Whatever goes wrong is told in the answer, in full only in the site's log."""
-        return self._guarded(lambda: self._answer(letter))
+        return self._refuse_on_error(lambda: self._dispatch(envelope))
 
-    def _answer(self, letter: Letter) -> Letter:
-        if letter.head.get("protocol") != PROTOCOL:
+    def _dispatch(self, envelope: Envelope) -> Envelope:
+        if envelope.head.get("protocol") != PROTOCOL:
             raise RefusalError(
-                f"the server speaks protocol {letter.head.get('protocol')!r}, this site {PROTOCOL}; both need "
+                f"the server speaks protocol {envelope.head.get('protocol')!r}, this site {PROTOCOL}; both need "
                 "versions of polyfed that fit"
             )
-        algorithm = self._method(letter.head)
-        self._run_folder(letter.head)
-        with alone(self.folder):
-            if letter.head["kind"] == "sum":
-                told, body = self._member(letter.head).answer(letter.head["run"], letter.head)
-                return Letter({"client": self.name, "run": letter.head["run"], **told}, body)
-            self._outgoing.check_budget()  # before anything is done with the data, and the same for all that needs them
-            if letter.head["kind"] == "introduce":
-                return self._introduced(letter.head, algorithm)
-            return self._described(letter.head) if letter.head["kind"] == "prepare" else self._work(letter, algorithm)
+        algorithm = self._allowed_algorithm(envelope.head)
+        self._run_folder(envelope.head)
+        with lock_folder(self.folder):
+            if envelope.head["kind"] == "sum":
+                head_fields, body = self._secure_sum_client(envelope.head).answer_sum_steps(
+                    envelope.head["run"], envelope.head
+                )
+                return Envelope({"client": self.name, "run": envelope.head["run"], **head_fields}, body)
+            self._disclosure_guard.check_budget()  # before anything is done with the data; the same for all that needs them
+            if envelope.head["kind"] == "introduce":
+                return self._answer_introduction(envelope.head, algorithm)
+            return (
+                self._answer_prepare(envelope.head)
+                if envelope.head["kind"] == "prepare"
+                else self._answer_task(envelope, algorithm)
+            )
 
-    def _guarded(self, act: Callable[[], Result]) -> Result | Letter:
+    def _refuse_on_error(self, action: Callable[[], ActResult]) -> ActResult | Envelope:
         """The result of `act`, or a refusal."""
         try:
-            return act()
-        except (RefusalError, NotItsOwnError) as refusal:
+            return action()
+        except (RefusalError, InvalidSiteStateError) as refusal:
             _LOG.warning("refused: %s", refusal)
-            return Letter({"client": self.name, "refused": str(refusal)})
+            return Envelope({"client": self.name, "refused": str(refusal)})
         except Exception as error:  # whatever the site's own code raises: it is reported, never swallowed
             _LOG.error("%s", traceback.format_exc())
-            return Letter({"client": self.name, "refused": self._told(error)})
+            return Envelope({"client": self.name, "refused": self._error_for_server(error)})
 
-    def _told(self, error: BaseException | str) -> str:
+    def _error_for_server(self, error: BaseException | str) -> str:
         """What the server is told of an error, whose text may show data."""
         if "errors" in self.disclose:
-            return (error if isinstance(error, str) else f"{type(error).__name__}: {error}")[:_LONGEST]
+            return (error if isinstance(error, str) else f"{type(error).__name__}: {error}")[:_MAX_ERROR_LENGTH]
         kind = str(error).partition(":")[0] if isinstance(error, str) else type(error).__name__
         return f"{kind if kind.isidentifier() else 'an error'} (its text is in the log of the site)"
 
-    def _method(self, head: Mapping[str, Any]) -> Algorithm[Any, Any]:
+    def _allowed_algorithm(self, head: Mapping[str, Any]) -> Algorithm[Any, Any]:
         """The method, if its owner lets it run here."""
         fields = dict(head["algorithm"])
         name = str(fields.pop("name"))
         # Whether `Moments` runs here is said by the site's own table.
-        algorithm = Moments() if name == MOMENTS else self._registered(name, fields)
+        algorithm = Moments() if name == MOMENTS_NAME else self._build_registered(name, fields)
         secure = bool(head.get("secure"))
         if self.secure and not secure:
             raise RefusalError("this site takes part in secure sums only (secure=true in its node-config)")
-        if secure and not can_be_secure(algorithm):
+        if secure and not supports_secure_sum(algorithm):
             raise RefusalError(f"{name} needs each site's message by itself, and has no secure sums")
-        if not self.allow_disclosure and (shown := sorted(disclosed(algorithm, secure) & CONSENT)):
+        if not self.allow_disclosure and (disclosures := sorted(effective_disclosures(algorithm, secure) & CONSENT)):
             raise RefusalError(
-                f"{name} discloses {' and '.join(shown)} to the server, which this site does not allow (allow-disclosure)"
+                f"{name} discloses {' and '.join(disclosures)} to the server, which this site does not allow "
+                "(allow-disclosure)"
             )
-        if self.protection.noise_multiplier and (why := obstacle(algorithm, secure)):
-            raise RefusalError(f"this site adds noise, and {why}")
+        if self.protection.noise_multiplier and (incompatibility := noise_incompatibility(algorithm, secure)):
+            raise RefusalError(f"this site adds noise, and {incompatibility}")
         return algorithm
 
-    def _registered(self, name: str, fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
+    def _build_registered(self, name: str, fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
         if self.methods is not None and name not in self.methods:
             raise RefusalError(f"this site runs {', '.join(sorted(self.methods))} only, not {name}")
-        if code := code_in(fields):
+        if code := find_code_reference(fields):
             raise RefusalError(f"{name} would load {code!r} at this site, which runs no code that the server names")
-        made: Algorithm[Any, Any] = get(name)(**fields)
-        return made
+        algorithm: Algorithm[Any, Any] = get(name)(**fields)
+        return algorithm
 
-    def _member(self, head: Mapping[str, Any]) -> "Member":
-        from polyfed.deploy.secure.member import Member  # takes the package cryptography
+    def _secure_sum_client(self, head: Mapping[str, Any]) -> "SecureSumClient":
+        from polyfed.deploy.secure.member import SecureSumClient  # takes the package cryptography
 
-        return Member(self.name, self._run_folder(head), self.key, self.peers, self.secure_threshold)
+        return SecureSumClient(self.name, self._run_folder(head), self.key, self.peers, self.secure_threshold)
 
-    def _own(self, agreed: Path | None = None) -> Client:
+    def _load_client(self, preprocessing_folder: Path | None = None) -> Client:
         """The client; its table as sites have `agreed` in this run's folder, if it is of those that do."""
         client = self.client()
         if not isinstance(client, Client):
             raise UserError(f"client() of site.py must return a polyfed.Client, got {type(client).__name__}")
         if client.id != self.name:
             raise UserError(f"client() of site.py returns the client {client.id!r}, but this site is {self.name!r}")
-        return client if agreed is None or not asks_for_sums(client) else as_agreed(client, agreed)
+        return (
+            client
+            if preprocessing_folder is None or not uses_federated_preprocessing(client)
+            else apply_common_preprocessing(client, preprocessing_folder)
+        )
 
-    def _described(self, head: Mapping[str, Any]) -> Letter:
+    def _answer_prepare(self, head: Mapping[str, Any]) -> Envelope:
         """What is told of the table, before sites agree on its preprocessing."""
-        self._outgoing.enter()
-        client = self._own()
-        check_sums(client, self.protection, secure=bool(head.get("secure")))
-        table = described(client, head["run"], named=self.allow_disclosure or COLUMNS in self.disclose)
-        return Letter({"client": self.name, "run": head["run"], "task": client.task, "table": table})
+        self._disclosure_guard.record_message()
+        client = self._load_client()
+        check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
+        table = summarize_schema(client, head["run"], with_names=self.allow_disclosure or COLUMNS in self.disclose)
+        return Envelope({"client": self.name, "run": head["run"], "task": client.task, "table": table})
 
     def _run_folder(self, head: Mapping[str, Any]) -> Path:
-        if not (isinstance(head["run"], str) and _RUN.fullmatch(head["run"])):
+        if not (isinstance(head["run"], str) and _RUN_PATTERN.fullmatch(head["run"])):
             raise RefusalError(f"{head['run']!r} is no identifier of a run")
         return self.folder / head["run"]
 
     @property
-    def _outgoing(self) -> Outgoing:
-        return Outgoing(self.folder / "privacy.json", self.data_set, self.protection, self.disclose)
+    def _disclosure_guard(self) -> DisclosureGuard:
+        return DisclosureGuard(self.folder / "privacy.json", self.data_set, self.protection, self.disclose)
 
-    def _shielded(self, head: Mapping[str, Any]) -> bool:
+    def _hides_replies(self, head: Mapping[str, Any]) -> bool:
         """Whether what goes up is masked or has noise, so that a refusal must not tell what these hide."""
         return bool(head.get("secure") or self.protection.noise_multiplier)
 
-    def _introduced(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> Letter:
+    def _answer_introduction(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> Envelope:
         """What a site that is introduced to a run answers. Whether it suits the method depends on its data and network."""
-        requests = Requests(self._run_folder(head))
-        task = Requested("introduce", hash_of_inputs(head, Message()), MOST_REFUSALS)
-        requests.check(task, bound=self._shielded(head))
+        requests = RequestLog(self._run_folder(head))
+        request = TaskRequest("introduce", hash_task_inputs(head, Message()), MAX_REFUSALS)
+        requests.check_allowed(request, same_inputs_only=self._hides_replies(head))
         tells_number = "num_examples" in self.disclose | (set() if head.get("secure") else algorithm.scalars_needed)
         if tells_number:
-            self._outgoing.enter()
-        if self._shielded(head):
-            requests.begin(task, entered=False)
+            self._disclosure_guard.record_message()
+        if self._hides_replies(head):
+            requests.record_start(request, in_ledger=False)
         table: dict[str, Any] = {}  # told by a site that does not take part, too, since it may be why
-        answer = self._guarded(lambda: self._introduce(head, algorithm, table, tells_number=tells_number))
+        answer = self._refuse_on_error(
+            lambda: self._check_and_introduce(head, algorithm, table, tells_number=tells_number)
+        )
         if answer.head.get("refused"):
-            requests.count_refusal(task)
-        return Letter({**answer.head, **table})
+            requests.count_refusal(request)
+        return Envelope({**answer.head, **table})
 
-    def _introduce(
+    def _check_and_introduce(
         self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any], table: dict[str, Any], *, tells_number: bool
-    ) -> Letter:
+    ) -> Envelope:
         """Checks that this client suits the method and is the one that began the run; tells what the server must know."""
-        client, folder = self._own(), self._run_folder(head)
+        client, folder = self._load_client(), self._run_folder(head)
         needs = algorithm.requires
-        if asks_for_sums(client):
-            check_sums(client, self.protection, secure=bool(head.get("secure")))
+        if uses_federated_preprocessing(client):
+            check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
             if "prepared" not in head:
-                return Letter({"client": client.id, "task": client.task, "prepares": True})
-            keep_agreed(folder, head["prepared"], client)
-            client = as_agreed(client, folder)
-        named, noisy = self.allow_disclosure or COLUMNS in self.disclose, bool(self.protection.noise_multiplier)
-        table |= table_of(client, needs, head["run"], named=named, noisy=noisy, discloses=algorithm.discloses)
+                return Envelope({"client": client.id, "task": client.task, "prepares": True})
+            save_common_preprocessing(folder, head["prepared"], client)
+            client = apply_common_preprocessing(client, folder)
+        with_names, adds_noise = (
+            self.allow_disclosure or COLUMNS in self.disclose,
+            bool(self.protection.noise_multiplier),
+        )
+        table |= summarize_table(
+            client, needs, head["run"], with_names=with_names, adds_noise=adds_noise, discloses=algorithm.discloses
+        )
         if isinstance(algorithm, BringsNetwork):
-            checks.check_suited([client], algorithm)
-            checks.check_models([client], factory=algorithm.network_for(checks.data_spec_of(client)))
+            checks.check_clients_suit_method([client], algorithm)
+            checks.check_networks_run([client], factory=algorithm.network_for(checks.client_data_spec(client)))
         else:
-            checks.check_models([client])
-            checks.check_suited([client], algorithm)
-        check_beginnings([client], algorithm)
+            checks.check_networks_run([client])
+            checks.check_clients_suit_method([client], algorithm)
+        check_client_init([client], algorithm)
         if "public_data" in needs and "public" in head:
-            check_public_form(head["public"], client)
-        architecture = form_of(algorithm, scratch(client.model)) if client.model is not None else None
-        if mode_of(algorithm) is not None and self.protection.clip_norm is not None:
+            check_public_inputs(head["public"], client)
+        architecture = (
+            architecture_without_ranks(algorithm, cached_module(client.model)) if client.model is not None else None
+        )
+        if adapter_mode(algorithm) is not None and self.protection.clip_norm is not None:
             raise RefusalError("it clips what it sends, which adapters of its own rank are not compared with")
         # What is answered follows from the method, whatever the letter asks for: else a server could ask any method's site
         # whether its architecture is this one or that one.
-        if "one_architecture" in needs and same_but_for_frozen(architecture or "", str(head["architecture"])):
+        if "one_architecture" in needs and differ_only_in_frozen(architecture or "", str(head["architecture"])):
             raise RefusalError("its network's frozen parameters are not the federation's; this method needs the same")
         if "one_architecture" in needs and architecture != head["architecture"]:
             raise RefusalError("its network is not that of the federation, and this method needs one architecture")
-        check_marks(folder, client.id, fingerprint([client]))
-        told: dict[str, Any] = {"client": client.id, "task": client.task}
+        check_client_identity(folder, client.id, data_fingerprint([client]))
+        head_fields: dict[str, Any] = {"client": client.id, "task": client.task}
         if tells_number:
-            told["num_examples"] = len(client.train)
+            head_fields["num_examples"] = len(client.train)
         if "architectures" in needs:
-            told["architecture"] = architecture
+            head_fields["architecture"] = architecture
         if "one_representation" in needs:
-            told["width"] = checks.representation_width(client)
+            head_fields["width"] = checks.representation_width(client)
         if "one_input_spec" in needs:
-            told["inputs"] = form_of_parts(client.train.x)
-        if needs & FORM_WORDS:
-            form = checks.data_spec_of(client)
+            head_fields["inputs"] = input_spec_by_part(client.train.x)
+        if needs & DATA_SPEC_REQUIREMENTS:
+            spec = checks.client_data_spec(client)
             # the largest label is data
-            told["form"] = [list(form.inputs), form.outputs if "one_data_spec" in needs else 1]
-        return Letter(told)
+            head_fields["form"] = [list(spec.inputs), spec.outputs if "one_data_spec" in needs else 1]
+        return Envelope(head_fields)
 
-    def _work(self, letter: Letter, algorithm: Algorithm[Any, Any]) -> Letter:
+    def _answer_task(self, envelope: Envelope, algorithm: Algorithm[Any, Any]) -> Envelope:
         """Carries out a task, and before it the evaluation of the round before that rides on it: what goes wrong with one of
         the two costs that one only. The data are loaded once, after all that can be refused without them."""
-        head, folder = letter.head, self._run_folder(letter.head)
+        head, folder = envelope.head, self._run_folder(envelope.head)
         if head["client"] != self.name:
             raise RefusalError(f"this site is {self.name!r}, and was asked for {head['client']!r}")
         check_phase(head)
-        both = take_off(letter) if head["phase"] == "local" else None
-        last = self._guarded(lambda: self._begun(letter if both is None else both.training, algorithm))
-        first = None if both is None else self._guarded(lambda: self._begun(both.evaluation, algorithm, both.nbytes))
-        if not (isinstance(first, Begun) or isinstance(last, Begun)):
-            return last if first is None else Letter({**last.head, RIDES: dict(first.head)})
-        client = self._own(None if (fits := isinstance(algorithm, Moments)) else folder)
-        if fits:
-            check_sums(client, self.protection, secure=bool(head.get("secure")))
-        metrics = requested_metrics(head.get("metrics", []), client.task)
-        check_marks(folder, client.id, fingerprint([client]))
+        split = split_evaluation(envelope) if head["phase"] == "local" else None
+        training = self._refuse_on_error(
+            lambda: self._start_task(envelope if split is None else split.training, algorithm)
+        )
+        evaluation = (
+            None
+            if split is None
+            else self._refuse_on_error(lambda: self._start_task(split.evaluation, algorithm, split.nbytes))
+        )
+        if not (isinstance(evaluation, StartedTask) or isinstance(training, StartedTask)):
+            return (
+                training if evaluation is None else Envelope({**training.head, EVALUATION_KEY: dict(evaluation.head)})
+            )
+        client = self._load_client(None if (is_preprocessing := isinstance(algorithm, Moments)) else folder)
+        if is_preprocessing:
+            check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
+        metrics = resolve_requested_metrics(head.get("metrics", []), client.task)
+        check_client_identity(folder, client.id, data_fingerprint([client]))
         engine = InProcessEngine(algorithm, [client], choose_device(self.device), metrics)
 
-        def carried_out(begun: Begun | Letter) -> Letter:
-            if isinstance(begun, Letter):
-                return begun
-            return self._guarded(lambda: self._attempted(begun, algorithm, client, engine))
+        def run_started_task(started: StartedTask | Envelope) -> Envelope:
+            if isinstance(started, Envelope):
+                return started
+            return self._refuse_on_error(lambda: self._run_task_or_report_failure(started, algorithm, client, engine))
 
-        told = {} if first is None else {RIDES: dict(carried_out(first).head)}
-        answer = carried_out(last)
-        return Letter({**answer.head, **told}, answer.body)
+        evaluation_field = {} if evaluation is None else {EVALUATION_KEY: dict(run_started_task(evaluation).head)}
+        answer = run_started_task(training)
+        return Envelope({**answer.head, **evaluation_field}, answer.body)
 
-    def _begun(self, letter: Letter, algorithm: Algorithm[Any, Any], nbytes: int | None = None) -> Begun:
+    def _start_task(self, envelope: Envelope, algorithm: Algorithm[Any, Any], nbytes: int | None = None) -> StartedTask:
         """A task, once it is checked, in the book, written down, and in its sum, in this order: a task that the book refuses
         changes nothing, and one that is begun is used up, whatever becomes of it. `nbytes` came for it, if not all did."""
-        head, folder = letter.head, self._run_folder(letter.head)
-        order = order_of(letter, self.name, folder, clips=self.protection.clip_norm is not None, nbytes=nbytes)
-        shielded, secure = self._shielded(head), bool(head.get("secure"))
-        inputs = hash_of_inputs(head, order.task.down) if shielded else ""
-        place = self._member(head).place(self._sum(head, order.task.round), order.boxes) if order.in_sum else None
-        most = 1 if shielded else MOST_REFUSALS
-        task = Requested(f"{order.task.phase} {order.task.round}", inputs, most)
-        requests = Requests(folder)
-        in_book, leaves = requests.check(task, bound=secure), self._outgoing.leaves(head, algorithm)
-        spent = self._outgoing.enter(again=in_book) if leaves else {}
-        if shielded:
-            requests.begin(task, entered=leaves and order.task.phase == "local")
-        if place is not None:
-            place.take()
-        return Begun(order, task, place, spent)
+        head, folder = envelope.head, self._run_folder(envelope.head)
+        site_task = parse_site_task(
+            envelope, self.name, folder, clips_updates=self.protection.clip_norm is not None, nbytes=nbytes
+        )
+        hides_reply, secure = self._hides_replies(head), bool(head.get("secure"))
+        inputs_hash = hash_task_inputs(head, site_task.task.message) if hides_reply else ""
+        participation = (
+            self._secure_sum_client(head).join_sum(self._sum_id(head, site_task.task.round), site_task.boxes)
+            if site_task.is_in_sum
+            else None
+        )
+        max_refusals = 1 if hides_reply else MAX_REFUSALS
+        request = TaskRequest(f"{site_task.task.phase} {site_task.task.round}", inputs_hash, max_refusals)
+        requests = RequestLog(folder)
+        already_recorded, discloses = (
+            requests.check_allowed(request, same_inputs_only=secure),
+            self._disclosure_guard.discloses_data(head, algorithm),
+        )
+        privacy_cost = self._disclosure_guard.record_message(already_recorded=already_recorded) if discloses else {}
+        if hides_reply:
+            requests.record_start(request, in_ledger=discloses and site_task.task.phase == "local")
+        if participation is not None:
+            participation.mark_used()
+        return StartedTask(site_task, request, participation, privacy_cost)
 
-    def _attempted(
-        self, begun: Begun, algorithm: Algorithm[Any, Any], client: Client, engine: InProcessEngine
-    ) -> Letter:
+    def _run_task_or_report_failure(
+        self, started: StartedTask, algorithm: Algorithm[Any, Any], client: Client, engine: InProcessEngine
+    ) -> Envelope:
         """The answer to one task, or to its failure, which is counted."""
         try:
-            return self._carried_out(begun, algorithm, client, engine)
+            return self._run_task(started, algorithm, client, engine)
         except OSError:  # of the site's disk, and no answer about its data
             raise
         except Exception as error:  # whatever it is: whether it comes may depend on data
-            if not self._shielded(begun.order.head):
-                Requests(self._run_folder(begun.order.head)).count_refusal(begun.requested)
+            if not self._hides_replies(started.site_task.head):
+                RequestLog(self._run_folder(started.site_task.head)).count_refusal(started.request)
                 raise
             _LOG.error("%s", traceback.format_exc())
-            return self._unable(begun, error, self._answer_to(begun.order))
+            return self._failure_envelope(started, error, self._answer_head(started.site_task))
 
-    def _carried_out(
-        self, begun: Begun, algorithm: Algorithm[Any, Any], client: Client, engine: InProcessEngine
-    ) -> Letter:
+    def _run_task(
+        self, started: StartedTask, algorithm: Algorithm[Any, Any], client: Client, engine: InProcessEngine
+    ) -> Envelope:
         """The answer to one task. The private state is on the disk before it goes."""
-        order, head, task = begun.order, begun.order.head, begun.order.task
+        site_task, head, task = started.site_task, started.site_task.head, started.site_task.task
         folder = self._run_folder(head)
-        with one_thread():
+        with single_torch_thread():
             result = next(engine.run([task]))
-        answer = self._answer_to(order)
+        answer = self._answer_head(site_task)
         answer["seconds"] = result.seconds if "seconds" in self.disclose else 0.0
-        answer["metrics"] = {n: value for n, value in result.metrics.items() if n in self.disclose}
+        answer["metrics"] = {name: value for name, value in result.metrics.items() if name in self.disclose}
         if task.phase != "local":
-            answer |= self._advert(order)
+            answer |= self._next_sum_keys(site_task)
         if result.failure is not None:
             _LOG.error("%s\n%s", result.failure, result.failure.trace)
-            return self._unable(begun, result.failure.reason, answer)
+            return self._failure_envelope(started, result.failure.reason, answer)
         record: dict[str, Any] = {
-            "round": task.round,
-            "phase": task.phase,
-            "seconds": round(result.seconds, 4),
-            **result.metrics,
-            "bytes_down": order.nbytes,
-        }
+            "round": task.round, "phase": task.phase, "seconds": round(result.seconds, 4), **result.metrics,
+            "bytes_down": site_task.nbytes,
+        }  # fmt: skip
         body = Message()
         if task.phase == "local":
             assert result.reply is not None
-            write_state(folder, self.name, task.round, head["algorithm"], result.own, keep=order.keep)
+            write_private_state(
+                folder, self.name, task.round, head["algorithm"], result.client_state,
+                rollback_round=site_task.rollback_round,
+            )  # fmt: skip
             record |= result.reply.scalars
-            if self._shielded(head):
-                Requests(folder).begin(begun.requested, entered=False)  # what follows may draw noise
-            body = self._leaving(begun, result.reply, algorithm)
-            answer |= self._advert(order) if head.get("secure") else {}
+            if self._hides_replies(head):
+                RequestLog(folder).record_start(started.request, in_ledger=False)  # what follows may draw noise
+            body = self._protect_reply(started, result.reply, algorithm)
+            answer |= self._next_sum_keys(site_task) if head.get("secure") else {}
             record["bytes_up"] = body.nbytes
-            record |= begun.spent
-        write_results(folder, client, result, record)
-        return Letter(answer, body)
+            record |= started.privacy_cost
+        write_task_results(folder, client, result, record)
+        return Envelope(answer, body)
 
-    def _answer_to(self, order: Order) -> dict[str, Any]:
+    def _answer_head(self, site_task: SiteTask) -> dict[str, Any]:
         """The head of an answer that tells nothing yet."""
-        told = {"run": order.head["run"], "round": order.task.round, "phase": order.task.phase, "failure": None}
-        return {"client": self.name, **told, "seconds": 0.0, "metrics": {}}
+        fields = {
+            "run": site_task.head["run"], "round": site_task.task.round, "phase": site_task.task.phase, "failure": None,
+        }  # fmt: skip
+        return {"client": self.name, **fields, "seconds": 0.0, "metrics": {}}
 
-    def _leaving(self, begun: Begun, reply: Message, algorithm: Algorithm[Any, Any]) -> Message:
+    def _protect_reply(self, started: StartedTask, reply: Message, algorithm: Algorithm[Any, Any]) -> Message:
         """What goes up of a reply; nothing where the site trains outside the round's sum."""
-        order, down = begun.order, begun.order.task.down
-        if begun.place is not None:
-            return self._outgoing.part(reply, down, algorithm, begun.place)
-        if order.head.get("secure"):
+        site_task, message = started.site_task, started.site_task.task.message
+        if started.participation is not None:
+            return self._disclosure_guard.mask_reply(reply, message, algorithm, started.participation)
+        if site_task.head.get("secure"):
             return Message()
-        return self._outgoing.reply(reply, down, algorithm, order.compression, order.task.reply_seed)
+        return self._disclosure_guard.protect_reply(
+            reply, message, algorithm, site_task.compression, site_task.task.reply_seed
+        )
 
-    def _unable(self, begun: Begun, error: BaseException | str, answer: Mapping[str, Any]) -> Letter:
+    def _failure_envelope(
+        self, started: StartedTask, error: BaseException | str, answer: Mapping[str, Any]
+    ) -> Envelope:
         """The answer to a task that failed for a reason that may depend on data; the server learns no more than that where
         masks or noise hide what goes up. A part of a sum that fails is refused like one that is not begun again."""
-        Requests(self._run_folder(begun.order.head)).count_refusal(begun.requested)
-        if not self._shielded(begun.order.head):
-            return Letter({**answer, "failure": self._told(error)})
-        told = self._told(error) if "errors" in self.disclose else UNABLE
-        if begun.order.task.phase == "local":
-            return Letter({"client": self.name, "refused": told})
-        return Letter({**answer, "failure": told})
+        RequestLog(self._run_folder(started.site_task.head)).count_refusal(started.request)
+        if not self._hides_replies(started.site_task.head):
+            return Envelope({**answer, "failure": self._error_for_server(error)})
+        reason = self._error_for_server(error) if "errors" in self.disclose else FAILURE_TEXT
+        if started.site_task.task.phase == "local":
+            return Envelope({"client": self.name, "refused": reason})
+        return Envelope({**answer, "failure": reason})
 
-    def _sum(self, head: Mapping[str, Any], number: int) -> "Sum":
-        from polyfed.deploy.secure.masking import Sum
+    def _sum_id(self, head: Mapping[str, Any], round_number: int) -> "SumId":
+        from polyfed.deploy.secure.masking import SumId
 
-        return Sum(head["run"], number)
+        return SumId(head["run"], round_number)
 
-    def _advert(self, order: Order) -> dict[str, Any]:
+    def _next_sum_keys(self, site_task: SiteTask) -> dict[str, Any]:
         """Keys for the next round's secure sum, where a letter asks for them beside its task."""
-        if order.following is None:
+        if site_task.next_sum_round is None:
             return {}
         try:
-            return {"advert": self._member(order.head).advert(self._sum(order.head, order.following))}
+            return {
+                "advert": self._secure_sum_client(site_task.head).create_key_advertisement(
+                    self._sum_id(site_task.head, site_task.next_sum_round)
+                )
+            }
         except RefusalError as refusal:
             return {"refusals": {"advertise": str(refusal)}}

@@ -30,17 +30,17 @@ from typing import Any, NoReturn, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.files import read_file
-from polyfed.core.text import clean
-from polyfed.deploy.frames import Frame, FrameError, receive, send
-from polyfed.deploy.internals import CALLBACKS, DiffersError, parts
+from polyfed.core.text import sanitise_for_terminal
+from polyfed.deploy.frames import Frame, FrameError, receive_frame, send_frame
+from polyfed.deploy.internals import CONNECTION_PARTS, UnsupportedFlowerError, load_flower_internals
 from polyfed.deploy.logs import log_to_stderr
-from polyfed.deploy.pace import Pace
+from polyfed.deploy.pace import PollingSchedule
 
 _LOG = logging.getLogger("polyfed.supernode")
 _STOP_SECONDS = 5.0
 
 
-class DiedError(Exception):
+class SiteProcessDiedError(Exception):
     """The site's process has ended while it had a message."""
 
 
@@ -55,7 +55,7 @@ class SiteProcess:
     def __init__(self, command: Sequence[str] = (sys.executable, "-P", "-m", "polyfed.deploy.worker")) -> None:
         self._command, self._config = list(command), ""
         self._process: subprocess.Popen[bytes] | None = None
-        self._link: socket.socket | None = None
+        self._socket: socket.socket | None = None
 
     @property
     def pid(self) -> int | None:
@@ -67,56 +67,58 @@ class SiteProcess:
         if self.pid is not None:
             return
         self.close()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            self._process = subprocess.Popen([*self._command, str(number)], pass_fds=[number], stdin=subprocess.DEVNULL)
-        self._link = ours
-        threading.Thread(target=_watch, args=(self._process, ours), daemon=True).start()
+        own_socket, child_socket = socket.socketpair()
+        with child_socket:
+            descriptor = child_socket.fileno()
+            self._process = subprocess.Popen(
+                [*self._command, str(descriptor)], pass_fds=[descriptor], stdin=subprocess.DEVNULL
+            )
+        self._socket = own_socket
+        threading.Thread(target=_close_after_exit, args=(self._process, own_socket), daemon=True).start()
         if self._config:
-            self._tell()
+            self._send_config()
 
     def configure(self, config: str) -> None:
         """Tells it the node configuration, as JSON; those that are started later as well."""
         self._config = config
-        self._tell()
+        self._send_config()
 
-    def _tell(self) -> None:
+    def _send_config(self) -> None:
         with contextlib.suppress(OSError):  # it has ended, which the next message will find
-            assert self._link is not None
-            send(self._link, Frame("start", self._config))
+            assert self._socket is not None
+            send_frame(self._socket, Frame("start", self._config))
 
-    def ask(self, frame: Frame) -> Frame:
+    def request_answer(self, frame: Frame) -> Frame:
         """Its answer to a letter.
 
         Raises:
-            DiedError: it ended before it answered; another one has been started.
+            SiteProcessDiedError: it ended before it answered; another one has been started.
             FrameError: the letter is larger than it reads, or the answer is damaged.
         """
         for _ in range(2):
             self.start()
-            assert self._link is not None
+            assert self._socket is not None
             try:
-                send(self._link, frame)
-                answer = receive(self._link)
+                send_frame(self._socket, frame)
+                answer = receive_frame(self._socket)
             except (EOFError, FrameError, OSError) as error:
                 if isinstance(error, FrameError) and type(error) is FrameError:
                     raise  # read to its end
                 status = self.close()
                 self.start()
-                raise DiedError(f"the site's process has ended ({_status(status)})") from error
+                raise SiteProcessDiedError(f"the site's process has ended ({_describe_exit(status)})") from error
             if answer.kind != "again":
                 return answer
             self.close()
-        raise DiedError("the site's process asks for another again and again")
+        raise SiteProcessDiedError("the site's process asks for another again and again")
 
     def close(self) -> int | None:
         """Ends it; the status with which it ended."""
-        link, process, self._link, self._process = self._link, self._process, None, None
-        if link is not None:
+        connection, process, self._socket, self._process = self._socket, self._process, None, None
+        if connection is not None:
             with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
-            link.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
         if process is None:
             return None
         try:
@@ -126,21 +128,21 @@ class SiteProcess:
             return process.wait()
 
 
-def _watch(process: "subprocess.Popen[bytes]", link: socket.socket) -> None:
+def _close_after_exit(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
     """Ends our waiting for a process that is dead, should a child of its still hold the other end."""
     process.wait()
     with contextlib.suppress(OSError):
-        link.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)
 
 
-def _status(status: int | None) -> str:
+def _describe_exit(status: int | None) -> str:
     if status is None:
         return "it could not be started"
     return f"signal {-status}" if status < 0 else f"exit {status}"
 
 
 @final
-class Carrier:
+class MessageLoop:
     """Carries messages between the SuperLink and the site's process.
 
     Args:
@@ -150,74 +152,82 @@ class Carrier:
     """
 
     def __init__(self, flower: Mapping[str, Any], connection: Sequence[Any], site: SiteProcess) -> None:
-        if len(connection) != CALLBACKS:
-            raise DiffersError(f"a connection of Flower has {len(connection)} parts")
+        if len(connection) != CONNECTION_PARTS:
+            raise UnsupportedFlowerError(f"a connection of Flower has {len(connection)} parts")
         self._flower, self._site = flower, site
         _, self._receive, self._send, _, _, self._pull, self._push, self._confirm = connection
 
-    def run(self, pace: Pace) -> NoReturn:
+    def run(self, schedule: PollingSchedule) -> NoReturn:
         """Serves until the process is ended, or the connection fails for good."""
         while True:
-            time.sleep(pace.wait())
+            time.sleep(schedule.seconds_until_poll())
             if (received := self._receive()) is None:
-                pace.asked()
+                schedule.record_miss()
             else:
-                pace.came()
-                self.serve(*received)
-                pace.begin()
+                schedule.record_arrival()
+                self.handle_message(*received)
+                schedule.restart()
 
-    def serve(self, message: Any, tree: Any) -> None:
+    def handle_message(self, message: Any, tree: Any) -> None:
         """Answers a message, whose content is still at the SuperLink."""
-        began = time.monotonic()
-        told = clean(f"{message.metadata.message_type} {message.metadata.group_id}").strip()
+        start = time.monotonic()
+        label = sanitise_for_terminal(f"{message.metadata.message_type} {message.metadata.group_id}").strip()
         try:
-            reply = self._answer(message, tree)
-            self._return(reply, time.monotonic() - began)
+            reply = self._build_reply(message, tree)
+            self._send_reply(reply, time.monotonic() - start)
         except self._flower["ended"]:
-            _LOG.warning("%s: not answered: the run has ended", told)
+            _LOG.warning("%s: not answered: the run has ended", label)
         except Exception as error:  # of hostile bytes Flower raises what it likes
-            _LOG.warning("%s: not answered: %s: %s", told, type(error).__name__, clean(error)[:300])
+            _LOG.warning("%s: not answered: %s: %s", label, type(error).__name__, sanitise_for_terminal(error)[:300])
         else:
-            _LOG.info("%s: answered after %.2f s", told, time.monotonic() - began)
+            _LOG.info("%s: answered after %.2f s", label, time.monotonic() - start)
 
-    def _answer(self, message: Any, tree: Any) -> Any:
+    def _build_reply(self, message: Any, tree: Any) -> Any:
         """The reply to a message."""
         from flwr.app import Error, Message
 
-        from polyfed.deploy.records import parts_in, record_of
+        from polyfed.deploy.records import build_record, parse_record
 
-        run, number = message.metadata.run_id, tree.object_id
-        wanted = list(dict.fromkeys(one.object_id for one in self._flower["walk"](tree)))
+        run_id, message_id = message.metadata.run_id, tree.object_id
+        object_ids = list(dict.fromkeys(node.object_id for node in self._flower["walk"](tree)))
         # The server announces a message before it has sent all of it, mostly a moment before.
-        contents = self._flower["pull"](wanted, lambda one: self._pull(run, one), initial_backoff=0.05, backoff_cap=2.0)
-        self._confirm(run, number)
-        whole = self._flower["inflate"](number, contents)
-        whole.metadata.__dict__["_message_id"] = number
+        contents = self._flower["pull"](
+            object_ids, lambda node: self._pull(run_id, node), initial_backoff=0.05, backoff_cap=2.0
+        )
+        self._confirm(run_id, message_id)
+        full_message = self._flower["inflate"](message_id, contents)
+        full_message.metadata.__dict__["_message_id"] = message_id
         try:
-            answer = self._site.ask(Frame("letter", *parts_in(whole.content)))
-        except DiedError as error:
+            answer = self._site.request_answer(Frame("letter", *parse_record(full_message.content)))
+        except SiteProcessDiedError as error:
             _LOG.error("%s", error)
-            return Message(Error(_CRASHED, str(error)), reply_to=whole)
+            return Message(Error(_ERROR_CRASHED, str(error)), reply_to=full_message)
         except Exception as error:  # of hostile bytes numpy and Flower raise what they like
-            _LOG.error("a message cannot be handed over: %s: %s", type(error).__name__, clean(error)[:300])
-            return Message(Error(_RAISED, f"it is no message of polyfed ({type(error).__name__})"), reply_to=whole)
-        return Message(record_of(answer.head, answer.scalars, answer.groups), reply_to=whole)
+            _LOG.error(
+                "a message cannot be handed over: %s: %s", type(error).__name__, sanitise_for_terminal(error)[:300]
+            )
+            return Message(
+                Error(_ERROR_RAISED, f"it is no message of polyfed ({type(error).__name__})"), reply_to=full_message
+            )
+        return Message(build_record(answer.head, answer.scalars, answer.groups), reply_to=full_message)
 
-    def _return(self, reply: Any, seconds: float) -> None:
+    def _send_reply(self, reply: Any, seconds: float) -> None:
         """Sends a reply."""
         with self._flower["fixed"]():
             reply.metadata.__dict__["_message_id"] = reply.object_id
-            run, objects = reply.metadata.run_id, self._flower["nested"](reply)
-            wanted, session = self._send(reply, self._flower["tree"](reply), seconds)
+            run_id, objects = reply.metadata.run_id, self._flower["nested"](reply)
+            missing_ids, session = self._send(reply, self._flower["tree"](reply), seconds)
             self._flower["push"](
-                objects, lambda one, content: self._push(run, session, one, content), object_ids_to_push=set(wanted)
+                objects,
+                lambda object_id, content: self._push(run_id, session, object_id, content),
+                object_ids_to_push=set(missing_ids),
             )
 
 
-_RAISED, _CRASHED = 2, 8  # of Flower's codes of errors
+_ERROR_RAISED, _ERROR_CRASHED = 2, 8  # of Flower's codes of errors
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     """Flower's options for a SuperNode that mean something here, and those of its runtime interface, which is not there."""
     parser = argparse.ArgumentParser(prog="python -m polyfed.deploy.supernode", allow_abbrev=False)
     parser.add_argument("--superlink", required=True, metavar="HOST:PORT")
@@ -232,19 +242,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config(text: str, words: Callable[[list[str] | None], Mapping[str, Any]]) -> str:
+def _node_config_json(text: str, parse_words: Callable[[list[str] | None], Mapping[str, Any]]) -> str:
     """The node configuration as JSON, from what Flower takes: words, or the name of a TOML file.
 
     Raises:
         UserError: it cannot be read.
     """
     try:
-        return json.dumps(dict(words([text] if text else None)))
+        return json.dumps(dict(parse_words([text] if text else None)))
     except Exception as error:  # click's, and those of TOML and of files
         raise UserError(f"--node-config cannot be read: {getattr(error, 'message', error)}") from error
 
 
-def _key(file: Path | None) -> Any:
+def _read_key_pair(file: Path | None) -> Any:
     """The registered key and its public half.
 
     Raises:
@@ -267,7 +277,7 @@ def _key(file: Path | None) -> Any:
     return key, key.public_key()
 
 
-def _authority(file: Path | None, insecure: bool) -> bytes | None:
+def _read_root_certificates(file: Path | None, insecure: bool) -> bytes | None:
     """The certificates that the SuperLink must be known by; None are the system's.
 
     Raises:
@@ -281,73 +291,79 @@ def _authority(file: Path | None, insecure: bool) -> bytes | None:
         raise UserError(f"--root-certificates: {file} cannot be read ({error.strerror})") from error
 
 
-def _plain(words: Sequence[str], why: str) -> NoReturn:
+def _exec_flower_supernode(arguments: Sequence[str], reason: str) -> NoReturn:
     """Becomes Flower's own SuperNode."""
-    _await()
-    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    if (program := shutil.which("flower-supernode", path=beside)) is None:
+    _wait_for_trial()
+    search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    if (program := shutil.which("flower-supernode", path=search_path)) is None:
         raise UserError("flower-supernode is missing; pip install 'polyfed[flower]'")
     if os.environ.get("POLYFED_SITE_PROCESS") == "only":
         raise UserError(
-            f"no long-lived site process: {why}; flower-supernode may not serve (POLYFED_SITE_PROCESS=only)"
+            f"no long-lived site process: {reason}; flower-supernode may not serve (POLYFED_SITE_PROCESS=only)"
         )
-    told = "flower-supernode serves this site instead: a process for each message, and with it the app that the server sends"
-    print(f"polyfed: warning: no long-lived site process: {why}; {told}", file=sys.stderr, flush=True)
-    os.execv(program, [program, *words])
+    consequence = (
+        "flower-supernode serves this site instead: a process for each message, and with it the app that the server "
+        "sends"
+    )
+    print(f"polyfed: warning: no long-lived site process: {reason}; {consequence}", file=sys.stderr, flush=True)
+    os.execv(program, [program, *arguments])
 
 
-def _await() -> None:
+def _wait_for_trial() -> None:
     """In a trial: until the SuperLink is there and knows the key, which a file tells. What takes time to import has been."""
     file = os.environ.get("POLYFED_AFTER")
     while file and not os.path.exists(file):
         time.sleep(0.05)
 
 
-_REFUSED = (
+_REFUSAL_TEXT = (
     b"polyfed: ended by Ctrl-C, or refused by the SuperLink, whose log tells why: this machine's clock is wrong, or its key "
     b"is not the registered one\n"
 )
 
 
-def _ended(number: int, _frame: object) -> NoReturn:
+def _exit_on_signal(number: int, _frame: object) -> NoReturn:
     """SIGTERM, Ctrl-C, or Flower's client, which raises SIGINT when the SuperLink refuses this node, and says nothing."""
     if number == signal.SIGINT:
-        os.write(2, _REFUSED)  # not by `logging`, in which the signal may have come
+        os.write(2, _REFUSAL_TEXT)  # not by `logging`, in which the signal may have come
     raise SystemExit(0 if number == signal.SIGTERM else 130)
 
 
-def main(words: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Runs the SuperNode with these words.
 
     Raises:
         UserError: a file cannot be read, or the node configuration is none.
     """
-    given, strange = _parser().parse_known_args(words)
+    options, unknown = _build_parser().parse_known_args(arguments)
     if os.name == "nt":
-        _plain(words, "it needs a system of the kind of Unix")
+        _exec_flower_supernode(arguments, "it needs a system of the kind of Unix")
     if os.environ.get("POLYFED_SITE_PROCESS") == "off":
-        _plain(words, "POLYFED_SITE_PROCESS is off")
-    if strange:
-        _plain(words, f"{strange[0]} is an option of Flower's own SuperNode")
+        _exec_flower_supernode(arguments, "POLYFED_SITE_PROCESS is off")
+    if unknown:
+        _exec_flower_supernode(arguments, f"{unknown[0]} is an option of Flower's own SuperNode")
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _ended)
+        signal.signal(number, _exit_on_signal)
     site = SiteProcess()
     try:
         site.start()  # it imports torch while this process imports Flower
         try:
-            flower = parts()
-        except DiffersError as error:
+            flower = load_flower_internals()
+        except UnsupportedFlowerError as error:
             site.close()
-            _plain(words, str(error))
+            _exec_flower_supernode(arguments, str(error))
         log_to_stderr()
-        site.configure(_config(given.node_config, flower["words"]))
-        authority, key = _authority(given.root_certificates, given.insecure), _key(given.auth_supernode_private_key)
-        _await()
+        site.configure(_node_config_json(options.node_config, flower["words"]))
+        authority, key = (
+            _read_root_certificates(options.root_certificates, options.insecure),
+            _read_key_pair(options.auth_supernode_private_key),
+        )
+        _wait_for_trial()
         with flower["connect"](
-            given.superlink, given.insecure, authority, key, given.max_retries, given.max_wait_time
+            options.superlink, options.insecure, authority, key, options.max_retries, options.max_wait_time
         ) as connection:
-            _LOG.info("connected with %s as node %s", given.superlink, connection[0])
-            Carrier(flower, connection, site).run(Pace())
+            _LOG.info("connected with %s as node %s", options.superlink, connection[0])
+            MessageLoop(flower, connection, site).run(PollingSchedule())
         raise SystemExit(1)  # Flower's client has told why it gave up
     finally:
         site.close()

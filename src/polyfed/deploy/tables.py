@@ -12,14 +12,22 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from polyfed.core.algorithm import Client
-from polyfed.core.typed import conforms
-from polyfed.simulation.tables import CURE, classes_of, columns_of, differences, odd_pair, shares_inputs, tables_of
+from polyfed.core.typed import validation_error
+from polyfed.simulation.tables import (
+    SCHEMA_ADVICE,
+    class_names_of,
+    columns_by_name,
+    describe_table_differences,
+    find_deviating_pair,
+    needs_common_inputs,
+    tables_by_part,
+)
 
 COLUMNS = "columns"  # of `disclose`
-_MOST = 400  # columns that are told
+_MAX_COLUMNS = 400  # columns that are told
 
 
-class Told(TypedDict, total=False):
+class TableSummary(TypedDict, total=False):
     """What a site tells of its table: a hash of all, and hash of categories and whether cells may be empty by column."""
 
     whole: str
@@ -27,15 +35,15 @@ class Told(TypedDict, total=False):
     classes: str
 
 
-def table_of(
+def summarize_table(
     client: Client,
     needs: frozenset[str],
     run: str,
     *,
-    named: bool,
-    noisy: bool = False,
+    with_names: bool,
+    adds_noise: bool = False,
     discloses: frozenset[str] = frozenset(),
-) -> dict[str, Told]:
+) -> dict[str, TableSummary]:
     """What is told of a client's table, as `table`; nothing where there is none, or where the method sends nothing.
 
     Args:
@@ -45,34 +53,34 @@ def table_of(
         named: whether the columns' names go up.
         noisy: whether what goes up is protected by noise, which a hash that depends on rows would undo: nothing is told.
     """
-    shared = shares_inputs(needs, discloses)
-    if not tables_of(client.train) or not (shared or discloses):
+    shared = needs_common_inputs(needs, discloses)
+    if not tables_by_part(client.train) or not (shared or discloses):
         return {}
-    if noisy:
+    if adds_noise:
         return {"table": {}}
-    classes = hashed(run, "", classes_of(client.train))
+    classes = short_hash(run, "", class_names_of(client.train))
     if not shared:
         return {"table": {"classes": classes}}
     columns: dict[str, list[Any]] = {
-        name: [hashed(run, name, categories), missing]
-        for name, (categories, missing) in columns_of(client.train).items()
+        name: [short_hash(run, name, categories), missing]
+        for name, (categories, missing) in columns_by_name(client.train).items()
     }
-    told: Told = {"whole": hashed(run, sorted(columns.items()), list(columns), classes)}
-    if named and len(columns) <= _MOST:
-        told |= {"columns": columns, "classes": classes}
-    return {"table": told}
+    summary: TableSummary = {"whole": short_hash(run, sorted(columns.items()), list(columns), classes)}
+    if with_names and len(columns) <= _MAX_COLUMNS:
+        summary |= {"columns": columns, "classes": classes}
+    return {"table": summary}
 
 
-def hashed(*content: Any) -> str:
+def short_hash(*content: Any) -> str:
     """A short hash of plain content.
 
-    >>> len(hashed("run", ["age"]))
+    >>> len(short_hash("run", ["age"]))
     16
     """
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def difference_of_tables(heads: Mapping[str, Mapping[str, Any]]) -> str:
+def describe_table_difference(heads: Mapping[str, Mapping[str, Any]]) -> str:
     """A sentence about the first site whose table is not that of the others; empty if there is none.
 
     Args:
@@ -80,33 +88,41 @@ def difference_of_tables(heads: Mapping[str, Mapping[str, Any]]) -> str:
 
     >>> north = {"table": {"whole": "a", "classes": "c", "columns": {"age": ["1", False], "sex": ["2", False]}}}
     >>> south = {"table": {"whole": "b", "classes": "c", "columns": {"age": ["1", True], "lab": ["3", False]}}}
-    >>> difference_of_tables({"north": north, "south": south}).partition("; agree")[0]
+    >>> describe_table_difference({"north": north, "south": south}).partition("; agree")[0]
     "site 'south' has another table than 'north': it has no column 'sex', and 'lab' more; only one of the two has empty cells
     in 'age'"
     """
-    told = {i: head.get("table") for i, head in sorted(heads.items()) if head.get("table") != {}}
-    sound: dict[str, Any] = {i: one for i, one in told.items() if not conforms(one, Told) and _sound(one)}
-    tables = {i: one for i, one in sound.items() if "whole" in one}
-    if not tables:
-        pair = odd_pair({i: one["classes"] for i, one in sound.items()}) if sound else None
+    table_by_site = {i: head.get("table") for i, head in sorted(heads.items()) if head.get("table") != {}}
+    valid_summaries: dict[str, Any] = {
+        i: summary
+        for i, summary in table_by_site.items()
+        if not validation_error(summary, TableSummary) and _is_complete_summary(summary)
+    }
+    full_summaries = {i: summary for i, summary in valid_summaries.items() if "whole" in summary}
+    if not full_summaries:
+        pair = (
+            find_deviating_pair({i: summary["classes"] for i, summary in valid_summaries.items()})
+            if valid_summaries
+            else None
+        )
         return (
             ""
             if pair is None
-            else f"site {pair[1]!r} has another table than {pair[0]!r}: its classes are others; {CURE}"
+            else f"site {pair[1]!r} has another table than {pair[0]!r}: its classes are others; {SCHEMA_ADVICE}"
         )
-    if without := [i for i in told if i not in tables]:
-        return f"site {without[0]!r} has no table, as {next(iter(tables))!r} has; {CURE}"
-    if (pair := odd_pair({i: one["whole"] for i, one in tables.items()})) is None:
+    if without := [i for i in table_by_site if i not in full_summaries]:
+        return f"site {without[0]!r} has no table, as {next(iter(full_summaries))!r} has; {SCHEMA_ADVICE}"
+    if (pair := find_deviating_pair({i: summary["whole"] for i, summary in full_summaries.items()})) is None:
         return ""
-    like, other = pair
-    if any("columns" not in tables[i] for i in pair):
-        found = ["which columns is told where both sites allow it (allow-disclosure, or disclose=columns)"]
+    first_site, second_site = pair
+    if any("columns" not in full_summaries[i] for i in pair):
+        sentences = ["which columns is told where both sites allow it (allow-disclosure, or disclose=columns)"]
     else:
-        found = differences(tables[like], tables[other])
-    return f"site {other!r} has another table than {like!r}: {'; '.join(found)}; {CURE}"
+        sentences = describe_table_differences(full_summaries[first_site], full_summaries[second_site])
+    return f"site {second_site!r} has another table than {first_site!r}: {'; '.join(sentences)}; {SCHEMA_ADVICE}"
 
 
-def _sound(table: Any) -> bool:
+def _is_complete_summary(table: Any) -> bool:
     """Whether what a site has told is of this form; it may be anything."""
     columns = table.get("columns", {})
-    return ("whole" in table or "classes" in table) and all(len(one) == 2 for one in columns.values())
+    return ("whole" in table or "classes" in table) and all(len(column) == 2 for column in columns.values())

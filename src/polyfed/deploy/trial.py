@@ -18,114 +18,116 @@ from typing import IO, Any, TypedDict, final
 
 from polyfed.core.errors import RoundError, UserError
 from polyfed.core.files import read_file
-from polyfed.core.typed import conforms, from_json
-from polyfed.deploy.project import Project, closed, write_key
-from polyfed.simulation.runs.directory import replace_file
+from polyfed.core.typed import parse_json, validation_error
+from polyfed.deploy.project import Project, make_private_folder, write_key_pair
+from polyfed.simulation.runs.directory import write_file_atomically
 
-_LINK, _NODE = "polyfed.deploy.link", "polyfed.deploy.supernode"
+_SUPERLINK_MODULE, _SUPERNODE_MODULE = "polyfed.deploy.link", "polyfed.deploy.supernode"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
-_AGAIN_SECONDS = 10.0  # before a SuperNode that ended is started again; the SuperLink refuses it for about a minute
+_RESTART_SECONDS = 10.0  # before a SuperNode that ended is started again; the SuperLink refuses it for about a minute
 
 
 @final
 @dataclass
-class Process:
+class TrialProcess:
     """A process of the trial; `log` is where its output goes."""
 
     name: str
     command: Sequence[str]
     log: Path
     environment: Mapping[str, str]
-    running: subprocess.Popen[bytes]
-    ended: float | None = None
+    popen: subprocess.Popen[bytes]
+    ended_at: float | None = None
 
 
 @final
 @dataclass
-class Trial:
+class LocalTrial:
     """Running processes: the SuperLink first, then the SuperNodes in the order of their sites."""
 
     project: Project
     port: int
     sites: tuple[str, ...]
-    processes: list[Process] = field(default_factory=list)
+    processes: list[TrialProcess] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
         """Logs, databases and the sites' own folders."""
-        return folder_of(self.project)
+        return trial_folder_of(self.project)
 
-    def watch(self) -> None:
+    def restart_ended_supernodes(self) -> None:
         """Starts SuperNodes again that have ended.
 
         Raises:
             RoundError: the SuperLink has ended.
         """
-        link, *nodes = self.processes
-        if link.running.poll() is not None:
-            raise RoundError(f"the SuperLink has ended with status {link.running.returncode}; see {link.log}")
+        superlink, *nodes = self.processes
+        if superlink.popen.poll() is not None:
+            raise RoundError(f"the SuperLink has ended with status {superlink.popen.returncode}; see {superlink.log}")
         now = time.monotonic()
         for node in nodes:
-            if node.running.poll() is not None and node.ended is None:
-                node.ended = now
-            if node.ended is not None and now - node.ended > _AGAIN_SECONDS:
-                node.running, node.ended = _popen(node.command, node.log, node.environment), None
-                self.note()
+            if node.popen.poll() is not None and node.ended_at is None:
+                node.ended_at = now
+            if node.ended_at is not None and now - node.ended_at > _RESTART_SECONDS:
+                node.popen, node.ended_at = _open_process(node.command, node.log, node.environment), None
+                self.write_trial_file()
 
-    def note(self) -> None:
+    def write_trial_file(self) -> None:
         """Writes which processes there are, for people and tests."""
-        known = {process.name: process.running.pid for process in self.processes}
-        content = {"port": self.port, "sites": list(self.sites), "processes": known}
-        replace_file(self.folder / "trial.json", json.dumps(content, indent=1).encode())
+        process_ids = {process.name: process.popen.pid for process in self.processes}
+        content = {"port": self.port, "sites": list(self.sites), "processes": process_ids}
+        write_file_atomically(self.folder / "trial.json", json.dumps(content, indent=1).encode())
 
     def stop(self) -> None:
         """Ends all processes, SuperNodes first; those that do not obey are killed. A further Ctrl-C does not keep it from
         that."""
-        main = threading.current_thread() is threading.main_thread()
-        before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)} if main else {}
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        old_handlers = (
+            {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)} if is_main_thread else {}
+        )
         for group in (self.processes[1:], self.processes[:1]):
             for process in group:
-                if process.running.poll() is None:
-                    process.running.terminate()
+                if process.popen.poll() is None:
+                    process.popen.terminate()
             deadline = time.monotonic() + _STOP_SECONDS
             for process in group:
                 try:
-                    process.running.wait(max(0.0, deadline - time.monotonic()))
+                    process.popen.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
-                    process.running.kill()
-                    process.running.wait()
+                    process.popen.kill()
+                    process.popen.wait()
         (self.folder / "trial.json").unlink(missing_ok=True)
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
-def folder_of(project: Project) -> Path:
+def trial_folder_of(project: Project) -> Path:
     """Where the trial of a project keeps its own."""
     return project.path / "trial"
 
 
-class _Noted(TypedDict):
-    """What `Trial.note` writes."""
+class _TrialFile(TypedDict):
+    """What `Trial.write_trial_file` writes."""
 
     port: int
     sites: list[str]
     processes: dict[str, int]
 
 
-def read_trial(project: Project) -> dict[str, Any] | None:
-    """What `Trial.note` wrote: port, sites and process ids; None if no trial runs, or the file is damaged."""
+def read_trial_file(project: Project) -> dict[str, Any] | None:
+    """What `Trial.write_trial_file` wrote: port, sites and process ids; None if no trial runs, or the file is damaged."""
     try:
-        noted = from_json(read_file(folder_of(project) / "trial.json"))
+        content = parse_json(read_file(trial_folder_of(project) / "trial.json"))
     except (OSError, ValueError):
         return None
-    return None if conforms(noted, _Noted) else dict(noted)
+    return None if validation_error(content, _TrialFile) else dict(content)
 
 
 @contextmanager
-def trial(
-    project: Project, sites: Sequence[str], port: int = 8000, node_config: str = "", through: int | None = None
-) -> Iterator[Trial]:
+def start_trial(
+    project: Project, sites: Sequence[str], port: int = 8000, node_config: str = "", proxy_port: int | None = None
+) -> Iterator[LocalTrial]:
     """Inside the block SuperLink and SuperNodes run; after it they have ended.
 
     Args:
@@ -140,57 +142,72 @@ def trial(
         UserError: the port is taken, a trial is running already, or files are missing.
         RoundError: a process does not start; the sentence names its log.
     """
-    if read_trial(project) is not None:
+    if read_trial_file(project) is not None:
         raise UserError(
-            f"a trial of {project.path} is running, or was killed; end it, or delete {folder_of(project)}/trial.json"
+            f"a trial of {project.path} is running, or was killed; end it, or delete {trial_folder_of(project)}/trial.json"
         )
-    if not project.site.is_file():
-        raise UserError(f"{project.site} is missing; it must define client()")
-    if _open(port):
+    if not project.site_file.is_file():
+        raise UserError(f"{project.site_file} is missing; it must define client()")
+    if _is_port_open(port):
         raise UserError(f"port {port} is taken; choose another --port")
-    folder, certificates = folder_of(project), project.certificates
-    for private in (folder, folder / "sites", folder / "homes", certificates):
-        closed(private)
-    running = Trial(project, port, tuple(sites))
+    folder, certificates = trial_folder_of(project), project.certificates_folder
+    for private_folder in (folder, folder / "sites", folder / "homes", certificates):
+        make_private_folder(private_folder)
+    local_trial = LocalTrial(project, port, tuple(sites))
     with ExitStack() as stack:
-        stack.callback(running.stop)
+        stack.callback(local_trial.stop)
         authority = str(certificates / "ca.crt")
-        token = _token(folder)
+        token = _control_token_file(folder)
         files = ["--ssl-certfile", str(certificates / "server.pem"), "--ssl-keyfile", str(certificates / "server.key")]
-        link = [
-            sys.executable, "-m", _LINK, "--control-token-file", str(token), "--host", "127.0.0.1", "--port", str(port),
-            "--ssl-ca-certfile", authority, *files, "--enable-supernode-auth", "--database", str(folder / "state.db"),
+        superlink_command = [
+            sys.executable,
+            "-m",
+            _SUPERLINK_MODULE,
+            "--control-token-file",
+            str(token),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--ssl-ca-certfile",
+            authority,
+            *files,
+            "--enable-supernode-auth",
+            "--database",
+            str(folder / "state.db"),
             "--disable-runtime-dependency-installation",
-        ]  # fmt: skip
-        running.processes.append(_start("superlink", link, folder, {}))
+        ]
+        local_trial.processes.append(_start_process("superlink", superlink_command, folder, {}))
         keys = {site: certificates / f"{site}.key" for site in sites}
-        ready, free = folder / "ready", port
-        ready.unlink(missing_ok=True)
+        ready_file, free_port = folder / "ready", port
+        ready_file.unlink(missing_ok=True)
         for site, key in keys.items():
             if not key.exists():
-                write_key(key)
-            free = next(number for number in range(free + 1, 65536) if not _open(number))
-            state = folder / "sites" / site
-            closed(state)
-            known = f'key="{key}" peers="{certificates}"'  # for secure sums
-            words = f'client-id="{site}" site="{project.site}" state-dir="{state}" {known} {node_config}'
-            link_of_node = ["--superlink", f"127.0.0.1:{through or port}", "--root-certificates", authority]
-            node = [
-                sys.executable, "-P", "-m", _NODE, *link_of_node, "--port", str(free),
-                "--auth-supernode-private-key", str(key), "--node-config", words.strip(),
+                write_key_pair(key)
+            free_port = next(number for number in range(free_port + 1, 65536) if not _is_port_open(number))
+            state_folder = folder / "sites" / site
+            make_private_folder(state_folder)
+            key_config = f'key="{key}" peers="{certificates}"'  # for secure sums
+            site_config = (
+                f'client-id="{site}" site="{project.site_file}" state-dir="{state_folder}" {key_config} {node_config}'
+            )
+            connection_options = ["--superlink", f"127.0.0.1:{proxy_port or port}", "--root-certificates", authority]
+            supernode_command = [
+                sys.executable, "-P", "-m", _SUPERNODE_MODULE, *connection_options, "--port", str(free_port),
+                "--auth-supernode-private-key", str(key), "--node-config", site_config.strip(),
             ]  # fmt: skip
             # They import what they need while the SuperLink starts, and connect when their keys are registered.
-            own = {"POLYFED_SITE": site, "POLYFED_SITES": ",".join(sites), "POLYFED_AFTER": str(ready)}
-            running.processes.append(_start(site, node, folder, own))
-        _wait(lambda: _open(port), running.processes[0])
-        write_connection(folder / "home", f"127.0.0.1:{port}", authority)
-        _login(folder / "home", f"127.0.0.1:{port}", token, keys)
-        ready.touch(mode=0o600)
-        running.note()
-        yield running
+            site_variables = {"POLYFED_SITE": site, "POLYFED_SITES": ",".join(sites), "POLYFED_AFTER": str(ready_file)}
+            local_trial.processes.append(_start_process(site, supernode_command, folder, site_variables))
+        _wait_until(lambda: _is_port_open(port), local_trial.processes[0])
+        write_flower_config(folder / "home", f"127.0.0.1:{port}", authority)
+        _log_in(folder / "home", f"127.0.0.1:{port}", token, keys)
+        ready_file.touch(mode=0o600)
+        local_trial.write_trial_file()
+        yield local_trial
 
 
-def _token(folder: Path) -> Path:
+def _control_token_file(folder: Path) -> Path:
     """The file with the token of the trial's control interface."""
     file = folder / "control.token"
     if not file.exists():
@@ -199,16 +216,16 @@ def _token(folder: Path) -> Path:
     return file
 
 
-def _login(home: Path, address: str, token: Path, keys: Mapping[str, Path] = MappingProxyType({})) -> None:
+def _log_in(home: Path, address: str, token: Path, keys: Mapping[str, Path] = MappingProxyType({})) -> None:
     """Lets Flower's commands with this FLWR_HOME reach the SuperLink, and registers the keys of sites."""
-    command = [sys.executable, "-m", _LINK, "--control-token-file", str(token), "--login", address]
+    command = [sys.executable, "-m", _SUPERLINK_MODULE, "--control-token-file", str(token), "--login", address]
     command += [word for site, key in keys.items() for word in ("--register", f"{site}={key}.pub")]
-    done = subprocess.run(command, env=environment(home), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RoundError(f"the SuperLink does not let the trial in: {' '.join(done.stderr.split())[-300:]}")
+    process = subprocess.run(command, env=flower_environment(home), capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RoundError(f"the SuperLink does not let the trial in: {' '.join(process.stderr.split())[-300:]}")
 
 
-def program(name: str) -> str:
+def find_flower_program(name: str) -> str:
     """The path of a program that was installed with Flower.
 
     Raises:
@@ -220,36 +237,36 @@ def program(name: str) -> str:
     return str(path)
 
 
-def write_connection(home: Path, address: str, authority: str | None) -> None:
+def write_flower_config(home: Path, address: str, authority: str | None) -> None:
     """Flower's own configuration below `home` (FLWR_HOME), with the connection "fed" to a SuperLink."""
-    closed(home)
+    make_private_folder(home)
     lines = ["[superlink]", 'default = "fed"', "[superlink.fed]", f"address = {json.dumps(address)}"]
     lines += [f"root-certificates = {json.dumps(authority)}"] if authority else []
     (home / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def flwr(home: Path | None, words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs Flower's command `flwr`."""
-    command = [program("flwr"), *words]
-    return subprocess.run(command, env=environment(home), capture_output=True, text=True, check=False, **options)
+def run_flwr(home: Path | None, words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs Flower's command `run_flwr`."""
+    command = [find_flower_program("flwr"), *words]
+    return subprocess.run(command, env=flower_environment(home), capture_output=True, text=True, check=False, **options)
 
 
-def environment(home: Path | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
+def flower_environment(home: Path | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a process of Flower's: nothing is reported to anybody, and its programs are found. Without `home`
     Flower's own configuration is the user's."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OMP_NUM_THREADS": "1"}
-    own = {} if home is None else {"FLWR_HOME": str(home)}
-    return {**os.environ, **quiet, **own, "PATH": path, **(more or {})}
+    home_variable = {} if home is None else {"FLWR_HOME": str(home)}
+    return {**os.environ, **quiet, **home_variable, "PATH": path, **(more or {})}
 
 
-def _start(name: str, command: Sequence[str], folder: Path, more: Mapping[str, str]) -> Process:
-    log, own = folder / f"{name}.log", environment(folder / "homes" / name, more)
-    closed(folder / "homes" / name)
-    return Process(name, command, log, own, _popen(command, log, own))
+def _start_process(name: str, command: Sequence[str], folder: Path, more: Mapping[str, str]) -> TrialProcess:
+    log, variables = folder / f"{name}.log", flower_environment(folder / "homes" / name, more)
+    make_private_folder(folder / "homes" / name)
+    return TrialProcess(name, command, log, variables, _open_process(command, log, variables))
 
 
-def _popen(command: Sequence[str], log: Path, own: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _open_process(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     output: IO[bytes]
     log.touch(mode=0o600)
     with log.open("ab") as output:
@@ -259,31 +276,31 @@ def _popen(command: Sequence[str], log: Path, own: Mapping[str, str]) -> subproc
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=dict(own),
+            env=dict(variables),
             start_new_session=True,
             umask=0o077,
         )
 
 
-def _open(port: int) -> bool:
+def _is_port_open(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _wait(ready: Any, process: Process) -> None:
+def _wait_until(is_ready: Any, process: TrialProcess) -> None:
     deadline = time.monotonic() + _START_SECONDS
-    while not ready():
-        if process.running.poll() is not None or time.monotonic() > deadline:
+    while not is_ready():
+        if process.popen.poll() is not None or time.monotonic() > deadline:
             raise RoundError(f"{process.name} did not start; see {process.log}")
         time.sleep(0.2)
 
 
-def stop_on_signals() -> None:
+def interrupt_on_signals() -> None:
     """SIGTERM ends the trial as Ctrl-C does, and Ctrl-C also where a shell started us in the background."""
 
-    def end(*_: object) -> None:
+    def raise_interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+        signal.signal(number, raise_interrupt)

@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import Any, final
 
 from polyfed.core.algorithm import Client
-from polyfed.deploy.frames import BrokenError, Frame, FrameError, receive, send
+from polyfed.deploy.frames import BrokenStreamError, Frame, FrameError, receive_frame, send_frame
 from polyfed.deploy.logs import log_to_stderr
-from polyfed.deploy.node import answered, read_site
+from polyfed.deploy.node import answer_message, build_site
 from polyfed.deploy.site import Site
-from polyfed.deploy.wire import ORDER_BYTES, Letter, Packed, parts_of, plain_head
+from polyfed.deploy.wire import SERVER_HEAD_BYTES, Envelope, PackedEnvelope, pack_envelope, parse_head
 
 _FRESH_SECONDS = 300.0  # a run's data were read at most so long before it began
 _LOG = logging.getLogger("polyfed.site")
 
 
 @final
-class Keeper:
+class SiteRunner:
     """Keeps a site in memory, and answers letters.
 
     Args:
@@ -47,109 +47,109 @@ class Keeper:
         self._config, self._clock = config, clock
         self._site: Site | None = None
         self._client: Client | None = None
-        self._used = False
-        self._ready, self._stamps = 0.0, _stamps(config)
+        self._has_answered = False
+        self._loaded_at, self._stamps = 0.0, _file_stamps(config)
 
-    def load(self) -> None:
+    def load_site(self) -> None:
         """Loads `site.py` and its client. What fails is logged, and tried again when a message comes."""
-        began = self._clock()
+        start = self._clock()
         try:
-            self._loaded()
-            self._kept()
+            self._get_site()
+            self._get_client()
         except Exception:  # whatever site.py raises: the message that needs it will tell
             _LOG.exception("site.py cannot be loaded now; it is tried again with the next message")
         else:
-            _LOG.info("site.py is loaded (%.1f s)", self._clock() - began)
-        self._ready = self._clock()
+            _LOG.info("site.py is loaded (%.1f s)", self._clock() - start)
+        self._loaded_at = self._clock()
 
-    def answer(self, frame: Frame) -> Frame:
+    def answer_frame(self, frame: Frame) -> Frame:
         """The answer to a letter, or "again"."""
-        if self._stale(frame):
+        if self._is_stale(frame):
             return Frame("again")
-        self._used = True
-        packed = lambda: Packed(frame.head, frame.scalars, frame.groups, ORDER_BYTES)  # noqa: E731
-        return _framed(answered(self._config, self._loaded, packed))
+        self._has_answered = True
+        unpack = lambda: PackedEnvelope(frame.head, frame.scalars, frame.groups, SERVER_HEAD_BYTES)  # noqa: E731
+        return _to_frame(answer_message(self._config, self._get_site, unpack))
 
-    def _stale(self, frame: Frame) -> bool:
+    def _is_stale(self, frame: Frame) -> bool:
         """Whether a run begins that must not get what this process has loaded."""
         try:
-            begins = plain_head(frame.head[:ORDER_BYTES]).get("kind") == "introduce"
+            is_introduction = parse_head(frame.head[:SERVER_HEAD_BYTES]).get("kind") == "introduce"
         except ValueError:
             return False
-        old = self._used or self._clock() - self._ready > _FRESH_SECONDS
-        return begins and (old or _stamps(self._config) != self._stamps)
+        is_old = self._has_answered or self._clock() - self._loaded_at > _FRESH_SECONDS
+        return is_introduction and (is_old or _file_stamps(self._config) != self._stamps)
 
-    def _loaded(self) -> Site:
+    def _get_site(self) -> Site:
         if self._site is None:
-            site = read_site(self._config)
-            self._make = site.client
-            self._site = replace(site, client=self._kept)
+            site = build_site(self._config)
+            self._build_client = site.client
+            self._site = replace(site, client=self._get_client)
         return self._site
 
-    def _kept(self) -> Client:
+    def _get_client(self) -> Client:
         """The client, made once."""
         if self._client is None:
-            self._client = self._make()
+            self._client = self._build_client()
         return self._client
 
 
-def _framed(letter: Letter) -> Frame:
-    return Frame("answer", *parts_of(letter))
+def _to_frame(envelope: Envelope) -> Frame:
+    return Frame("answer", *pack_envelope(envelope))
 
 
-def _stamps(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+def _file_stamps(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Age and size of `site.py` and of the Python files beside it."""
-    found = {}
+    stamps = {}
     for file in Path(str(config.get("site", ""))).parent.glob("*.py"):
         try:
-            told = file.stat()
+            status = file.stat()
         except OSError:
             continue
-        found[file.name] = (told.st_mtime_ns, told.st_size)
-    return found
+        stamps[file.name] = (status.st_mtime_ns, status.st_size)
+    return stamps
 
 
-def serve(link: socket.socket) -> None:
+def serve_connection(connection: socket.socket) -> None:
     """Serves the other end until it is closed."""
     frames: queue.SimpleQueue[Frame | FrameError] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(link, frames), daemon=True).start()
+    threading.Thread(target=_read_frames, args=(connection, frames), daemon=True).start()
     first = frames.get()
     if not isinstance(first, Frame) or first.kind != "start":
-        raise BrokenError("the first frame is not a node configuration")
-    keeper = Keeper(plain_head(first.head))
-    keeper.load()
+        raise BrokenStreamError("the first frame is not a node configuration")
+    runner = SiteRunner(parse_head(first.head))
+    runner.load_site()
     while True:
         frame = frames.get()
         if isinstance(frame, FrameError):
             _LOG.error("%s", frame)
-            answer = _framed(Letter({"refused": "a message was damaged on its way to the site's process"}))
+            answer = _to_frame(Envelope({"refused": "a message was damaged on its way to the site's process"}))
         else:
-            answer = keeper.answer(frame)
-        send(link, answer)
+            answer = runner.answer_frame(frame)
+        send_frame(connection, answer)
 
 
-def _read(link: socket.socket, frames: "queue.SimpleQueue[Frame | FrameError]") -> None:
+def _read_frames(connection: socket.socket, frames: "queue.SimpleQueue[Frame | FrameError]") -> None:
     """Reads frames for the main thread; ends the process when there will be no more."""
     while True:
         try:
-            frames.put(receive(link))
-        except (EOFError, BrokenError, OSError) as error:
+            frames.put(receive_frame(connection))
+        except (EOFError, BrokenStreamError, OSError) as error:
             # At once, in the middle of a message too: nobody waits for its answer, and what is written is written whole.
-            if isinstance(error, BrokenError):
+            if isinstance(error, BrokenStreamError):
                 print(f"polyfed: {error}", file=sys.stderr, flush=True)
             os._exit(0 if isinstance(error, EOFError) else 1)
         except FrameError as error:
             frames.put(error)
 
 
-def main(words: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Serves the socket with this number."""
     os.umask(0o077)
     os.dup2(2, 1)  # what site.py prints is for the site's log
     log_to_stderr()
     # What is suppressed: the SuperNode has ended.
-    with socket.socket(fileno=int(words[0])) as link, contextlib.suppress(BrokenPipeError, ConnectionError):
-        serve(link)
+    with socket.socket(fileno=int(arguments[0])) as connection, contextlib.suppress(BrokenPipeError, ConnectionError):
+        serve_connection(connection)
 
 
 if __name__ == "__main__":

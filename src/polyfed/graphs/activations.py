@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from polyfed.graphs.architecture import ACTIVATIONS
-from polyfed.graphs.layers import operation
+from polyfed.graphs.layers import torch_operation_name
 
 _CLASSES: dict[type[nn.Module], str] = {
     nn.ReLU: "relu", nn.ReLU6: "relu6", nn.LeakyReLU: "leaky_relu", nn.PReLU: "prelu", nn.RReLU: "rrelu",
@@ -27,7 +27,7 @@ _FUNCTIONS |= {"log_sigmoid": "logsigmoid", "prelu_kernel": "prelu"}  # as ATen 
 _FUNCTIONS |= dict.fromkeys(("clamp", "clamp_min", "clip"), "clamp")
 
 
-def activation_of(
+def activation_name(
     node: fx.Node, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str | None:
     """The name of the activation that an operation is; None for all other operations.
@@ -39,16 +39,16 @@ def activation_of(
     """
     if module is not None:
         name = next((name for kind, name in _CLASSES.items() if isinstance(module, kind)), None)
-        return _bounded(module.min_val, module.max_val) if isinstance(module, nn.Hardtanh) else name
-    name = "logsigmoid" if node.target is F.logsigmoid else _FUNCTIONS.get(operation(node).strip("_"))
+        return _clamp_activation(module.min_val, module.max_val) if isinstance(module, nn.Hardtanh) else name
+    name = "logsigmoid" if node.target is F.logsigmoid else _FUNCTIONS.get(torch_operation_name(node).strip("_"))
     if name in ("clamp", "hardtanh"):
         end, default = ("", (None, None)) if name == "clamp" else ("_val", (-1.0, 1.0))
-        given = {**kwargs, **dict(zip((f"min{end}", f"max{end}"), args[1:], strict=False))}
-        return _bounded(given.get(f"min{end}", default[0]), given.get(f"max{end}", default[1]))
+        arguments = {**kwargs, **dict(zip((f"min{end}", f"max{end}"), args[1:], strict=False))}
+        return _clamp_activation(arguments.get(f"min{end}", default[0]), arguments.get(f"max{end}", default[1]))
     return name
 
 
-def _bounded(least: Any, most: Any) -> str | None:
+def _clamp_activation(least: Any, most: Any) -> str | None:
     """The name of x bounded by two numbers. A bound from above alone is no activation."""
     if not isinstance(least, int | float):
         return None

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, cast, final, get_args
 
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 
-Kind = Literal[
+LayerKind = Literal[
     "conv1d", "conv2d", "conv3d", "linear", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"
 ]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-Role = Literal["weight", "bias", "scale", "shift"]
-Mark = Literal["add", "concat", "other"]
+LAYER_KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
+ParameterRole = Literal["weight", "bias", "scale", "shift"]
+NodeMark = Literal["add", "concat", "other"]
 NONE = "none"
 """The activation of a layer whose output reaches the next layers, or the end, without one."""
 ACTIVATIONS = (
@@ -23,7 +23,7 @@ ACTIVATIONS = (
     "tanh", "tanhshrink", "threshold",
 )  # fmt: skip
 """Activations that are told apart. Their own numbers (a slope, say) are not."""
-MARKS: tuple[Mark, ...] = ("add", "concat", "other")
+NODE_MARKS: tuple[NodeMark, ...] = ("add", "concat", "other")
 """Nodes without generated weights: the two joins, and "other", a layer outside the catalogue, which passes messages on."""
 
 _FORMER_KEY = re.compile(r"([a-z0-9_]+)-(\d+)-(\d+)-k([\dx]*)-s([\dx]*)-g(\d+)-b([01])")
@@ -36,7 +36,7 @@ class LayerType:
     """What two layers must have in common so that one hypernetwork head H_l can generate both.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `LAYER_KINDS`.
         c_in, c_out: channels or features; of a norm, the number of its scales, twice.
         kernel, stride: one entry a dimension of the convolution; empty for the other kinds.
         groups: of the convolution; 1 for the other kinds.
@@ -51,11 +51,11 @@ class LayerType:
         UserError: an unknown kind or activation, or numbers that make no layer.
 
     >>> conv = LayerType("conv2d", 64, 128, (3, 3), (2, 2), 1, False, activation="relu")
-    >>> conv.key, conv.shapes, conv.fan_in
+    >>> conv.key, conv.parameter_shapes, conv.fan_in
     ('conv2d-64-128-k3x3-s2x2-g1-b0-d1x1-relu', {'weight': (128, 64, 3, 3)}, 576)
     """
 
-    kind: Kind
+    kind: LayerKind
     c_in: int
     c_out: int
     kernel: tuple[int, ...] = ()
@@ -68,8 +68,8 @@ class LayerType:
     norm_bias: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"unknown kind of layer {self.kind!r}; {nearest(str(self.kind), KINDS)}")
+        if self.kind not in LAYER_KINDS:
+            raise UserError(f"unknown kind of layer {self.kind!r}; {did_you_mean(str(self.kind), LAYER_KINDS)}")
         if not self.dilation:
             object.__setattr__(self, "dilation", (1,) * len(self.kernel))
         numbers = (self.c_in, self.c_out, self.groups, *self.kernel, *self.stride, *self.dilation)
@@ -84,8 +84,8 @@ class LayerType:
             raise UserError(f"groups={self.groups} does not divide {self.c_in} and {self.c_out} channels, of {self}")
         if self.is_norm and self.c_in != self.c_out:
             raise UserError(f"a {self.kind} layer has as many channels after it as before, got {self}")
-        if self.norm != NONE and (self.is_norm or not (self.norm in KINDS and self.norm.endswith("_norm"))):
-            norms = [kind for kind in KINDS if kind.endswith("_norm")]
+        if self.norm != NONE and (self.is_norm or not (self.norm in LAYER_KINDS and self.norm.endswith("_norm"))):
+            norms = [kind for kind in LAYER_KINDS if kind.endswith("_norm")]
             raise UserError(f"the norm of a layer is 'none' or one of {', '.join(norms)}, of a norm none; got {self}")
         if self.norm_bias and self.norm == NONE:
             raise UserError(f"norm_bias is for a layer with a norm, got {self}")
@@ -107,12 +107,12 @@ class LayerType:
         return self.kind.endswith("_norm")
 
     @property
-    def shapes(self) -> dict[Role, tuple[int, ...]]:
+    def parameter_shapes(self) -> dict[ParameterRole, tuple[int, ...]]:
         """The shapes of its parameters."""
         weight = (self.c_out,) if self.is_norm else (self.c_out, self.c_in // self.groups, *self.kernel)
-        shapes: dict[Role, tuple[int, ...]] = {"weight": weight}
-        vectors: dict[Role, bool] = {"bias": self.bias, "scale": self.norm != NONE, "shift": self.norm_bias}
-        return shapes | {role: (self.c_out,) for role, there in vectors.items() if there}
+        shapes: dict[ParameterRole, tuple[int, ...]] = {"weight": weight}
+        vectors: dict[ParameterRole, bool] = {"bias": self.bias, "scale": self.norm != NONE, "shift": self.norm_bias}
+        return shapes | {role: (self.c_out,) for role, present in vectors.items() if present}
 
     @property
     def fan_in(self) -> int:
@@ -142,14 +142,14 @@ class LayerType:
                 f"{key!r} is a layer type without dilation and activation, of an earlier version of polyfed; train the "
                 "hypernetwork anew"
             )
-        found = _KEY.fullmatch(key)
-        if found is None:
+        match = _KEY.fullmatch(key)
+        if match is None:
             raise UserError(f"{key!r} is no layer type; an example is 'conv2d-64-128-k3x3-s2x2-g1-b0-d1x1-relu'")
-        kind, c_in, c_out, kernel, stride, groups, bias, dilation, activation, norm, shift = found.groups()
+        kind, c_in, c_out, kernel, stride, groups, bias, dilation, activation, norm, shift = match.groups()
         texts = (kernel, stride, dilation)
         k, s, d = (tuple(int(n) for n in numbers.split("x")) if numbers else () for numbers in texts)
         numbers = (int(c_in), int(c_out), k, s, int(groups))
-        return cls(cast(Kind, kind), *numbers, bias == "1", d, activation, norm or NONE, shift == "1")
+        return cls(cast(LayerKind, kind), *numbers, bias == "1", d, activation, norm or NONE, shift == "1")
 
 
 @final
@@ -162,13 +162,13 @@ class Node:
     """
 
     name: str
-    type: LayerType | Mark
+    type: LayerType | NodeMark
     parameters: Mapping[str, str]
 
 
 @final
 @dataclass(frozen=True)
-class Generated:
+class GeneratedWeights:
     """One set of weights to generate: the layer type, the nodes that use it, and role -> name in `named_parameters()`."""
 
     type: LayerType
@@ -188,68 +188,68 @@ class ArchitectureGraph:
         sizes: number of entries of every parameter, by its name in `named_parameters()`.
         local: name -> reason, for each parameter that cannot be generated and stays with the client.
         tracer: "torch.fx" or "torch.export": which of them could follow the network.
-        last: `head`, where the edges no longer say what it is.
+        last: `head_parameters`, where the edges no longer say what it is.
     """
 
     nodes: tuple[Node, ...]
     edges: tuple[tuple[int, int], ...]
-    sizes: Mapping[str, int]
-    local: Mapping[str, str]
+    parameter_sizes: Mapping[str, int]
+    local_reasons: Mapping[str, str]
     tracer: str = "torch.fx"
-    last: frozenset[str] | None = None
+    stored_head: frozenset[str] | None = None
 
     @cached_property
-    def generated(self) -> tuple[Generated, ...]:
+    def generated_weights(self) -> tuple[GeneratedWeights, ...]:
         """The sets of weights to generate. Nodes that use the same parameters (shared weights) share one."""
         groups: dict[tuple[str, ...], list[int]] = {}
         for position, node in enumerate(self.nodes):
             if isinstance(node.type, LayerType):
                 groups.setdefault(tuple(sorted(node.parameters.values())), []).append(position)
         return tuple(
-            Generated(self.nodes[members[0]].type, tuple(members), self.nodes[members[0]].parameters)  # type: ignore[arg-type]
+            GeneratedWeights(self.nodes[members[0]].type, tuple(members), self.nodes[members[0]].parameters)  # type: ignore[arg-type]
             for members in groups.values()
         )
 
     @cached_property
-    def head(self) -> frozenset[str]:
+    def head_parameters(self) -> frozenset[str]:
         """Names of the parameters of the last layers, after which no other comes. A norm there goes along with the layers
         before it, and where branches join last, the last layer of each is in the head."""
-        if self.last is not None:
-            return self.last
+        if self.stored_head is not None:
+            return self.stored_head
         before: dict[int, list[int]] = {position: [] for position in range(len(self.nodes))}
         for start, end in self.edges:
             before[end].append(start)
         waiting = sorted(before.keys() - {start for start, _ in self.edges})
-        seen, names = set(waiting), set[str]()
+        visited, names = set(waiting), set[str]()
         while waiting:
             position = waiting.pop()
             node = self.nodes[position]
             names |= set(node.parameters.values())
             if node.type in ("add", "concat") or (isinstance(node.type, LayerType) and node.type.is_norm):
-                waiting += [earlier for earlier in before[position] if earlier not in seen]
-                seen |= set(waiting)
+                waiting += [earlier for earlier in before[position] if earlier not in visited]
+                visited |= set(waiting)
         return frozenset(names)
 
     @property
-    def types(self) -> tuple[LayerType, ...]:
+    def layer_types(self) -> tuple[LayerType, ...]:
         """The layer types that occur, sorted."""
         return tuple(sorted({node.type for node in self.nodes if isinstance(node.type, LayerType)}))
 
     @property
     def coverage(self) -> float:
         """Share of the parameters that is generated, from 0 to 1."""
-        total = sum(self.sizes.values())
-        return 1 - sum(self.sizes[name] for name in self.local) / total if total else 0.0
+        total = sum(self.parameter_sizes.values())
+        return 1 - sum(self.parameter_sizes[name] for name in self.local_reasons) / total if total else 0.0
 
-    def restricted(self, types: Collection[LayerType]) -> "ArchitectureGraph":
+    def restrict_to(self, types: Collection[LayerType]) -> "ArchitectureGraph":
         """The same graph where only layers of these types are generated; the others become "other" and stay local."""
-        known = set(types)
-        if known.issuperset(self.types):
+        allowed = set(types)
+        if allowed.issuperset(self.layer_types):
             return self
-        nodes, local = list(self.nodes), dict(self.local)
+        nodes, local = list(self.nodes), dict(self.local_reasons)
         for position, node in enumerate(self.nodes):
-            if isinstance(node.type, LayerType) and node.type not in known:
-                own = {name: name for name in node.parameters.values()}
-                nodes[position] = replace(node, type="other", parameters=own)
-                local |= dict.fromkeys(own, f"the layer catalogue lacks its type {node.type.key}")
-        return replace(self, nodes=tuple(nodes), local=local)
+            if isinstance(node.type, LayerType) and node.type not in allowed:
+                parameters = {name: name for name in node.parameters.values()}
+                nodes[position] = replace(node, type="other", parameters=parameters)
+                local |= dict.fromkeys(parameters, f"the layer catalogue lacks its type {node.type.key}")
+        return replace(self, nodes=tuple(nodes), local_reasons=local)

@@ -8,19 +8,19 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
-from polyfed.core.inputs import Form, form_of
-from polyfed.core.scratch import scratch
+from polyfed.core.inputs import InputSpec, input_spec_of
+from polyfed.core.scratch import cached_module
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs.architecture import ArchitectureGraph
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.graphs.contraction import EXTRACTED, Contraction
+from polyfed.graphs.contraction import NO_CONTRACTION, Contraction
 from polyfed.graphs.extract import extract
 
 _ROWS = 2  # since BatchNorm or torch.export may treat a batch of one as a special case
 
 
-def graph_of(
-    client: Client, catalogue: LayerCatalogue | None = None, contraction: Contraction = EXTRACTED
+def graph_of_client(
+    client: Client, catalogue: LayerCatalogue | None = None, contraction: Contraction = NO_CONTRACTION
 ) -> ArchitectureGraph:
     """The graph of a client's network, contracted; with a catalogue, one in which layers of other types are private.
 
@@ -29,29 +29,29 @@ def graph_of(
     """
     assert client.model is not None
     x = client.train.batch(torch.zeros(_ROWS, dtype=torch.int64, device=client.train.device))[0]
-    find = _cached if isinstance(client.model, Hashable) else _extracted
+    extract_graph = _extract_cached if isinstance(client.model, Hashable) else _extract_contracted
     try:
-        return find(client.model, form_of(x), catalogue, contraction)
+        return extract_graph(client.model, input_spec_of(x), catalogue, contraction)
     except UserError as error:
         raise UserError(f"client {client.id!r}: {error}") from error
 
 
-def _extracted(
-    factory: Architecture, form: Form, catalogue: LayerCatalogue | None, contraction: Contraction
+def _extract_contracted(
+    factory: Architecture, form: InputSpec, catalogue: LayerCatalogue | None, contraction: Contraction
 ) -> ArchitectureGraph:
-    if (catalogue is not None or contraction != EXTRACTED) and isinstance(factory, Hashable):
-        graph = contraction.of(_cached(factory, form, None, EXTRACTED))
-        return graph if catalogue is None else graph.restricted(catalogue.types)
+    if (catalogue is not None or contraction != NO_CONTRACTION) and isinstance(factory, Hashable):
+        graph = contraction.apply(_extract_cached(factory, form, None, NO_CONTRACTION))
+        return graph if catalogue is None else graph.restrict_to(catalogue.types)
     # Values that differ, so that a graph which computes something else than the network shows; a token is 0 or 1.
     generator = torch_generator(0)
 
-    def some(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if dtype.is_floating_point:
             return torch.randn((_ROWS, *shape), generator=generator).to(dtype)
         return torch.randint(0, 2, (_ROWS, *shape), generator=generator).to(dtype)
 
-    graph = contraction.of(extract(scratch(factory).module, form.make(some)))
-    return graph if catalogue is None else graph.restricted(catalogue.types)
+    graph = contraction.apply(extract(cached_module(factory).module, form.build_inputs(random_tensor)))
+    return graph if catalogue is None else graph.restrict_to(catalogue.types)
 
 
-_cached = lru_cache(maxsize=128)(_extracted)
+_extract_cached = lru_cache(maxsize=128)(_extract_contracted)

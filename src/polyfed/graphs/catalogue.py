@@ -7,10 +7,10 @@ from typing import Any, final
 
 import yaml
 
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.files import read_file, user_path
-from polyfed.core.typed import conforms, from_yaml
-from polyfed.graphs.architecture import MARKS, NONE, ArchitectureGraph, LayerType, Mark
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.files import expand_user_path, read_file
+from polyfed.core.typed import parse_yaml, validation_error
+from polyfed.graphs.architecture import NODE_MARKS, NONE, ArchitectureGraph, LayerType, NodeMark
 
 _FORMAT = 2  # of the file; before it, types had no dilation and no activation
 
@@ -22,7 +22,7 @@ class LayerCatalogue:
 
     >>> conv, line = LayerType("conv2d", 1, 8, (3, 3), (1, 1)), LayerType("linear", 8, 2)
     >>> catalogue = LayerCatalogue((line, conv, conv))
-    >>> [t.kind for t in catalogue.types], len(catalogue.features), catalogue.feature("add"), catalogue.feature(line)
+    >>> [t.kind for t in catalogue.types], len(catalogue.node_types), catalogue.column_of("add"), catalogue.column_of(line)
     (['conv2d', 'linear'], 5, 0, 4)
     """
 
@@ -32,23 +32,23 @@ class LayerCatalogue:
         object.__setattr__(self, "types", tuple(sorted(set(self.types))))
 
     @classmethod
-    def of(cls, graphs: Iterable[ArchitectureGraph]) -> "LayerCatalogue":
+    def from_graphs(cls, graphs: Iterable[ArchitectureGraph]) -> "LayerCatalogue":
         """The union of the types that occur in these graphs."""
-        return cls(tuple(t for graph in graphs for t in graph.types))
+        return cls(tuple(t for graph in graphs for t in graph.layer_types))
 
     @property
-    def features(self) -> tuple[Mark | LayerType, ...]:
+    def node_types(self) -> tuple[NodeMark | LayerType, ...]:
         """What a column of the one-hot node features X stands for: the marks "add", "concat", "other", then the types."""
-        return (*MARKS, *self.types)
+        return (*NODE_MARKS, *self.types)
 
-    def feature(self, kind: Mark | LayerType) -> int:
+    def column_of(self, kind: NodeMark | LayerType) -> int:
         """The column of a node's type.
 
         Raises:
             UserError: the type is not in the catalogue.
         """
         try:
-            return self.features.index(kind)
+            return self.node_types.index(kind)
         except ValueError:
             raise UserError(f"{kind} is not in the layer catalogue of {len(self.types)} types") from None
 
@@ -66,7 +66,7 @@ class LayerCatalogue:
         stated = {} if graph == "layers_and_norms" else {"graph": graph}
         content = {"format": _FORMAT, **stated, "layer_types": rows}
         text += yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
-        user_path(path, "the layer catalogue").write_text(text, encoding="utf-8")
+        expand_user_path(path, "the layer catalogue").write_text(text, encoding="utf-8")
 
     @classmethod
     def read(cls, path: str | Path) -> "LayerCatalogue":
@@ -75,7 +75,7 @@ class LayerCatalogue:
         Raises:
             UserError: the file cannot be read, is of another format, or says something that is no layer type.
         """
-        content = _content(path)
+        content = _read_content(path)
         rows = content.get("layer_types") if isinstance(content, Mapping) else None
         if not isinstance(rows, list) or not rows:
             raise UserError(
@@ -87,25 +87,25 @@ class LayerCatalogue:
                 "in which a layer type has a dilation and an activation; delete it and write it anew, with `polyfed graph "
                 "MODEL --catalogue FILE` for each network"
             )
-        return cls(tuple(_layer_type(row, f"{path}, layer type {k}") for k, row in enumerate(rows, start=1)))
+        return cls(tuple(_parse_layer_type(row, f"{path}, layer type {k}") for k, row in enumerate(rows, start=1)))
 
 
-def graph_of_file(path: str | Path) -> str:
+def read_graph_variant(path: str | Path) -> str:
     """Reads of which graphs a file's layer types are: "layers" or "layers_and_norms".
 
     Raises:
         UserError: the file cannot be read, or names other graphs.
     """
-    content = _content(path)
+    content = _read_content(path)
     graph = content.get("graph", "layers_and_norms") if isinstance(content, Mapping) else "layers_and_norms"
     if graph not in ("layers", "layers_and_norms"):
         raise UserError(f"graph in the layer catalogue {path} must be layers or layers_and_norms, got {graph!r}")
     return str(graph)
 
 
-def _content(path: str | Path) -> Any:
+def _read_content(path: str | Path) -> Any:
     try:
-        return from_yaml(read_file(user_path(path, "the layer catalogue")))
+        return parse_yaml(read_file(expand_user_path(path, "the layer catalogue")))
     except (OSError, ValueError) as error:
         raise UserError(f"the layer catalogue {path} cannot be read: {error}") from error
 
@@ -116,12 +116,12 @@ _FORM = {
 }  # fmt: skip
 
 
-def _layer_type(row: Any, where: str) -> LayerType:
-    known = [field.name for field in fields(LayerType)]
+def _parse_layer_type(row: Any, where: str) -> LayerType:
+    field_names = [field.name for field in fields(LayerType)]
     if not isinstance(row, Mapping) or not {"kind", "c_in", "c_out"} <= row.keys():
         raise UserError(f"{where} must give kind, c_in and c_out, got {row!r}")
-    if unknown := sorted(map(str, row.keys() - set(known))):
-        raise UserError(f"{where}: there is no {unknown[0]!r}; {nearest(unknown[0], known)}")
+    if unknown := sorted(map(str, row.keys() - set(field_names))):
+        raise UserError(f"{where}: there is no {unknown[0]!r}; {did_you_mean(unknown[0], field_names)}")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     for name in ("bias", "norm_bias"):
         if not isinstance(values.get(name, True), bool):
@@ -130,7 +130,7 @@ def _layer_type(row: Any, where: str) -> LayerType:
         if not isinstance(values.get(name, ()), tuple):
             raise UserError(f"{where}: {name} must be a list, got {values[name]!r}")
     if wrong := next(
-        filter(None, (conforms(row[name], kind, name) for name, kind in _FORM.items() if name in row)), ""
+        filter(None, (validation_error(row[name], kind, name) for name, kind in _FORM.items() if name in row)), ""
     ):
         raise UserError(f"{where}: {wrong}")
     try:

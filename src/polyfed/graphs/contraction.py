@@ -10,7 +10,7 @@ from typing import Literal, final
 
 from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
 
-Norms = Literal["nodes", "layers", "local"]
+NormTreatment = Literal["nodes", "layers", "local"]
 _LOCAL = "norm layers stay with the client (norms=local)"
 
 
@@ -28,15 +28,15 @@ class Contraction:
     >>> from torch import nn
     >>> from polyfed.graphs import extract
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
-    >>> graph = Contraction("layers").of(extract(net, torch.zeros(2, 1, 8, 8)))
+    >>> graph = Contraction("layers").apply(extract(net, torch.zeros(2, 1, 8, 8)))
     >>> [node.type.key for node in graph.nodes]
     ['conv2d-1-4-k3x3-s1x1-g1-b0-d1x1-relu-batch_norm-b1']
     """
 
-    norms: Norms = "nodes"
+    norms: NormTreatment = "nodes"
     joins: bool = True
 
-    def of(self, graph: ArchitectureGraph) -> ArchitectureGraph:
+    def apply(self, graph: ArchitectureGraph) -> ArchitectureGraph:
         """Contracts an extracted graph."""
         if self.norms == "layers":
             graph = fold_norms(graph)
@@ -45,7 +45,7 @@ class Contraction:
         return graph if self.joins else bypass_joins(graph)
 
 
-EXTRACTED = Contraction()
+NO_CONTRACTION = Contraction()
 """Graphs as they are extracted."""
 
 
@@ -63,21 +63,25 @@ def fold_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
         readers = [reader for reader in after[position] if _is_norm(graph.nodes[reader])]
         if _is_layer(node) and len(readers) == 1 and before[readers[0]] == {position}:
             norm_after[position] = readers[0]
-    uses = {made.nodes: made for made in graph.generated}
+    sets_by_nodes = {weight_set.nodes: weight_set for weight_set in graph.generated_weights}
     nodes, moved = list(graph.nodes), dict[int, int]()
-    for layers, made in uses.items():
+    for layers, weight_set in sets_by_nodes.items():
         norms = tuple(sorted(norm_after[layer] for layer in layers if layer in norm_after))
-        if len(norms) < len(layers) or norms not in uses or uses[norms].type.c_out != made.type.c_out:
+        if (
+            len(norms) < len(layers)
+            or norms not in sets_by_nodes
+            or sets_by_nodes[norms].type.c_out != weight_set.type.c_out
+        ):
             continue
-        norm = uses[norms]
-        kind = replace(made.type, norm=norm.type.kind, norm_bias=norm.type.bias)
+        norm = sets_by_nodes[norms]
+        kind = replace(weight_set.type, norm=norm.type.kind, norm_bias=norm.type.bias)
         roles = {"scale" if role == "weight" else "shift": name for role, name in norm.parameters.items()}
         for layer in layers:
-            nodes[layer] = replace(nodes[layer], type=kind, parameters={**made.parameters, **roles})
+            nodes[layer] = replace(nodes[layer], type=kind, parameters={**weight_set.parameters, **roles})
             moved[norm_after[layer]] = layer
     edges = [(moved.get(start, start), moved.get(end, end)) for start, end in graph.edges]
-    kept = replace(graph, nodes=tuple(nodes), edges=tuple(edges), last=graph.head)
-    return _numbered(kept, moved)
+    folded = replace(graph, nodes=tuple(nodes), edges=tuple(edges), stored_head=graph.head_parameters)
+    return _renumber(folded, moved)
 
 
 def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
@@ -85,9 +89,9 @@ def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
     was after it."""
     norms = [position for position, node in enumerate(graph.nodes) if _is_norm(node)]
     reasons = {name: _LOCAL for position in norms for name in graph.nodes[position].parameters.values()}
-    reasons = {**graph.local, **reasons}
-    local = {name: reasons[name] for name in graph.sizes if name in reasons}
-    return _without(replace(graph, local=local), norms)
+    reasons = {**graph.local_reasons, **reasons}
+    local = {name: reasons[name] for name in graph.parameter_sizes if name in reasons}
+    return _remove_nodes(replace(graph, local_reasons=local), norms)
 
 
 def bypass_joins(graph: ArchitectureGraph) -> ArchitectureGraph:
@@ -98,7 +102,9 @@ def bypass_joins(graph: ArchitectureGraph) -> ArchitectureGraph:
     >>> bypass_joins(graph).edges
     ((0, 1), (0, 2), (1, 2))
     """
-    return _without(graph, [position for position, node in enumerate(graph.nodes) if node.type in ("add", "concat")])
+    return _remove_nodes(
+        graph, [position for position, node in enumerate(graph.nodes) if node.type in ("add", "concat")]
+    )
 
 
 def _is_norm(node: Node) -> bool:
@@ -119,7 +125,7 @@ def _neighbours(graph: ArchitectureGraph) -> tuple[list[set[int]], list[set[int]
     return before, after
 
 
-def _without(graph: ArchitectureGraph, positions: Iterable[int]) -> ArchitectureGraph:
+def _remove_nodes(graph: ArchitectureGraph, positions: Iterable[int]) -> ArchitectureGraph:
     """Takes nodes out and connects what they connected."""
     dropped = set(positions)
     before, after = _neighbours(graph)
@@ -129,12 +135,12 @@ def _without(graph: ArchitectureGraph, positions: Iterable[int]) -> Architecture
         for end in after[position]:
             before[end] = before[end] - {position} | before[position]
     edges = tuple((start, end) for start, ends in enumerate(after) if start not in dropped for end in ends)
-    return _numbered(replace(graph, edges=edges, last=graph.head), dropped)
+    return _renumber(replace(graph, edges=edges, stored_head=graph.head_parameters), dropped)
 
 
-def _numbered(graph: ArchitectureGraph, dropped: Collection[int]) -> ArchitectureGraph:
+def _renumber(graph: ArchitectureGraph, dropped: Collection[int]) -> ArchitectureGraph:
     """Numbers the nodes anew without these, which no edge needs any more; edges each once, sorted."""
-    kept = [position for position in range(len(graph.nodes)) if position not in dropped]
-    number: Mapping[int, int] = {position: k for k, position in enumerate(kept)}
+    positions = [position for position in range(len(graph.nodes)) if position not in dropped]
+    number: Mapping[int, int] = {position: k for k, position in enumerate(positions)}
     edges = {(number[start], number[end]) for start, end in graph.edges if start != end}
-    return replace(graph, nodes=tuple(graph.nodes[position] for position in kept), edges=tuple(sorted(edges)))
+    return replace(graph, nodes=tuple(graph.nodes[position] for position in positions), edges=tuple(sorted(edges)))

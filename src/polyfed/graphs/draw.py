@@ -26,7 +26,7 @@ def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> N
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    places, lines = layout(graph)
+    places, lines = layout_nodes(graph)
     rows = 1 + max((y for _, y in places), default=0)
     columns = 1 + max((x for line in [places, *lines] for x, _ in line), default=0)
     # A row is as high as two lines of text, until the picture is so high that no reader opens it.
@@ -42,24 +42,24 @@ def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> N
     for position, (node, place) in enumerate(zip(graph.nodes, places, strict=True)):
         box = {
             "boxstyle": "round,pad=0.25",
-            "facecolor": _COLOURS[_family(node)],
+            "facecolor": _COLOURS[_node_family(node)],
             "edgecolor": "#333333",
             "linewidth": 0.7,
         }
         if node.type == "other":
             box["linestyle"] = "dashed"
-        axes.text(*place, f"{position}  {label(node)}", bbox=box, fontsize=6, ha="center", va="center", zorder=2)
+        axes.text(*place, f"{position}  {node_label(node)}", bbox=box, fontsize=6, ha="center", va="center", zorder=2)
     save_figure(figure, path)
 
 
-def layout(graph: ArchitectureGraph) -> tuple[list[_Point], list[list[_Point]]]:
+def layout_nodes(graph: ArchitectureGraph) -> tuple[list[_Point], list[list[_Point]]]:
     """Where the nodes are, (column, row) with row 0 on top, and the corners of each edge's line.
 
     A node is in the row after its last predecessor's, one without predecessors just before its first successor. An edge
     that skips rows passes through each of them on the right of the nodes, so that no line crosses a node.
 
     >>> nodes = [Node(name, "other", {name: name}) for name in "abc"]
-    >>> places, lines = layout(ArchitectureGraph(tuple(nodes), ((0, 1), (0, 2), (1, 2)), {}, {}))
+    >>> places, lines = layout_nodes(ArchitectureGraph(tuple(nodes), ((0, 1), (0, 2), (1, 2)), {}, {}))
     >>> places, lines[1]
     ([(0.0, 0.0), (0.0, 1.0), (0.0, 2.0)], [(0.0, 0.0), (0.6, 1.0), (0.0, 2.0)])
     """
@@ -81,21 +81,23 @@ def layout(graph: ArchitectureGraph) -> tuple[list[_Point], list[list[_Point]]]:
         return passing[edge][-1][0] if passing[edge] else columns[edge[0]]
 
     for row in range(max(rows, default=-1) + 1):
-        here = [node for node, r in enumerate(rows) if r == row]
-        here.sort(key=lambda node: mean(last_column((e, node)) for e in before[node]) if before[node] else math.inf)
-        for column, node in enumerate(here):
+        row_nodes = [node for node, r in enumerate(rows) if r == row]
+        row_nodes.sort(
+            key=lambda node: mean(last_column((e, node)) for e in before[node]) if before[node] else math.inf
+        )
+        for column, node in enumerate(row_nodes):
             columns[node] = float(column)
         crossing = sorted((edge for edge in graph.edges if rows[edge[0]] < row < rows[edge[1]]), key=last_column)
         for lane, edge in enumerate(crossing):
-            passing[edge].append((len(here) - 0.4 + 0.1 * lane, float(row)))
+            passing[edge].append((len(row_nodes) - 0.4 + 0.1 * lane, float(row)))
     places = [(column, float(row)) for column, row in zip(columns, rows, strict=True)]
     return places, [[places[start], *passing[start, end], places[end]] for start, end in graph.edges]
 
 
-def label(node: Node) -> str:
+def node_label(node: Node) -> str:
     """A node's name and its type, in two lines.
 
-    >>> label(Node("stem", LayerType("conv2d", 3, 64, (7, 7), (2, 2), bias=False), {})).split("\\n")
+    >>> node_label(Node("stem", LayerType("conv2d", 3, 64, (7, 7), (2, 2), bias=False), {})).split("\\n")
     ['stem', 'conv2d 3→64, 7×7 /2']
     """
     name = node.name if len(node.name) <= 34 else f"…{node.name[-33:]}"
@@ -118,7 +120,7 @@ def label(node: Node) -> str:
     return f"{name}\n{text}"
 
 
-def _family(node: Node) -> str:
+def _node_family(node: Node) -> str:
     if not isinstance(node.type, LayerType):
         return "other" if node.type == "other" else "join"
     return "conv" if node.type.is_conv else "norm" if node.type.is_norm else "linear"

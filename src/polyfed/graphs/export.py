@@ -10,11 +10,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.inputs import Form, Inputs, answer, call, form_of, leaves
-from polyfed.graphs.flow import Program, Root, tensors
+from polyfed.core.inputs import Inputs, InputSpec, call_network, input_spec_of, logits_or_output, named_leaves
+from polyfed.graphs.flow import Root, TracedProgram, iterate_tensors
 
 
-def trace(root: Root, x: Inputs) -> Program:
+def trace_with_export(root: Root, x: Inputs) -> TracedProgram:
     """The program of a model on inputs of the shape of x; decisions on shapes and types are made as x has them.
 
     Args:
@@ -24,14 +24,14 @@ def trace(root: Root, x: Inputs) -> Program:
     Raises:
         Exception: of any kind, where a decision depends on the values of tensors or an operation is unknown.
 
-    >>> [node.op for node in trace(Root(nn.Flatten()), torch.zeros(2, 1, 3)).graph.nodes][-2:]
+    >>> [node.op for node in trace_with_export(Root(nn.Flatten()), torch.zeros(2, 1, 3)).graph.nodes][-2:]
     ['call_function', 'output']
     """
-    with _quiet():
+    with _silence_export():
         # strict=False runs Python itself rather than analyse its bytecode: faster, and takes more models.
-        parts = tuple(part for _, part in leaves(x))
-        program: Any = torch.export.export(_Tensors(root, form_of(x)), parts, strict=False).module()
-    return Program(program.graph, program)
+        parts = tuple(part for _, part in named_leaves(x))
+        program: Any = torch.export.export(_Tensors(root, input_spec_of(x)), parts, strict=False).module()
+    return TracedProgram(program.graph, program)
 
 
 @final
@@ -39,18 +39,18 @@ class _Tensors(nn.Module):
     """Takes the parts of inputs one by one, and leaves of a model's output the tensors; torch.export takes no containers of
     classes that it does not know."""
 
-    def __init__(self, root: Root, form: Form) -> None:
+    def __init__(self, root: Root, form: InputSpec) -> None:
         super().__init__()
         self.model, self._form = root.model, form
 
     def forward(self, *parts: Tensor) -> list[Tensor]:
-        left = iter(parts)
-        x = self._form.make(lambda shape, dtype: next(left))
-        return list(tensors(answer(call(self.model, x))))
+        remaining = iter(parts)
+        x = self._form.build_inputs(lambda shape, dtype: next(remaining))
+        return list(iterate_tensors(logits_or_output(call_network(self.model, x))))
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_export() -> Iterator[None]:
     """Without what torch.export prints and logs about a model that it cannot take; the error says it."""
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = log.level

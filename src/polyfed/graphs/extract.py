@@ -11,13 +11,16 @@ from torch.autograd.function import BackwardCFunction
 
 from polyfed.core.copies import deep_copy
 from polyfed.core.errors import UserError
-from polyfed.core.inputs import Inputs, arguments, first, form_of, leaves, mapped, structured
-from polyfed.core.seeds import local_rng
+from polyfed.core.inputs import Inputs, as_inputs, call_arguments, first_leaf, input_spec_of, named_leaves, tree_map
+from polyfed.core.seeds import temporary_rng_seed
 from polyfed.graphs import export, fx
 from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
-from polyfed.graphs.flow import Flow, Program, Root, follow, tensors
+from polyfed.graphs.flow import LayerFlow, Root, TracedProgram, iterate_tensors, record_layer_flow
 
-_TRACERS: dict[str, Callable[[Root, Inputs], Program]] = {"torch.fx": fx.trace, "torch.export": export.trace}
+_TRACERS: dict[str, Callable[[Root, Inputs], TracedProgram]] = {
+    "torch.fx": fx.trace_with_fx,
+    "torch.export": export.trace_with_export,
+}
 _GENERATED = (torch.float32, torch.float64)  # types of the numbers that can be generated
 
 
@@ -47,26 +50,26 @@ def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
     >>> [node.type.key for node in graph.nodes], graph.edges, graph.coverage
     (['conv2d-1-4-k3x3-s1x1-g1-b0-d1x1-relu', 'linear-144-2-k-s-g1-b1-d-none'], ((0, 1),), 1.0)
     """
-    _check(model, example_input)
-    x: Inputs = mapped(Tensor.detach, structured(example_input))
-    device = first(x).device
+    _check_arguments(model, example_input)
+    x: Inputs = tree_map(Tensor.detach, as_inputs(example_input))
+    device = first_leaf(x).device
     # A caller's inference mode or no_grad would hide what depends on what.
     with torch.inference_mode(False), torch.enable_grad():
-        reference = _run(model, x)
+        reference = _run_reference(model, x)
         failures: list[str] = []
         graphs: list[ArchitectureGraph] = []
         for tracer, trace in _TRACERS.items():
             root = _copy(model)
             try:
-                with local_rng(0, device):
-                    program = trace(root, mapped(Tensor.clone, x))
-                with local_rng(0, device):
-                    flow = follow(program, model, mapped(Tensor.clone, x))
+                with temporary_rng_seed(0, device):
+                    program = trace(root, tree_map(Tensor.clone, x))
+                with temporary_rng_seed(0, device):
+                    flow = record_layer_flow(program, model, tree_map(Tensor.clone, x))
                 _verify(flow, reference)
             except Exception as error:
-                failures.append(f"{tracer} stopped in {_where(error, root)}: {_sentence(error)}")
+                failures.append(f"{tracer} stopped in {_failing_module(error, root)}: {_error_summary(error)}")
                 continue
-            graphs.append(_graph(flow, model, reference, tracer))
+            graphs.append(_build_graph(flow, model, reference, tracer))
             if not flow.opaque:
                 break
     if not graphs:
@@ -79,12 +82,12 @@ def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
     return max(graphs, key=lambda graph: graph.coverage)
 
 
-def _check(model: Any, x: Any) -> None:
+def _check_arguments(model: Any, x: Any) -> None:
     try:
-        given: Inputs | None = structured(x)
+        inputs: Inputs | None = as_inputs(x)
     except UserError:
-        given = None
-    if not isinstance(model, nn.Module) or given is None:
+        inputs = None
+    if not isinstance(model, nn.Module) or inputs is None:
         raise UserError(
             f"a graph is extracted from a torch.nn.Module and a tensor, got {type(model).__name__} and {type(x).__name__}; "
             "give a network, and a tensor or a tuple or dict of tensors"
@@ -98,12 +101,14 @@ def _check(model: Any, x: Any) -> None:
         raise UserError(
             f"{compiled[0]} is compiled by torch.jit, which tracing cannot see into; give the module it was made from"
         )
-    args, named = arguments(given)
+    args, named = call_arguments(inputs)
     try:
         inspect.signature(model.forward).bind(*args, **named)
     except (TypeError, ValueError) as error:
         parts = (
-            "one tensor" if isinstance(given, Tensor) else f"the inputs {', '.join(name for name, _ in leaves(given))}"
+            "one tensor"
+            if isinstance(inputs, Tensor)
+            else f"the inputs {', '.join(name for name, _ in named_leaves(inputs))}"
         )
         raise UserError(
             f"{type(model).__name__}.forward cannot be called with {parts} ({error}); "
@@ -116,7 +121,7 @@ def _copy(model: nn.Module) -> Root:
         return Root(deep_copy(model)).eval()
     except Exception as error:
         raise UserError(
-            f"{type(model).__name__} cannot be copied, which tracing needs: {_sentence(error)}; "
+            f"{type(model).__name__} cannot be copied, which tracing needs: {_error_summary(error)}; "
             f"keep what copy.deepcopy refuses outside the module"
         ) from error
 
@@ -138,46 +143,46 @@ class _Reference:
     all_reached: bool
 
 
-def _run(model: nn.Module, x: Inputs) -> _Reference:
+def _run_reference(model: nn.Module, x: Inputs) -> _Reference:
     root = _copy(model)
     try:
-        with local_rng(0, first(x).device):
-            output = root(mapped(Tensor.clone, x))
+        with temporary_rng_seed(0, first_leaf(x).device):
+            output = root(tree_map(Tensor.clone, x))
     except Exception as error:
         raise UserError(
-            f"{type(model).__name__} fails on an example of {_told(x)}, in "
-            f"{_where(error, root)}: {_sentence(error)}; give an example that the model takes"
+            f"{type(model).__name__} fails on an example of {_describe_inputs(x)}, in "
+            f"{_failing_module(error, root)}: {_error_summary(error)}; give an example that the model takes"
         ) from error
     names = {id(parameter): name for name, parameter in root.model.named_parameters()}
-    leaves = {id(tensor) for tensor in tensors(output) if tensor.is_leaf}
-    functions = _history(output)
+    leaves = {id(tensor) for tensor in iterate_tensors(output) if tensor.is_leaf}
+    functions = _autograd_functions(output)
     leaves |= {id(function.variable) for function in functions if hasattr(function, "variable")}
     reached = frozenset(names[leaf] for leaf in leaves if leaf in names)
     return _Reference(output, reached, bool(reached) and not any(isinstance(f, BackwardCFunction) for f in functions))
 
 
-def _told(x: Inputs) -> str:
-    return f"shape {tuple(x.shape)} and type {x.dtype}" if isinstance(x, Tensor) else str(form_of(x))
+def _describe_inputs(x: Inputs) -> str:
+    return f"shape {tuple(x.shape)} and type {x.dtype}" if isinstance(x, Tensor) else str(input_spec_of(x))
 
 
-def _history(output: Any) -> set[Any]:
+def _autograd_functions(output: Any) -> set[Any]:
     """The functions of autograd's graph from which the output comes. Nothing is differentiated."""
-    ahead = [tensor.grad_fn for tensor in tensors(output)]
-    found: set[Any] = set()
+    ahead = [tensor.grad_fn for tensor in iterate_tensors(output)]
+    functions: set[Any] = set()
     while ahead:
         function = ahead.pop()
-        if function is not None and function not in found:
-            found.add(function)
+        if function is not None and function not in functions:
+            functions.add(function)
             ahead.extend(before for before, _ in function.next_functions)
-    return found
+    return functions
 
 
-def _verify(flow: Flow, reference: _Reference) -> None:
+def _verify(flow: LayerFlow, reference: _Reference) -> None:
     """Refuses a program that computes something else than the model, and a flow that misses a parameter."""
-    expected, got = list(tensors(reference.output)), list(tensors(flow.output))
-    if len(expected) != len(got) or not all(map(_close, expected, got)):
+    expected, traced = list(iterate_tensors(reference.output)), list(iterate_tensors(flow.output))
+    if len(expected) != len(traced) or not all(map(_close, expected, traced)):
         raise UserError("what was traced computes another output than the model does on the example")
-    if missed := sorted(reference.reached - _owned(flow.nodes)):
+    if missed := sorted(reference.reached - _parameter_names(flow.nodes)):
         raise UserError(f"what was traced does not use {missed[0]}, on which the output depends")
 
 
@@ -190,26 +195,26 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-3 * largest, equal_nan=True)
 
 
-def _graph(flow: Flow, model: nn.Module, reference: _Reference, tracer: str) -> ArchitectureGraph:
+def _build_graph(flow: LayerFlow, model: nn.Module, reference: _Reference, tracer: str) -> ArchitectureGraph:
     """The graph of a flow, with a reason for each parameter that stays local."""
     parameters = dict(model.named_parameters())
-    refused = {name: reason for name, p in parameters.items() if (reason := _refusal(p))}
-    owned = _owned(flow.nodes)
+    refused = {name: reason for name, p in parameters.items() if (reason := _refusal_reason(p))}
+    owned = _parameter_names(flow.nodes)
     if reference.all_reached:  # the others are behind no_grad or detach: generated, they would never be learnt
         refused |= dict.fromkeys(owned - reference.reached - refused.keys(), "no gradient of the output reaches it")
     nodes, reasons = list(flow.nodes), dict(flow.reasons)
     for position, node in enumerate(nodes):
         stays = next((name for name in node.parameters.values() if name in refused), None)
         if stays is not None and isinstance(node.type, LayerType):
-            nodes[position] = _other(node)
+            nodes[position] = _as_local_node(node)
             reasons |= dict.fromkeys(node.parameters.values(), f"{stays} of the same layer stays: {refused[stays]}")
-    while clash := _clashes(nodes):
+    while clash := _conflicting_parameters(nodes):
         for position, node in enumerate(nodes):
             shared = next((name for name in node.parameters.values() if name in clash), None)
             if shared is not None:
-                nodes[position] = _other(node)
+                nodes[position] = _as_local_node(node)
                 reasons |= dict.fromkeys(node.parameters.values(), f"{shared} is shared between different layers")
-    generated = _owned(node for node in nodes if isinstance(node.type, LayerType))
+    generated = _parameter_names(node for node in nodes if isinstance(node.type, LayerType))
     local = {
         name: refused.get(name) or (reasons[name] if name in owned else "the output does not depend on it")
         for name in parameters
@@ -219,11 +224,11 @@ def _graph(flow: Flow, model: nn.Module, reference: _Reference, tracer: str) -> 
     return ArchitectureGraph(tuple(nodes), flow.edges, sizes, local, tracer)
 
 
-def _owned(nodes: Iterable[Node]) -> set[str]:
+def _parameter_names(nodes: Iterable[Node]) -> set[str]:
     return {name for node in nodes for name in node.parameters.values()}
 
 
-def _refusal(parameter: nn.Parameter) -> str:
+def _refusal_reason(parameter: nn.Parameter) -> str:
     if not parameter.requires_grad:
         return "it is not trained (requires_grad is False)"
     if parameter.dtype not in _GENERATED:
@@ -231,11 +236,11 @@ def _refusal(parameter: nn.Parameter) -> str:
     return ""
 
 
-def _other(node: Node) -> Node:
+def _as_local_node(node: Node) -> Node:
     return replace(node, type="other", parameters={name: name for name in node.parameters.values()})
 
 
-def _clashes(nodes: Sequence[Node]) -> set[str]:
+def _conflicting_parameters(nodes: Sequence[Node]) -> set[str]:
     """The parameters shared by nodes that do not agree in type and in all their parameters, a layer of the catalogue among
     them: no one set of generated weights suits them."""
     uses: dict[str, set[tuple[object, frozenset[tuple[str, str]]]]] = {}
@@ -247,20 +252,20 @@ def _clashes(nodes: Sequence[Node]) -> set[str]:
     }
 
 
-def _where(error: BaseException, root: Root) -> str:
+def _failing_module(error: BaseException, root: Root) -> str:
     """The innermost module in whose forward the error was raised."""
     names = {id(module): name for name, module in root.named_modules()}
-    found, trace = "model", error.__traceback__
+    module_name, trace = "model", error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
         if frame.f_code.co_name == "forward" and frame.f_code.co_varnames:
-            found = names.get(id(frame.f_locals.get(frame.f_code.co_varnames[0]))) or found
+            module_name = names.get(id(frame.f_locals.get(frame.f_code.co_varnames[0]))) or module_name
         trace = trace.tb_next
-    kind = type(root.get_submodule(found)).__name__
-    return kind if found == "model" else f"{found.removeprefix('model.')} ({kind})"
+    kind = type(root.get_submodule(module_name)).__name__
+    return kind if module_name == "model" else f"{module_name.removeprefix('model.')} ({kind})"
 
 
-def _sentence(error: BaseException) -> str:
+def _error_summary(error: BaseException) -> str:
     """The error's class, if it is not one of polyfed's, and the first line of its message, without the full stop."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     first = first if len(first) <= 240 else f"{first[:240]}…"

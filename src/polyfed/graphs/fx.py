@@ -7,12 +7,12 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from polyfed.core.inputs import Inputs, form_of
-from polyfed.graphs.flow import Program, Root, is_torchs_own
-from polyfed.graphs.layers import has_only_weight_and_bias, kind_of
+from polyfed.core.inputs import Inputs, input_spec_of
+from polyfed.graphs.flow import Root, TracedProgram, has_torch_forward
+from polyfed.graphs.layers import has_only_weight_and_bias, layer_kind
 
 
-def trace(root: Root, x: Inputs) -> Program:
+def trace_with_fx(root: Root, x: Inputs) -> TracedProgram:
     """The program of a model, with calls of layers as calls of modules.
 
     Args:
@@ -23,17 +23,17 @@ def trace(root: Root, x: Inputs) -> Program:
         Exception: of any kind, where `forward` does with a symbol what only a tensor can.
 
     >>> import torch
-    >>> [node.op for node in trace(Root(nn.Linear(2, 3)), torch.zeros(1, 2)).graph.nodes]
+    >>> [node.op for node in trace_with_fx(Root(nn.Linear(2, 3)), torch.zeros(1, 2)).graph.nodes]
     ['placeholder', 'call_module', 'output']
     """
-    return Program(_Tracer(x).trace(root), root)
+    return TracedProgram(_Tracer(x).trace(root), root)
 
 
 @final
 class _Tracer(fx.Tracer):
     def __init__(self, x: Inputs) -> None:
         super().__init__(param_shapes_constant=True)
-        self._form = form_of(x)
+        self._form = input_spec_of(x)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         """A symbol for each part of the inputs, in their structure."""
@@ -42,10 +42,10 @@ class _Tracer(fx.Tracer):
         def symbol(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
             return self.create_proxy("placeholder", f"x_{next(number)}", (), {})
 
-        return root_fn, [self.root, self._form.make(symbol)]
+        return root_fn, [self.root, self._form.build_inputs(symbol)]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether the module is one operation: torch's own ones, layers of the catalogue's kinds whatever they do with their
         weight, and layers whose weight is computed (a property that symbols cannot pass)."""
-        layer = kind_of(m) is not None and has_only_weight_and_bias(m)
-        return layer or is_parametrized(m) or is_torchs_own(m)
+        layer = layer_kind(m) is not None and has_only_weight_and_bias(m)
+        return layer or is_parametrized(m) or has_torch_forward(m)

@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from polyfed.graphs.architecture import KINDS, Kind, LayerType, Role
+from polyfed.graphs.architecture import LAYER_KINDS, LayerKind, LayerType, ParameterRole
 
 # Transposed convolutions are not derived from these; SyncBatchNorm and whatever a user derives are.
-_CLASSES: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
+_CLASSES: tuple[tuple[tuple[type[nn.Module], ...], LayerKind], ...] = (
     ((nn.Conv1d,), "conv1d"),
     ((nn.Conv2d,), "conv2d"),
     ((nn.Conv3d,), "conv3d"),
@@ -41,17 +41,17 @@ _AS = {"expand_as", "reshape_as", "type_as", "view_as"}
 
 @final
 @dataclass(frozen=True)
-class Layer:
+class LayerUse:
     """A use of a layer: its type, and the tensors that are its parameters."""
 
     type: LayerType
-    parameters: Mapping[Role, Tensor]
+    parameters: Mapping[ParameterRole, Tensor]
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def layer_kind(module: nn.Module) -> LayerKind | None:
     """The kind of layer that the module is, by its class or a class it is derived from; None for all others.
 
-    >>> kind_of(nn.SyncBatchNorm(3)), kind_of(nn.ConvTranspose2d(1, 1, 1))
+    >>> layer_kind(nn.SyncBatchNorm(3)), layer_kind(nn.ConvTranspose2d(1, 1, 1))
     ('batch_norm', None)
     """
     return next((kind for classes, kind in _CLASSES if isinstance(module, classes)), None)
@@ -62,31 +62,34 @@ def has_only_weight_and_bias(module: nn.Module) -> bool:
     return not is_parametrized(module) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
-def module_layer(module: nn.Module) -> Layer | None:
+def layer_of_module(module: nn.Module) -> LayerUse | None:
     """The layer that a call of this module is; None if it is of no kind or has other parameters than the kind has.
 
-    >>> module_layer(nn.Conv1d(4, 6, 3, stride=2, groups=2)).type.key, module_layer(nn.PReLU())
+    >>> layer_of_module(nn.Conv1d(4, 6, 3, stride=2, groups=2)).type.key, layer_of_module(nn.PReLU())
     ('conv1d-4-6-k3-s2-g2-b1-d1-none', None)
     """
-    kind = kind_of(module)
+    kind = layer_kind(module)
     if kind is None or not has_only_weight_and_bias(module):
         return None
-    own: dict[Role, Any] = {"weight": getattr(module, "weight", None), "bias": getattr(module, "bias", None)}
+    tensors: dict[ParameterRole, Any] = {
+        "weight": getattr(module, "weight", None),
+        "bias": getattr(module, "bias", None),
+    }
     stride, groups, dilation = (getattr(module, name, 1) for name in ("stride", "groups", "dilation"))
-    return _layer(kind, own, stride, groups, dilation)
+    return _build_layer_use(kind, tensors, stride, groups, dilation)
 
 
-def call_layer(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Layer | None:
+def layer_of_call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayerUse | None:
     """The layer that a call of a function is, with tensors for weight and bias; None if it is no such function.
 
     Args:
         node: of the traced program.
         args, kwargs: the values with which it is called.
     """
-    name = operation(node)
-    if name not in KINDS:
+    name = torch_operation_name(node)
+    if name not in LAYER_KINDS:
         return None
-    kind: Kind = name
+    kind: LayerKind = name
 
     def argument(position: int, keyword: str, default: Any = None) -> Any:
         return args[position] if position < len(args) else kwargs.get(keyword, default)
@@ -94,15 +97,21 @@ def call_layer(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     weight_at = {"layer_norm": 2, "group_norm": 2, "rms_norm": 2}.get(name, 1)
     if node.target in (F.batch_norm, F.instance_norm):
         weight_at = 3  # the Python functions, other than the operators, have the running statistics first
-    own: dict[Role, Any] = {"weight": argument(weight_at, "weight")}
-    own["bias"] = None if name == "rms_norm" else argument(weight_at + 1, "bias")
-    return _layer(kind, own, argument(3, "stride", 1), argument(6, "groups", 1), argument(5, "dilation", 1))
+    tensors: dict[ParameterRole, Any] = {"weight": argument(weight_at, "weight")}
+    tensors["bias"] = None if name == "rms_norm" else argument(weight_at + 1, "bias")
+    return _build_layer_use(
+        kind, tensors, argument(3, "stride", 1), argument(6, "groups", 1), argument(5, "dilation", 1)
+    )
 
 
-def _layer(
-    kind: Kind, own: Mapping[Role, Any], stride: int | Sequence[int], groups: int, dilation: int | Sequence[int]
-) -> Layer | None:
-    parameters = {role: value for role, value in own.items() if isinstance(value, Tensor)}
+def _build_layer_use(
+    kind: LayerKind,
+    tensors: Mapping[ParameterRole, Any],
+    stride: int | Sequence[int],
+    groups: int,
+    dilation: int | Sequence[int],
+) -> LayerUse | None:
+    parameters = {role: value for role, value in tensors.items() if isinstance(value, Tensor)}
     if "weight" not in parameters:
         return None
     shape = tuple(parameters["weight"].shape)
@@ -111,32 +120,32 @@ def _layer(
         return None
     groups = groups if dimensions else 1
     c_in = shape[0] if kind.endswith("_norm") else shape[1] * groups
-    steps, gaps = _each(stride, dimensions), _each(dilation, dimensions)
+    steps, gaps = _per_dimension(stride, dimensions), _per_dimension(dilation, dimensions)
     layer = LayerType(kind, c_in, shape[0], shape[2:], steps, groups, "bias" in parameters, gaps)
-    fits = {role: tuple(value.shape) for role, value in parameters.items()} == layer.shapes
-    return Layer(layer, parameters) if fits else None
+    fits = {role: tuple(value.shape) for role, value in parameters.items()} == layer.parameter_shapes
+    return LayerUse(layer, parameters) if fits else None
 
 
-def _each(numbers: int | Sequence[int], dimensions: int) -> tuple[int, ...]:
+def _per_dimension(numbers: int | Sequence[int], dimensions: int) -> tuple[int, ...]:
     """One number a dimension, of what torch takes for it: a number for all of them, or each."""
     if not dimensions:
         return ()
-    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    return found * dimensions if len(found) == 1 else found
+    values = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    return values * dimensions if len(values) == 1 else values
 
 
-def join_of(node: fx.Node) -> Literal["add", "concat"] | None:
+def join_kind(node: fx.Node) -> Literal["add", "concat"] | None:
     """Whether the operation puts its operands together, as a sum (or difference) or one next to the other."""
-    return _JOINS.get(operation(node))
+    return _JOINS.get(torch_operation_name(node))
 
 
-def operands(node: fx.Node) -> list[fx.Node]:
+def operand_nodes(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values an operation reads, each once."""
-    name = operation(node)
+    name = torch_operation_name(node)
     return [] if name in _NEW else node.all_input_nodes[:1] if name in _AS else node.all_input_nodes
 
 
-def operation(node: fx.Node) -> str:
+def torch_operation_name(node: fx.Node) -> str:
     """Torch's name of what a node calls, the same for function, method, operator and their in-place forms; "" for calls of
     modules and of functions that are not torch's."""
     if node.op == "call_method":

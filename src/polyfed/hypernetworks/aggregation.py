@@ -12,12 +12,12 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from polyfed.core.seeds import derive, torch_generator
-from polyfed.core.threads import in_threads
-from polyfed.core.tree import Tree
+from polyfed.core.seeds import derive_seed, torch_generator
+from polyfed.core.threads import map_in_threads
+from polyfed.core.tree import StateDict
 
-Normalise = Literal["relu", "softmax"]
-Similarity = Literal["distance", "cosine"]
+WeightNormalisation = Literal["relu", "softmax"]
+SimilarityMeasure = Literal["distance", "cosine"]
 Hypernetwork = Mapping[str, Tensor]
 _DEPTH = 3
 _EPSILON = 1e-8
@@ -31,7 +31,7 @@ _LINE = 16  # numbers of a line of the cache
 
 @final
 @dataclass(frozen=True)
-class Sizes:
+class HypernetworkSizes:
     """Of one client's hypernetwork: N clients, L layers of the model, E entries of an embedding, H hidden units."""
 
     clients: int
@@ -40,13 +40,13 @@ class Sizes:
     hidden: int
 
     @property
-    def numbers(self) -> int:
+    def num_parameters(self) -> int:
         """Entries of all its tensors together."""
         trunk = self.hidden * (self.embedding + 1) + (_DEPTH - 1) * self.hidden * (self.hidden + 1)
         return self.embedding + trunk + self.layers * self.clients * (self.hidden + 1)
 
 
-def create(client: str, sizes: Sizes, seed: int) -> dict[str, Tensor]:
+def init_aggregation_hypernetwork(client: str, sizes: HypernetworkSizes, seed: int) -> dict[str, Tensor]:
     """Embedding and parameters {v_i, ψ_i} of one client: a trunk of three linear layers with ReLU, and for each layer of
     the model a linear head to N weights. They depend on the client's name and the seed only, so that those of a client
     that has not taken part can be drawn when they are needed: all of them take N² numbers.
@@ -58,33 +58,34 @@ def create(client: str, sizes: Sizes, seed: int) -> dict[str, Tensor]:
     Returns:
         "embedding" (E), "trunk.K.weight" (H, E or H), "trunk.K.bias" (H), "heads.weight" (L, N, H), "heads.bias" (L, N).
 
-    >>> {name: tuple(t.shape) for name, t in create("north", Sizes(5, 2, 4, 3), seed=0).items()}["heads.weight"]
+    >>> network = init_aggregation_hypernetwork("north", HypernetworkSizes(5, 2, 4, 3), seed=0)
+    >>> tuple(network["heads.weight"].shape)
     (2, 5, 3)
     """
-    generator = torch_generator(derive(seed, "aggregation hypernetwork", client))
-    made = {"embedding": torch.randn(sizes.embedding, generator=generator)}
+    generator = torch_generator(derive_seed(seed, "aggregation hypernetwork", client))
+    params = {"embedding": torch.randn(sizes.embedding, generator=generator)}
     for k in range(_DEPTH):
         inputs = sizes.hidden if k else sizes.embedding
         for part, shape in {"weight": (sizes.hidden, inputs), "bias": (sizes.hidden,)}.items():
-            made[f"trunk.{k}.{part}"] = torch.rand(shape, generator=generator).mul_(2).sub_(1).div_(inputs**0.5)
-    made["heads.weight"] = torch.rand(sizes.layers, sizes.clients, sizes.hidden, generator=generator)
-    made["heads.bias"] = torch.zeros(sizes.layers, sizes.clients)
-    return made
+            params[f"trunk.{k}.{part}"] = torch.rand(shape, generator=generator).mul_(2).sub_(1).div_(inputs**0.5)
+    params["heads.weight"] = torch.rand(sizes.layers, sizes.clients, sizes.hidden, generator=generator)
+    params["heads.bias"] = torch.zeros(sizes.layers, sizes.clients)
+    return params
 
 
-def stacked(networks: Sequence[Hypernetwork]) -> dict[str, Tensor]:
+def stack_hypernetworks(networks: Sequence[Hypernetwork]) -> dict[str, Tensor]:
     """The hypernetworks of B clients as batched tensors, dimension 0 being B."""
     return {name: torch.stack([network[name] for network in networks]) for name in networks[0]}
 
 
-def in_groups(number: int, sizes: Sizes) -> list[slice]:
+def hypernetwork_batch_slices(number: int, sizes: HypernetworkSizes) -> list[slice]:
     """Places of so many hypernetworks, those together that are stacked at one time: few next to all."""
-    size = max(1, _STACKED // sizes.numbers)
+    size = max(1, _STACKED // sizes.num_parameters)
     return [slice(first, first + size) for first in range(0, number, size)]
 
 
-def scores(networks: Hypernetwork) -> Tensor:
-    """z_i, the heads' outputs before they are normalised, (B, L, N), for networks that are `stacked`.
+def aggregation_logits(networks: Hypernetwork) -> Tensor:
+    """z_i, the heads' outputs before they are normalised, (B, L, N), for networks that are `stack_hypernetworks`.
 
     What a network gives does not depend on the others, not even in the last bit: the server computes weights again to find
     out which layers it had retained.
@@ -102,35 +103,40 @@ def _linear(weight: Tensor, inputs: Tensor, bias: Tensor) -> Tensor:
     return torch.bmm(inputs[:, None, :], weight.transpose(1, 2))[:, 0] + bias
 
 
-def alphas(networks: Hypernetwork, own: Sequence[int], normalise: Normalise) -> Tensor:
+def layer_aggregation_weights(
+    networks: Hypernetwork, client_rows: Sequence[int], normalise: WeightNormalisation
+) -> Tensor:
     """α_i = HN_i(v_i; ψ_i) (eq. 4), (B, L, N), rows that sum to 1: ReLU(z)/(ΣReLU(z) + ε), or softmax(z).
 
     A row whose z are all ≤ 0 has no weights to give; the client then keeps its own layer: α_i^{l,i} = 1.
 
     Args:
-        networks: those of B clients, `stacked`.
+        networks: those of B clients, `stack_hypernetworks`.
         own: the positions of these clients among the N.
         normalise: "relu" or "softmax".
 
-    >>> networks = stacked([create(f"client-{i}", Sizes(4, 2, 8, 8), seed=0) for i in range(4)])
-    >>> alphas(networks, range(4), normalise="relu").sum(2).round(decimals=4).unique()
+    >>> networks = stack_hypernetworks(
+    ...     [init_aggregation_hypernetwork(f"client-{i}", HypernetworkSizes(4, 2, 8, 8), seed=0) for i in range(4)])
+    >>> layer_aggregation_weights(networks, range(4), normalise="relu").sum(2).round(decimals=4).unique()
     tensor([1.])
     """
-    z = scores(networks)
+    z = aggregation_logits(networks)
     if normalise == "softmax":
         return z.softmax(2)
     positive = z.relu()
-    alone = torch.nn.functional.one_hot(torch.tensor(list(own)), z.shape[2]).to(z.dtype)[:, None, :]
-    return torch.where(zero_rows(z)[:, :, None], alone, positive / (positive.sum(2, keepdim=True) + _EPSILON))
+    one_hot_self = torch.nn.functional.one_hot(torch.tensor(list(client_rows)), z.shape[2]).to(z.dtype)[:, None, :]
+    return torch.where(
+        rows_without_positive(z)[:, :, None], one_hot_self, positive / (positive.sum(2, keepdim=True) + _EPSILON)
+    )
 
 
-def zero_rows(z: Tensor) -> Tensor:
+def rows_without_positive(z: Tensor) -> Tensor:
     """Which rows of scores (B, L, N) have no positive entry, (B, L)."""
     return (z <= 0).all(2)
 
 
-def updated(
-    networks: Sequence[Hypernetwork], rows: Sequence[int], products: Tensor, rate: float, normalise: Normalise
+def step_hypernetworks(
+    networks: Sequence[Hypernetwork], rows: Sequence[int], products: Tensor, rate: float, normalise: WeightNormalisation
 ) -> list[dict[str, Tensor]]:
     """v_i ← v_i + rate · (∇_v θ̄_i)ᵀ Δθ_i, and ψ_i likewise (eq. 10 and 11), for B clients of a round at once.
 
@@ -143,27 +149,29 @@ def updated(
         products: ⟨θ_j^l, Δθ_i^l⟩, (B, L, N).
     """
     with torch.enable_grad():
-        leaves = {name: tensor.requires_grad_() for name, tensor in stacked(networks).items()}
-        alpha = alphas(leaves, rows, normalise)
+        leaves = {name: tensor.requires_grad_() for name, tensor in stack_hypernetworks(networks).items()}
+        alpha = layer_aggregation_weights(leaves, rows, normalise)
         ascent = torch.autograd.grad(alpha, list(leaves.values()), products.to(alpha.dtype))
     steps = dict(zip(leaves, ascent, strict=True))
-    after = []
+    stepped = []
     for i, network in enumerate(networks):
-        made = _together(network)
+        new_tensors = _allocate_contiguous(network)
         for name, tensor in network.items():
-            torch.add(tensor, steps[name][i], alpha=rate, out=made[name])
-        after.append(made)
-    return after
+            torch.add(tensor, steps[name][i], alpha=rate, out=new_tensors[name])
+        stepped.append(new_tensors)
+    return stepped
 
 
-def _together(like: Hypernetwork) -> dict[str, Tensor]:
+def _allocate_contiguous(like: Hypernetwork) -> dict[str, Tensor]:
     """Tensors of these shapes, without values, in one piece of memory: what pieces of one size leave, others fill."""
     sizes = [tensor.numel() for tensor in like.values()]
     parts = torch.split(torch.empty(sum(sizes), dtype=next(iter(like.values())).dtype), sizes)
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(like.items(), parts, strict=True)}
 
 
-def layers_of(parameters: Sequence[str], owners: Mapping[str, Sequence[str]], layer: str) -> dict[str, list[str]]:
+def group_into_layers(
+    parameters: Sequence[str], owners: Mapping[str, Sequence[str]], granularity: str
+) -> dict[str, list[str]]:
     """The layers that get a weight each: name -> the tensors in it, in the order of the model.
 
     Args:
@@ -171,7 +179,8 @@ def layers_of(parameters: Sequence[str], owners: Mapping[str, Sequence[str]], la
         owners: module -> names of the tensors it owns (`models.split.layer_owners`).
         layer: "module" (the owner of a tensor), "block" (the top-level module it is in), "tensor", or "model".
 
-    >>> layers_of(["a.0.weight", "a.0.bias", "b.weight"], {"a.0": ["a.0.weight", "a.0.bias"], "b": ["b.weight"]}, "block")
+    >>> group_into_layers(["a.0.weight", "a.0.bias", "b.weight"],
+    ...                   {"a.0": ["a.0.weight", "a.0.bias"], "b": ["b.weight"]}, "block")
     {'a': ['a.0.weight', 'a.0.bias'], 'b': ['b.weight']}
     """
     owner = {name: module for module, names in owners.items() for name in names}
@@ -181,13 +190,15 @@ def layers_of(parameters: Sequence[str], owners: Mapping[str, Sequence[str]], la
         "tensor": lambda name: name,
         "model": lambda _: "model",
     }
-    found: dict[str, list[str]] = {}
+    by_layer: dict[str, list[str]] = {}
     for name in parameters:
-        found.setdefault(label[layer](name), []).append(name)
-    return found
+        by_layer.setdefault(label[granularity](name), []).append(name)
+    return by_layer
 
 
-def mixtures(models: Sequence[Tree], alpha: Tensor, layers: Mapping[str, Sequence[str]]) -> list[dict[str, Tensor]]:
+def mix_models(
+    models: Sequence[StateDict], alpha: Tensor, layers: Mapping[str, Sequence[str]]
+) -> list[dict[str, Tensor]]:
     """θ̄_i^l = Σ_j α_i^{l,j} θ_j^l (eq. 6) for B clients at once.
 
     Args:
@@ -206,26 +217,26 @@ def mixtures(models: Sequence[Tree], alpha: Tensor, layers: Mapping[str, Sequenc
         ]
         for name, tensor in models[0].items()
     }
-    thetas = _cut(models, layers, len(models))
+    thetas = _split_tensors(models, layers, len(models))
 
-    def mix(part: _Part) -> None:
-        theta = part.of(thetas)
-        weights, made = alpha[:, part.layer].to(theta.dtype), theta.new_empty(len(alpha), theta.shape[1])
-        for near in _near(theta):
-            torch.mm(weights, theta[:, near], out=made[:, near])
-        for piece, found in zip(pieces[part.name], torch.split(made, few[part.name]), strict=True):
-            piece.view(len(piece), -1)[:, part.where] = found
+    def mix(part: _TensorPart) -> None:
+        theta = part.stack_models(thetas)
+        weights, products = alpha[:, part.layer].to(theta.dtype), theta.new_empty(len(alpha), theta.shape[1])
+        for near in _cache_sized_blocks(theta):
+            torch.mm(weights, theta[:, near], out=products[:, near])
+        for piece, values in zip(pieces[part.name], torch.split(products, few[part.name]), strict=True):
+            piece.view(len(piece), -1)[:, part.where] = values
 
-    for _ in in_threads(mix, _parts(models, layers)):
+    for _ in map_in_threads(mix, _list_tensor_parts(models, layers)):
         pass
-    mixed = {name: [tensor for piece in made for tensor in piece] for name, made in pieces.items()}
+    mixed = {name: [tensor for piece in tensor_pieces for tensor in piece] for name, tensor_pieces in pieces.items()}
     return [{name: tensors[i] for name, tensors in mixed.items()} for i in range(len(alpha))]
 
 
-def inner_products(
-    models: Sequence[Tree],
+def layer_inner_products(
+    models: Sequence[StateDict],
     served: Tensor,
-    replies: Sequence[Tree],
+    replies: Sequence[StateDict],
     layers: Mapping[str, Sequence[str]],
 ) -> Tensor:
     """⟨θ_j^l, Δθ_i^l⟩ with Δθ_i = θ_i − θ̄_i, (B, L, N), float64.
@@ -234,29 +245,29 @@ def inner_products(
         models: θ_1 ... θ_N at the start of the round.
         served: the weights with which θ̄_i was made, (B, L, N).
         replies: θ_i of the B clients after local training.
-        layers: as for `mixtures`.
+        layers: as for `mix_models`.
     """
     total = torch.zeros(served.shape, dtype=torch.float64)
 
-    thetas, afters = _cut(models, layers, len(models)), _cut(replies, layers, len(models))
+    thetas, afters = _split_tensors(models, layers, len(models)), _split_tensors(replies, layers, len(models))
 
-    def product(part: _Part) -> tuple[int, Tensor]:
-        theta, delta = part.of(thetas), part.of(afters)
+    def product(part: _TensorPart) -> tuple[int, Tensor]:
+        theta, delta = part.stack_models(thetas), part.stack_models(afters)
         weights = served[:, part.layer].to(theta.dtype)
-        for near in _near(theta):
+        for near in _cache_sized_blocks(theta):
             delta[:, near].addmm_(weights, theta[:, near], alpha=-1)
         return part.layer, delta @ theta.T
 
-    for layer, products in in_threads(product, _parts(models, layers)):
+    for layer, products in map_in_threads(product, _list_tensor_parts(models, layers)):
         total[:, layer] += products
     return total
 
 
-def similarities(
-    models: Sequence[Tree],
+def similarity_weights(
+    models: Sequence[StateDict],
     layers: Mapping[str, Sequence[str]],
     rows: Sequence[int],
-    measure: Similarity,
+    measure: SimilarityMeasure,
     sharpness: float,
 ) -> Tensor:
     """Weights from how alike clients' layers are, without a hypernetwork (the toy example of Fig. 1): α_i^{l,j} =
@@ -267,45 +278,47 @@ def similarities(
 
     Args:
         models: θ_1 ... θ_N.
-        layers: as for `mixtures`.
+        layers: as for `mix_models`.
         rows: the positions of the B clients among the N.
         measure: "cosine" or "distance".
         sharpness: 0 or more; 0 weighs all clients alike.
 
     >>> models = [{"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 3.0])}]
-    >>> similarities(models, {"w": ["w"]}, [0], "cosine", sharpness=1000.0).tolist()
+    >>> similarity_weights(models, {"w": ["w"]}, [0], "cosine", sharpness=1000.0).tolist()
     [[[0.5, 0.5, 0.0]]]
     """
     n = len(models)
     products = torch.zeros(len(layers), n, n, dtype=torch.float64)
 
-    thetas = _cut(models, layers, n)
+    thetas = _split_tensors(models, layers, n)
 
-    def product(part: _Part) -> tuple[int, Tensor]:
-        theta = part.of(thetas).double()
+    def product(part: _TensorPart) -> tuple[int, Tensor]:
+        theta = part.stack_models(thetas).double()
         if measure == "distance":  # of models that hardly differ, products would be all rounding
             theta = theta - theta.mean(0)
         return part.layer, theta @ theta.T
 
-    for layer, found in in_threads(product, _parts(models, layers)):
-        products[layer] += found
+    for layer, part_products in map_in_threads(product, _list_tensor_parts(models, layers)):
+        products[layer] += part_products
     squares = products.diagonal(dim1=1, dim2=2)
     if measure == "cosine":
         lengths = squares.clamp_min(0).sqrt()
         scores = products / (lengths[:, :, None] * lengths[:, None, :]).clamp_min(_TINY)
     else:
-        apart = (squares[:, :, None] + squares[:, None, :] - 2 * products).clamp_min(0)
-        scores = -apart / (apart.sum((1, 2), keepdim=True) / max(n * (n - 1), 1)).clamp_min(_TINY)
+        squared_distances = (squares[:, :, None] + squares[:, None, :] - 2 * products).clamp_min(0)
+        scores = -squared_distances / (squared_distances.sum((1, 2), keepdim=True) / max(n * (n - 1), 1)).clamp_min(
+            _TINY
+        )
     return (sharpness * scores).softmax(2).transpose(0, 1)[list(rows)].float()
 
 
-_Cut = Mapping[str, Sequence[Sequence[Tensor]]]
+_TensorParts = Mapping[str, Sequence[Sequence[Tensor]]]
 """By name the parts of a tensor, each of all models."""
 
 
 @final
 @dataclass(frozen=True)
-class _Part:
+class _TensorPart:
     """A part of a tensor: the position of its layer, its name, which part it is, and where that lies."""
 
     layer: int
@@ -313,35 +326,36 @@ class _Part:
     number: int
     where: slice
 
-    def of(self, cut: _Cut) -> Tensor:
+    def stack_models(self, cut: _TensorParts) -> Tensor:
         """The values of all models, (number of models, size of the part)."""
         return torch.stack(list(cut[self.name][self.number]))
 
 
-def _columns(numbers: int, rows: int) -> int:
-    """How many columns a matrix of so many rows has if it is to hold about `numbers`: whole lines of the cache, since
+def _columns_per_block(numbers: int, rows: int) -> int:
+    """How many columns a matrix of so many rows has if it is to hold about `num_parameters`: whole lines of the cache, since
     products of rows that begin within one take half as long again."""
     return max(1, numbers // rows // _LINE) * _LINE
 
 
-def _near(theta: Tensor) -> list[slice]:
+def _cache_sized_blocks(theta: Tensor) -> list[slice]:
     """Columns of a part, few enough to be multiplied where they are near: in less than half of the time."""
-    width = _columns(_NEAR, len(theta))
+    width = _columns_per_block(_NEAR, len(theta))
     return [slice(start, start + width) for start in range(0, theta.shape[1], width)]
 
 
-def _cut(models: Sequence[Tree], layers: Mapping[str, Sequence[str]], number: int) -> _Cut:
-    """The parts of `_parts` as views, of N = `number` models in all; one call a tensor, since calls are what takes time."""
-    width = _columns(_CHUNK, number)
+def _split_tensors(models: Sequence[StateDict], layers: Mapping[str, Sequence[str]], number: int) -> _TensorParts:
+    """The parts of `_list_tensor_parts` as views, of N = `number` models in all; one call a tensor, since calls are
+    what takes time."""
+    width = _columns_per_block(_CHUNK, number)
     names = [name for names in layers.values() for name in names]
     return {n: list(zip(*(torch.split(model[n].reshape(-1), width) for model in models), strict=True)) for n in names}
 
 
-def _parts(models: Sequence[Tree], layers: Mapping[str, Sequence[str]]) -> list[_Part]:
+def _list_tensor_parts(models: Sequence[StateDict], layers: Mapping[str, Sequence[str]]) -> list[_TensorPart]:
     """All tensors in parts of which all models' are small enough to stay in a core's cache: no more is ever stacked."""
-    width = _columns(_CHUNK, len(models))
+    width = _columns_per_block(_CHUNK, len(models))
     return [
-        _Part(layer, name, number, slice(start, start + width))
+        _TensorPart(layer, name, number, slice(start, start + width))
         for layer, names in enumerate(layers.values())
         for name in names
         for number, start in enumerate(range(0, models[0][name].numel(), width))

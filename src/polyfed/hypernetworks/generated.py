@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Architecture
-from polyfed.core.replaced import call_with
-from polyfed.core.scratch import Scratch, scratch
-from polyfed.core.tree import Tree
+from polyfed.core.replaced import call_with_tensors
+from polyfed.core.scratch import CachedModule, cached_module
+from polyfed.core.tree import StateDict
 from polyfed.graphs.architecture import ArchitectureGraph
-from polyfed.hypernetworks.ghn import GHN, Form, GraphTensors, scratch_ghn, tensors_of_graph
+from polyfed.hypernetworks.ghn import GHN, GHNConfig, GraphTensors, cached_ghn, graph_to_tensors
 
 
 @final
@@ -29,27 +29,33 @@ class GeneratedNetwork(nn.Module):
         super().__init__()
         self.ghn, self.model, self.graph = ghn, model, graph
 
-    def weights(self) -> dict[str, Tensor]:
+    def generate_weights(self) -> dict[str, Tensor]:
         """θ_c: name -> generated parameter, in the shape, type and memory layout of the one whose place it takes: its layout
         decides in which one convolutions work."""
-        own = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         with torch.autocast(self.graph.features.device.type, enabled=False):  # weights stay float32, also in bf16
-            return {name: _alike(made, own[name]) for name, made in self.ghn.stream(self.graph)}
+            return {
+                name: _match_layout(tensor, parameters[name]) for name, tensor in self.ghn.iterate_weights(self.graph)
+            }
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Outputs of the client's network with θ_c in the place of its own weights."""
-        return call_with(self.model, self.weights(), inputs, named)
+        return call_with_tensors(self.model, self.generate_weights(), inputs, named)
 
 
-def _alike(made: Tensor, own: Tensor) -> Tensor:
-    last = own.dim() == 4 and not own.is_contiguous()
+def _match_layout(generated: Tensor, parameter: Tensor) -> Tensor:
+    last = parameter.dim() == 4 and not parameter.is_contiguous()
     layout = torch.channels_last if last else torch.contiguous_format
-    return made.to(own.dtype).contiguous(memory_format=layout)
+    return generated.to(parameter.dtype).contiguous(memory_format=layout)
 
 
-def assembled(
-    factory: Architecture, graph: ArchitectureGraph, form: Form, ghn: Tree, device: torch.device | None = None
-) -> tuple[GeneratedNetwork, Scratch]:
+def build_generated_network(
+    factory: Architecture,
+    graph: ArchitectureGraph,
+    config: GHNConfig,
+    ghn_weights: StateDict,
+    device: torch.device | None = None,
+) -> tuple[GeneratedNetwork, CachedModule]:
     """The network of an architecture under a hypernetwork with the weights `ghn`, and the scratch module that is its
     `model`: as with `scratch`, whoever takes them fills the latter and does not keep them.
 
@@ -57,36 +63,41 @@ def assembled(
         ValueError: the weights are not those of a hypernetwork of this form.
     """
     device = device or torch.device("cpu")
-    find = _cached if isinstance(factory, Hashable) else _build
-    network, own = find(factory, _Same(graph), form, device)
-    own.restore()
+    build = _cached if isinstance(factory, Hashable) else _build
+    network, cached_model = build(factory, _GraphKey(graph), config, device)
+    cached_model.reset()
     try:
-        network.ghn.load_state_dict(dict(ghn))
+        network.ghn.load_state_dict(dict(ghn_weights))
     except RuntimeError as error:
         raise ValueError(
             "the hypernetwork that came down is not of the form of this client's settings (gnn, passing, depth, latent, "
             f"hidden, head, rank): {str(error).splitlines()[-1].strip()}"
         ) from error
-    return network, own
+    return network, cached_model
 
 
 @final
-class _Same:
+class _GraphKey:
     """A graph as part of a cache's key: by identity, since comparing graphs would take longer than it saves."""
 
     def __init__(self, graph: ArchitectureGraph) -> None:
         self.graph = graph
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.graph is self.graph
+        return isinstance(other, _GraphKey) and other.graph is self.graph
 
     def __hash__(self) -> int:
         return id(self.graph)
 
 
-def _build(factory: Architecture, graph: _Same, form: Form, device: torch.device) -> tuple[GeneratedNetwork, Scratch]:
-    tensors, own = tensors_of_graph(graph.graph, form.catalogue, device, form.passing), scratch(factory, device)
-    return GeneratedNetwork(scratch_ghn(form, device), own.module, tensors), own
+def _build(
+    factory: Architecture, graph: _GraphKey, config: GHNConfig, device: torch.device
+) -> tuple[GeneratedNetwork, CachedModule]:
+    tensors, cached_model = (
+        graph_to_tensors(graph.graph, config.catalogue, device, config.passing),
+        cached_module(factory, device),
+    )
+    return GeneratedNetwork(cached_ghn(config, device), cached_model.module, tensors), cached_model
 
 
 _cached = lru_cache(maxsize=64)(_build)

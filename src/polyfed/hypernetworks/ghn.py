@@ -16,26 +16,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.core.room import within_memory
-from polyfed.core.seeds import derive, local_rng, torch_generator
-from polyfed.core.tree import Tree
-from polyfed.graphs.architecture import MARKS, ArchitectureGraph, LayerType, Role
+from polyfed.core.room import build_within_memory
+from polyfed.core.seeds import derive_seed, temporary_rng_seed, torch_generator
+from polyfed.core.tree import StateDict
+from polyfed.graphs.architecture import NODE_MARKS, ArchitectureGraph, LayerType, ParameterRole
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.hypernetworks.ghn_layers import GatedGraphConv, GraphConv, Level, gathered, sweeps
+from polyfed.hypernetworks.ghn_layers import (
+    GatedGraphConv,
+    GraphConv,
+    Level,
+    aggregate_neighbours,
+    forward_backward_levels,
+)
 from polyfed.hypernetworks.heads import Factored, TypeHead
 
 Gnn = Literal["graphconv", "gated", "sage"]
 Head = Literal["mlp", "factored"]
 Passing = Literal["synchronous", "asynchronous"]
 Init = Literal["kaiming", "paper", "last_layer"]
-LARGEST = 50 * 2**20
+MAX_DENSE_BYTES = 50 * 2**20
 """Bytes of a hypernetwork above which its heads are factored, unless the method says which they are."""
 _CHAINS = 16  # random graphs on which the heads' activations are measured at initialisation
 
 
 @final
 @dataclass(frozen=True)
-class Form:
+class GHNConfig:
     """What two graph hypernetworks must have in common so that one can take the other's weights.
 
     Args:
@@ -72,31 +78,32 @@ class Form:
 class GraphTensors:
     """A graph as the hypernetwork reads it.
 
-    Attributes: `features` X, one-hot, (V, k); `edges`, int64 (2, E), from and to; `sets`, by layer type, the nodes that use
-    weights of this type (m,), to which of the n sets each belongs (m,), and of each set role -> parameter's name; `sweeps`,
+    Attributes: `features` X, one-hot, (V, k); `edges`, int64 (2, E), from and to; `weight_sets`, by layer type, the
+    nodes that use
+    weights of this type (m,), to which of the n sets each belongs (m,), and of each set role -> parameter's name; `levels`,
     the levels of asynchronous passing, empty for synchronous.
     """
 
     features: Tensor
     edges: Tensor
-    sets: Mapping[LayerType, tuple[Tensor, Tensor, tuple[Mapping[str, str], ...]]]
-    sweeps: tuple[Level, ...] = ()
+    weight_sets: Mapping[LayerType, tuple[Tensor, Tensor, tuple[Mapping[str, str], ...]]]
+    levels: tuple[Level, ...] = ()
 
 
-def tensors_of_graph(
+def graph_to_tensors(
     graph: ArchitectureGraph, catalogue: LayerCatalogue, device: torch.device, passing: Passing = "synchronous"
 ) -> GraphTensors:
     """The tensors of a graph whose layer types are all in the catalogue (see `ArchitectureGraph.restricted`)."""
-    columns = {kind: column for column, kind in enumerate(catalogue.features)}
+    columns = {kind: column for column, kind in enumerate(catalogue.node_types)}
     types = torch.tensor([columns[node.type] for node in graph.nodes], device=device)
     edges = torch.tensor(graph.edges, dtype=torch.int64, device=device).reshape(-1, 2).T.contiguous()
     sets = {}
-    for kind in graph.types:
-        members = [made for made in graph.generated if made.type == kind]
-        nodes = [(node, row) for row, made in enumerate(members) for node in made.nodes]
+    for kind in graph.layer_types:
+        members = [weight_set for weight_set in graph.generated_weights if weight_set.type == kind]
+        nodes = [(node, row) for row, weight_set in enumerate(members) for node in weight_set.nodes]
         positions, rows = (torch.tensor(column, device=device) for column in zip(*nodes, strict=True))
-        sets[kind] = (positions, rows, tuple(made.parameters for made in members))
-    order = sweeps(graph.edges, len(graph.nodes), device) if passing == "asynchronous" else ()
+        sets[kind] = (positions, rows, tuple(weight_set.parameters for weight_set in members))
+    order = forward_backward_levels(graph.edges, len(graph.nodes), device) if passing == "asynchronous" else ()
     return GraphTensors(F.one_hot(types, len(columns)).float(), edges, sets, order)
 
 
@@ -112,104 +119,108 @@ class GHN(nn.Module):
     `forward` takes `GraphTensors` and returns name -> generated parameter, in its shape.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, config: GHNConfig) -> None:
         super().__init__()
-        columns = len(form.catalogue.features)
-        self.form, gated = form, form.gnn == "gated"
-        embedded = form.depth > 0 and (gated or form.passing == "asynchronous")
+        columns = len(config.catalogue.node_types)
+        self.form, gated = config, config.gnn == "gated"
+        embedded = config.depth > 0 and (gated or config.passing == "asynchronous")
         self.gnn = nn.ModuleList(
-            GatedGraphConv(form.latent)
+            GatedGraphConv(config.latent)
             if gated
-            else GraphConv(form.latent if t or embedded else columns, form.latent, mean=form.gnn == "sage")
-            for t in range(form.depth)
+            else GraphConv(config.latent if t or embedded else columns, config.latent, mean=config.gnn == "sage")
+            for t in range(config.depth)
         )
         if embedded:
-            self.embed = nn.Linear(columns, form.latent, bias=False)
-        if gated and form.depth:
-            self.cell = nn.GRUCell(form.latent, form.latent)
-        inputs, rank = form.latent if form.depth else columns, form.rank if form.head == "factored" else None
+            self.embed = nn.Linear(columns, config.latent, bias=False)
+        if gated and config.depth:
+            self.cell = nn.GRUCell(config.latent, config.latent)
+        inputs, rank = config.latent if config.depth else columns, config.rank if config.head == "factored" else None
         self.heads = nn.ModuleDict({
-            kind.key: TypeHead(kind, inputs, form.hidden, rank, form.normalise) for kind in form.catalogue.types
+            kind.key: TypeHead(kind, inputs, config.hidden, rank, config.normalise) for kind in config.catalogue.types
         })  # fmt: skip
 
-    def latent(self, features: Tensor, edges: Tensor, order: tuple[Level, ...] = ()) -> Tensor:
+    def encode_nodes(self, features: Tensor, edges: Tensor, levels: tuple[Level, ...] = ()) -> Tensor:
         """h^T of every node, (V, d), from X (V, k) and edges (2, E); asynchronous passing needs the levels of the graph."""
         h = self.embed(features) if hasattr(self, "embed") else features
         sources, targets = edges
         mean = self.form.gnn == "sage"
         for layer in self.gnn:
             if self.form.passing == "synchronous":
-                h = self._updated(layer, h, gathered(h, sources, targets, len(h), mean))
+                h = self._update_nodes(layer, h, aggregate_neighbours(h, sources, targets, len(h), mean))
                 continue
-            for nodes, those, places in order:
-                incoming = gathered(h, those, places, len(nodes), mean)
-                h = h.index_copy(0, nodes, self._updated(layer, h[nodes], incoming))
+            for nodes, level_sources, level_targets in levels:
+                incoming = aggregate_neighbours(h, level_sources, level_targets, len(nodes), mean)
+                h = h.index_copy(0, nodes, self._update_nodes(layer, h[nodes], incoming))
         return h
 
-    def _updated(self, layer: Any, own: Tensor, incoming: Tensor) -> Tensor:
+    def _update_nodes(self, layer: Any, node_states: Tensor, messages: Tensor) -> Tensor:
         if self.form.gnn == "gated":
-            gated: Tensor = layer.update(own, incoming, self.cell)
+            gated: Tensor = layer.update_nodes(node_states, messages, self.cell)
             return gated
-        new: Tensor = layer.update(own, incoming).relu()  # eq. 2
+        new: Tensor = layer.update_nodes(node_states, messages).relu()  # eq. 2
         return new
 
     def forward(self, graph: GraphTensors) -> dict[str, Tensor]:
         """All weights of the graph; the nodes of one type go through their head as one batch."""
-        return dict(self.stream(graph))
+        return dict(self.iterate_weights(graph))
 
-    def stream(self, graph: GraphTensors) -> Iterator[tuple[str, Tensor]]:
+    def iterate_weights(self, graph: GraphTensors) -> Iterator[tuple[str, Tensor]]:
         """The names and weights of `forward` one after the other: who turns each into another form at once never has both
         forms of more than one head's."""
-        h = self.latent(graph.features, graph.edges, graph.sweeps)
-        for kind, (nodes, rows, parameters) in graph.sets.items():
-            own = h[nodes]
+        h = self.encode_nodes(graph.features, graph.edges, graph.levels)
+        for kind, (nodes, rows, parameters) in graph.weight_sets.items():
+            states = h[nodes]
             if len(nodes) > len(parameters):
-                sums = own.new_zeros(len(parameters), own.shape[1]).index_add(0, rows, own)
-                own = sums / rows.bincount(minlength=len(parameters))[:, None]
-            yield from _named_sets(self.heads[kind.key](own), parameters)  # eq. 3
+                sums = states.new_zeros(len(parameters), states.shape[1]).index_add(0, rows, states)
+                states = sums / rows.bincount(minlength=len(parameters))[:, None]
+            yield from _name_weights(self.heads[kind.key](states), parameters)  # eq. 3
 
 
-def _named_sets(
-    made: Mapping[Role, Sequence[Tensor]], parameters: Sequence[Mapping[str, str]]
+def _name_weights(
+    tensors_by_role: Mapping[ParameterRole, Sequence[Tensor]], parameters: Sequence[Mapping[str, str]]
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of n sets by the names of their parameters, from those by role."""
-    for role, all_sets in made.items():
+    for role, all_sets in tensors_by_role.items():
         yield from zip((names[role] for names in parameters), all_sets, strict=True)
 
 
 @lru_cache(maxsize=8)
-def num_bytes(form: Form) -> int:
+def hypernetwork_bytes(config: GHNConfig) -> int:
     """Bytes of the tensors (W_G, W_H) of this form, which are the message in either direction; nothing is allocated.
 
-    >>> num_bytes(Form(LayerCatalogue((LayerType("linear", 20, 10),)), depth=0, hidden=4))
+    >>> hypernetwork_bytes(GHNConfig(LayerCatalogue((LayerType("linear", 20, 10),)), depth=0, hidden=4))
     4300
     """
-    with torch.device("meta"), local_rng(0):
-        return sum(tensor.nbytes for tensor in GHN(form).state_dict().values())
+    with torch.device("meta"), temporary_rng_seed(0):
+        return sum(tensor.nbytes for tensor in GHN(config).state_dict().values())
 
 
-def light(form: Form) -> Form:
-    """The form, with factored heads where it would be more than `LARGEST` bytes with the paper's."""
-    dense = replace(form, head="mlp")
-    return replace(form, head="factored") if within_memory(_named(form), lambda: num_bytes(dense)) > LARGEST else form
+def factor_if_large(config: GHNConfig) -> GHNConfig:
+    """The form, with factored heads where it would be more than `MAX_DENSE_BYTES` bytes with the paper's."""
+    dense = replace(config, head="mlp")
+    return (
+        replace(config, head="factored")
+        if build_within_memory(_describe_size(config), lambda: hypernetwork_bytes(dense)) > MAX_DENSE_BYTES
+        else config
+    )
 
 
-def told_of_heads(form: Form) -> str:
+def describe_factored_heads(config: GHNConfig) -> str:
     """How much the factored heads of a form send, in a few words."""
-    light, dense = (num_bytes(replace(form, head=head)) / 2**20 for head in ("factored", "mlp"))
-    return f"factored: {light:.0f} MB each way a round, where the paper's heads (mlp) would send {dense:.0f} MB"
+    factored, dense = (hypernetwork_bytes(replace(config, head=head)) / 2**20 for head in ("factored", "mlp"))
+    return f"factored: {factored:.0f} MB each way a round, where the paper's heads (mlp) would send {dense:.0f} MB"
 
 
-def _within_memory(form: Form) -> GHN:
-    return within_memory(_named(form), lambda: GHN(form))
+def _build_ghn(config: GHNConfig) -> GHN:
+    return build_within_memory(_describe_size(config), lambda: GHN(config))
 
 
-def _named(form: Form) -> str:
-    told = f"depth={form.depth}, latent={form.latent} and hidden={form.hidden}"
-    return f"a graph hypernetwork of {len(form.catalogue.types)} layer types with {told}"
+def _describe_size(config: GHNConfig) -> str:
+    sizes = f"depth={config.depth}, latent={config.latent} and hidden={config.hidden}"
+    return f"a graph hypernetwork of {len(config.catalogue.types)} layer types with {sizes}"
 
 
-def create(form: Form, init: Init, seed: int) -> dict[str, Tensor]:
+def init_ghn_params(config: GHNConfig, init: Init, seed: int) -> dict[str, Tensor]:
     """The initial tensors (W_G, W_H), by name.
 
     With `normalise` the GNN and the hidden layers have Kaiming's variance, shared between A and B, and zero biases; else
@@ -228,27 +239,29 @@ def create(form: Form, init: Init, seed: int) -> dict[str, Tensor]:
       small without `normalise`.
 
     >>> from polyfed.graphs import LayerType
-    >>> tensors = create(Form(LayerCatalogue((LayerType("linear", 20, 10),))), "kaiming", seed=0)
+    >>> tensors = init_ghn_params(GHNConfig(LayerCatalogue((LayerType("linear", 20, 10),))), "kaiming", seed=0)
     >>> tuple(tensors["heads.linear-20-10-k-s-g1-b1-d-none.out.weight"].shape)
     (200, 16)
     """
-    with local_rng(derive(seed, "graph hypernetwork")):
-        ghn = _within_memory(form)
-        if form.normalise:
+    with temporary_rng_seed(derive_seed(seed, "graph hypernetwork")):
+        ghn = _build_ghn(config)
+        if config.normalise:
             _reset_trunk(ghn)
         if init == "paper":
-            _reset_hidden(ghn, form, seed)
-        energies = _energies(ghn, form, seed) if init == "kaiming" else {}
+            _reset_hidden(ghn, config, seed)
+        energies = _hidden_energies(ghn, config, seed) if init == "kaiming" else {}
         with torch.no_grad():
-            for kind in form.catalogue.types:
+            for kind in config.catalogue.types:
                 head = ghn.heads[kind.key]
                 assert isinstance(head, TypeHead)
                 if init == "kaiming":
                     variance = 2 / (kind.fan_in * energies[kind])
                 else:  # of Xavier-normal · √(2·c_in/H) on the (P, H) matrix, which supposes E[z²] = ½
-                    variance = 2 / (form.hidden + math.prod(kind.shapes["weight"])) * 2 * kind.c_in / form.hidden
-                    variance = variance / 2 if init == "paper" and form.normalise else variance
-                _reset(head, kind, variance)
+                    variance = (
+                        2 / (config.hidden + math.prod(kind.parameter_shapes["weight"])) * 2 * kind.c_in / config.hidden
+                    )
+                    variance = variance / 2 if init == "paper" and config.normalise else variance
+                _reset_head(head, kind, variance)
     return {name: tensor.detach().clone() for name, tensor in ghn.state_dict().items()}
 
 
@@ -267,12 +280,12 @@ def _reset_trunk(ghn: GHN) -> None:
             nn.init.kaiming_normal_(parameter)
 
 
-def _reset(head: TypeHead, kind: LayerType, variance: float) -> None:
+def _reset_head(head: TypeHead, kind: LayerType, variance: float) -> None:
     """Initial weights of a head's last layers; `variance` is that of the entries by which z is multiplied."""
     nn.init.zeros_(head.scale.weight)
     nn.init.ones_(head.scale.bias)
     nn.init.zeros_(head.out.bias)
-    for role, name in head.vectors.items():
+    for role, name in head.vector_layer_names.items():
         layer = head.get_submodule(name)
         nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
         nn.init.constant_(layer.bias, 1.0 if role == "scale" else 0.0)  # type: ignore[arg-type]
@@ -291,20 +304,20 @@ def _reset(head: TypeHead, kind: LayerType, variance: float) -> None:
 
 
 @torch.no_grad()
-def _reset_hidden(ghn: GHN, form: Form, seed: int) -> None:
+def _reset_hidden(ghn: GHN, config: GHNConfig, seed: int) -> None:
     """Hidden layers of the heads as section 4.2 has them, Xavier-normal with zero bias; and the GNN's last layer of the
     size at which z has the mean square ½ before it is normalised. What single draws lack, and all of it where the GNN's
     last layer does not scale h_v^T (a GRU, passing in an order, no GNN), hidden layers get."""
-    heads = {kind: head for kind in form.catalogue.types if isinstance(head := ghn.heads[kind.key], TypeHead)}
+    heads = {kind: head for kind in config.catalogue.types if isinstance(head := ghn.heads[kind.key], TypeHead)}
     for head in heads.values():
         nn.init.xavier_normal_(head.hidden.weight)
         nn.init.zeros_(head.hidden.bias)
     lacking = {
-        kind: math.sqrt(form.hidden / 2 / energy)
-        for kind, energy in _energies(ghn, form, seed, normalised=False).items()
+        kind: math.sqrt(config.hidden / 2 / energy)
+        for kind, energy in _hidden_energies(ghn, config, seed, normalised=False).items()
     }
     growth = 1.0
-    if form.depth and form.gnn != "gated" and form.passing == "synchronous":
+    if config.depth and config.gnn != "gated" and config.passing == "synchronous":
         growth = fmean(value**-2 for value in lacking.values()) ** -0.5
         for parameter in ghn.gnn[-1].parameters():
             parameter.mul_(growth)
@@ -313,37 +326,37 @@ def _reset_hidden(ghn: GHN, form: Form, seed: int) -> None:
 
 
 @torch.no_grad()
-def _energies(ghn: GHN, form: Form, seed: int, normalised: bool = True) -> dict[LayerType, float]:
+def _hidden_energies(ghn: GHN, config: GHNConfig, seed: int, normalised: bool = True) -> dict[LayerType, float]:
     """H·E[z²] of each type: the mean of ‖z‖² over random circles, each of which has every node type once. With normalised z
     it is H up to rounding; `normalised=False` takes z before that. Asynchronous passing has a beginning and an end, and so
     chains instead of circles."""
-    features = len(form.catalogue.features)
-    totals = dict.fromkeys(form.catalogue.types, 0.0)
-    generator = torch_generator(derive(seed, "graph hypernetwork", "chains"))
+    features = len(config.catalogue.node_types)
+    totals = dict.fromkeys(config.catalogue.types, 0.0)
+    generator = torch_generator(derive_seed(seed, "graph hypernetwork", "chains"))
     for _ in range(_CHAINS):
         order = torch.randperm(features, generator=generator)
         edges = torch.stack([order, order.roll(-1)])
         levels: tuple[Level, ...] = ()
-        if form.passing == "asynchronous":
+        if config.passing == "asynchronous":
             edges = edges[:, :-1]
-            levels = sweeps([(int(a), int(b)) for a, b in edges.T], features, edges.device)
-        h = ghn.latent(torch.eye(features), edges, levels)
-        for column, kind in enumerate(form.catalogue.types, start=len(MARKS)):
+            levels = forward_backward_levels([(int(a), int(b)) for a, b in edges.T], features, edges.device)
+        h = ghn.encode_nodes(torch.eye(features), edges, levels)
+        for column, kind in enumerate(config.catalogue.types, start=len(NODE_MARKS)):
             head = ghn.heads[kind.key]
             assert isinstance(head, TypeHead)
             row = h[column : column + 1]
-            z = head.activations(row) if normalised else F.leaky_relu(head.hidden(row))
+            z = head.hidden_activations(row) if normalised else F.leaky_relu(head.hidden(row))
             totals[kind] += float(z.square().sum()) / _CHAINS
     # With few latent entries the GNN's ReLUs may leave a type's nodes h = 0 on all these graphs: then any size does.
-    return {kind: total or float(form.hidden) for kind, total in totals.items()}
+    return {kind: total or float(config.hidden) for kind, total in totals.items()}
 
 
-def catalogue_of(tensors: Tree) -> LayerCatalogue:
+def catalogue_from_weights(tensors: StateDict) -> LayerCatalogue:
     """The catalogue that a hypernetwork was made for, read from the names of its tensors: with the weights a client gets the
     public catalogue.
 
-    >>> form = Form(LayerCatalogue((LayerType("linear", 20, 10),)))
-    >>> catalogue_of(create(form, "kaiming", seed=0)) == form.catalogue
+    >>> form = GHNConfig(LayerCatalogue((LayerType("linear", 20, 10),)))
+    >>> catalogue_from_weights(init_ghn_params(form, "kaiming", seed=0)) == form.catalogue
     True
     """
     keys = {name.split(".")[1] for name in tensors if name.startswith("heads.")}
@@ -351,6 +364,6 @@ def catalogue_of(tensors: Tree) -> LayerCatalogue:
 
 
 @lru_cache(maxsize=4)
-def scratch_ghn(form: Form, device: torch.device) -> GHN:
+def cached_ghn(config: GHNConfig, device: torch.device) -> GHN:
     """One hypernetwork of this form a process, to be filled before each use."""
-    return _within_memory(form).to(device)
+    return _build_ghn(config).to(device)

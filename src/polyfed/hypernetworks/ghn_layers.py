@@ -44,11 +44,11 @@ class GraphConv(nn.Module):
 
     def forward(self, h: Tensor, edges: Tensor) -> Tensor:
         """The new entries of every node."""
-        return self.update(h, gathered(h, edges[0], edges[1], len(h), self.mean))
+        return self.update_nodes(h, aggregate_neighbours(h, edges[0], edges[1], len(h), self.mean))
 
-    def update(self, own: Tensor, incoming: Tensor) -> Tensor:
+    def update_nodes(self, node_states: Tensor, messages: Tensor) -> Tensor:
         """The new entries of nodes, from their own and what reached them, both (m, d_in)."""
-        out: Tensor = self.lin_rel(incoming) + self.lin_root(own)
+        out: Tensor = self.lin_rel(messages) + self.lin_root(node_states)
         return out
 
 
@@ -70,56 +70,58 @@ class GatedGraphConv(nn.Module):
 
     def forward(self, h: Tensor, edges: Tensor, cell: nn.GRUCell) -> Tensor:
         """The new entries of every node."""
-        return self.update(h, gathered(h, edges[0], edges[1], len(h)), cell)
+        return self.update_nodes(h, aggregate_neighbours(h, edges[0], edges[1], len(h)), cell)
 
-    def update(self, own: Tensor, incoming: Tensor, cell: nn.GRUCell) -> Tensor:
+    def update_nodes(self, node_states: Tensor, messages: Tensor, cell: nn.GRUCell) -> Tensor:
         """The new entries of nodes, from their own and what reached them, both (m, d)."""
-        out: Tensor = cell(self.lin_rel(incoming), own)
+        out: Tensor = cell(self.lin_rel(messages), node_states)
         return out
 
 
-def gathered(h: Tensor, sources: Tensor, targets: Tensor, nodes: int, mean: bool = False) -> Tensor:
+def aggregate_neighbours(h: Tensor, sources: Tensor, targets: Tensor, num_nodes: int, mean: bool = False) -> Tensor:
     """The sum or the mean of what reaches each of so many nodes, (nodes, d): 0 where nothing does.
 
     >>> h = torch.tensor([[1.0], [3.0]])
-    >>> gathered(h, torch.tensor([0, 1]), torch.tensor([1, 1]), 2, mean=True).tolist()
+    >>> aggregate_neighbours(h, torch.tensor([0, 1]), torch.tensor([1, 1]), 2, mean=True).tolist()
     [[0.0], [2.0]]
     """
-    incoming = h.new_zeros(nodes, h.shape[1]).index_add(0, targets, h[sources])
-    return incoming / targets.bincount(minlength=nodes).clamp(min=1)[:, None] if mean else incoming
+    incoming = h.new_zeros(num_nodes, h.shape[1]).index_add(0, targets, h[sources])
+    return incoming / targets.bincount(minlength=num_nodes).clamp(min=1)[:, None] if mean else incoming
 
 
-def sweeps(edges: Sequence[tuple[int, int]], nodes: int, device: torch.device) -> tuple[Level, ...]:
+def forward_backward_levels(
+    edges: Sequence[tuple[int, int]], num_nodes: int, device: torch.device
+) -> tuple[Level, ...]:
     """The levels of one round of asynchronous passing: forward, a node after all that it gets messages from, then backward,
     against the edges, a node after all that it gave messages to. Nodes of a level do not wait for each other.
 
     Raises:
         UserError: the edges go round in a circle.
 
-    >>> [level[0].tolist() for level in sweeps([(0, 1), (0, 2), (1, 3), (2, 3)], 4, torch.device("cpu"))]
+    >>> [level[0].tolist() for level in forward_backward_levels([(0, 1), (0, 2), (1, 3), (2, 3)], 4, torch.device("cpu"))]
     [[0], [1, 2], [3], [3], [1, 2], [0]]
     """
     against = [(end, start) for start, end in edges]
-    return (*_levels(edges, nodes, device), *_levels(against, nodes, device))
+    return (*_topological_levels(edges, num_nodes, device), *_topological_levels(against, num_nodes, device))
 
 
-def _levels(edges: Sequence[tuple[int, int]], nodes: int, device: torch.device) -> list[Level]:
-    coming: list[list[int]] = [[] for _ in range(nodes)]
-    going: list[list[int]] = [[] for _ in range(nodes)]
+def _topological_levels(edges: Sequence[tuple[int, int]], nodes: int, device: torch.device) -> list[Level]:
+    predecessors: list[list[int]] = [[] for _ in range(nodes)]
+    successors: list[list[int]] = [[] for _ in range(nodes)]
     for start, end in edges:
-        coming[end].append(start)
-        going[start].append(end)
-    waits = [len(before) for before in coming]
-    ready, levels, done = [node for node in range(nodes) if not waits[node]], list[Level](), 0
+        predecessors[end].append(start)
+        successors[start].append(end)
+    waits = [len(before) for before in predecessors]
+    ready, levels, num_visited = [node for node in range(nodes) if not waits[node]], list[Level](), 0
     while ready:
-        messages = [(start, place) for place, node in enumerate(ready) for start in coming[node]]
+        messages = [(start, place) for place, node in enumerate(ready) for start in predecessors[node]]
         sources, targets = torch.tensor(messages, dtype=torch.int64, device=device).reshape(-1, 2).T
         levels.append((torch.tensor(ready, device=device), sources, targets))
-        done += len(ready)
-        freed = [later for node in ready for later in going[node]]
+        num_visited += len(ready)
+        freed = [later for node in ready for later in successors[node]]
         for later in freed:
             waits[later] -= 1
         ready = sorted({later for later in freed if not waits[later]})
-    if done < nodes:
+    if num_visited < nodes:
         raise UserError("asynchronous passing needs a graph without circles; take passing='synchronous'")
     return levels

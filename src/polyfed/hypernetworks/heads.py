@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from polyfed.graphs.architecture import NONE, LayerType, Role
+from polyfed.graphs.architecture import NONE, LayerType, ParameterRole
 
-_VECTORS: dict[Role, str] = {"bias": "shift", "scale": "norm_scale", "shift": "norm_shift"}
+_VECTORS: dict[ParameterRole, str] = {"bias": "shift", "scale": "norm_scale", "shift": "norm_shift"}
 _TINY = 1e-12  # added to mean squares before a division
 
 
@@ -46,14 +46,14 @@ class TypeHead(nn.Module):
         self, kind: LayerType, inputs: int, hidden: int, rank: int | None = None, normalise: bool = True
     ) -> None:
         super().__init__()
-        self.shape, self.normalise = kind.shapes["weight"], normalise
+        self.shape, self.normalise = kind.parameter_shapes["weight"], normalise
         self.hidden = nn.Linear(inputs, hidden)
         self.scale = nn.Linear(hidden, 1)
         dense = nn.Linear(hidden, math.prod(self.shape))
         self.out: nn.Linear | Factored = dense
         if rank is not None and not kind.is_norm:
             factored = Factored(kind, hidden, rank)
-            if _size(factored) < _size(dense):  # small layers have nothing to save
+            if _num_parameters(factored) < _num_parameters(dense):  # small layers have nothing to save
                 self.out = factored
         if kind.bias:
             self.shift = nn.Linear(hidden, kind.c_out)
@@ -62,24 +62,27 @@ class TypeHead(nn.Module):
         if kind.norm_bias:
             self.norm_shift = nn.Linear(hidden, kind.c_out)
 
-    def forward(self, h: Tensor) -> dict[Role, Sequence[Tensor]]:
+    def forward(self, h: Tensor) -> dict[ParameterRole, Sequence[Tensor]]:
         """One tensor for each parameter of the type and each row of h. (Taken apart here: the gradient of n single rows
         would be n tensors of the size of all.)"""
-        z = self.activations(h)
+        z = self.hidden_activations(h)
         s = self.scale(z)
-        weights = self.out(z, s) if isinstance(self.out, Factored) else self._dense(self.out, z, s)
-        return {"weight": weights, **{role: getattr(self, name)(z).unbind(0) for role, name in self.vectors.items()}}
+        weights = self.out(z, s) if isinstance(self.out, Factored) else self._dense_weights(self.out, z, s)
+        return {
+            "weight": weights,
+            **{role: getattr(self, name)(z).unbind(0) for role, name in self.vector_layer_names.items()},
+        }
 
     @property
-    def vectors(self) -> dict[Role, str]:
+    def vector_layer_names(self) -> dict[ParameterRole, str]:
         """The parameters besides the weight, role -> name of the layer of the head that makes it."""
         return {role: name for role, name in _VECTORS.items() if hasattr(self, name)}
 
-    def _dense(self, out: nn.Linear, z: Tensor, s: Tensor) -> Sequence[Tensor]:
-        made = F.linear(s * z, out.weight).addmm_(s, out.bias[None])
-        return made.view(len(z), *self.shape).unbind(0)
+    def _dense_weights(self, out: nn.Linear, z: Tensor, s: Tensor) -> Sequence[Tensor]:
+        weights = F.linear(s * z, out.weight).addmm_(s, out.bias[None])
+        return weights.view(len(z), *self.shape).unbind(0)
 
-    def activations(self, h: Tensor) -> Tensor:
+    def hidden_activations(self, h: Tensor) -> Tensor:
         """z, (n, H)."""
         z = F.leaky_relu(self.hidden(h))
         return z * torch.rsqrt(z.square().mean(1, keepdim=True) + _TINY) if self.normalise else z
@@ -98,7 +101,7 @@ class Factored(nn.Module):
 
     def __init__(self, kind: LayerType, hidden: int, rank: int) -> None:
         super().__init__()
-        self.shape = kind.shapes["weight"]
+        self.shape = kind.parameter_shapes["weight"]
         c_out, c_in, *kernel = self.shape
         self.rows = nn.Parameter(torch.empty(c_out, rank))
         self.columns = nn.Parameter(torch.empty(c_in, rank))
@@ -108,17 +111,17 @@ class Factored(nn.Module):
     def forward(self, z: Tensor, s: Tensor) -> Sequence[Tensor]:
         """s·W for each row of z."""
         mixed = torch.einsum("rkj,nj->nkr", self.core, s * z)
-        left = self.rows[:, None] * mixed[:, None]  # (n, c_out, |κ|, R): small, since the rank is
-        made = _Sets.apply(left, self.columns, math.sqrt(z.shape[1]) * s, self.bias)  # type: ignore[no-untyped-call]
+        row_factors = self.rows[:, None] * mixed[:, None]  # (n, c_out, |κ|, R): small, since the rank is
+        weights = _FactoredWeights.apply(row_factors, self.columns, math.sqrt(z.shape[1]) * s, self.bias)  # type: ignore[no-untyped-call]
         c_out, c_in, *kernel = self.shape
         if (
             math.prod(kernel) == 1
         ):  # strides as of any contiguous tensor: convolutions take the others for channels-last
-            return [one.view(self.shape) for one in made]
-        return [one.view(c_out, *kernel, c_in).movedim(-1, 1) for one in made]
+            return [weight.view(self.shape) for weight in weights]
+        return [weight.view(c_out, *kernel, c_in).movedim(-1, 1) for weight in weights]
 
 
-class _Sets(torch.autograd.Function):
+class _FactoredWeights(torch.autograd.Function):
     """left_n · columnsᵀ + s_n·bias, one tensor (c_out, |κ|, c_in) for each n.
 
     By hand, so that the backward pass takes their gradients one by one: autograd would join them, and keep a bias in this
@@ -126,29 +129,36 @@ class _Sets(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, left: Tensor, columns: Tensor, s: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(left, columns, s, bias)
-        turned = _turned(bias, left, columns)
-        return tuple((one @ columns.T).addcmul_(turned, of_set) for one, of_set in zip(left, s, strict=True))
+    def forward(ctx: Any, row_factors: Tensor, columns: Tensor, s: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(row_factors, columns, s, bias)
+        bias_view = _bias_view(bias, row_factors, columns)
+        return tuple(
+            (row_factor @ columns.T).addcmul_(bias_view, of_set)
+            for row_factor, of_set in zip(row_factors, s, strict=True)
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        left, columns, s, bias = ctx.saved_tensors
-        turned, to_bias, to_columns = _turned(bias, left, columns), torch.zeros_like(bias), torch.zeros_like(columns)
-        to_left, to_s = torch.empty_like(left), torch.empty_like(s)
+        row_factors, columns, s, bias = ctx.saved_tensors
+        bias_view, to_bias, to_columns = (
+            _bias_view(bias, row_factors, columns),
+            torch.zeros_like(bias),
+            torch.zeros_like(columns),
+        )
+        to_left, to_s = torch.empty_like(row_factors), torch.empty_like(s)
         for k, slope in enumerate(slopes):
             to_left[k] = slope @ columns
-            to_columns.addmm_(slope.flatten(0, 1).T, left[k].flatten(0, 1))
-            _turned(to_bias, left, columns).addcmul_(slope, s[k])
-            to_s[k] = (slope * turned).sum()
+            to_columns.addmm_(slope.flatten(0, 1).T, row_factors[k].flatten(0, 1))
+            _bias_view(to_bias, row_factors, columns).addcmul_(slope, s[k])
+            to_s[k] = (slope * bias_view).sum()
         return to_left, to_columns, to_s, to_bias
 
 
-def _turned(bias: Tensor, left: Tensor, columns: Tensor) -> Tensor:
+def _bias_view(bias: Tensor, row_factors: Tensor, columns: Tensor) -> Tensor:
     """A view of the bias in the order of `left`, (c_out, |κ|, c_in)."""
-    return bias.view(left.shape[1], len(columns), left.shape[2]).transpose(1, 2)
+    return bias.view(row_factors.shape[1], len(columns), row_factors.shape[2]).transpose(1, 2)
 
 
-def _size(module: nn.Module) -> int:
+def _num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

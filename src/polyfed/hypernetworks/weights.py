@@ -16,19 +16,19 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from polyfed.core.room import within_memory
-from polyfed.core.seeds import derive, torch_generator
-from polyfed.core.tree import Tree
+from polyfed.core.room import build_within_memory
+from polyfed.core.seeds import derive_seed, torch_generator
+from polyfed.core.tree import StateDict
 
 
-def create(
+def init_weight_hypernetwork(
     seed: int,
     num_clients: int,
     embedding_dim: int,
     hidden: int,
     depth: int,
-    architectures: Mapping[str, Tree],
-    offsets: Mapping[str, Tree],
+    architectures: Mapping[str, StateDict],
+    offsets: Mapping[str, StateDict],
 ) -> dict[str, Tensor]:
     """The initial tensors: as torch initialises `nn.Linear`, and embeddings from N(0, 1), as it does `nn.Embedding`.
 
@@ -42,76 +42,76 @@ def create(
         "embeddings" (N, E); "trunk.K.weight" (H, E or H), "trunk.K.bias" (H); "heads.KEY.NAME.weight" (*shape, H),
         "heads.KEY.NAME.bias" (*shape), in the type of the tensor that they generate.
 
-    >>> network = create(0, 5, 2, 8, 1, {"mlp": {"w": torch.zeros(4, 3)}}, {})
+    >>> network = init_weight_hypernetwork(0, 5, 2, 8, 1, {"mlp": {"w": torch.zeros(4, 3)}}, {})
     >>> {name: tuple(tensor.shape) for name, tensor in network.items() if "weight" in name}
     {'trunk.0.weight': (8, 2), 'trunk.1.weight': (8, 8), 'heads.mlp.w.weight': (4, 3, 8)}
     """
     types = {tensor.dtype for tensors in architectures.values() for tensor in tensors.values()}
-    own_type = torch.float64 if torch.float64 in types else torch.float32
+    trunk_dtype = torch.float64 if torch.float64 in types else torch.float32
 
     def linear(name: str, outputs: Sequence[int], inputs: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        generator, bound = torch_generator(derive(seed, "weight hypernetwork", name)), 1 / math.sqrt(inputs)
+        generator, bound = torch_generator(derive_seed(seed, "weight hypernetwork", name)), 1 / math.sqrt(inputs)
         return {
             f"{name}.weight": torch.empty([*outputs, inputs], dtype=dtype).uniform_(-bound, bound, generator=generator),
             f"{name}.bias": torch.empty([*outputs], dtype=dtype).uniform_(-bound, bound, generator=generator),
         }
 
-    def network() -> dict[str, Tensor]:
-        generator = torch_generator(derive(seed, "weight hypernetwork", "embeddings"))
-        found = {"embeddings": torch.randn(num_clients, embedding_dim, generator=generator, dtype=own_type)}
+    def init_tensors() -> dict[str, Tensor]:
+        generator = torch_generator(derive_seed(seed, "weight hypernetwork", "embeddings"))
+        params = {"embeddings": torch.randn(num_clients, embedding_dim, generator=generator, dtype=trunk_dtype)}
         for k in range(depth + 1):
-            found |= linear(f"trunk.{k}", [hidden], hidden if k else embedding_dim, own_type)
+            params |= linear(f"trunk.{k}", [hidden], hidden if k else embedding_dim, trunk_dtype)
         for key, tensors in architectures.items():
             for name, tensor in tensors.items():
-                found |= linear(f"heads.{key}.{name}", tensor.shape, hidden, tensor.dtype)
-            found |= {f"heads.{key}.{name}.bias": offset.clone() for name, offset in offsets.get(key, {}).items()}
-        return found
+                params |= linear(f"heads.{key}.{name}", tensor.shape, hidden, tensor.dtype)
+            params |= {f"heads.{key}.{name}.bias": offset.clone() for name, offset in offsets.get(key, {}).items()}
+        return params
 
-    return within_memory(
-        f"a hypernetwork with embedding_dim={embedding_dim}, hidden={hidden} and hn_depth={depth}", network
+    return build_within_memory(
+        f"a hypernetwork with embedding_dim={embedding_dim}, hidden={hidden} and hn_depth={depth}", init_tensors
     )
 
 
-def head_names(network: Tree, architecture: str) -> list[str]:
+def generated_tensor_names(network: StateDict, architecture: str) -> list[str]:
     """Names of the tensors that are generated for an architecture."""
     start, end = f"heads.{architecture}.", ".bias"
     return [name[len(start) : -len(end)] for name in network if name.startswith(start) and name.endswith(end)]
 
 
-def activations(network: Tree, rows: Tensor) -> list[Tensor]:
+def trunk_activations(network: StateDict, rows: Tensor) -> list[Tensor]:
     """What each layer of the trunk gets, v_i first, and last the features h_i, (B, H); `rows` are the clients' among N."""
-    given, k = [network["embeddings"][rows]], 0
+    layer_inputs, k = [network["embeddings"][rows]], 0
     while True:
-        z = given[-1] @ network[f"trunk.{k}.weight"].T + network[f"trunk.{k}.bias"]
+        z = layer_inputs[-1] @ network[f"trunk.{k}.weight"].T + network[f"trunk.{k}.bias"]
         k += 1
         if f"trunk.{k}.weight" not in network:
-            return [*given, z]
-        given.append(z.relu())
+            return [*layer_inputs, z]
+        layer_inputs.append(z.relu())
 
 
-def generate(network: Tree, architecture: str, rows: Tensor) -> dict[str, Tensor]:
+def generate_client_weights(network: StateDict, architecture: str, rows: Tensor) -> dict[str, Tensor]:
     """θ̄_i = h(v_i; φ) of B clients of one architecture: name -> (B, *shape).
 
-    >>> network = create(0, 5, 2, 8, 1, {"mlp": {"w": torch.zeros(4, 3)}}, {})
-    >>> generate(network, "mlp", torch.tensor([4, 1]))["w"].shape
+    >>> network = init_weight_hypernetwork(0, 5, 2, 8, 1, {"mlp": {"w": torch.zeros(4, 3)}}, {})
+    >>> generate_client_weights(network, "mlp", torch.tensor([4, 1]))["w"].shape
     torch.Size([2, 4, 3])
     """
-    features, generated = activations(network, rows)[-1], {}
-    for name in head_names(network, architecture):
+    features, generated = trunk_activations(network, rows)[-1], {}
+    for name in generated_tensor_names(network, architecture):
         weight, bias = (network[f"heads.{architecture}.{name}.{part}"] for part in ("weight", "bias"))
         flat = features.to(weight.dtype) @ weight.reshape(-1, weight.shape[-1]).T
         generated[name] = flat.reshape(len(rows), *bias.shape) + bias
     return generated
 
 
-def pull_back(
-    network: Tree, architecture: str, rows: Tensor, deltas: Tree, clip: float | None = None
+def backpropagate_deltas(
+    network: StateDict, architecture: str, rows: Tensor, deltas: StateDict, clip: float | None = None
 ) -> dict[str, Tensor]:
     """Σ_i c_i·g_i with g_i = J_iᵀ δ_i, J_i the Jacobian of θ̄_i in all tensors of the network (v_i included), and
     c_i = min(1, clip/(‖g_i‖ + 10⁻⁶)), as `clip_grad_norm_` has it.
 
     Args:
-        network: as `create` makes it.
+        network: as `init_weight_hypernetwork` makes it.
         architecture: of these clients.
         rows: the clients' places among N, int64 (B,), each once.
         deltas: name -> δ_i, (B, *shape), for every tensor that is generated.
@@ -120,28 +120,28 @@ def pull_back(
     Returns:
         The gradient of every tensor that these clients reach; "embeddings" whole, with zeros for other clients.
     """
-    *given, features = activations(network, rows)
+    *layer_inputs, features = trunk_activations(network, rows)
     energy = 1 + features.square().sum(1)  # ‖(x, 1)‖² of the input of all heads
     squares, slope = torch.zeros_like(energy), torch.zeros_like(features)
-    heads, flat = head_names(network, architecture), {}
+    heads, flat = generated_tensor_names(network, architecture), {}
     for name in heads:
         weight = network[f"heads.{architecture}.{name}.weight"]
         flat[name] = deltas[name].reshape(len(rows), -1).to(weight.dtype)
         slope += (flat[name] @ weight.reshape(-1, weight.shape[-1])).to(slope.dtype)
         squares += flat[name].square().sum(1).to(squares.dtype) * energy
     slopes = []  # ∂/∂z_k of the trunk's layers, last first; then ∂/∂v
-    for k in reversed(range(len(given))):
+    for k in reversed(range(len(layer_inputs))):
         slopes.append(slope)
-        squares += slope.square().sum(1) * (1 + given[k].square().sum(1))
+        squares += slope.square().sum(1) * (1 + layer_inputs[k].square().sum(1))
         slope = slope @ network[f"trunk.{k}.weight"]
-        slope = slope * (given[k] > 0) if k else slope  # the derivative of ReLU
+        slope = slope * (layer_inputs[k] > 0) if k else slope  # the derivative of ReLU
     squares += slope.square().sum(1)
     factors = torch.ones_like(squares) if clip is None else (clip / (squares.sqrt() + 1e-6)).clamp(max=1)
 
     gradients = {"embeddings": torch.zeros_like(network["embeddings"]).index_add(0, rows, factors[:, None] * slope)}
     for k, its_slope in enumerate(reversed(slopes)):
         scaled = factors[:, None] * its_slope
-        gradients |= {f"trunk.{k}.weight": scaled.T @ given[k], f"trunk.{k}.bias": scaled.sum(0)}
+        gradients |= {f"trunk.{k}.weight": scaled.T @ layer_inputs[k], f"trunk.{k}.bias": scaled.sum(0)}
     for name in heads:
         weight = network[f"heads.{architecture}.{name}.weight"]
         scaled = factors[:, None].to(weight.dtype) * flat[name]
@@ -152,8 +152,8 @@ def pull_back(
     return gradients
 
 
-def descend(
-    network: Tree, velocity: Tree, gradients: Tree, *, lr: float, momentum: float, weight_decay: float
+def sgd_step(
+    network: StateDict, velocity: StateDict, gradients: StateDict, *, lr: float, momentum: float, weight_decay: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """One step of SGD in torch's form: u ← momentum·u + g + weight_decay·φ, φ ← φ − lr·u.
 
@@ -166,18 +166,18 @@ def descend(
     Returns:
         φ and u after the step; no u where momentum is 0.
 
-    >>> network, velocity = descend({"w": torch.ones(1)}, {}, {"w": torch.ones(1)}, lr=0.5, momentum=0.9, weight_decay=0)
+    >>> network, velocity = sgd_step({"w": torch.ones(1)}, {}, {"w": torch.ones(1)}, lr=0.5, momentum=0.9, weight_decay=0)
     >>> network["w"], velocity["w"]
     (tensor([0.5000]), tensor([1.]))
     """
-    after, velocities = {}, {}
+    stepped, velocities = {}, {}
     for name, phi in network.items():
         u = phi * weight_decay
         if name in gradients:
             u += gradients[name]
         if name in velocity:
             u.add_(velocity[name], alpha=momentum)
-        after[name] = phi.sub(u, alpha=lr)
+        stepped[name] = phi.sub(u, alpha=lr)
         if momentum:
             velocities[name] = u
-    return after, velocities
+    return stepped, velocities

@@ -6,10 +6,10 @@ from typing import Any, final
 
 from torch import nn
 
-from polyfed.core.code import named
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.frozen import FrozenArguments
-from polyfed.core.room import within_memory
+from polyfed.core.code import import_object
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.frozen import FrozenMapping
+from polyfed.core.room import build_within_memory
 from polyfed.models.cnn import cnn_582k, cnn_fedhenn, cnn_fedhenn_homo, cnn_fedpnas, cnn_pfedla, cnn_small
 from polyfed.models.factory import call_factory
 from polyfed.models.flha import flha_arch1, flha_arch2, flha_arch3, flha_chain, flha_small, resnet18, resnet18_hybrid
@@ -17,7 +17,7 @@ from polyfed.models.mlp import mlp
 from polyfed.models.text import lstm
 from polyfed.models.vit import vit
 
-__all__ = ["MODELS", "FrozenArguments", "ModelSpec", "build"]
+__all__ = ["MODELS", "FrozenMapping", "ModelSpec", "build"]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
@@ -67,14 +67,16 @@ def build(
         label = getattr(model, "__name__", type(model).__name__)
         return call_factory(label, model, tuple(input_shape), num_classes, arguments)
     if ":" in model:
-        return call_factory(model, named(model), tuple(input_shape), num_classes, arguments)
+        return call_factory(model, import_object(model), tuple(input_shape), num_classes, arguments)
     if model not in MODELS:
         raise UserError(
-            f"there is no model {model!r}; {nearest(model, MODELS)}. A network of your own is given as module:factory"
+            f"there is no model {model!r}; {did_you_mean(model, MODELS)}. A network of your own is given as module:factory"
         )
-    told = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    what = f"model {model}({told[:200]}) on inputs {tuple(input_shape)} with {num_classes} outputs"
-    return within_memory(what, lambda: call_factory(model, MODELS[model], tuple(input_shape), num_classes, arguments))
+    argument_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    description = f"model {model}({argument_text[:200]}) on inputs {tuple(input_shape)} with {num_classes} outputs"
+    return build_within_memory(
+        description, lambda: call_factory(model, MODELS[model], tuple(input_shape), num_classes, arguments)
+    )
 
 
 @final
@@ -86,7 +88,7 @@ class ModelSpec:
 
     Args:
         name: a name in `MODELS`, or `module:factory`.
-        arguments: of the constructor; kept as `FrozenArguments`.
+        arguments: of the constructor; kept as `FrozenMapping`.
         input_shape: shape of one example, without the batch.
         num_classes: number of outputs.
 
@@ -107,12 +109,12 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if ":" not in self.name and self.name not in MODELS:
             raise UserError(
-                f"there is no model {self.name!r}; {nearest(self.name, MODELS)}. "
+                f"there is no model {self.name!r}; {did_you_mean(self.name, MODELS)}. "
                 f"A network of your own is given as module:factory"
             )
         if clash := sorted({"model", "input_shape", "num_classes"} & set(self.arguments)):
             raise UserError(f"model {self.name}: {clash[0]!r} cannot be among the arguments; it is given by the recipe")
-        object.__setattr__(self, "arguments", FrozenArguments(self.arguments))
+        object.__setattr__(self, "arguments", FrozenMapping(self.arguments))
         object.__setattr__(self, "input_shape", tuple(self.input_shape))
 
     def __call__(self) -> nn.Module:

@@ -5,8 +5,8 @@ from collections import OrderedDict
 from torch import nn
 
 from polyfed.core.errors import UserError
-from polyfed.models.plain import Conv, Norm, plain_cnn
-from polyfed.models.shapes import check_image, check_sizes
+from polyfed.models.plain import ConvSpec, Norm, plain_cnn
+from polyfed.models.shapes import check_image_shape, check_sizes
 
 
 def cnn_small(
@@ -36,7 +36,7 @@ def cnn_small(
     >>> sum(p.numel() for p in cnn_small((1, 8, 8), 10).parameters())
     13706
     """
-    convs = [Conv(c, kernel=3, padding=1, pool=2) for c in channels]
+    convs = [ConvSpec(c, kernel=3, padding=1, pool=2) for c in channels]
     return plain_cnn("cnn_small", input_shape, num_classes, convs, [hidden], norm=norm)
 
 
@@ -63,7 +63,7 @@ def cnn_582k(
     >>> sum(p.numel() for p in cnn_582k((1, 28, 28), 10).parameters())
     582026
     """
-    convs = [Conv(c, kernel=5, pool=2) for c in channels]
+    convs = [ConvSpec(c, kernel=5, pool=2) for c in channels]
     return plain_cnn("cnn_582k", input_shape, num_classes, convs, [hidden])
 
 
@@ -98,7 +98,7 @@ def cnn_pfedla(
     >>> sum(p.numel() for p in cnn_pfedla((1, 28, 28), 10).parameters())
     85822
     """
-    convs = [Conv(c, kernel=5, pool=2) for c in channels]
+    convs = [ConvSpec(c, kernel=5, pool=2) for c in channels]
     norm: Norm = "batch" if batch_norm else "none"
     return plain_cnn("cnn_pfedla", input_shape, num_classes, convs, hidden, norm=norm)
 
@@ -143,7 +143,9 @@ def cnn_fedhenn(
     """
     if level not in range(1, 6):
         raise UserError(f"cnn_fedhenn: level must be 1, 2, 3, 4 or 5 (FedHeNN's five networks), got {level!r}")
-    convs = [Conv(channels, kernel=5, padding=padding, pool=2)] * 2 + [Conv(channels, kernel=3, padding=1, pool=2)]
+    convs = [ConvSpec(channels, kernel=5, padding=padding, pool=2)] * 2 + [
+        ConvSpec(channels, kernel=3, padding=1, pool=2)
+    ]
     hidden = {1: (), 2: (64,), 3: (64,), 4: (120, 64), 5: (120, 64)}[level]
     num_convs = (level + 1) // 2
     return plain_cnn(f"cnn_fedhenn(level={level})", input_shape, num_classes, convs[:num_convs], hidden)
@@ -175,7 +177,7 @@ def cnn_fedhenn_homo(
     >>> cnn_fedhenn_homo((3, 32, 32), 10).fc3
     Linear(in_features=64, out_features=10, bias=True)
     """
-    convs = [Conv(c, kernel=5, pool=2) for c in channels]
+    convs = [ConvSpec(c, kernel=5, pool=2) for c in channels]
     return plain_cnn("cnn_fedhenn_homo", input_shape, num_classes, convs, hidden)
 
 
@@ -205,7 +207,7 @@ def cnn_fedpnas(
     >>> sum(p.numel() for p in cnn_fedpnas((3, 32, 32), 10).parameters())
     409354
     """
-    in_channels, height, width = check_image("cnn_fedpnas", input_shape, num_classes)
+    in_channels, height, width = check_image_shape("cnn_fedpnas", input_shape, num_classes)
     widths = check_sizes("cnn_fedpnas", "channels", channels)
     if len(widths) != 4:
         raise UserError(f"cnn_fedpnas: channels must be four numbers, one for each convolution, got {widths}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 
 
 def call_factory(
@@ -31,11 +31,11 @@ def call_factory(
     >>> call_factory("square", lambda num_classes: nn.Linear(num_classes, num_classes), (1, 8, 8), 3, {})
     Linear(in_features=3, out_features=3, bias=True)
     """
-    given = dict(arguments)
+    keywords = dict(arguments)
     try:
         signature = inspect.signature(factory)
     except ValueError:  # some callables written in C tell nothing: they get only what the user gave
-        return _module(label, factory(**given))
+        return _check_module(label, factory(**keywords))
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
     by_keyword = [
         n for n, k in kinds.items() if k in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -43,21 +43,21 @@ def call_factory(
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
     for name, value in (("input_shape", input_shape), ("num_classes", num_classes)):
         if takes_any or name in by_keyword:
-            given.setdefault(name, value)
+            keywords.setdefault(name, value)
     if not takes_any and (unknown := sorted(set(arguments) - set(by_keyword))):
         choices = [name for name in by_keyword if name not in ("input_shape", "num_classes")]
-        raise UserError(f"model {label}: unknown argument {unknown[0]!r}; {nearest(unknown[0], choices)}")
+        raise UserError(f"model {label}: unknown argument {unknown[0]!r}; {did_you_mean(unknown[0], choices)}")
     try:
-        signature.bind(**given)
+        signature.bind(**keywords)
     except TypeError as error:
         raise UserError(
-            f"model {label}: it cannot be called with {', '.join(sorted(given)) or 'no arguments'} ({error}); "
+            f"model {label}: it cannot be called with {', '.join(sorted(keywords)) or 'no arguments'} ({error}); "
             f"its signature is {signature}"
         ) from error
-    return _module(label, factory(**given))
+    return _check_module(label, factory(**keywords))
 
 
-def _module(label: str, result: Any) -> nn.Module:
+def _check_module(label: str, result: Any) -> nn.Module:
     if isinstance(result, nn.Module):
         return result
     raise UserError(

@@ -15,12 +15,12 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.errors import UserError, nearest
-from polyfed.models.plain import Conv, Norm, norm_layer, plain_cnn
-from polyfed.models.shapes import check_image, check_sizes
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.models.plain import ConvSpec, Norm, build_norm_layer, plain_cnn
+from polyfed.models.shapes import check_image_shape, check_sizes
 
 Stem = Literal["cifar", "xray"]
-Join = Literal["add", "concat"]
+BranchJoin = Literal["add", "concat"]
 
 
 @final
@@ -34,25 +34,26 @@ class ResidualBlock(nn.Module):
     Shapes: (batch, c_in, h, w) to (batch, c_out, ceil(h / stride), ceil(w / stride)).
     """
 
-    def __init__(self, c_in: int, c_out: int, stride: int, norm: Norm, join: Join = "add") -> None:
+    def __init__(self, c_in: int, c_out: int, stride: int, norm: Norm, join: BranchJoin = "add") -> None:
         super().__init__()
         bias = norm == "none"
         self.conv1 = nn.Conv2d(c_in, c_out, 3, stride, padding=1, bias=bias)
-        self.norm1 = norm_layer(norm, c_out) or nn.Identity()
+        self.norm1 = build_norm_layer(norm, c_out) or nn.Identity()
         self.conv2 = nn.Conv2d(c_out, c_out, 3, padding=1, bias=bias)
-        self.norm2 = norm_layer(norm, c_out) or nn.Identity()
+        self.norm2 = build_norm_layer(norm, c_out) or nn.Identity()
         self.shortcut = nn.Sequential()
         if stride != 1 or c_in != c_out:
             self.shortcut = nn.Sequential(
                 OrderedDict(
-                    conv=nn.Conv2d(c_in, c_out, 1, stride, bias=bias), norm=norm_layer(norm, c_out) or nn.Identity()
+                    conv=nn.Conv2d(c_in, c_out, 1, stride, bias=bias),
+                    norm=build_norm_layer(norm, c_out) or nn.Identity(),
                 )
             )
         self.join = join
         if join == "concat":
             self.fuse = nn.Sequential(
                 OrderedDict(
-                    conv=nn.Conv2d(2 * c_out, c_out, 1, bias=bias), norm=norm_layer(norm, c_out) or nn.Identity()
+                    conv=nn.Conv2d(2 * c_out, c_out, 1, bias=bias), norm=build_norm_layer(norm, c_out) or nn.Identity()
                 )
             )
 
@@ -66,7 +67,7 @@ class ResidualBlock(nn.Module):
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageSpec:
     """Part of a network: `num_blocks` residual blocks, or as many plain convolutions, of which the first has `stride`.
 
     `multiplier` times the network's width are its channels.
@@ -78,20 +79,20 @@ class Stage:
     skip: bool
 
 
-_RESNET18 = (Stage(1, 1, 2, True), Stage(2, 2, 2, True), Stage(4, 2, 2, True), Stage(8, 2, 2, True))
-_ARCH1 = (Stage(1, 1, 2, False), Stage(2, 2, 2, False), Stage(4, 2, 2, False), Stage(8, 2, 2, False))
-_ARCH2 = (Stage(1, 1, 2, True), Stage(2, 2, 2, True), Stage(4, 2, 1, False), Stage(8, 2, 1, False))
-_ARCH3 = (Stage(1, 1, 1, False), Stage(2, 2, 1, False), Stage(4, 2, 2, True), Stage(8, 2, 2, True))
+_RESNET18 = (StageSpec(1, 1, 2, True), StageSpec(2, 2, 2, True), StageSpec(4, 2, 2, True), StageSpec(8, 2, 2, True))
+_ARCH1 = (StageSpec(1, 1, 2, False), StageSpec(2, 2, 2, False), StageSpec(4, 2, 2, False), StageSpec(8, 2, 2, False))
+_ARCH2 = (StageSpec(1, 1, 2, True), StageSpec(2, 2, 2, True), StageSpec(4, 2, 1, False), StageSpec(8, 2, 1, False))
+_ARCH3 = (StageSpec(1, 1, 1, False), StageSpec(2, 2, 1, False), StageSpec(4, 2, 2, True), StageSpec(8, 2, 2, True))
 # Which of ResNet-18's eight blocks are joined by concatenation in the three hybrids of appendix B (polyfed's choice: the
 # second block of two neighbouring stages, whose shortcut is the identity).
 _HYBRIDS = {1: (1, 3), 2: (3, 5), 3: (5, 7)}
 
 
-def _staged(
+def _build_staged_network(
     model: str,
     input_shape: tuple[int, ...],
     num_classes: int,
-    stages: Sequence[Stage],
+    stages: Sequence[StageSpec],
     *,
     width: int,
     norm: Norm,
@@ -99,7 +100,7 @@ def _staged(
     concat_blocks: Collection[int] = (),
 ) -> nn.Sequential:
     """Stem, stages (layer1, layer2, ...), average over the image, linear layer (fc)."""
-    c_in = check_image(model, input_shape, num_classes)[0]
+    c_in = check_image_shape(model, input_shape, num_classes)[0]
     check_sizes(model, "width", [width])
     bias = norm == "none"
     layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -108,8 +109,8 @@ def _staged(
     elif stem == "xray":
         layers["conv1"] = nn.Conv2d(c_in, width, 7, stride=2, padding=3, bias=bias)
     else:
-        raise UserError(f"{model}: stem={stem!r} is unknown; {nearest(str(stem), get_args(Stem))}")
-    layers["norm1"] = norm_layer(norm, width) or nn.Identity()
+        raise UserError(f"{model}: stem={stem!r} is unknown; {did_you_mean(str(stem), get_args(Stem))}")
+    layers["norm1"] = build_norm_layer(norm, width) or nn.Identity()
     layers["relu1"] = nn.ReLU()
     if stem == "xray":
         layers["pool1"] = nn.MaxPool2d(3, stride=2, padding=1)
@@ -120,7 +121,7 @@ def _staged(
         for j in range(stage.num_blocks):
             stride = stage.stride if j == 0 else 1
             if stage.skip:
-                join: Join = "concat" if index in concat_blocks else "add"
+                join: BranchJoin = "concat" if index in concat_blocks else "add"
                 blocks.append(ResidualBlock(channels, c_out, stride, norm, join))
                 index += 1
             else:
@@ -135,7 +136,7 @@ def _staged(
 
 def _plain_block(c_in: int, c_out: int, stride: int, norm: Norm) -> nn.Sequential:
     conv = nn.Conv2d(c_in, c_out, 3, stride, padding=1, bias=norm == "none")
-    return nn.Sequential(OrderedDict(conv=conv, norm=norm_layer(norm, c_out) or nn.Identity(), relu=nn.ReLU()))
+    return nn.Sequential(OrderedDict(conv=conv, norm=build_norm_layer(norm, c_out) or nn.Identity(), relu=nn.ReLU()))
 
 
 def resnet18(
@@ -162,7 +163,7 @@ def resnet18(
     >>> sum(p.numel() for p in resnet18((3, 32, 32), 10).parameters())
     11173962
     """
-    return _staged("resnet18", input_shape, num_classes, _RESNET18, width=width, norm=norm, stem=stem)
+    return _build_staged_network("resnet18", input_shape, num_classes, _RESNET18, width=width, norm=norm, stem=stem)
 
 
 def resnet18_hybrid(
@@ -198,7 +199,7 @@ def resnet18_hybrid(
     if variant not in _HYBRIDS:
         raise UserError(f"resnet18_hybrid: variant must be 1, 2 or 3, got {variant!r}")
     blocks = _HYBRIDS[variant]
-    return _staged(
+    return _build_staged_network(
         "resnet18_hybrid", input_shape, num_classes, _RESNET18, width=width, norm=norm, stem=stem, concat_blocks=blocks
     )
 
@@ -218,7 +219,7 @@ def flha_arch1(
     >>> sum(isinstance(m, nn.Conv2d | nn.Linear) for m in flha_arch1((3, 32, 32), 10, width=4).modules())
     10
     """
-    return _staged("flha_arch1", input_shape, num_classes, _ARCH1, width=width, norm=norm, stem=stem)
+    return _build_staged_network("flha_arch1", input_shape, num_classes, _ARCH1, width=width, norm=norm, stem=stem)
 
 
 def flha_arch2(
@@ -239,7 +240,7 @@ def flha_arch2(
     >>> flha_arch2((3, 32, 32), 10, width=4)(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
     """
-    return _staged("flha_arch2", input_shape, num_classes, _ARCH2, width=width, norm=norm, stem=stem)
+    return _build_staged_network("flha_arch2", input_shape, num_classes, _ARCH2, width=width, norm=norm, stem=stem)
 
 
 def flha_arch3(
@@ -259,7 +260,7 @@ def flha_arch3(
     >>> flha_arch3((3, 32, 32), 10, width=4)(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
     """
-    return _staged("flha_arch3", input_shape, num_classes, _ARCH3, width=width, norm=norm, stem=stem)
+    return _build_staged_network("flha_arch3", input_shape, num_classes, _ARCH3, width=width, norm=norm, stem=stem)
 
 
 def flha_small(
@@ -284,7 +285,7 @@ def flha_small(
     >>> sum(p.numel() for p in flha_small((3, 32, 32), 10).parameters())
     373834
     """
-    convs = [Conv(width, 3, padding=1), *(Conv(width * m, 3, padding=1, stride=2) for m in (2, 4))]
+    convs = [ConvSpec(width, 3, padding=1), *(ConvSpec(width * m, 3, padding=1, stride=2) for m in (2, 4))]
     bias = norm == "none"
     return plain_cnn("flha_small", input_shape, num_classes, convs, norm=norm, conv_bias=bias, global_pool=True)
 
@@ -315,6 +316,6 @@ def flha_chain(
     """
     check_sizes("flha_chain", "num_layers", [num_layers], minimum=2)
     last = num_layers - 1
-    convs = [Conv(width, 3, padding=1, pool=2 if i % 3 == 0 and i < last else 1) for i in range(1, num_layers)]
+    convs = [ConvSpec(width, 3, padding=1, pool=2 if i % 3 == 0 and i < last else 1) for i in range(1, num_layers)]
     bias = norm == "none"
     return plain_cnn("flha_chain", input_shape, num_classes, convs, norm=norm, conv_bias=bias, global_pool=True)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from polyfed.models.shapes import check_shape, check_sizes
+from polyfed.models.shapes import check_input_shape, check_sizes
 
 
 def mlp(input_shape: tuple[int, ...], num_classes: int, *, hidden: tuple[int, ...] = (64,)) -> nn.Sequential:
@@ -25,7 +25,7 @@ def mlp(input_shape: tuple[int, ...], num_classes: int, *, hidden: tuple[int, ..
     >>> [name for name, _ in mlp((1, 8, 8), 10).named_children()]
     ['flatten', 'fc1', 'relu1', 'fc2']
     """
-    widths = (math.prod(check_shape("mlp", input_shape, num_classes)), *check_sizes("mlp", "hidden", hidden))
+    widths = (math.prod(check_input_shape("mlp", input_shape, num_classes)), *check_sizes("mlp", "hidden", hidden))
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     for i, (fan_in, fan_out) in enumerate(pairwise(widths), start=1):
         layers[f"fc{i}"] = nn.Linear(fan_in, fan_out)

@@ -5,7 +5,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.inputs import leaves
+from polyfed.core.inputs import named_leaves
 
 
 @final
@@ -28,9 +28,9 @@ class SideBySide(nn.Module):
             TypeError: a part holds whole numbers, which may be tokens.
         """
         flat = []
-        for name, part in leaves(parts or {key: named[key] for key in sorted(named)}):
+        for name, part in named_leaves(parts or {key: named[key] for key in sorted(named)}):
             if not part.is_floating_point():
                 raise TypeError(f"the part {name!r} of the inputs is {part.dtype}, and numbers (floats) are needed")
             flat.append(part.reshape(len(part), -1))
-        found: Tensor = self.network(torch.cat(flat, dim=1))
-        return found
+        outputs: Tensor = self.network(torch.cat(flat, dim=1))
+        return outputs

@@ -12,13 +12,13 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from polyfed.core.errors import UserError, nearest
-from polyfed.models.shapes import check_image, check_sizes
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.models.shapes import check_image_shape, check_sizes
 
 Norm = Literal["batch", "group", "none"]
 
 
-def norm_layer(norm: Norm, channels: int) -> nn.Module | None:
+def build_norm_layer(norm: Norm, channels: int) -> nn.Module | None:
     """The norm layer of an image network: BatchNorm2d, GroupNorm with 16 channels a group, or None.
 
     16 channels a group is one of the two settings that Wu and He (2018, "Group Normalization", Table 3) find best;
@@ -27,7 +27,7 @@ def norm_layer(norm: Norm, channels: int) -> nn.Module | None:
     Raises:
         UserError: an unknown `norm`.
 
-    >>> norm_layer("group", 64).num_groups
+    >>> build_norm_layer("group", 64).num_groups
     4
     """
     if norm == "batch":
@@ -36,11 +36,11 @@ def norm_layer(norm: Norm, channels: int) -> nn.Module | None:
         return nn.GroupNorm(math.gcd(channels, max(1, channels // 16)), channels)
     if norm == "none":
         return None
-    raise UserError(f"norm={norm!r} is unknown; {nearest(str(norm), get_args(Norm))}")
+    raise UserError(f"norm={norm!r} is unknown; {did_you_mean(str(norm), get_args(Norm))}")
 
 
 @dataclass(frozen=True)
-class Conv:
+class ConvSpec:
     """One convolution of a plain CNN; `pool` is the side of the max-pooling after it (1: none)."""
 
     channels: int
@@ -54,7 +54,7 @@ def plain_cnn(
     model: str,
     input_shape: tuple[int, ...],
     num_classes: int,
-    convs: Sequence[Conv],
+    convs: Sequence[ConvSpec],
     hidden: Sequence[int] = (),
     *,
     norm: Norm = "none",
@@ -80,17 +80,17 @@ def plain_cnn(
     Raises:
         UserError: the image is too small for a kernel or a pooling, or a size is not a positive whole number.
 
-    >>> len(plain_cnn("demo", (1, 8, 8), 10, [Conv(4, 3, pool=2), Conv(8, 3)], [16]))
+    >>> len(plain_cnn("demo", (1, 8, 8), 10, [ConvSpec(4, 3, pool=2), ConvSpec(8, 3)], [16]))
     9
     """
-    channels, height, width = check_image(model, input_shape, num_classes)
+    channels, height, width = check_image_shape(model, input_shape, num_classes)
     sizes = check_sizes(model, "hidden", hidden)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, conv in enumerate(convs, start=1):
         check_sizes(model, f"the sizes of convolution {i}", (conv.channels, conv.kernel, conv.stride, conv.pool))
         check_sizes(model, f"the padding of convolution {i}", (conv.padding,), minimum=0)
         layers[f"conv{i}"] = nn.Conv2d(channels, conv.channels, conv.kernel, conv.stride, conv.padding, bias=conv_bias)
-        if (layer := norm_layer(norm, conv.channels)) is not None:
+        if (layer := build_norm_layer(norm, conv.channels)) is not None:
             layers[f"norm{i}"] = layer
         # Max-pooling and ReLU commute, in the gradient too; pooling first leaves ReLU a quarter of the work, and saves
         # 5 to 25 % of the training time of cnn_582k.
@@ -98,7 +98,7 @@ def plain_cnn(
             layers[f"pool{i}"] = nn.MaxPool2d(conv.pool)
         layers[f"relu{i}"] = nn.ReLU()
         before = (height, width)
-        height, width = (_output_side(side, conv) for side in before)
+        height, width = (_output_size(side, conv) for side in before)
         if min(height, width) < 1:
             raise UserError(
                 f"{model}: images of {'x'.join(map(str, input_shape))} are too small: convolution {i} (kernel "
@@ -118,7 +118,7 @@ def plain_cnn(
     return nn.Sequential(layers)
 
 
-def _output_side(side: int, conv: Conv) -> int:
+def _output_size(side: int, conv: ConvSpec) -> int:
     """Side of the image after one convolution and its pooling; below 1 where it does not fit."""
     padded = side + 2 * conv.padding - conv.kernel
     return 0 if padded < 0 else (padded // conv.stride + 1) // conv.pool

@@ -20,7 +20,7 @@ def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1
     return result
 
 
-def check_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, ...]:
+def check_input_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, ...]:
     """The shape of one example, without the batch, after a check of it and of the number of outputs.
 
     Raises:
@@ -35,16 +35,16 @@ def check_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tup
     return check_sizes(model, "input_shape", input_shape)
 
 
-def check_image(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, int, int]:
+def check_image_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, int, int]:
     """(channels, height, width) of one image.
 
     Raises:
-        UserError: as `check_shape`, or the shape has not three dimensions.
+        UserError: as `check_input_shape`, or the shape has not three dimensions.
 
-    >>> check_image("cnn_small", (1, 8, 8), 10)
+    >>> check_image_shape("cnn_small", (1, 8, 8), 10)
     (1, 8, 8)
     """
-    shape = check_shape(model, input_shape, num_classes)
+    shape = check_input_shape(model, input_shape, num_classes)
     if len(shape) != 3:
         raise UserError(
             f"{model} takes images: input_shape must be (channels, height, width), got {shape}; "

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.inputs import Inputs, answer, arguments, call, mapped
-from polyfed.core.replaced import call_with
-from polyfed.core.tied import first_names
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.inputs import Inputs, call_arguments, call_network, logits_or_output, tree_map
+from polyfed.core.replaced import call_with_tensors
+from polyfed.core.tied import first_name_by_name
 
 # _NormBase is the base of BatchNorm (SyncBatchNorm too) and InstanceNorm, their lazy forms included.
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
-def head_modules(
+def find_head_modules(
     model: nn.Module, example: Inputs, *, num_layers: int = 1, names: Sequence[str] | None = None
 ) -> tuple[str, ...]:
     """Names of the modules that are the head: the last `num_layers` parametric layers before the output.
@@ -46,14 +46,16 @@ def head_modules(
             output.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> head_modules(net, torch.zeros(1, 4))
+    >>> find_head_modules(net, torch.zeros(1, 4))
     ('2',)
     """
     if names is not None:
         modules = dict(model.named_modules(remove_duplicate=False))
         for name in names:
             if name not in modules:
-                raise UserError(f"the head cannot be {name!r}: the model has no such module; {nearest(name, modules)}")
+                raise UserError(
+                    f"the head cannot be {name!r}: the model has no such module; {did_you_mean(name, modules)}"
+                )
             if not any(True for _ in modules[name].parameters()):
                 raise UserError(f"the head cannot be {name!r}: this {type(modules[name]).__name__} has no parameters")
         return tuple(names)
@@ -61,8 +63,8 @@ def head_modules(
         raise UserError(f"num_layers={num_layers} of the head must be 0 or more")
     if num_layers == 0:
         return ()
-    layers = _layers(model)
-    order = [name for name in _executed(model, example, layers) if not _has_layers_inside(layers[name])]
+    layers = _parametric_layers(model)
+    order = [name for name in _layers_in_use(model, example, layers) if not _has_layers_inside(layers[name])]
     if not order:
         raise UserError(
             f"{type(model).__name__} has no parametric layer that takes part in its output, so it has no head; "
@@ -79,7 +81,7 @@ def head_modules(
     return tuple(reversed(head))
 
 
-def split_names(model: nn.Module, head: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def split_body_and_head(model: nn.Module, head: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of all tensors of `state_dict()`, as (body, head).
 
     A tensor that is reached by several names (shared weights) is on one side with all of them: the head's, if one of
@@ -87,25 +89,25 @@ def split_names(model: nn.Module, head: Sequence[str]) -> tuple[tuple[str, ...],
 
     Args:
         model: any network.
-        head: module names, as `head_modules` gives them; everything inside them is head.
+        head: module names, as `find_head_modules` gives them; everything inside them is head.
 
     Raises:
         UserError: the model has no module of such a name.
 
-    >>> split_names(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), ["2"])
+    >>> split_body_and_head(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), ["2"])
     (('0.weight', '0.bias'), ('2.weight', '2.bias'))
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in head:
         if name not in modules:
-            raise UserError(f"the head cannot be {name!r}: the model has no such module; {nearest(name, modules)}")
-    tensors = _state(model)
-    shared = {id(tensor) for name, tensor in tensors.items() if any(_inside(name, module) for module in head)}
+            raise UserError(f"the head cannot be {name!r}: the model has no such module; {did_you_mean(name, modules)}")
+    tensors = _state_tensors(model)
+    shared = {id(tensor) for name, tensor in tensors.items() if any(_is_inside(name, module) for module in head)}
     body = tuple(name for name, tensor in tensors.items() if id(tensor) not in shared)
     return body, tuple(name for name, tensor in tensors.items() if id(tensor) in shared)
 
 
-def places_in(model: nn.Module, modules: Sequence[str], left_out: Collection[str]) -> dict[str, str]:
+def tensor_names_by_position(model: nn.Module, modules: Sequence[str], excluded: Collection[str]) -> dict[str, str]:
     """The tensors inside modules, by the place of the module and what follows its name -> first name of the tensor. One that
     several of the modules have has the first place alone.
 
@@ -114,13 +116,13 @@ def places_in(model: nn.Module, modules: Sequence[str], left_out: Collection[str
         modules: names, in the order in which they are counted.
         left_out: first names of tensors that do not count.
 
-    >>> places_in(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), ["2"], ())
+    >>> tensor_names_by_position(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), ["2"], ())
     {'0.weight': '2.weight', '0.bias': '2.bias'}
     """
     places: dict[str, str] = {}
     for position, module in enumerate(modules):
-        for name, first in first_names(model).items():
-            if _inside(name, module) and first not in left_out:
+        for name, first in first_name_by_name(model).items():
+            if _is_inside(name, module) and first not in excluded:
                 within = name.removeprefix(f"{module}.") if module else name
                 places.setdefault(first, f"{position}.{within}")
     return {place: first for first, place in places.items()}
@@ -138,10 +140,10 @@ def norm_tensor_names(model: nn.Module) -> tuple[str, ...]:
     >>> norm_tensor_names(nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)))
     ('1.weight', '1.bias')
     """
-    refuse_compiled(model)
+    check_not_compiled(model)
     norms = [n for n, module in model.named_modules(remove_duplicate=False) if isinstance(module, _NORMS)]
-    first = first_names(model)
-    of_norms = {first[name] for name in _state(model) if any(_inside(name, norm) for norm in norms)}
+    first = first_name_by_name(model)
+    of_norms = {first[name] for name in _state_tensors(model) if any(_is_inside(name, norm) for norm in norms)}
     return tuple(name for name in first if first[name] in of_norms)
 
 
@@ -151,7 +153,7 @@ def buffer_names(model: nn.Module) -> tuple[str, ...]:
     >>> buffer_names(nn.BatchNorm1d(2))
     ('running_mean', 'running_var', 'num_batches_tracked')
     """
-    return tuple(name for name, tensor in _state(model).items() if not isinstance(tensor, nn.Parameter))
+    return tuple(name for name, tensor in _state_tensors(model).items() if not isinstance(tensor, nn.Parameter))
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -163,37 +165,37 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def layer_owners(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def tensor_names_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Name of a module -> the names in `state_dict()` of the tensors that it owns itself (pFedLA's layers).
 
     Every name occurs once, in the order of `state_dict()`; shared tensors belong, with all their names, to their first
     owner. A parametrised layer (torch.nn.utils.parametrizations) owns its parametrisation's tensors. The model itself
     is "".
 
-    >>> layer_owners(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))["0"]
+    >>> tensor_names_by_module(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))["0"]
     ('0.weight', '0.bias')
     """
     parametrised = [n for n, module in model.named_modules(remove_duplicate=False) if is_parametrized(module)]
     owner_of: dict[int, str] = {}
     owners: dict[str, list[str]] = {}
-    for name, tensor in _state(model).items():
-        inside = [p for p in parametrised if _inside(name, f"{p}.parametrizations" if p else "parametrizations")]
+    for name, tensor in _state_tensors(model).items():
+        inside = [p for p in parametrised if _is_inside(name, f"{p}.parametrizations" if p else "parametrizations")]
         owner = owner_of.setdefault(id(tensor), inside[0] if inside else name.rpartition(".")[0])
         owners.setdefault(owner, []).append(name)
     return {owner: tuple(names) for owner, names in owners.items()}
 
 
-def representation_module(model: nn.Module, example: Inputs) -> str:
+def find_representation_module(model: nn.Module, example: Inputs) -> str:
     """Name of the module whose input is the representation: the last nn.Linear that the output depends on.
 
     Raises:
         UserError: no nn.Linear takes part in the output.
 
-    >>> representation_module(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(1, 4))
+    >>> find_representation_module(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(1, 4))
     '2'
     """
-    layers = _layers(model)
-    linear = [name for name in _executed(model, example, layers) if isinstance(layers[name], nn.Linear)]
+    layers = _parametric_layers(model)
+    linear = [name for name in _layers_in_use(model, example, layers) if isinstance(layers[name], nn.Linear)]
     if not linear:
         raise UserError(
             f"{type(model).__name__} has no nn.Linear that takes part in its output, so its representation is unknown; "
@@ -202,7 +204,9 @@ def representation_module(model: nn.Module, example: Inputs) -> str:
     return linear[-1]
 
 
-def representation(model: nn.Module, x: Inputs, *, module: str | None = None, batch_statistics: bool = False) -> Tensor:
+def compute_batch_representation(
+    model: nn.Module, x: Inputs, *, module: str | None = None, batch_statistics: bool = False
+) -> Tensor:
     """Φ(x): what the last linear layer gets, without dropout (FedHeNN, Makhija et al. 2022, section 3).
 
     The model runs in evaluation mode, and every module's mode is restored; gradients flow to the parameters if they are
@@ -212,7 +216,7 @@ def representation(model: nn.Module, x: Inputs, *, module: str | None = None, ba
         model: any network.
         x: a batch of inputs of any structure.
         module: name of the module whose input is taken. None finds the last nn.Linear by one more run on the first row;
-            a caller who comes back often asks `representation_module` once and gives the name.
+            a caller who comes back often asks `find_representation_module` once and gives the name.
         batch_statistics: BatchNorm normalises by mean and variance of `x`, as it does in training, instead of its running
             statistics, which stay as they are.
 
@@ -223,23 +227,23 @@ def representation(model: nn.Module, x: Inputs, *, module: str | None = None, ba
         UserError: no such module, the module does not run, or its input is not one tensor; None and no nn.Linear.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
-    >>> representation(net, torch.ones(3, 2, 2)).shape
+    >>> compute_batch_representation(net, torch.ones(3, 2, 2)).shape
     torch.Size([3, 4])
     """
-    name = representation_module(model, mapped(lambda part: part[:1], x)) if module is None else module
-    refuse_compiled(model)
+    name = find_representation_module(model, tree_map(lambda part: part[:1], x)) if module is None else module
+    check_not_compiled(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     if name not in modules:
-        raise UserError(f"module={name!r} of the representation: the model has none; {nearest(name, modules)}")
+        raise UserError(f"module={name!r} of the representation: the model has none; {did_you_mean(name, modules)}")
     inputs: list[Any] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append(next(iter(_tensors([args, kwargs])), None))
+        inputs.append(next(iter(_iterate_tensors([args, kwargs])), None))
 
     handle = modules[name].register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        with _evaluating(model, batch_statistics):
-            call(model, x)
+        with _evaluation_mode(model, batch_statistics):
+            call_network(model, x)
     finally:
         handle.remove()
     if not inputs or inputs[-1] is None:
@@ -251,16 +255,16 @@ def representation(model: nn.Module, x: Inputs, *, module: str | None = None, ba
     return last.flatten(1)
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
+def _state_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of `state_dict()` themselves, so that shared ones can be told by identity."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
-def _inside(tensor: str, module: str) -> bool:
+def _is_inside(tensor: str, module: str) -> bool:
     return not module or tensor.startswith(f"{module}.")
 
 
-def refuse_compiled(model: nn.Module) -> None:
+def check_not_compiled(model: nn.Module) -> None:
     """Raises a `UserError` if a part of the network was compiled by torch.jit, which has no layers to look at or to hook."""
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
@@ -270,13 +274,13 @@ def refuse_compiled(model: nn.Module) -> None:
             )
 
 
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
+def _parametric_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Modules with parameters of their own, each under its first name.
 
     Raises:
         UserError: the network is compiled by torch.jit.
     """
-    refuse_compiled(model)
+    check_not_compiled(model)
     parametrised = [m for m in model.modules() if is_parametrized(m)]
     hidden = {id(part) for m in parametrised for part in m.get_submodule("parametrizations").modules()}
     return {
@@ -288,10 +292,10 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has_layers_inside(module: nn.Module) -> bool:
-    return len(_layers(module)) > 1
+    return len(_parametric_layers(module)) > 1
 
 
-def _executed(model: nn.Module, example: Inputs, layers: Mapping[str, nn.Module]) -> list[str]:
+def _layers_in_use(model: nn.Module, example: Inputs, layers: Mapping[str, nn.Module]) -> list[str]:
     """Those of `layers` that run and that the output depends on, in the order of their last use.
 
     Dependence is read off the autograd graph of a run on detached tensors; where there is none (the output is not
@@ -314,24 +318,24 @@ def _executed(model: nn.Module, example: Inputs, layers: Mapping[str, nn.Module]
             torch.enable_grad(),
             torch.backends.cudnn.flags(enabled=False),
             torch.random.fork_rng(devices=[]),
-            _evaluating(model),
+            _evaluation_mode(model),
         ):
             parameters = {
-                name: _detached(p).requires_grad_(p.is_floating_point()) for name, p in model.named_parameters()
+                name: _detach(p).requires_grad_(p.is_floating_point()) for name, p in model.named_parameters()
             }
-            buffers = {name: _detached(b) for name, b in model.named_buffers()}
-            output = call_with(model, {**parameters, **buffers}, *arguments(mapped(_detached, example)))
-            reached = _reached(answer(output), parameters)
+            buffers = {name: _detach(b) for name, b in model.named_buffers()}
+            output = call_with_tensors(model, {**parameters, **buffers}, *call_arguments(tree_map(_detach, example)))
+            reached = _reached_parameters(logits_or_output(output), parameters)
     finally:
         for handle in handles:
             handle.remove()
     used = {id(p) for name, p in model.named_parameters() if name in reached}
-    return [name for name in last_use if not reached or any(id(p) in used for p in _own_parameters(layers[name]))]
+    return [name for name in last_use if not reached or any(id(p) in used for p in _layer_parameters(layers[name]))]
 
 
-def _reached(output: Any, parameters: Mapping[str, Tensor]) -> set[str]:
+def _reached_parameters(output: Any, parameters: Mapping[str, Tensor]) -> set[str]:
     """Names of the parameters that `output` depends on."""
-    ends = [tensor.sum() for tensor in _tensors(output) if tensor.requires_grad]
+    ends = [tensor.sum() for tensor in _iterate_tensors(output) if tensor.requires_grad]
     inputs = {name: p for name, p in parameters.items() if p.requires_grad}
     if not ends or not inputs:
         return set()
@@ -339,29 +343,29 @@ def _reached(output: Any, parameters: Mapping[str, Tensor]) -> set[str]:
     return {name for name, gradient in zip(inputs, gradients, strict=True) if gradient is not None}
 
 
-def _own_parameters(layer: nn.Module) -> list[nn.Parameter]:
-    own = list(layer.parameters(recurse=False))
-    return own + (list(layer.get_submodule("parametrizations").parameters()) if is_parametrized(layer) else [])
+def _layer_parameters(layer: nn.Module) -> list[nn.Parameter]:
+    parameters = list(layer.parameters(recurse=False))
+    return parameters + (list(layer.get_submodule("parametrizations").parameters()) if is_parametrized(layer) else [])
 
 
-def _detached(tensor: Tensor) -> Tensor:
+def _detach(tensor: Tensor) -> Tensor:
     """The same values outside the caller's graph; a copy only of inference tensors, which autograd cannot save."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
+        yield from _iterate_tensors(list(value.values()))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from _iterate_tensors(item)
 
 
 @contextmanager
-def _evaluating(model: nn.Module, batch_statistics: bool = False) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module, batch_statistics: bool = False) -> Iterator[None]:
     """All modules in evaluation mode inside the block, each in its own mode again after it.
 
     RNNs without dropout, which compute the same in both modes, are put in training mode: cuDNN differentiates them only

@@ -5,7 +5,7 @@ from typing import final
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
-from polyfed.models.shapes import check_shape, check_sizes
+from polyfed.models.shapes import check_input_shape, check_sizes
 
 
 @final
@@ -73,7 +73,7 @@ def lstm(
     >>> lstm((25,), 2, vocabulary=100, num_layers=2)(torch.zeros(4, 25, dtype=torch.int64)).shape
     torch.Size([4, 2])
     """
-    shape = check_shape("lstm", input_shape, num_classes)
+    shape = check_input_shape("lstm", input_shape, num_classes)
     if len(shape) != 1:
         raise UserError(f"lstm takes token sequences: input_shape must be (length,), got {shape}; for images use a CNN")
     sizes = {"vocabulary": vocabulary, "embedding": embedding, "hidden": hidden, "num_layers": num_layers, "fc": fc}

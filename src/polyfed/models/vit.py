@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from polyfed.core.errors import UserError, nearest
-from polyfed.models.shapes import check_image, check_sizes
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.models.shapes import check_image_shape, check_sizes
 
 Pool = Literal["mean", "cls"]
 
@@ -119,7 +119,7 @@ def vit(
     >>> vit((1, 8, 8), 10, dim=16)(torch.zeros(2, 1, 8, 8)).shape
     torch.Size([2, 10])
     """
-    image = check_image("vit", input_shape, num_classes)
+    image = check_image_shape("vit", input_shape, num_classes)
     sizes = {"patch": patch, "dim": dim, "depth": depth, "num_heads": num_heads, "mlp_dim": mlp_dim}
     for name, size in sizes.items():
         check_sizes("vit", name, [size])
@@ -128,7 +128,7 @@ def vit(
     if dim % num_heads:
         raise UserError(f"vit: num_heads={num_heads} does not divide dim={dim}; choose numbers that fit")
     if pool not in get_args(Pool):
-        raise UserError(f"vit: pool={pool!r} is unknown; {nearest(str(pool), get_args(Pool))}")
+        raise UserError(f"vit: pool={pool!r} is unknown; {did_you_mean(str(pool), get_args(Pool))}")
     return VisionTransformer(
         image, num_classes, patch=patch, dim=dim, depth=depth, num_heads=num_heads, mlp_dim=mlp_dim, pool=pool
     )

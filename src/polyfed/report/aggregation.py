@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.files import MOST_TEXT, user_path
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.files import MAX_TEXT_BYTES, expand_user_path
 from polyfed.core.stored import read_npz
 from polyfed.data.plot import save_figure
 
@@ -31,7 +31,7 @@ _REST = "#b8b8b8"
 
 @final
 @dataclass(frozen=True, eq=False)
-class Aggregation:
+class AggregationWeights:
     """All weights of a run.
 
     Attributes:
@@ -46,27 +46,27 @@ class Aggregation:
     layers: tuple[str, ...]
     alpha: NDArray[np.float32]
 
-    def client(self, name: str) -> int:
+    def client_index(self, name: str) -> int:
         """The position of a client.
 
         Raises:
             UserError: there is none of this id.
         """
         if name not in self.clients:
-            raise UserError(f"the run has no client {name!r}; {_some_of(name, self.clients)}")
+            raise UserError(f"the run has no client {name!r}; {_name_hint(name, self.clients)}")
         return self.clients.index(name)
 
-    def layer(self, name: str) -> int:
+    def layer_index(self, name: str) -> int:
         """The position of a layer.
 
         Raises:
             UserError: there is none of this name.
         """
         if name not in self.layers:
-            raise UserError(f"the run has no layer {name!r}; {_some_of(name, self.layers)}")
+            raise UserError(f"the run has no layer {name!r}; {_name_hint(name, self.layers)}")
         return self.layers.index(name)
 
-    def at(self, round: int) -> int:
+    def round_index(self, round: int) -> int:
         """The position of a round by its number; negative numbers count from the end, −1 is the last.
 
         Raises:
@@ -74,28 +74,28 @@ class Aggregation:
         """
         if -len(self.rounds) <= round < 0:
             return len(self.rounds) + round
-        found = np.flatnonzero(self.rounds == round)
-        if not len(found):
+        positions = np.flatnonzero(self.rounds == round)
+        if not len(positions):
             raise UserError(
                 f"the run has no weights of round {round}; it has rounds {self.rounds[0]} to {self.rounds[-1]}"
             )
-        return int(found[0])
+        return int(positions[0])
 
 
-def read(run_directory: str | Path) -> Aggregation:
+def read_aggregation_weights(run_directory: str | Path) -> AggregationWeights:
     """The weights of a run from its files `analysis/round-N.npz`.
 
     Raises:
         UserError: there are none, or one of them is damaged or does not fit the others.
     """
-    folder = user_path(run_directory, "the run directory") / "analysis"
+    folder = expand_user_path(run_directory, "the run directory") / "analysis"
     files = sorted(folder.glob("round-*.npz"))
     if not files:
         raise UserError(
             f"{run_directory} has no aggregation weights (analysis/round-*.npz); give the run directory of a pfedla or "
             "heur_pfedla run, or the folder baselines/NAME in which one is kept"
         )
-    first = _content(files[0])
+    first = _read_weights_file(files[0])
     clients, layers = first["clients"].tolist(), first["layers"].tolist()
     if missing := sorted(set(clients) - set(first["rows"].tolist())):
         raise UserError(
@@ -104,36 +104,38 @@ def read(run_directory: str | Path) -> Aggregation:
     position = {client: i for i, client in enumerate(clients)}
     alpha = np.zeros((len(files), len(clients), len(layers), len(clients)), np.float32)
     for r, file in enumerate(files):
-        found = first if r == 0 else _content(file)
-        if found["clients"].tolist() != clients or found["layers"].tolist() != layers:
+        arrays = first if r == 0 else _read_weights_file(file)
+        if arrays["clients"].tolist() != clients or arrays["layers"].tolist() != layers:
             raise UserError(f"{file} has other clients or layers than {files[0].name}; the files are of different runs")
         alpha[r] = alpha[max(r - 1, 0)]
-        alpha[r, [position[row] for row in found["rows"].tolist()]] = found["alpha"]
+        alpha[r, [position[row] for row in arrays["rows"].tolist()]] = arrays["alpha"]
     rounds = np.array([int(file.stem.removeprefix("round-")) for file in files], np.int64)
-    return Aggregation(rounds, tuple(clients), tuple(layers), alpha)
+    return AggregationWeights(rounds, tuple(clients), tuple(layers), alpha)
 
 
-def _content(file: Path) -> dict[str, NDArray[Any]]:
+def _read_weights_file(file: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a file, checked."""
     if not file.stem.removeprefix("round-").isdecimal():
         raise UserError(f"{file} is not named after a round; take it out of the folder")
     try:
-        found = read_npz(file, _KEYS, MOST_TEXT)
+        arrays = read_npz(file, _KEYS, MAX_TEXT_BYTES)
     except (OSError, ValueError) as error:
         raise UserError(f"{file} is damaged ({error}); restore it, or run again") from error
-    if missing := [key for key in _KEYS if key not in found]:
+    if missing := [key for key in _KEYS if key not in arrays]:
         raise UserError(f"{file} has no {missing[0]!r}; it is not of a pfedla or heur_pfedla run")
-    rows, layers, clients = found["rows"], found["layers"], found["clients"]
+    rows, layers, clients = arrays["rows"], arrays["layers"], arrays["clients"]
     shape = (len(rows), len(layers), len(clients)) if rows.ndim == layers.ndim == clients.ndim == 1 else None
-    if found["alpha"].shape != shape or not shape or shape[1] == 0:
-        names = " and ".join(f"{key} {found[key].shape}" for key in _KEYS)
+    if arrays["alpha"].shape != shape or not shape or shape[1] == 0:
+        names = " and ".join(f"{key} {arrays[key].shape}" for key in _KEYS)
         raise UserError(f"{file} holds shapes that do not fit: {names}; alpha must be (rows, layers, clients)")
-    if not set(rows.tolist()) <= set(clients.tolist()) or not np.isfinite(found["alpha"]).all():
+    if not set(rows.tolist()) <= set(clients.tolist()) or not np.isfinite(arrays["alpha"]).all():
         raise UserError(f"{file} is damaged (rows of unknown clients, or weights that are no numbers); run again")
-    return found
+    return arrays
 
 
-def weight_evolution(aggregation: Aggregation, client: str, *, others: Sequence[str] | None = None) -> "Figure":
+def draw_weight_evolution(
+    weights: AggregationWeights, client: str, *, highlighted_clients: Sequence[str] | None = None
+) -> "Figure":
     """How the weights of one client change during training (Fig. 5).
 
     Above, the mean weights it gives to each of the others, by layer, in the prior, middle and last third of the rounds.
@@ -146,60 +148,62 @@ def weight_evolution(aggregation: Aggregation, client: str, *, others: Sequence[
             mean weight in the last third. The rest is drawn as its mean and its range.
 
     Raises:
-        UserError: an unknown client, `client` among `others`, or a run of one client.
+        UserError: an unknown client, `client_index` among `others`, or a run of one client.
     """
     from matplotlib.ticker import MaxNLocator
 
-    target = aggregation.client(client)
-    rest = [j for j in range(len(aggregation.clients)) if j != target]
-    if not rest:
+    target = weights.client_index(client)
+    other_clients = [j for j in range(len(weights.clients)) if j != target]
+    if not other_clients:
         raise UserError(f"{client!r} is the only client of the run, so that there are no weights for others to draw")
-    thirds = periods(aggregation)
-    own = aggregation.alpha[:, target]  # (R, L, N)
-    if others is None:
-        weight = own[thirds[-1]].mean(axis=(0, 1))
-        shown = sorted(sorted(rest, key=lambda j: (-weight[j], j))[:_SHOWN])
+    thirds = round_positions_by_third(weights)
+    client_alpha = weights.alpha[:, target]  # (R, L, N)
+    if highlighted_clients is None:
+        weight = client_alpha[thirds[-1]].mean(axis=(0, 1))
+        coloured = sorted(sorted(other_clients, key=lambda j: (-weight[j], j))[:_SHOWN])
     else:
-        shown = [aggregation.client(name) for name in others]
-    if target in shown:
+        coloured = [weights.client_index(name) for name in highlighted_clients]
+    if target in coloured:
         raise UserError(f"others names {client!r}, the target client itself; leave it out")
-    layers = aggregation.layers
+    layers = weights.layers
     columns = 4
     lines = -(-(len(layers) + 1) // columns)
     height = 1.2 + 0.35 * min(len(layers), _TICKS)
-    figure = _figure(15, height + 2.4 * lines + 1.2)
+    figure = _new_figure(15, height + 2.4 * lines + 1.2)
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[height, 2.4 * lines])[:, 0]
     figure.suptitle(f"Weights that {client} gives to the layers of other clients")
 
     maps = above.subplots(1, len(thirds), sharey=True, squeeze=False)[0]
-    means = [own[p][:, :, rest].mean(axis=0) for p in thirds]
+    means = [client_alpha[p][:, :, other_clients].mean(axis=0) for p in thirds]
     largest = max(float(np.max(means)), 1e-12)
-    for axes, rows, mean, name in zip(maps, thirds, means, _names_of(thirds), strict=True):
+    for axes, rows, mean, name in zip(maps, thirds, means, _period_names(thirds), strict=True):
         picture = axes.imshow(mean, aspect="auto", cmap="viridis", vmin=0, vmax=largest, interpolation="nearest")
-        axes.set_title(f"{name} period: {_span(aggregation.rounds[rows])}", fontsize=10)
-        _label(axes, "x", [aggregation.clients[j] for j in rest], limit=_TICKS // len(thirds))
-        _write(axes, mean, largest)
-    _label(maps[0], "y", layers)
+        axes.set_title(f"{name} period: {_round_range_text(weights.rounds[rows])}", fontsize=10)
+        _label_axis(axes, "x", [weights.clients[j] for j in other_clients], limit=_TICKS // len(thirds))
+        _write_cell_values(axes, mean, largest)
+    _label_axis(maps[0], "y", layers)
     above.colorbar(picture, ax=list(maps), label="mean weight α", pad=0.01, fraction=0.03)
 
     panels = below.subplots(lines, columns, sharex=True, squeeze=False).ravel()
-    colours = _colours(len(shown))
-    unshown = [j for j in rest if j not in shown]
-    top = float(own[:, :, rest].max()) * 1.05 or 1.0
+    colours = _distinct_colours(len(coloured))
+    uncoloured = [j for j in other_clients if j not in coloured]
+    top = float(client_alpha[:, :, other_clients].max()) * 1.05 or 1.0
     for k, name in enumerate(layers):
         axes = panels[k]
-        if unshown:
-            low, high = own[:, k, unshown].min(axis=1), own[:, k, unshown].max(axis=1)
-            axes.fill_between(aggregation.rounds, low, high, color=_REST, alpha=0.5, linewidth=0)
-            label = f"{len(unshown)} more (mean, range)"
-            axes.plot(aggregation.rounds, own[:, k, unshown].mean(axis=1), color="grey", linewidth=1, label=label)
-        for j, colour in zip(shown, colours, strict=True):
-            axes.plot(aggregation.rounds, own[:, k, j], color=colour, linewidth=1.3, label=aggregation.clients[j])
+        if uncoloured:
+            low, high = client_alpha[:, k, uncoloured].min(axis=1), client_alpha[:, k, uncoloured].max(axis=1)
+            axes.fill_between(weights.rounds, low, high, color=_REST, alpha=0.5, linewidth=0)
+            label = f"{len(uncoloured)} more (mean, range)"
+            axes.plot(
+                weights.rounds, client_alpha[:, k, uncoloured].mean(axis=1), color="grey", linewidth=1, label=label
+            )
+        for j, colour in zip(coloured, colours, strict=True):
+            axes.plot(weights.rounds, client_alpha[:, k, j], color=colour, linewidth=1.3, label=weights.clients[j])
         axes.set_title(name, fontsize=10)
         axes.set_ylim(0, top)
     axes = panels[len(layers)]
-    for k, colour in zip(range(len(layers)), _shades(len(layers)), strict=True):
-        axes.plot(aggregation.rounds, own[:, k, target], color=colour, linewidth=1.3, label=layers[k])
+    for k, colour in zip(range(len(layers)), _layer_colours(len(layers)), strict=True):
+        axes.plot(weights.rounds, client_alpha[:, k, target], color=colour, linewidth=1.3, label=layers[k])
     axes.set_title("its own weight, by layer", fontsize=10)
     axes.set_ylim(0, 1.05)
     if len(layers) <= 12:
@@ -219,7 +223,7 @@ def weight_evolution(aggregation: Aggregation, client: str, *, others: Sequence[
     return figure
 
 
-def heat_map(aggregation: Aggregation, layer: str, round: int = -1) -> "Figure":
+def draw_layer_heat_map(aggregation: AggregationWeights, layer: str, round: int = -1) -> "Figure":
     """The weights of one layer, client by client (Fig. 6): row i is what client i makes its layer of.
 
     Colours follow the square root of the weight, since the diagonal is often many times the rest.
@@ -234,26 +238,26 @@ def heat_map(aggregation: Aggregation, layer: str, round: int = -1) -> "Figure":
     """
     from matplotlib.colors import PowerNorm
 
-    at, which = aggregation.at(round), aggregation.layer(layer)
-    weights = aggregation.alpha[at, :, which, :]
+    round_position, layer_position = aggregation.round_index(round), aggregation.layer_index(layer)
+    weights = aggregation.alpha[round_position, :, layer_position, :]
     clients = len(aggregation.clients)
     side = 2.2 + 0.5 * min(clients, 14)
-    figure = _figure(side + 1.4, side)
+    figure = _new_figure(side + 1.4, side)
     axes = figure.add_subplot()
     largest = max(float(weights.max()), 1e-12)
     norm = PowerNorm(0.5, vmin=0, vmax=largest)
     picture = axes.imshow(weights, cmap="viridis", norm=norm, interpolation="nearest")
-    _label(axes, "x", aggregation.clients)
-    _label(axes, "y", aggregation.clients)
-    _write(axes, weights, largest, norm)
+    _label_axis(axes, "x", aggregation.clients)
+    _label_axis(axes, "y", aggregation.clients)
+    _write_cell_values(axes, weights, largest, norm)
     axes.set_xlabel("client whose layer is weighed")
     axes.set_ylabel("client that gets the mixture")
-    axes.set_title(f"Weights of layer {layer} after round {aggregation.rounds[at]}", fontsize=11)
+    axes.set_title(f"Weights of layer {layer} after round {aggregation.rounds[round_position]}", fontsize=11)
     figure.colorbar(picture, label="weight α", shrink=0.85)
     return figure
 
 
-def layer_weights(aggregation: Aggregation, client: str, round: int = -1) -> "Figure":
+def draw_layer_weights(aggregation: AggregationWeights, client: str, round: int = -1) -> "Figure":
     """The weights of all layers of one client (Fig. 7): its own at the bottom of each bar, the others' on top.
 
     Args:
@@ -264,18 +268,18 @@ def layer_weights(aggregation: Aggregation, client: str, round: int = -1) -> "Fi
     Raises:
         UserError: an unknown client or round.
     """
-    target, at = aggregation.client(client), aggregation.at(round)
-    weights = aggregation.alpha[at, target]  # (L, N)
-    rest = [j for j in range(len(aggregation.clients)) if j != target]
+    target, round_position = aggregation.client_index(client), aggregation.round_index(round)
+    weights = aggregation.alpha[round_position, target]  # (L, N)
+    other_clients = [j for j in range(len(aggregation.clients)) if j != target]
     mean = weights.mean(axis=0)
-    shown = sorted(sorted(rest, key=lambda j: (-mean[j], j))[:_SHOWN])
+    coloured = sorted(sorted(other_clients, key=lambda j: (-mean[j], j))[:_SHOWN])
     parts = [(f"{client} (own)", weights[:, target], _OWN)]
-    for j, colour in zip(shown, _colours(len(shown)), strict=True):
+    for j, colour in zip(coloured, _distinct_colours(len(coloured)), strict=True):
         parts.append((aggregation.clients[j], weights[:, j], colour))
-    if unshown := [j for j in rest if j not in shown]:
-        parts.append((f"{len(unshown)} more clients", weights[:, unshown].sum(axis=1), _REST))
+    if uncoloured := [j for j in other_clients if j not in coloured]:
+        parts.append((f"{len(uncoloured)} more clients", weights[:, uncoloured].sum(axis=1), _REST))
     layers = np.arange(len(aggregation.layers))
-    figure = _figure(4.2 + 0.75 * min(len(layers), 24), 4.8)
+    figure = _new_figure(4.2 + 0.75 * min(len(layers), 24), 4.8)
     axes = figure.add_subplot()
     bottom = np.zeros(len(layers), np.float32)
     for label, values, colour in parts:
@@ -287,18 +291,18 @@ def layer_weights(aggregation: Aggregation, client: str, round: int = -1) -> "Fi
             axes.text(x, value / 2 if inside else value + 0.01, f"{value:.2f}", ha="center", fontsize=8,
                       va="center" if inside else "bottom", color="white" if inside else _OWN,
                       bbox=None if inside else {"facecolor": "white", "alpha": 0.7, "pad": 0.6, "linewidth": 0})  # fmt: skip
-    _label(axes, "x", aggregation.layers, room=9 * len(layers))
+    _label_axis(axes, "x", aggregation.layers, max_letters=9 * len(layers))
     axes.set_xlim(-0.6, len(layers) - 0.4)
     axes.set_xlabel("layer")
     axes.set_ylabel("weight α")
     axes.set_ylim(0, max(1.0, float(bottom.max())) * 1.02)
-    axes.set_title(f"What {client} makes its layers of, after round {aggregation.rounds[at]}", fontsize=11)
+    axes.set_title(f"What {client} makes its layers of, after round {aggregation.rounds[round_position]}", fontsize=11)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8, frameon=False)
     return figure
 
 
-def save(figure: "Figure", path: str | Path) -> None:
+def save_aggregation_figure(figure: "Figure", path: str | Path) -> None:
     """Writes a figure of this module; the same run gives the same bytes.
 
     Args:
@@ -311,7 +315,7 @@ def save(figure: "Figure", path: str | Path) -> None:
     save_figure(figure, path)
 
 
-def _figure(width: float, height: float) -> "Figure":
+def _new_figure(width: float, height: float) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -320,37 +324,37 @@ def _figure(width: float, height: float) -> "Figure":
     return figure
 
 
-def periods(aggregation: Aggregation) -> list[NDArray[np.int64]]:
+def round_positions_by_third(aggregation: AggregationWeights) -> list[NDArray[np.int64]]:
     """Positions of the rounds of each third; fewer than three if there are fewer rounds. Round 0 has seen no training."""
     trained = np.flatnonzero(aggregation.rounds > 0)
     rounds = trained if len(trained) else np.arange(len(aggregation.rounds))
     return [part.astype(np.int64) for part in np.array_split(rounds, 3) if len(part)]
 
 
-def _names_of(periods: Sequence[object]) -> tuple[str, ...]:
+def _period_names(periods: Sequence[object]) -> tuple[str, ...]:
     return {1: ("only",), 2: (_PERIODS[0], _PERIODS[-1])}.get(len(periods), _PERIODS)
 
 
-def _span(rounds: NDArray[np.int64]) -> str:
+def _round_range_text(rounds: NDArray[np.int64]) -> str:
     return f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}"
 
 
-def _label(axes: "Axes", axis: str, names: Sequence[str], limit: int = _TICKS, room: int = 40) -> None:
+def _label_axis(axes: "Axes", axis: str, names: Sequence[str], limit: int = _TICKS, max_letters: int = 40) -> None:
     """Names along an axis, at most `limit` of them, upright where together they are longer than `room` letters."""
     positions = range(0, len(names), -(-len(names) // limit))
-    labels = [_shortened(names[i]) for i in positions]
+    labels = [_shorten_name(names[i]) for i in positions]
     if axis == "y":
         axes.set_yticks(positions, labels, fontsize=8)
     else:
-        upright = len(labels) * (max(map(len, labels)) + 1) > room
+        upright = len(labels) * (max(map(len, labels)) + 1) > max_letters
         axes.set_xticks(positions, labels, fontsize=8, rotation=90 if upright else 0)
 
 
-def _shortened(name: str, most: int = 16) -> str:
+def _shorten_name(name: str, most: int = 16) -> str:
     return name if len(name) <= most else f"{name[: most // 2]}…{name[-most // 2 + 1 :]}"
 
 
-def _write(axes: "Axes", values: NDArray[Any], largest: float, norm: Any = None) -> None:
+def _write_cell_values(axes: "Axes", values: NDArray[Any], largest: float, norm: Any = None) -> None:
     """The number of each cell, where there is room."""
     if values.size > _CELLS or values.shape[1] > 14:
         return
@@ -360,7 +364,7 @@ def _write(axes: "Axes", values: NDArray[Any], largest: float, norm: Any = None)
         axes.text(column, row, text, ha="center", va="center", fontsize=7, color="black" if shade > 0.6 else "white")
 
 
-def _colours(number: int) -> list[Any]:
+def _distinct_colours(number: int) -> list[Any]:
     """Colours that can be told apart, by people who do not see red and green, too, as far as there are enough."""
     from matplotlib import colormaps
 
@@ -368,14 +372,14 @@ def _colours(number: int) -> list[Any]:
     return safe[:number] if number <= len(safe) else list(colormaps["turbo"](np.linspace(0.05, 0.95, number)))
 
 
-def _shades(number: int) -> list[Any]:
+def _layer_colours(number: int) -> list[Any]:
     from matplotlib import colormaps
 
     return list(colormaps["plasma"](np.linspace(0, 0.88, number)))
 
 
-def _some_of(name: str, known: Sequence[str]) -> str:
+def _name_hint(name: str, names: Sequence[str]) -> str:
     """`nearest`, but of many names the first and the last only."""
-    if len(known) <= 20:
-        return nearest(name, known)
-    return f"choose one of its {len(known)}, {known[0]} to {known[-1]}"
+    if len(names) <= 20:
+        return did_you_mean(name, names)
+    return f"choose one of its {len(names)}, {names[0]} to {names[-1]}"

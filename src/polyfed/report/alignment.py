@@ -13,18 +13,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from polyfed.alignment.representations import representations
+from polyfed.alignment.representations import compute_representations
 from polyfed.alignment.similarity import pairwise_cka
 from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.files import user_path
-from polyfed.core.inputs import concatenated, first, form_of, mapped
-from polyfed.core.scratch import fill, initial_state, new_module
-from polyfed.core.stored import read_tensors
-from polyfed.core.threads import one_thread
+from polyfed.core.files import expand_user_path
+from polyfed.core.inputs import concatenate_batches, first_leaf, input_spec_of, tree_map
+from polyfed.core.scratch import build_module, fill_module, initial_state
+from polyfed.core.stored import read_safetensors
+from polyfed.core.threads import single_torch_thread
 from polyfed.simulation.runs.directory import read_config
-from polyfed.simulation.runs.paths import file_name
+from polyfed.simulation.runs.paths import safe_file_name
 from polyfed.simulation.runs.results import Run
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _WRITTEN = 12  # clients up to which each cell still holds its number
 
 @final
 @dataclass(frozen=True, eq=False)
-class Alignment:
+class RepresentationAlignment:
     """Linear CKA between any two clients' representations of the same examples.
 
     Attributes:
@@ -46,34 +46,34 @@ class Alignment:
         before: float64, (N, N), under the initial weights: 1 for two clients of one architecture, which start alike.
         after: the same under the personal networks at the end.
 
-    >>> found = Alignment(("a", "b"), np.array([[1, 0.25], [0.25, 1]]), np.array([[1, 0.75], [0.75, 1]]))
-    >>> found.mean_before, found.mean_after
+    >>> found = RepresentationAlignment(("a", "b"), np.array([[1, 0.25], [0.25, 1]]), np.array([[1, 0.75], [0.75, 1]]))
+    >>> found.mean_cka_before, found.mean_cka_after
     (0.25, 0.75)
     """
 
     clients: tuple[str, ...]
-    before: NDArray[np.float64]
-    after: NDArray[np.float64]
+    cka_before: NDArray[np.float64]
+    cka_after: NDArray[np.float64]
 
     @property
-    def mean_before(self) -> float:
+    def mean_cka_before(self) -> float:
         """The mean over the pairs of different clients, before training."""
-        return _mean(self.before)
+        return _mean_over_pairs(self.cka_before)
 
     @property
-    def mean_after(self) -> float:
+    def mean_cka_after(self) -> float:
         """The mean over the pairs of different clients, after training."""
-        return _mean(self.after)
+        return _mean_over_pairs(self.cka_after)
 
 
-def read_alignment(
+def measure_alignment(
     run: Run | str | Path,
     examples: Examples | None = None,
     rows: int = _MOST,
     *,
     clients: Sequence[Client] | None = None,
     module: str | Mapping[str, str] | None = None,
-) -> Alignment:
+) -> RepresentationAlignment:
     """The alignment of a finished run of any method in which each client has one network: of FedHeNN as of Local.
 
     Args:
@@ -82,7 +82,7 @@ def read_alignment(
             for its owner's network.
         rows: how many, 2 to 256, evenly spaced if there are more.
         clients: of a run directory, as they were given to `federate`; of a run that a file describes, those of
-            `polyfed.simulation.experiment.rebuild`. Their training examples are not used.
+            `polyfed.simulation.experiment.rebuild_clients`. Their training examples are not used.
         module: name of the module whose input is the representation, for all clients or by client's id; None finds the
             last linear layer of each network. Of a FedHeNN run with a `module`, give the same.
 
@@ -91,8 +91,8 @@ def read_alignment(
 
     >>> from polyfed.simulation.federation import federate
     >>> from polyfed.testing import small_clients
-    >>> found = read_alignment(federate(small_clients(), "local", rounds=1, workers=0))
-    >>> found.clients, round(found.mean_before, 6), found.mean_after < 1
+    >>> found = measure_alignment(federate(small_clients(), "local", rounds=1, workers=0))
+    >>> found.clients, round(found.mean_cka_before, 6), found.mean_cka_after < 1
     (('client-0', 'client-1', 'client-2'), 1.0, True)
     """
     if not 2 <= rows <= _MOST:
@@ -100,48 +100,55 @@ def read_alignment(
     if isinstance(run, Run):
         if clients is not None:
             raise UserError("clients are for a run directory; a Run has its own, so leave them out")
-        everyone = [client for _, client in sorted(run.federation.clients.items())]
+        all_clients = [client for _, client in sorted(run.federation.clients.items())]
         seed = run.federation.settings.seed
     else:
-        everyone, seed = _of_directory(user_path(run, "the run directory"), clients)
-    if len(everyone) < 2:
+        all_clients, seed = _clients_and_seed(expand_user_path(run, "the run directory"), clients)
+    if len(all_clients) < 2:
         raise UserError("the run has one client, so that there is no pair to compare; give a run of at least 2")
-    shown = _test_examples(everyone, rows) if examples is None else _spaced(examples, rows)
+    shared_examples = _test_examples(all_clients, rows) if examples is None else _evenly_spaced_examples(examples, rows)
     before: list[Tensor] = []
     after: list[Tensor] = []
-    with one_thread():
-        for client in everyone:
+    with single_torch_thread():
+        for client in all_clients:
             factory = client.model
             if factory is None:
                 raise UserError(
                     f"client {client.id!r} has no network of its own (Client.model), so that its initial weights are "
                     "not known; give a run whose clients have one"
                 )
-            start = fill(new_module(factory, seed=0), initial_state(factory, seed))
-            end = run.model(client.id) if isinstance(run, Run) else _kept(user_path(run), client.id, factory)
+            start = fill_module(build_module(factory, seed=0), initial_state(factory, seed))
+            end = (
+                run.model(client.id)
+                if isinstance(run, Run)
+                else _load_personal_model(expand_user_path(run), client.id, factory)
+            )
             name = module.get(client.id) if isinstance(module, Mapping) else module
-            for model, found in ((start, before), (end, after)):
-                with _advised(client.id):
-                    found.append(representations(model.eval(), shown, module=name))
-    tables = [np.clip(pairwise_cka(found).numpy(), 0, 1) for found in (before, after)]
-    return Alignment(tuple(client.id for client in everyone), tables[0], tables[1])
+            for model, features in ((start, before), (end, after)):
+                with _client_named_in_errors(client.id):
+                    features.append(compute_representations(model.eval(), shared_examples, module=name))
+    tables = [np.clip(pairwise_cka(features).numpy(), 0, 1) for features in (before, after)]
+    return RepresentationAlignment(tuple(client.id for client in all_clients), tables[0], tables[1])
 
 
-def draw_alignment(found: Alignment) -> "Figure":
+def draw_alignment(alignment: RepresentationAlignment) -> "Figure":
     """Two heat maps, client by client, before and after training, with one scale of colours from 0 to 1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    side = 2.4 + 0.28 * min(len(found.clients), 16)
+    side = 2.4 + 0.28 * min(len(alignment.clients), 16)
     figure = Figure(figsize=(2 * side + 1.6, side + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
-    parts = (("before", found.before, found.mean_before), ("after", found.after, found.mean_after))
+    parts = (
+        ("before", alignment.cka_before, alignment.mean_cka_before),
+        ("after", alignment.cka_after, alignment.mean_cka_after),
+    )
     for axes, (when, table, mean) in zip(panels, parts, strict=True):
         picture = axes.imshow(table, vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
         axes.set_title(f"{when} training, mean {mean:.3f}", fontsize=10)
-        _label(axes, found.clients)
-        if len(found.clients) <= _WRITTEN:
+        _label_both_axes(axes, alignment.clients)
+        if len(alignment.clients) <= _WRITTEN:
             for (row, column), value in np.ndenumerate(table):
                 colour = "black" if value > 0.6 else "white"
                 axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
@@ -149,12 +156,12 @@ def draw_alignment(found: Alignment) -> "Figure":
     return figure
 
 
-def _mean(table: NDArray[np.float64]) -> float:
+def _mean_over_pairs(table: NDArray[np.float64]) -> float:
     number = len(table)
     return float((table.sum() - np.trace(table)) / (number * (number - 1)))
 
 
-def _of_directory(folder: Path, clients: Sequence[Client] | None) -> tuple[list[Client], int]:
+def _clients_and_seed(folder: Path, clients: Sequence[Client] | None) -> tuple[list[Client], int]:
     """The clients by id and the seed of a run directory."""
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
@@ -168,25 +175,25 @@ def _of_directory(folder: Path, clients: Sequence[Client] | None) -> tuple[list[
             else "they were made in Python"
         )
         raise UserError(f"{folder} does not hold its clients; give them, read_alignment(..., clients=...): {source}")
-    everyone = sorted(clients, key=lambda client: client.id)
-    wanted = {file_name(client.id): client.id for client in everyone}
-    there = {file.stem for file in (folder / "models").glob("*.safetensors") if not file.name.startswith(".")}
-    if not there:
+    sorted_clients = sorted(clients, key=lambda client: client.id)
+    id_by_file = {safe_file_name(client.id): client.id for client in sorted_clients}
+    stored_names = {file.stem for file in (folder / "models").glob("*.safetensors") if not file.name.startswith(".")}
+    if not stored_names:
         raise UserError(
             f"{folder} has no personal models (models/*.safetensors); finish the run, `polyfed resume {folder}`"
         )
-    if there != wanted.keys():
-        more = [f"no model of client {wanted[name]!r}" for name in sorted(wanted.keys() - there)]
-        more += [f"a model {name!r} of none of the clients" for name in sorted(there - wanted.keys())]
-        raise UserError(f"{folder} has {more[0]}; give all clients of this run, and only them")
-    return everyone, int(config.get("seed", 0))
+    if stored_names != id_by_file.keys():
+        mismatches = [f"no model of client {id_by_file[name]!r}" for name in sorted(id_by_file.keys() - stored_names)]
+        mismatches += [f"a model {name!r} of none of the clients" for name in sorted(stored_names - id_by_file.keys())]
+        raise UserError(f"{folder} has {mismatches[0]}; give all clients of this run, and only them")
+    return sorted_clients, int(config.get("seed", 0))
 
 
-def _kept(folder: Path, client: str, factory: Architecture) -> nn.Module:
+def _load_personal_model(folder: Path, client: str, factory: Architecture) -> nn.Module:
     """The personal network of a client, from the run directory."""
-    file = folder / "models" / f"{file_name(client)}.safetensors"
+    file = folder / "models" / f"{safe_file_name(client)}.safetensors"
     try:
-        return fill(new_module(factory, seed=0), read_tensors(file))
+        return fill_module(build_module(factory, seed=0), read_safetensors(file))
     except (OSError, ValueError) as error:
         raise UserError(
             f"{file} cannot be read as the network of client {client!r} ({error}); give the clients of this run, or "
@@ -194,7 +201,7 @@ def _kept(folder: Path, client: str, factory: Architecture) -> nn.Module:
         ) from error
 
 
-def _spaced(examples: Examples, rows: int) -> Examples:
+def _evenly_spaced_examples(examples: Examples, rows: int) -> Examples:
     """At most so many of the examples, evenly spaced."""
     number = min(rows, len(examples))
     if number < 2:
@@ -211,18 +218,20 @@ def _test_examples(clients: Sequence[Client], rows: int) -> Examples:
         number = min((k + 1) * rows // len(clients) - k * rows // len(clients), len(client.test))
         if number:
             places = torch.linspace(0, len(client.test) - 1, number).long()
-            inputs.append(mapped(Tensor.cpu, client.test.batch(places.to(client.test.device))[0]))
-    if sum(len(first(x)) for x in inputs) < 2:
+            inputs.append(tree_map(Tensor.cpu, client.test.batch(places.to(client.test.device))[0]))
+    if sum(len(first_leaf(x)) for x in inputs) < 2:
         raise UserError("the clients have fewer than 2 test examples; give examples=...")
-    if len(forms := {form_of(x) for x in inputs}) > 1:
-        told = " and ".join(sorted(map(str, forms)))
-        raise UserError(f"the clients' inputs differ in form ({told}); networks can be compared on common inputs only")
-    x = concatenated(inputs)
-    return Examples(x, torch.zeros(len(first(x))))
+    if len(forms := {input_spec_of(x) for x in inputs}) > 1:
+        forms_text = " and ".join(sorted(map(str, forms)))
+        raise UserError(
+            f"the clients' inputs differ in form ({forms_text}); networks can be compared on common inputs only"
+        )
+    x = concatenate_batches(inputs)
+    return Examples(x, torch.zeros(len(first_leaf(x))))
 
 
 @contextmanager
-def _advised(client: str) -> Iterator[None]:
+def _client_named_in_errors(client: str) -> Iterator[None]:
     """What a network does not take is said with the client's name."""
     try:
         yield
@@ -234,7 +243,7 @@ def _advised(client: str) -> Iterator[None]:
         ) from error
 
 
-def _label(axes: "Axes", clients: Sequence[str]) -> None:
+def _label_both_axes(axes: "Axes", clients: Sequence[str]) -> None:
     """The clients' names along both axes, not all of them where there are many."""
     positions = range(0, len(clients), -(-len(clients) // _TICKS))
     names = [clients[i] for i in positions]

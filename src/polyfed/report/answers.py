@@ -6,13 +6,13 @@ from typing import Any, Literal, final
 
 from polyfed.core.errors import UserError
 
-Kind = Literal["join", "stay", "undecided"]
-NAMES: Mapping[Kind, str] = {"join": "Join", "stay": "Stay alone", "undecided": "Not decided"}
+AnswerKind = Literal["join", "stay", "undecided"]
+ANSWER_LABELS: Mapping[AnswerKind, str] = {"join": "Join", "stay": "Stay alone", "undecided": "Not decided"}
 
 
 @final
 @dataclass(frozen=True)
-class Answer:
+class SiteAnswer:
     """What a comparison answers a site.
 
     Args:
@@ -29,69 +29,69 @@ class Answer:
     Raises:
         UserError: `kind` is none of the three.
 
-    >>> Answer("north", "join", sentence="north: join with fedavg: 4.1 to 6.0 points better").words()
+    >>> SiteAnswer("north", "join", sentence="north: join with fedavg: 4.1 to 6.0 points better").explanation()
     'with fedavg: 4.1 to 6.0 points better.'
     """
 
     client: str | None
-    kind: Kind
+    kind: AnswerKind
     method: str | None = None
     gain: float | None = None
     interval: tuple[float, float] | None = None
     test_examples: int | None = None
     sentence: str = ""
-    over: str = ""
+    compared_with: str = ""
     basis: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in NAMES:
+        if self.kind not in ANSWER_LABELS:
             raise UserError(
-                f"an answer is one of {', '.join(NAMES)}, got {self.kind!r}; make it again: polyfed compare DIR"
+                f"an answer is one of {', '.join(ANSWER_LABELS)}, got {self.kind!r}; make it again: polyfed compare DIR"
             )
 
-    def words(self) -> str:
+    def explanation(self) -> str:
         """The sentence without the name of the site and without the answer, which stands before it."""
-        said = self.sentence.removeprefix(f"{'mean over clients' if self.client is None else self.client}: ")
+        text = self.sentence.removeprefix(f"{'mean over clients' if self.client is None else self.client}: ")
         if self.kind == "undecided":  # what a simple model does alone is said before
-            before, _, after = said.partition("not decided: ")
-            said = before + after
-        said = said.removeprefix("join ").removeprefix("stay alone").removeprefix(":").strip()
-        return f"{said.rstrip('.') or 'there is no interval'}."
+            before, _, after = text.partition("not decided: ")
+            text = before + after
+        text = text.removeprefix("join ").removeprefix("stay alone").removeprefix(":").strip()
+        return f"{text.rstrip('.') or 'there is no interval'}."
 
 
-def read_answers(content: Mapping[str, Any]) -> list[Answer]:
+def parse_site_answers(results: Mapping[str, Any]) -> list[SiteAnswer]:
     """The answers to the sites, in the order in which the comparison has them; empty where it names no sites.
 
     Raises:
         UserError: one of them is damaged.
     """
-    return [_answer(one) for one in content.get("answers") or ()]
+    return [_parse_answer(entry) for entry in results.get("answers") or ()]
 
 
-def read_mean(content: Mapping[str, Any]) -> Answer | None:
+def parse_mean_answer(results: Mapping[str, Any]) -> SiteAnswer | None:
     """The answer for the mean over sites; None where there is none.
 
     Raises:
         UserError: it is damaged.
     """
-    found = content.get("mean_answer")
-    return None if found is None else _answer(found)
+    entry = results.get("mean_answer")
+    return None if entry is None else _parse_answer(entry)
 
 
-def _answer(told: Any) -> Answer:
+def _parse_answer(entry: Any) -> SiteAnswer:
     try:
-        ends = told.get("interval")
-        return Answer(
-            None if told["client"] is None else str(told["client"]),
-            told["answer"],
-            told.get("method"),
-            None if told.get("gain") is None else float(told["gain"]),
+        ends = entry.get("interval")
+        return SiteAnswer(
+            None if entry["client"] is None else str(entry["client"]),
+            entry["answer"],
+            entry.get("method"),
+            None if entry.get("gain") is None else float(entry["gain"]),
             None if ends is None else (float(ends[0]), float(ends[1])),
-            None if told.get("test_examples") is None else int(told["test_examples"]),
-            str(told.get("sentence") or ""),
-            str(told.get("over") or ""),
-            str(told.get("basis") or ""),
+            None if entry.get("test_examples") is None else int(entry["test_examples"]),
+            str(entry.get("sentence") or ""),
+            str(entry.get("over") or ""),
+            str(entry.get("basis") or ""),
         )
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise UserError(f"an answer is damaged: {told!r} ({type(error).__name__}: {error}); make it again: polyfed compare "
+        raise UserError(f"an answer is damaged: {entry!r} ({type(error).__name__}: {error}); make it again: polyfed compare "
                         "DIR") from error  # fmt: skip

@@ -17,11 +17,11 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-Unit = Literal["%", "", "count"]
+NumberUnit = Literal["%", "", "count"]
 """How numbers are told: shares in per cent, as they are, or whole."""
 
-COLOURS = 8  # of `--c0` and so on in page.css; then lines are dashed
-WIDTH = 420  # units of all charts; text has 11
+COLOUR_COUNT = 8  # of `--c0` and so on in page.css; then lines are dashed
+CHART_WIDTH = 420  # units of all charts; text has 11
 _CELLS = 900  # cells of a heat map that are drawn and told one by one
 _WRITTEN = 200  # cells up to which their numbers are written
 _LABELLED = 40  # bars with a label and a number of their own
@@ -29,7 +29,7 @@ _LABELLED = 40  # bars with a label and a number of their own
 
 @final
 @dataclass(frozen=True)
-class Curve:
+class ChartLine:
     """A line: label, x, y with their lowest and highest values (NaN leaves a gap), all of one length, and its style."""
 
     label: str
@@ -42,7 +42,7 @@ class Curve:
 
 @final
 @dataclass(frozen=True)
-class Bar:
+class ChartBar:
     """A bar: label, value, and the lowest and highest of the values whose mean it is."""
 
     label: str
@@ -51,10 +51,11 @@ class Bar:
     high: float
 
 
-def number(value: float, unit: Unit = "", signed: bool = False) -> str:
+def format_number(value: float, unit: NumberUnit = "", signed: bool = False) -> str:
     """A number for people.
 
-    >>> number(0.1234, "%"), number(-0.05, "%", signed=True), number(12.0, "count"), number(math.nan)
+    >>> (format_number(0.1234, "%"), format_number(-0.05, "%", signed=True), format_number(12.0, "count"),
+    ...  format_number(math.nan))
     ('12.3 %', '−5.0 %', '12', '–')
     """
     if not math.isfinite(value):
@@ -70,17 +71,28 @@ def number(value: float, unit: Unit = "", signed: bool = False) -> str:
     return text.replace("-", "−")
 
 
-def shortened(name: str, most: int = 16) -> str:
+def shorten_name(name: str, max_length: int = 16) -> str:
     """A name that is not longer than `most` letters.
 
-    >>> shortened("a-very-long-name-of-a-client", 9)
+    >>> shorten_name("a-very-long-name-of-a-client", 9)
     'a-ve…ient'
     """
-    return name if len(name) <= most else f"{name[: most // 2]}…{name[len(name) - (most - most // 2 - 1) :]}"
+    return (
+        name
+        if len(name) <= max_length
+        else f"{name[: max_length // 2]}…{name[len(name) - (max_length - max_length // 2 - 1) :]}"
+    )
 
 
-def line_chart(
-    curves: Sequence[Curve], *, key: str, title: str, x_label: str, y_label: str, unit: Unit = "", whole: bool = False
+def svg_line_chart(
+    curves: Sequence[ChartLine],
+    *,
+    key: str,
+    title: str,
+    x_label: str,
+    y_label: str,
+    unit: NumberUnit = "",
+    integer_x: bool = False,
 ) -> str:
     """Lines, with a band from `low` to `high` where these differ.
 
@@ -88,41 +100,43 @@ def line_chart(
     is the position of its curve, and `data-box` the frame in units and in values, for `page.js`. `whole`: x counts.
     """
     right, top, bottom, height = 14, 10, 44, 280
-    known = [c for c in curves if any(map(math.isfinite, c.y))]
-    xs = [x for c in known for x in c.x if math.isfinite(x)]
-    ys = [v for c in known for values in (c.y, c.low, c.high) for v in values if math.isfinite(v)]
+    drawable = [c for c in curves if any(map(math.isfinite, c.y))]
+    xs = [x for c in drawable for x in c.x if math.isfinite(x)]
+    ys = [v for c in drawable for values in (c.y, c.low, c.high) for v in values if math.isfinite(v)]
     if not ys:
-        return empty(key, title, "no score is defined: these trainings diverged")
+        return svg_empty_chart(key, title, "no score is defined: these trainings diverged")
     x0, x1 = (0.0, max(xs, default=1.0) or 1.0)
-    ticks_y = ticks_of(min(ys), max(ys))
-    left = round(max(width_of(tick_text(tick, unit)) for tick in ticks_y)) + 26
+    ticks_y = axis_ticks(min(ys), max(ys))
+    left = round(max(text_width(format_tick(tick, unit)) for tick in ticks_y)) + 26
     y0, y1 = min(ticks_y[0], min(ys)), max(ticks_y[-1], max(ys))
 
     def px(x: float) -> float:
-        return left + (x - x0) / (x1 - x0) * (WIDTH - left - right)
+        return left + (x - x0) / (x1 - x0) * (CHART_WIDTH - left - right)
 
     def py(y: float) -> float:
         return height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom)
 
     parts = []
     for tick in ticks_y:
-        parts.append(f'<path class="grid" d="M{left} {py(tick):.1f}H{WIDTH - right}"/>')
-        parts.append(text_at(left - 6, py(tick) + 4, tick_text(tick, unit), "end"))
-    for tick in ticks_of(x0, x1, whole=whole):
+        parts.append(f'<path class="grid" d="M{left} {py(tick):.1f}H{CHART_WIDTH - right}"/>')
+        parts.append(svg_text(left - 6, py(tick) + 4, format_tick(tick, unit), "end"))
+    for tick in axis_ticks(x0, x1, integer=integer_x):
         if x0 <= tick <= x1:
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
-            parts.append(text_at(px(tick), height - bottom + 16, tick_text(tick, ""), "middle"))
-    parts.append(text_at((left + WIDTH - right) / 2, height - 6, x_label, "middle"))
-    parts.append(text_at(-(top + height - bottom) / 2, 11, y_label, "middle", turned=True))
+            parts.append(svg_text(px(tick), height - bottom + 16, format_tick(tick, ""), "middle"))
+    parts.append(svg_text((left + CHART_WIDTH - right) / 2, height - 6, x_label, "middle"))
+    parts.append(svg_text(-(top + height - bottom) / 2, 11, y_label, "middle", turned=True))
     for position, curve in enumerate(curves):
-        parts.append(f'<g data-line="{position}" class="s{curve.style % COLOURS} d{curve.style // COLOURS % 3}">')
+        parts.append(
+            f'<g data-line="{position}" class="s{curve.style % COLOUR_COUNT} d{curve.style // COLOUR_COUNT % 3}">'
+        )
         points = [(px(x), py(y), py(a), py(b)) if math.isfinite(x + y) else None
                   for x, y, a, b in zip(curve.x, curve.y, curve.low, curve.high, strict=True)]  # fmt: skip
-        if curve in known and not any(curve.x) and x1 > 0 and len(known) > 1:
+        if curve in drawable and not any(curve.x) and x1 > 0 and len(drawable) > 1:
             level = next(p for p in reversed(points) if p is not None)[1]
-            parts.append(f'<path class="line level" d="M{left} {level:.1f}H{WIDTH - right}"/>')
+            parts.append(f'<path class="line level" d="M{left} {level:.1f}H{CHART_WIDTH - right}"/>')
         else:
-            for piece in _pieces(points):
+            for piece in _segments_without_gaps(points):
                 if any(abs(a - b) > 0.5 for _, _, a, b in piece):
                     edge = [f"{x:.1f} {a:.1f}" for x, _, a, _ in piece] + [
                         f"{x:.1f} {b:.1f}" for x, _, _, b in reversed(piece)
@@ -134,20 +148,22 @@ def line_chart(
                     parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y, _, _ in piece]
         parts.append("</g>")
     parts.append(f'<path class="cross" d="M0 {top}V{height - bottom}"/>')
-    box = f' data-box="{left} {WIDTH - right} {top} {height - bottom} {x0} {x1} {y0} {y1}"'
-    ends = f"from {tick_text(x0, '')} to {tick_text(x1, '')}"
-    told = f"{len(curves)} lines over {x_label}, {ends}; the values are in the table below."
-    return image(key, title, told, height, parts, box)
+    box = f' data-box="{left} {CHART_WIDTH - right} {top} {height - bottom} {x0} {x1} {y0} {y1}"'
+    ends = f"from {format_tick(x0, '')} to {format_tick(x1, '')}"
+    description = f"{len(curves)} lines over {x_label}, {ends}; the values are in the table below."
+    return svg_image(key, title, description, height, parts, box)
 
 
-def bar_chart(bars: Sequence[Bar], *, key: str, title: str, x_label: str, unit: Unit = "", signed: bool = False) -> str:
+def svg_bar_chart(
+    bars: Sequence[ChartBar], *, key: str, title: str, x_label: str, unit: NumberUnit = "", signed: bool = False
+) -> str:
     """Bars from 0, one below the other in the order given; thin and without labels where they are many."""
     shown = [bar for bar in bars if math.isfinite(bar.value)]
     if not shown:
-        return empty(key, title, "nothing is known of any of them")
+        return svg_empty_chart(key, title, "nothing is known of any of them")
     labelled = len(shown) <= _LABELLED
-    labels = [shortened(bar.label, 18) for bar in shown] if labelled else []
-    left = round(max(map(width_of, labels), default=10)) + 10
+    labels = [shorten_name(bar.label, 18) for bar in shown] if labelled else []
+    left = round(max(map(text_width, labels), default=10)) + 10
     step, top, bottom = (20 if labelled else max(2.0, min(6.0, 600 / len(shown)))), 6, 42
     height = round(top + step * len(shown) + bottom)
     low = min(0.0, *(bar.low for bar in shown), *(bar.value for bar in shown))
@@ -158,21 +174,23 @@ def bar_chart(bars: Sequence[Bar], *, key: str, title: str, x_label: str, unit: 
     room_left, room_right = (46 if labelled and low < 0 else 6), (52 if labelled else 10)
 
     def px(x: float) -> float:
-        return left + room_left + (x - low) / (high - low) * (WIDTH - left - room_left - room_right)
+        return left + room_left + (x - low) / (high - low) * (CHART_WIDTH - left - room_left - room_right)
 
     parts = []
-    for tick in ticks_of(low, high, most=4):
+    for tick in axis_ticks(low, high, max_ticks=4):
         if low <= tick <= high:
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
-            parts.append(text_at(px(tick), height - bottom + 15, tick_text(tick, unit, signed), "middle"))
-    parts.append(text_at((left + WIDTH) / 2, height - 6, x_label, "middle"))
+            parts.append(svg_text(px(tick), height - bottom + 15, format_tick(tick, unit, signed), "middle"))
+    parts.append(svg_text((left + CHART_WIDTH) / 2, height - 6, x_label, "middle"))
     for k, bar in enumerate(shown):
         y, a, b = top + k * step, *sorted((px(0), px(bar.value)))
         spread = (
-            "" if bar.low == bar.high else f" ({number(bar.low, unit, signed)} to {number(bar.high, unit, signed)})"
+            ""
+            if bar.low == bar.high
+            else f" ({format_number(bar.low, unit, signed)} to {format_number(bar.high, unit, signed)})"
         )
-        told = escape(f"{bar.label}: {number(bar.value, unit, signed)}{spread}")
-        parts.append(f'<g data-t="{told}"><path class="hit" d="M0 {y:.1f}H{WIDTH}V{y + step:.1f}H0Z"/>')
+        description = escape(f"{bar.label}: {format_number(bar.value, unit, signed)}{spread}")
+        parts.append(f'<g data-t="{description}"><path class="hit" d="M0 {y:.1f}H{CHART_WIDTH}V{y + step:.1f}H0Z"/>')
         kind = "more" if bar.value >= 0 else "less"
         thick = step - (6 if labelled else step * 0.2)
         parts.append(
@@ -182,20 +200,28 @@ def bar_chart(bars: Sequence[Bar], *, key: str, title: str, x_label: str, unit: 
         if bar.low != bar.high:
             parts.append(f'<path class="whisker" d="M{px(bar.low):.1f} {y + step / 2:.1f}H{px(bar.high):.1f}"/>')
         if labelled:
-            parts.append(text_at(left - 6, y + step / 2 + 4, labels[k], "end"))
+            parts.append(svg_text(left - 6, y + step / 2 + 4, labels[k], "end"))
             end = max(b, px(bar.high)) + 4 if bar.value >= 0 else min(a, px(bar.low)) - 4
             parts.append(
-                text_at(end, y + step / 2 + 4, bare(bar.value, unit, signed), "start" if bar.value >= 0 else "end")
+                svg_text(
+                    end,
+                    y + step / 2 + 4,
+                    format_number_without_unit(bar.value, unit, signed),
+                    "start" if bar.value >= 0 else "end",
+                )
             )
         parts.append("</g>")
     if not labelled:
-        parts.append(text_at(-(top + height - bottom) / 2, 11, f"{len(shown)} clients", "middle", turned=True))
+        parts.append(svg_text(-(top + height - bottom) / 2, 11, f"{len(shown)} clients", "middle", turned=True))
     parts.append(f'<path class="axis" d="M{px(0):.1f} {top}V{height - bottom}"/>')
-    told = f"{len(shown)} bars, from {number(shown[0].value, unit, signed)} to {number(shown[-1].value, unit, signed)}."
-    return image(key, title, told, height, parts)
+    description = (
+        f"{len(shown)} bars, from {format_number(shown[0].value, unit, signed)} to "
+        f"{format_number(shown[-1].value, unit, signed)}."
+    )
+    return svg_image(key, title, description, height, parts)
 
 
-def heat_map(
+def svg_heat_map(
     values: NDArray[np.floating],
     rows: Sequence[str],
     columns: Sequence[str],
@@ -206,8 +232,8 @@ def heat_map(
     y_label: str,
     low: float = 0.0,
     high: float | None = None,
-    root: bool = False,
-    whole: bool = False,
+    sqrt_colours: bool = False,
+    as_counts: bool = False,
 ) -> str:
     """A table as colours.
 
@@ -222,74 +248,77 @@ def heat_map(
     """
     from matplotlib import colormaps
 
-    known = values[np.isfinite(values)]
-    if not known.size:
-        return empty(key, title, "no value is defined")
-    high = max(float(known.max()) if high is None else high, low + 1e-9)
+    finite_values = values[np.isfinite(values)]
+    if not finite_values.size:
+        return svg_empty_chart(key, title, "no value is defined")
+    high = max(float(finite_values.max()) if high is None else high, low + 1e-9)
     share = np.clip((np.nan_to_num(values, nan=low) - low) / (high - low), 0, 1)
-    share = np.sqrt(share) if root else share
+    share = np.sqrt(share) if sqrt_colours else share
     palette = np.rint(colormaps["viridis"](np.linspace(0, 1, 256))[:, :3] * 255).astype(np.uint8)
     pixels = palette[np.rint(share * 255).astype(int)]  # (R, C, 3)
-    left = round(max(width_of(shortened(name)) for name in rows)) + 8
-    wide = (WIDTH - left - 6) / len(columns)
-    longest = max(width_of(shortened(name)) for name in columns)
-    upright = longest + 4 > wide
-    tall = min(wide, 22.0) if len(rows) <= 60 else max(1.5, 700 / len(rows)) if len(rows) > 100 else 8.0
-    tall = max(tall, 14.0) if len(rows) <= 30 else tall
+    left = round(max(text_width(shorten_name(name)) for name in rows)) + 8
+    cell_width = (CHART_WIDTH - left - 6) / len(columns)
+    longest = max(text_width(shorten_name(name)) for name in columns)
+    upright = longest + 4 > cell_width
+    cell_height = min(cell_width, 22.0) if len(rows) <= 60 else max(1.5, 700 / len(rows)) if len(rows) > 100 else 8.0
+    cell_height = max(cell_height, 14.0) if len(rows) <= 30 else cell_height
     below = round(longest) + 10 if upright else 18
-    top, inside = 20, tall * len(rows)
+    top, inside = 20, cell_height * len(rows)
     height = round(top + inside + below + 50)
-    parts = [text_at(2, 12, f"{y_label} ↓", "start")]
-    every = math.ceil(11 / tall)
+    parts = [svg_text(2, 12, f"{y_label} ↓", "start")]
+    label_step = math.ceil(11 / cell_height)
     parts += [
-        text_at(left - 4, top + (k + 0.5) * tall + 4, shortened(rows[k]), "end") for k in range(0, len(rows), every)
+        svg_text(left - 4, top + (k + 0.5) * cell_height + 4, shorten_name(rows[k]), "end")
+        for k in range(0, len(rows), label_step)
     ]
-    every = math.ceil((12 if upright else 1) / wide)
-    for k in range(0, len(columns), every):
-        x, y = left + (k + 0.5) * wide, top + inside + (6 if upright else 14)
+    label_step = math.ceil((12 if upright else 1) / cell_width)
+    for k in range(0, len(columns), label_step):
+        x, y = left + (k + 0.5) * cell_width, top + inside + (6 if upright else 14)
         anchor: Literal["end", "middle"] = "end" if upright else "middle"
         parts.append(
-            text_at(x + (4 if upright else 0), y, shortened(columns[k]), anchor, turned=upright, pivot=upright)
+            svg_text(x + (4 if upright else 0), y, shorten_name(columns[k]), anchor, turned=upright, pivot=upright)
         )
     if values.size <= _CELLS:
-        write = values.size <= _WRITTEN and wide >= 19
+        write = values.size <= _WRITTEN and cell_width >= 19
         for (r, c), value in np.ndenumerate(values):
             if not math.isfinite(value):
                 continue
-            text = f"{value:.0f}" if whole else f"{value:.2f}"
-            told = escape(f"{rows[r]}, {columns[c]}: {text if whole else f'{value:.3f}'}")
+            text = f"{value:.0f}" if as_counts else f"{value:.2f}"
+            description = escape(f"{rows[r]}, {columns[c]}: {text if as_counts else f'{value:.3f}'}")
             colour = "#" + "".join(f"{part:02x}" for part in pixels[r, c])
-            x, y = left + c * wide, top + r * tall
+            x, y = left + c * cell_width, top + r * cell_height
             parts.append(
-                f'<rect data-t="{told}" x="{x:.1f}" y="{y:.1f}" width="{wide + 0.3:.1f}" height="{tall + 0.3:.1f}" '
-                f'fill="{colour}"/>'
+                f'<rect data-t="{description}" x="{x:.1f}" y="{y:.1f}" width="{cell_width + 0.3:.1f}" '
+                f'height="{cell_height + 0.3:.1f}" fill="{colour}"/>'
             )
             if write:
                 shade = "dark" if share[r, c] > 0.6 else "bright"
-                small = text if whole else "1" if text == "1.00" else text.removeprefix("0")
+                small = text if as_counts else "1" if text == "1.00" else text.removeprefix("0")
                 parts.append(
-                    f'<text class="cell {shade}" x="{x + wide / 2:.1f}" y="{y + tall / 2 + 3.5:.1f}">{small}</text>'
+                    f'<text class="cell {shade}" x="{x + cell_width / 2:.1f}" '
+                    f'y="{y + cell_height / 2 + 3.5:.1f}">{small}</text>'
                 )
     else:
         parts.append(
-            f'<image href="{picture(pixels)}" x="{left}" y="{top}" width="{WIDTH - left - 6}" height="{inside:.1f}" '
-            'preserveAspectRatio="none" class="pixels"/>'
+            f'<image href="{png_data_url(pixels)}" x="{left}" y="{top}" width="{CHART_WIDTH - left - 6}" '
+            f'height="{inside:.1f}" preserveAspectRatio="none" class="pixels"/>'
         )
-    parts.append(text_at((left + WIDTH) / 2, top + inside + below + 14, x_label, "middle"))
-    scale = picture(palette[None, ::4])
+    parts.append(svg_text((left + CHART_WIDTH) / 2, top + inside + below + 14, x_label, "middle"))
+    scale = png_data_url(palette[None, ::4])
     base = height - 14
     parts.append(
         f'<image href="{scale}" x="{left + 60}" y="{base}" width="140" height="9" preserveAspectRatio="none"/>'
     )
-    ends = [f"{end:.0f}" if whole else f"{end:.2g}" for end in (low, high)]
-    parts += [text_at(left + 55, base + 9, ends[0], "end"), text_at(left + 205, base + 9, ends[1], "start")]
-    told = (
-        f"{len(rows)} by {len(columns)}, colours from {ends[0]} to {ends[1]}{', by the square root' if root else ''}."
+    ends = [f"{end:.0f}" if as_counts else f"{end:.2g}" for end in (low, high)]
+    parts += [svg_text(left + 55, base + 9, ends[0], "end"), svg_text(left + 205, base + 9, ends[1], "start")]
+    description = (
+        f"{len(rows)} by {len(columns)}, colours from {ends[0]} to "
+        f"{ends[1]}{', by the square root' if sqrt_colours else ''}."
     )
-    return image(key, title, told, height, parts)
+    return svg_image(key, title, description, height, parts)
 
 
-def picture(pixels: NDArray[np.uint8]) -> str:
+def png_data_url(pixels: NDArray[np.uint8]) -> str:
     """An RGB picture, (H, W, 3), as a data address."""
     from matplotlib.image import imsave
 
@@ -298,28 +327,28 @@ def picture(pixels: NDArray[np.uint8]) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def image(key: str, title: str, told: str, height: float, parts: Sequence[str], more: str = "") -> str:
+def svg_image(key: str, title: str, description: str, height: float, parts: Sequence[str], attributes: str = "") -> str:
     """Parts of a drawing as an SVG element with a title and a description, whose ids begin with `key`."""
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="{key}-t {key}-d"{more}>'
-        f'<title id="{key}-t">{escape(title)}</title><desc id="{key}-d">{escape(told)}</desc>{"".join(parts)}</svg>'
+        f'<svg viewBox="0 0 {CHART_WIDTH} {height}" role="img" aria-labelledby="{key}-t {key}-d"{attributes}>'
+        f'<title id="{key}-t">{escape(title)}</title><desc id="{key}-d">{escape(description)}</desc>{"".join(parts)}</svg>'
     )
 
 
-def width_of(text: str) -> float:
+def text_width(text: str) -> float:
     """Units that a text takes, rather too many than too few: fonts differ."""
-    wide = sum(12.0 for letter in text if unicodedata.east_asian_width(letter) in "WF")
-    return wide + sum(
+    wide_letters = sum(12.0 for letter in text if unicodedata.east_asian_width(letter) in "WF")
+    return wide_letters + sum(
         9.5 if letter in "mwMW%@" else 6.8 for letter in text if unicodedata.east_asian_width(letter) not in "WF"
     )
 
 
-def empty(key: str, title: str, why: str) -> str:
+def svg_empty_chart(key: str, title: str, reason: str) -> str:
     """A drawing that says why there is none."""
-    return image(key, title, why, 60, [text_at(WIDTH / 2, 34, f"Nothing to draw: {why}.", "middle")])
+    return svg_image(key, title, reason, 60, [svg_text(CHART_WIDTH / 2, 34, f"Nothing to draw: {reason}.", "middle")])
 
 
-def text_at(
+def svg_text(
     x: float,
     y: float,
     text: str,
@@ -333,37 +362,37 @@ def text_at(
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(text)}</text>'
 
 
-def ticks_of(low: float, high: float, *, whole: bool = False, most: int = 5) -> list[float]:
+def axis_ticks(low: float, high: float, *, integer: bool = False, max_ticks: int = 5) -> list[float]:
     """Round numbers that span an interval."""
     from matplotlib.ticker import MaxNLocator
 
     if low == high:
         margin = abs(low) * 0.1 or 0.05
         low, high = low - margin, high + margin
-    found = MaxNLocator(most, integer=whole, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
-    return [float(tick) for tick in found]
+    ticks = MaxNLocator(max_ticks, integer=integer, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    return [float(tick) for tick in ticks]
 
 
-def tick_text(value: float, unit: Unit, signed: bool = False) -> str:
+def format_tick(value: float, unit: NumberUnit, signed: bool = False) -> str:
     """A round number of an axis."""
     value = 0.0 if abs(value) < 1e-12 else value
     text = f"{100 * value if unit == '%' else value:{'+' if signed and value else ''}.4g}".replace("-", "−")
     return f"{text} %" if unit == "%" and not signed else text
 
 
-def bare(value: float, unit: Unit, signed: bool) -> str:
-    """As `number`, without the sign for per cent."""
-    return number(value, unit, signed).removesuffix(" %")
+def format_number_without_unit(value: float, unit: NumberUnit, signed: bool) -> str:
+    """As `format_number`, without the sign for per cent."""
+    return format_number(value, unit, signed).removesuffix(" %")
 
 
-def _pieces(
+def _segments_without_gaps(
     points: Sequence[tuple[float, float, float, float] | None],
 ) -> list[list[tuple[float, float, float, float]]]:
     """Runs of points without a gap."""
-    found: list[list[tuple[float, float, float, float]]] = [[]]
+    segments: list[list[tuple[float, float, float, float]]] = [[]]
     for point in points:
         if point is None:
-            found.append([])
+            segments.append([])
         else:
-            found[-1].append(point)
-    return [piece for piece in found if piece]
+            segments[-1].append(point)
+    return [piece for piece in segments if piece]

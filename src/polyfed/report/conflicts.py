@@ -7,17 +7,17 @@ from typing import Any
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.report.charts import Bar, bar_chart
-from polyfed.report.html import figure, table
+from polyfed.report.charts import ChartBar, svg_bar_chart
+from polyfed.report.html import html_figure, html_table
 from polyfed.simulation import federation
-from polyfed.simulation.conflicts import conflicts
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.conflicts import measure_gradient_conflicts
+from polyfed.simulation.runs.progress import SilentProgress
 
 _CLIENTS = 20  # whose gradients are computed for a page
 _ROWS = 64  # training examples of each
 
 
-def agreement(folder: Path, clients: Sequence[Client], public: Any, key: str) -> str:
+def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any, key: str) -> str:
     """Two charts, a bar per client: the cosine of its own gradient before and after its step of adaptation (α_i of
     normalised gradients), and how far its own gradient goes along the federated one.
 
@@ -34,33 +34,33 @@ def agreement(folder: Path, clients: Sequence[Client], public: Any, key: str) ->
         raise UserError(
             f"the federated gradient of {len(clients)} clients takes long to compute; polyfed.simulation.conflicts does it"
         )
-    run = federation.resume(folder, clients=clients, public=public, progress=Silent())
-    names, found = conflicts(run, rows=_ROWS)
+    run = federation.resume(folder, clients=clients, public=public, progress=SilentProgress())
+    names, step_weights = measure_gradient_conflicts(run, rows=_ROWS)
     parts = []
     for name, title, values in (
-        ("alpha", "α: cosine of a client's gradient with that after its own step", found.cosine),
-        ("federated", "Own gradient along the federated one", found.federated),
+        ("alpha", "α: cosine of a client's gradient with that after its own step", step_weights.cosine),
+        ("federated", "Own gradient along the federated one", step_weights.federated_cosine),
     ):
-        bars = [Bar(client, value, value, value) for client, value in zip(names, values.tolist(), strict=True)]
-        chart = bar_chart(bars, key=f"{key}-{name}", title=title, x_label="of normalised gradients", signed=True)
-        parts.append(figure(chart, f"{title} (personal stack, at the server's θ after the last round)."))
+        bars = [ChartBar(client, value, value, value) for client, value in zip(names, values.tolist(), strict=True)]
+        chart = svg_bar_chart(bars, key=f"{key}-{name}", title=title, x_label="of normalised gradients", signed=True)
+        parts.append(html_figure(chart, f"{title} (personal stack, at the server's θ after the last round)."))
     rows = [
         [client, *(f"{value:.3g}" for value in values)]
         for client, *values in zip(
             names,
-            found.alpha.tolist(),
-            found.cosine.tolist(),
-            found.federated.tolist(),
-            found.gap.tolist(),
+            step_weights.alpha.tolist(),
+            step_weights.cosine.tolist(),
+            step_weights.federated_cosine.tolist(),
+            step_weights.cosine_gap.tolist(),
             strict=True,
         )
     ]
     columns = ["client", "α = gᵀg̃", "α, normalised", "along the federated gradient", "gap"]
-    behind = table("Weights of the third step (eq. 5), and Proposition 1's gap", columns, rows)
-    against = int((found.federated < 0).sum())
-    told = (
-        f"<p>{against} of {len(names)} clients have a gradient that contradicts the federated one. Their α is meant to "
-        f"protect them: Proposition 1 expects both values to be close. The mean gap is {float(found.gap.mean()):.2f}. Up to "
-        f"{_ROWS} training images of each client.</p>"
+    numbers_html = html_table("Weights of the third step (eq. 5), and Proposition 1's gap", columns, rows)
+    contradicted = int((step_weights.federated_cosine < 0).sum())
+    summary_html = (
+        f"<p>{contradicted} of {len(names)} clients have a gradient that contradicts the federated one. Their α is meant to "
+        "protect them: Proposition 1 expects both values to be close. The mean gap is "
+        f"{float(step_weights.cosine_gap.mean()):.2f}. Up to {_ROWS} training images of each client.</p>"
     )
-    return f'{told}<div class="grid2">{"".join(parts)}</div>{behind}'
+    return f'{summary_html}<div class="grid2">{"".join(parts)}</div>{numbers_html}'

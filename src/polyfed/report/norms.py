@@ -2,62 +2,67 @@
 
 import math
 
-from polyfed.report.charts import COLOURS, Curve, line_chart
-from polyfed.report.html import figure, legend, paragraphs, table
-from polyfed.report.records import Told
-from polyfed.report.words import many
-from polyfed.simulation.norms import outlying
+from polyfed.report.charts import COLOUR_COUNT, ChartLine, svg_line_chart
+from polyfed.report.html import html_figure, html_legend, html_list, html_table
+from polyfed.report.records import RunRecord
+from polyfed.report.words import count_with_noun
+from polyfed.simulation.norms import find_outlying_norms
 
-HEADING = "How much each client changes"
+NORMS_HEADING = "How much each client changes"
 _DRAWN = 12  # clients
 _ROUNDS = 8  # in the table
 
 
-def section(run: Told, key: str) -> str:
+def html_update_norms(run: RunRecord, key: str) -> str:
     """HTML of the norms of a run's updates, the largest first; empty without any.
 
     Args:
         run: as read.
         key: for ids on the page.
     """
-    if run.hides_updates:
+    if run.uses_secure_sums:
         return "<p>Secure sums hide single updates from the server, so that it knows no norm of one.</p>"
-    rounds = sorted(run.norms)
-    clients = sorted({client for norms in run.norms.values() for client in norms})
+    rounds = sorted(run.update_norms)
+    clients = sorted({client for norms in run.update_norms.values() for client in norms})
     if not rounds:
         return ""
-    largest = {client: max(norms.get(client, 0.0) for norms in run.norms.values()) for client in clients}
+    largest = {client: max(norms.get(client, 0.0) for norms in run.update_norms.values()) for client in clients}
     order = sorted(clients, key=lambda client: (-largest[client], client))
     drawn = order[:_DRAWN]
     curves = []
     for style, client in enumerate(drawn):
-        values = [run.norms[number].get(client, math.nan) for number in rounds]
+        values = [run.update_norms[number].get(client, math.nan) for number in rounds]
         curves.append(
-            Curve(client, [float(number) for number in rounds], values, values, values, style % (3 * COLOURS))
+            ChartLine(client, [float(number) for number in rounds], values, values, values, style % (3 * COLOUR_COUNT))
         )
     title = "Norm of each client's update by round"
-    chart = line_chart(curves, key=f"{key}-norms", title=title, x_label="rounds", y_label="norm", whole=True)
+    chart = svg_line_chart(curves, key=f"{key}-norms", title=title, x_label="rounds", y_label="norm", integer_x=True)
     shown = rounds[-_ROUNDS:]
     rows = [
-        [client, *(f"{norms[client]:.4g}" if client in (norms := run.norms[number]) else "–" for number in shown)]
+        [
+            client,
+            *(f"{norms[client]:.4g}" if client in (norms := run.update_norms[number]) else "–" for number in shown),
+        ]
         for client in drawn
     ]
-    behind = table(f"{title}, the last {many(len(shown), 'round')}", ["client", *map(str, shown)], rows)
+    numbers_html = html_table(
+        f"{title}, the last {count_with_noun(len(shown), 'round')}", ["client", *map(str, shown)], rows
+    )
     caption = f"{title}: of what came down, or of the reply where it changes nothing that came down."
     if len(order) > len(drawn):
         caption += f" The {len(drawn)} clients with the largest of {len(order)}."
-    return paragraphs(_standing_out(run)) + figure(chart + legend(drawn), caption, behind)
+    return html_list(_outlier_sentences(run)) + html_figure(chart + html_legend(drawn), caption, numbers_html)
 
 
-def _standing_out(run: Told) -> list[str]:
+def _outlier_sentences(run: RunRecord) -> list[str]:
     """A sentence for each client whose norm was many times the median of the others' in some round."""
-    most: dict[str, tuple[float, int, int]] = {}
-    for number in sorted(run.norms):
-        for client, times in outlying(run.norms[number]).items():
-            before, at, count = most.get(client, (0.0, number, 0))
-            most[client] = (times, number, count + 1) if times > before else (before, at, count + 1)
+    largest: dict[str, tuple[float, int, int]] = {}
+    for number in sorted(run.update_norms):
+        for client, times in find_outlying_norms(run.update_norms[number]).items():
+            before, at, count = largest.get(client, (0.0, number, 0))
+            largest[client] = (times, number, count + 1) if times > before else (before, at, count + 1)
     return [
-        f"The update of {client} stands out in {many(count, 'round')}: up to {times:.4g} times the median norm of the "
-        f"others (round {number})."
-        for client, (times, number, count) in sorted(most.items(), key=lambda item: -item[1][0])
+        f"The update of {client} stands out in {count_with_noun(count, 'round')}: up to {times:.4g} times the median "
+        f"norm of the others (round {number})."
+        for client, (times, number, count) in sorted(largest.items(), key=lambda item: -item[1][0])
     ]

@@ -7,16 +7,23 @@ from typing import Any
 
 from polyfed.report import curves as by_example
 from polyfed.report import subgroups, words
-from polyfed.report.decision import decision, has_answers, level_of
-from polyfed.report.gathering import Setting
-from polyfed.report.html import choice, data, fold, paragraphs
-from polyfed.report.sections import Beside, classes, clients, course, gains, methods
-from polyfed.simulation.runs.directory import versions
+from polyfed.report.decision import has_answers, html_decision, interval_level_of
+from polyfed.report.gathering import RunGroup
+from polyfed.report.html import html_collapsible, html_dropdown_panels, html_json_script, html_list
+from polyfed.report.sections import (
+    PageExtras,
+    html_class_counts,
+    html_client_scores,
+    html_gains,
+    html_learning_curves,
+    html_methods_table,
+)
+from polyfed.simulation.runs.directory import package_versions
 
 _SEPARATE = "How well predictions separate, and how far they can be believed"
 
 
-def render(settings: Sequence[Setting], beside: Sequence[Beside], notes: Sequence[str], title: str) -> str:
+def render_page(groups: Sequence[RunGroup], extras: Sequence[PageExtras], notes: Sequence[str], title: str) -> str:
     """The whole page.
 
     Args:
@@ -25,17 +32,23 @@ def render(settings: Sequence[Setting], beside: Sequence[Beside], notes: Sequenc
         notes: sentences for the top.
         title: of the page.
     """
-    here = files("polyfed.report")
-    style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    more = here.joinpath("curves.js").read_text(encoding="utf-8")
+    package_files = files("polyfed.report")
+    style, script = (package_files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    curves_script = package_files.joinpath("curves.js").read_text(encoding="utf-8")
     curves: dict[str, Any] = {}
-    alone = len(settings) == 1
-    parts = [_setting(setting, beside[k], f"p{k}", curves, alone=alone) for k, setting in enumerate(settings)]
-    heading = _question(settings[0]) if alone and has_answers(settings[0]) else title
+    is_single_group = len(groups) == 1
+    parts = [
+        _html_group(run_group, extras[k], f"p{k}", curves, is_single_group=is_single_group)
+        for k, run_group in enumerate(groups)
+    ]
+    heading = _page_heading(groups[0]) if is_single_group and has_answers(groups[0]) else title
     # With no choice of sites there is nothing for this script to do.
-    scripts = script if not any(one.outcomes for one in beside) else f"{script}\n{more}"
-    known = versions()
-    made = f"Made by polyfed {known['polyfed']}, torch {known['torch']}. All of it is in this file."
+    scripts = script if not any(page_extras.predictions for page_extras in extras) else f"{script}\n{curves_script}"
+    version_by_package = package_versions()
+    footer = (
+        f"Made by polyfed {version_by_package['polyfed']}, torch {version_by_package['torch']}. All of it is in this "
+        "file."
+    )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -43,96 +56,115 @@ def render(settings: Sequence[Setting], beside: Sequence[Beside], notes: Sequenc
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
         f"<title>{escape(title)}</title><style>{style}</style></head>\n<body><main>"
-        f"<h1>{escape(heading)}</h1>{paragraphs(notes)}{''.join(parts)}<footer>{escape(made)}</footer></main>\n"
-        f"{data('data', curves)}<script>{scripts}</script></body></html>\n"
+        f"<h1>{escape(heading)}</h1>{html_list(notes)}{''.join(parts)}<footer>{escape(footer)}</footer></main>\n"
+        f"{html_json_script('data', curves)}<script>{scripts}</script></body></html>\n"
     )
 
 
-def _question(setting: Setting) -> str:
+def _page_heading(run_group: RunGroup) -> str:
     """The heading: the question, and the comparison's title, unless that names a method that was not compared."""
-    told = setting.results
-    absent = [*(told.get("skipped") or {}), *(told.get("failed") or {})]
-    named = any(label.lower() in setting.title.lower() for label in absent)
-    return "Join, or train alone?" + ("" if named else f" {_upper(setting.title)}")
+    results = run_group.comparison_results
+    left_out_labels = [*(results.get("skipped") or {}), *(results.get("failed") or {})]
+    names_absent_method = any(label.lower() in run_group.title.lower() for label in left_out_labels)
+    return "Join, or train alone?" + ("" if names_absent_method else f" {_capitalize_first(run_group.title)}")
 
 
-def _setting(setting: Setting, beside: Beside, key: str, curves: dict[str, Any], *, alone: bool) -> str:
+def _html_group(
+    run_group: RunGroup, extras: PageExtras, key: str, curves: dict[str, Any], *, is_single_group: bool
+) -> str:
     heading = (
-        f'<p class="facts">{escape(_upper(setting.title))}: '
-        if alone
-        else f'<h2>{escape(_upper(setting.title))}</h2><p class="facts">'
+        f'<p class="facts">{escape(_capitalize_first(run_group.title))}: '
+        if is_single_group
+        else f'<h2>{escape(_capitalize_first(run_group.title))}</h2><p class="facts">'
     )
-    facts = f"{heading}{escape(words.facts(setting))}</p>"
-    if has_answers(setting):
-        plain = f'<p class="facts">{escape(words.facts(setting, "site"))}</p>'  # the title is the page's heading
-        return _decided(setting, beside, key, curves, plain if alone else facts)
+    facts = f"{heading}{escape(words.describe_comparison(run_group))}</p>"
+    if has_answers(run_group):
+        # the title is the page's heading
+        plain = f'<p class="facts">{escape(words.describe_comparison(run_group, "site"))}</p>'
+        return _html_decided_group(run_group, extras, key, curves, plain if is_single_group else facts)
     parts = [
         f"<section>{facts}",
-        paragraphs(words.summary(setting)),
-        _notes(words.notes(setting)),
-        methods(setting),
+        html_list(words.result_sentences(run_group)),
+        _html_notes(words.comparison_notes(run_group)),
+        html_methods_table(run_group),
         '<div class="grid2">',
-        f"<div><h3>Learning curves</h3>{course(setting, key, curves)}</div>",
-        f"<div><h3>What each client gains over training alone</h3>{gains(setting, key)}</div>",
-        f"<div><h3>Scores of each client</h3>{clients(setting)}</div>",
-        f"<div><h3>Who has what</h3>{classes(setting, beside, key)}</div></div>",
+        f"<div><h3>Learning curves</h3>{html_learning_curves(run_group, key, curves)}</div>",
+        f"<div><h3>What each client gains over training alone</h3>{html_gains(run_group, key)}</div>",
+        f"<div><h3>Scores of each client</h3>{html_client_scores(run_group)}</div>",
+        f"<div><h3>Who has what</h3>{html_class_counts(run_group, extras, key)}</div></div>",
     ]
-    parts += [f"<h3>{escape(name)}</h3>{shown}" for name, shown in _by_example(setting, beside, key)]
-    return "".join([*parts, *(f"<h3>{escape(name)}</h3>{shown}" for name, shown in _views(beside, key)), "</section>"])
+    parts += [f"<h3>{escape(name)}</h3>{shown}" for name, shown in _prediction_panels(run_group, extras, key)]
+    return "".join(
+        [*parts, *(f"<h3>{escape(name)}</h3>{shown}" for name, shown in _method_view_panels(extras, key)), "</section>"]
+    )
 
 
-def _decided(setting: Setting, beside: Beside, key: str, curves: dict[str, Any], facts: str) -> str:
+def _html_decided_group(run_group: RunGroup, extras: PageExtras, key: str, curves: dict[str, Any], facts: str) -> str:
     """What is to be decided first; all else opens below it."""
-    said = f"{paragraphs(words.summary(setting))}{paragraphs(words.notes(setting))}"
-    convergence = setting.results.get("convergence") or {}
-    ended = paragraphs([f"{label}: {one['sentence']}" for label, one in convergence.items() if one.get("sentence")])
+    sentences_html = f"{html_list(words.result_sentences(run_group))}{html_list(words.comparison_notes(run_group))}"
+    convergence = run_group.comparison_results.get("convergence") or {}
+    convergence_html = html_list(
+        [f"{label}: {entry['sentence']}" for label, entry in convergence.items() if entry.get("sentence")]
+    )
     below = [
-        *((name, shown) for name, shown in _by_example(setting, beside, key)),
-        ("Learning curves", f"{ended}{course(setting, key, curves)}"),
-        ("All methods: percentiles, tests, costs", f"{methods(setting)}"),
-        ("In sentences, and how to read them", said),
-        ("What each client gains over training alone", gains(setting, key)),
-        ("Scores of each client", clients(setting)),
-        ("Who has what", classes(setting, beside, key)),
-        *_views(beside, key),
+        *((name, shown) for name, shown in _prediction_panels(run_group, extras, key)),
+        ("Learning curves", f"{convergence_html}{html_learning_curves(run_group, key, curves)}"),
+        ("All methods: percentiles, tests, costs", f"{html_methods_table(run_group)}"),
+        ("In sentences, and how to read them", sentences_html),
+        ("What each client gains over training alone", html_gains(run_group, key)),
+        ("Scores of each client", html_client_scores(run_group)),
+        ("Who has what", html_class_counts(run_group, extras, key)),
+        *_method_view_panels(extras, key),
     ]
-    parts = [fold(name, shown, opened=name.startswith("Subgroups by")) for name, shown in below]
-    top = decision(setting, beside.outcomes, key)
+    parts = [html_collapsible(name, shown, opened=name.startswith("Subgroups by")) for name, shown in below]
+    top = html_decision(run_group, extras.predictions, key)
     return f'<section class="decided">{facts}{top}<h2 class="below">Details</h2>{"".join(parts)}</section>'
 
 
-def _by_example(setting: Setting, beside: Beside, key: str) -> list[tuple[str, str]]:
+def _prediction_panels(run_group: RunGroup, extras: PageExtras, key: str) -> list[tuple[str, str]]:
     """Heading and HTML of what predictions tell, or why they tell nothing."""
-    if beside.outcomes is None:
-        return [(_SEPARATE, f"<p>{escape(beside.no_outcomes)}</p>")] if beside.no_outcomes else []
-    level, found = level_of(setting), beside.outcomes
-    parts = [(_SEPARATE, by_example.section(found, level, key))] if found.problems else []
+    if extras.predictions is None:
+        return [(_SEPARATE, f"<p>{escape(extras.predictions_note)}</p>")] if extras.predictions_note else []
+    level, predictions = interval_level_of(run_group), extras.predictions
+    parts = (
+        [(_SEPARATE, by_example.html_performance_section(predictions, level, key))]
+        if predictions.binary_questions
+        else []
+    )
     parts += [
-        (f"Subgroups by {column}", subgroups.section(found, column, setting.scale, level, f"{key}-g{k}"))
-        for k, column in enumerate(beside.subgroups)
+        (
+            f"Subgroups by {column}",
+            subgroups.html_subgroups(predictions, column, run_group.score_format, level, f"{key}-g{k}"),
+        )
+        for k, column in enumerate(extras.subgroup_columns)
     ]
-    if not beside.subgroups and (columns := found.columns()):
-        hint = f"polyfed report DIR --subgroup COLUMN adds scores of groups; the test examples have {words.listed(columns)}."
+    if not extras.subgroup_columns and (columns := predictions.column_names()):
+        hint = (
+            "polyfed report DIR --subgroup COLUMN adds scores of groups; the test examples have "
+            f"{words.join_with_and(columns)}."
+        )
         parts.append(("Subgroups", f"<p>{escape(hint)}</p>"))
     return parts
 
 
-def _views(beside: Beside, key: str) -> list[tuple[str, str]]:
+def _method_view_panels(extras: PageExtras, key: str) -> list[tuple[str, str]]:
     """Heading and HTML of what the methods have to show."""
-    found = []
-    for k, (name, by_method) in enumerate(beside.views.items()):
+    panels = []
+    for k, (name, by_method) in enumerate(extras.method_views.items()):
         if len(by_method) == 1:
             ((method, html),) = by_method.items()
-            found.append((f"{name} ({method})", html))
+            panels.append((f"{name} ({method})", html))
         else:
-            found.append((name, choice(f"{key}-v{k}", "Method", by_method)))
-    return found
+            panels.append((name, html_dropdown_panels(f"{key}-v{k}", "Method", by_method)))
+    return panels
 
 
-def _notes(sentences: Sequence[str]) -> str:
-    shown = f"<summary>{words.many(len(sentences), 'note')} on how to read this</summary>{paragraphs(sentences)}"
+def _html_notes(sentences: Sequence[str]) -> str:
+    shown = (
+        f"<summary>{words.count_with_noun(len(sentences), 'note')} on how to read this</summary>{html_list(sentences)}"
+    )
     return f'<details class="notes">{shown}</details>' if sentences else ""
 
 
-def _upper(text: str) -> str:
+def _capitalize_first(text: str) -> str:
     return text[:1].upper() + text[1:]

@@ -12,17 +12,17 @@ from torch import Tensor
 from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
 from polyfed.core.metrics import probabilities
-from polyfed.report.gathering import Line, Setting
-from polyfed.report.roc import Part
-from polyfed.simulation.runs.predictions import FOLDER, Predictions, read
+from polyfed.report.gathering import MethodRuns, RunGroup
+from polyfed.report.roc import BinaryPredictions
+from polyfed.simulation.runs.predictions import FOLDER, Predictions, read_predictions
 
-METHODS = 4  # that a reader can choose among: training alone and the leader first
-_MANY = 100  # clients from which only these two are read
+MAX_METHODS = 4  # that a reader can choose among: training alone and the leader first
+_MANY_CLIENTS = 100  # clients from which only these two are read
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Problem:
+class BinaryQuestion:
     """A question of yes or no in the task: a class against the others, or a label. `column` of the outputs."""
 
     name: str
@@ -31,7 +31,7 @@ class Problem:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Outcomes:
+class GroupPredictions:
     """What was predicted.
 
     Attributes:
@@ -48,92 +48,102 @@ class Outcomes:
 
     task: Task
     methods: tuple[str, ...]
-    reference: str | None
+    local_label: str | None
     seeds: tuple[int, ...]
     clients: tuple[str, ...]
     class_names: tuple[str, ...]
     same_clients: bool
-    tables: Mapping[tuple[str, int, str], Predictions]
+    prediction_tables: Mapping[tuple[str, int, str], Predictions]
     notes: tuple[str, ...] = ()
 
     @property
-    def binary(self) -> bool:
+    def is_binary(self) -> bool:
         """Whether the task is one of two classes."""
         return self.task == "classification" and len(self.class_names) == 2
 
     @cached_property
-    def problems(self) -> tuple[Problem, ...]:
+    def binary_questions(self) -> tuple[BinaryQuestion, ...]:
         """Questions of yes or no: of two classes one, whether it is the second; else one a class or label."""
         if self.task == "regression":
             return ()
-        columns = [1] if self.binary else range(len(self.class_names))
-        return tuple(Problem(self.class_names[k], k) for k in columns)
+        columns = [1] if self.is_binary else range(len(self.class_names))
+        return tuple(BinaryQuestion(self.class_names[k], k) for k in columns)
 
-    def part(self, method: str, seed: int, clients: Sequence[str], problem: Problem) -> Part:
+    def binary_predictions(
+        self, method: str, seed: int, clients: Sequence[str], question: BinaryQuestion
+    ) -> BinaryPredictions:
         """Probabilities and truths of all test examples of these clients together, each by its own network. Examples
         whose output is not finite are left out."""
-        found = [self.tables[method, seed, client] for client in clients]
-        outputs, targets = torch.cat([p.outputs for p in found]), torch.cat([p.targets for p in found])
-        sound = torch.isfinite(outputs).all(1)
-        score = probabilities(outputs[sound], self.task)[:, problem.column]
-        known = targets[sound]
-        positive = known[:, problem.column] > 0.5 if known.dim() == 2 else known == problem.column
+        tables = [self.prediction_tables[method, seed, client] for client in clients]
+        outputs, targets = torch.cat([p.outputs for p in tables]), torch.cat([p.targets for p in tables])
+        finite_rows = torch.isfinite(outputs).all(1)
+        score = probabilities(outputs[finite_rows], self.task)[:, question.column]
+        finite_targets = targets[finite_rows]
+        positive = (
+            finite_targets[:, question.column] > 0.5 if finite_targets.dim() == 2 else finite_targets == question.column
+        )
         return score, np.asarray(positive.numpy(), dtype=np.bool_)
 
-    def confusion(self, method: str, seed: int, clients: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def confusion_matrix(self, method: str, seed: int, clients: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Test examples by true class (rows) and most probable class (columns), shape (K, K)."""
         size = len(self.class_names)
-        found = np.zeros((size, size), np.int64)
+        matrix = np.zeros((size, size), np.int64)
         for client in clients:
-            table = self.tables[method, seed, client]
-            sound = torch.isfinite(table.outputs).all(1)
-            np.add.at(found, (table.targets[sound].numpy(), table.outputs[sound].argmax(1).numpy()), 1)
-        return found
+            table = self.prediction_tables[method, seed, client]
+            finite_rows = torch.isfinite(table.outputs).all(1)
+            np.add.at(matrix, (table.targets[finite_rows].numpy(), table.outputs[finite_rows].argmax(1).numpy()), 1)
+        return matrix
 
-    def columns(self) -> list[str]:
+    def column_names(self) -> list[str]:
         """Further columns of the examples, such as "sex", ascending."""
-        return sorted({name for table in self.tables.values() for name in table.columns})
+        return sorted({name for table in self.prediction_tables.values() for name in table.columns})
 
-    def values(self, name: str, clients: Sequence[str], seed: int) -> list[Any]:
-        """A column of the test examples of clients, in the order of `part`; None where a client has none."""
-        found: list[Any] = []
+    def column_values(self, name: str, clients: Sequence[str], seed: int) -> list[Any]:
+        """A column of the test examples of clients, in the order of `binary_predictions`; None where a client has none."""
+        cells: list[Any] = []
         for client in clients:
-            table = self.tables[self.methods[0], seed, client]
-            found += list(table.columns.get(name, [None] * len(table.targets)))
-        return found
+            table = self.prediction_tables[self.methods[0], seed, client]
+            cells += list(table.columns.get(name, [None] * len(table.targets)))
+        return cells
 
 
-def read_outcomes(setting: Setting, class_names: Sequence[str] | None = None) -> tuple[Outcomes | None, str]:
+def read_group_predictions(
+    run_group: RunGroup, class_names: Sequence[str] | None = None
+) -> tuple[GroupPredictions | None, str]:
     """The predictions of the runs of a setting at the rounds whose scores are shown; or None, and a sentence why.
 
     Args:
         setting: as gathered.
         class_names: one a class or label; None numbers them.
     """
-    chosen = _chosen(setting)
+    shown_methods = _methods_to_show(run_group)
     tables: dict[str, dict[tuple[int, str], Predictions]] = {}
     notes = []
-    for line in chosen:
-        found, why = _of_line(line)
-        if found:
-            tables[line.label] = found
+    for method in shown_methods:
+        client_tables, why = _predictions_of_method(method)
+        if client_tables:
+            tables[method.label] = client_tables
         if why:
             notes.append(why)
     if not tables:
-        return None, _why_none(chosen, notes)
-    common = set.intersection(*(set(found) for found in tables.values()))
+        return None, _missing_predictions_reason(shown_methods, notes)
+    common = set.intersection(*(set(client_tables) for client_tables in tables.values()))
     seeds = tuple(sorted({seed for seed, _ in common}))
     clients = tuple(sorted({c for _, c in common if all((s, c) in common for s in seeds)}))
     if not clients:
         return None, "No client has predictions of every method, so that there are no curves by example."
-    if left := len(setting.clients) - len(clients):
-        notes.append(f"{left} of {len(setting.clients)} clients have no predictions of every method and are left out.")
-    kept_tables = {(m, s, c): found[s, c] for m, found in tables.items() for s in seeds for c in clients}
-    return _outcomes(setting, kept_tables, tuple(tables), seeds, clients, class_names, notes)
+    if missing_count := len(run_group.clients) - len(clients):
+        notes.append(
+            f"{missing_count} of {len(run_group.clients)} clients have no predictions of every method and are left out."
+        )
+    kept_tables = {
+        (m, s, c): client_tables[s, c] for m, client_tables in tables.items() for s in seeds for c in clients
+    }
+    return _group_predictions(run_group, kept_tables, tuple(tables), seeds, clients, class_names, notes)
 
 
-def _why_none(lines: Sequence[Line], notes: Sequence[str]) -> str:
-    folders = [run.folder for line in lines for run in line.runs if run.folder is not None]
+def _missing_predictions_reason(methods: Sequence[MethodRuns], notes: Sequence[str]) -> str:
+    folders = [run.folder for method in methods for run in method.runs if run.folder is not None]
     if not folders:
         return "The comparison was made without run directories, so that there are no predictions to draw curves of."
     if not any((folder / FOLDER).is_dir() for folder in folders):
@@ -141,52 +151,60 @@ def _why_none(lines: Sequence[Line], notes: Sequence[str]) -> str:
     return f"There are no curves by example and no subgroups. {' '.join(notes)}"
 
 
-def _outcomes(
-    setting: Setting, tables: Mapping[tuple[str, int, str], Predictions], methods: tuple[str, ...],
+def _group_predictions(
+    run_group: RunGroup, tables: Mapping[tuple[str, int, str], Predictions], methods: tuple[str, ...],
     seeds: tuple[int, ...], clients: tuple[str, ...], class_names: Sequence[str] | None, notes: list[str],
-) -> tuple[Outcomes | None, str]:  # fmt: skip
+) -> tuple[GroupPredictions | None, str]:  # fmt: skip
     first = next(iter(tables.values()))
-    task = _task(first.targets)
+    task = _task_of_targets(first.targets)
     width = first.outputs.shape[1]
-    if any(t.outputs.shape[1] != width or _task(t.targets) != task for t in tables.values()):
+    if any(t.outputs.shape[1] != width or _task_of_targets(t.targets) != task for t in tables.values()):
         return None, "The predictions of the runs are not of one form, so that there are no curves by example."
     names = [str(name) for name in class_names or ()]
     if len(names) != width:
         names = [str(k) for k in range(width)]
     names = [f"class {name}" if name.isdigit() and task == "classification" else name for name in names]
-    if lost := sum(int((~torch.isfinite(t.outputs).all(1)).sum()) for t in tables.values()):
-        notes.append(f"{lost} predictions are not finite numbers (the training diverged) and are left out.")
-    same = (setting.same_clients or len(seeds) == 1) and all(
+    if first_nonfinite := sum(int((~torch.isfinite(t.outputs).all(1)).sum()) for t in tables.values()):
+        notes.append(f"{first_nonfinite} predictions are not finite numbers (the training diverged) and are left out.")
+    same_clients = (run_group.same_clients or len(seeds) == 1) and all(
         torch.equal(tables[m, s, c].targets, tables[methods[0], seeds[0], c].targets) for m, s, c in tables
     )
-    reference = setting.reference if setting.reference in methods else None
-    return Outcomes(task, methods, reference, seeds, clients, tuple(names), same, tables, tuple(notes)), ""
+    local_label = run_group.local_label if run_group.local_label in methods else None
+    return GroupPredictions(
+        task, methods, local_label, seeds, clients, tuple(names), same_clients, tables, tuple(notes)
+    ), ""
 
 
-def _chosen(setting: Setting) -> list[Line]:
+def _methods_to_show(run_group: RunGroup) -> list[MethodRuns]:
     """The leader, training alone, what sites are told to join with, and the next best."""
-    advised = {one.get("method") for one in setting.results.get("answers") or () if isinstance(one, Mapping)}
-    ranked = sorted(setting.lines, key=lambda x: (x.label not in advised, -setting.rank(x)))
-    order = [line for line in (setting.leader, setting.local) if line is not None]
-    order += [line for line in ranked if line not in order]
-    return order[: 2 if len(setting.clients) > _MANY else METHODS]
+    advised = {
+        answer.get("method")
+        for answer in run_group.comparison_results.get("answers") or ()
+        if isinstance(answer, Mapping)
+    }
+    ranked = sorted(run_group.methods, key=lambda x: (x.label not in advised, -run_group.ranking_key(x)))
+    order = [method for method in (run_group.best_method, run_group.local_method) if method is not None]
+    order += [method for method in ranked if method not in order]
+    return order[: 2 if len(run_group.clients) > _MANY_CLIENTS else MAX_METHODS]
 
 
-def _of_line(line: Line) -> tuple[dict[tuple[int, str], Predictions], str]:
-    found = {}
-    for run in line.runs:
+def _predictions_of_method(method: MethodRuns) -> tuple[dict[tuple[int, str], Predictions], str]:
+    client_tables = {}
+    for run in method.runs:
         if run.folder is None or not (run.folder / FOLDER).is_dir():
             continue
-        for client in run.final:
+        for client in run.score_by_client:
             try:
-                found[run.seed, client] = read(run.folder, client, split="test", round=run.round)
+                client_tables[run.seed, client] = read_predictions(
+                    run.folder, client, split="test", round=run.scored_round
+                )
             except UserError as error:
-                return {}, f"{line.label} has no curves: {error}."
-    return found, "" if found else f"{line.label} has kept no predictions."
+                return {}, f"{method.label} has no curves: {error}."
+    return client_tables, "" if client_tables else f"{method.label} has kept no predictions."
 
 
-def _task(targets: Tensor) -> Task:
+def _task_of_targets(targets: Tensor) -> Task:
     if targets.dim() == 2:
-        whole = bool(((targets == 0) | (targets == 1)).all())
-        return "multilabel" if whole else "regression"
+        is_binary = bool(((targets == 0) | (targets == 1)).all())
+        return "multilabel" if is_binary else "regression"
     return "regression" if targets.is_floating_point() else "classification"

@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.algorithm import BringsNetwork
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.files import read_file, user_path
-from polyfed.core.threads import one_thread
-from polyfed.core.typed import from_json
-from polyfed.data.plot import picture_path, save_figure
-from polyfed.search.found import FORMAT, check_cells
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.files import expand_user_path, read_file
+from polyfed.core.threads import single_torch_thread
+from polyfed.core.typed import parse_json
+from polyfed.data.plot import resolve_picture_path, save_figure
+from polyfed.search.found import FORMAT, check_cell_descriptions
 from polyfed.simulation.runs.directory import read_config, read_metrics
-from polyfed.simulation.runs.paths import file_name
+from polyfed.simulation.runs.paths import safe_file_name
 from polyfed.simulation.runs.results import Run
-from polyfed.simulation.runs.signature import ENDING as SIGNATURE
+from polyfed.simulation.runs.signature import SIGNATURE_SUFFIX as SIGNATURE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ _INCH = 0.62  # of a unit of a graph
 
 @final
 @dataclass(frozen=True, eq=False)
-class FoundCell:
+class SearchedCell:
     """One cell of one client: E edges, K operations.
 
     Attributes:
@@ -51,30 +51,30 @@ class FoundCell:
             context-aware samplers are means over the client's training examples.
         chosen: the most probable operation of each edge.
 
-    >>> cell = FoundCell("base", 2, ((0, 2), (1, 2)), ("skip", "max_pool_3"), np.eye(2), ("skip", "max_pool_3"))
-    >>> [cell.label(edge) for edge in cell.edges]
+    >>> cell = SearchedCell("base", 2, ((0, 2), (1, 2)), ("skip", "max_pool_3"), np.eye(2), ("skip", "max_pool_3"))
+    >>> [cell.edge_label(edge) for edge in cell.edges]
     ['c(k-1) → 0', 'c(k-2) → 0']
     """
 
     stack: str
-    inputs: int
+    input_count: int
     edges: tuple[tuple[int, int], ...]
     candidates: tuple[str, ...]
     probabilities: NDArray[np.float64]
-    chosen: tuple[str, ...]
+    chosen_operations: tuple[str, ...]
 
-    def node(self, index: int) -> str:
+    def node_name(self, index: int) -> str:
         """The name of a node: c(k-1) and c(k-2) of the inputs, then 0, 1 and so on."""
-        return f"c(k-{index + 1})" if index < self.inputs else str(index - self.inputs)
+        return f"c(k-{index + 1})" if index < self.input_count else str(index - self.input_count)
 
-    def label(self, edge: tuple[int, int]) -> str:
+    def edge_label(self, edge: tuple[int, int]) -> str:
         """The names of both ends of an edge."""
-        return f"{self.node(edge[0])} → {self.node(edge[1])}"
+        return f"{self.node_name(edge[0])} → {self.node_name(edge[1])}"
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Found:
+class ArchitectureSearchResult:
     """The cells of all clients.
 
     Attributes:
@@ -83,26 +83,26 @@ class Found:
     """
 
     clients: tuple[str, ...]
-    cells: tuple[tuple[FoundCell, ...], ...]
+    cells: tuple[tuple[SearchedCell, ...], ...]
 
-    def of(self, client: str) -> tuple[FoundCell, ...]:
+    def cells_of(self, client: str) -> tuple[SearchedCell, ...]:
         """The cells of a client.
 
         Raises:
             UserError: there is none of this id.
         """
         if client not in self.clients:
-            raise UserError(f"the run has no client {client!r}; {nearest(client, self.clients)}")
+            raise UserError(f"the run has no client {client!r}; {did_you_mean(client, self.clients)}")
         return self.cells[self.clients.index(client)]
 
     @property
-    def titles(self) -> tuple[str, ...]:
+    def cell_titles(self) -> tuple[str, ...]:
         """The name of each cell: base cell 1, base cell 2, ..., personal cell 1, ..."""
         stacks = [cell.stack for cell in self.cells[0]]
         return tuple(f"{stack} cell {stacks[: k + 1].count(stack)}" for k, stack in enumerate(stacks))
 
 
-def read_search(run: Run | str | Path) -> Found:
+def read_search_result(run: Run | str | Path) -> ArchitectureSearchResult:
     """The cells of a finished run of fedpnas, ca_fedpnas, feddsnas or ca_feddsnas.
 
     Args:
@@ -116,25 +116,25 @@ def read_search(run: Run | str | Path) -> Found:
     >>> from polyfed.algorithms import FedPNAS
     >>> data = torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 0, 1])
     >>> method = FedPNAS(channels=4, base_cells=1, base_nodes=1, personal_nodes=1, operations=("skip", "avg_pool_3"))
-    >>> found = read_search(federate([Client("north", None, data, data)], method, rounds=1, workers=0))
-    >>> found.titles, found.of("north")[0].candidates, found.of("north")[0].probabilities.shape
+    >>> found = read_search_result(federate([Client("north", None, data, data)], method, rounds=1, workers=0))
+    >>> found.cell_titles, found.cells_of("north")[0].candidates, found.cells_of("north")[0].probabilities.shape
     (('base cell 1', 'personal cell 1'), ('skip', 'avg_pool_3'), (2, 2))
     """
     if isinstance(run, Run):
-        with one_thread():
-            told = {i: _described(run, i) for i in sorted(run.federation.clients)}
-        places = {i: f"client {i!r}" for i in told}
+        with single_torch_thread():
+            descriptions = {i: _description_of(run, i) for i in sorted(run.federation.clients)}
+        places = {i: f"client {i!r}" for i in descriptions}
     else:
-        told, places = _of_directory(user_path(run, "the run directory"))
-    cells = {client: _cells(told[client], places[client]) for client in sorted(told)}
+        descriptions, places = _read_descriptions(expand_user_path(run, "the run directory"))
+    cells = {client: _parse_cells(descriptions[client], places[client]) for client in sorted(descriptions)}
     first = min(cells)
-    for client, own in cells.items():
-        if [_form(cell) for cell in own] != [_form(cell) for cell in cells[first]]:
+    for client, client_cells in cells.items():
+        if [_cell_layout(cell) for cell in client_cells] != [_cell_layout(cell) for cell in cells[first]]:
             raise UserError(f"{places[client]} has other cells than {places[first]}: the files are of different runs")
-    return Found(tuple(cells), tuple(cells.values()))
+    return ArchitectureSearchResult(tuple(cells), tuple(cells.values()))
 
 
-def draw_probabilities(found: Found, path: str | Path) -> "Figure":
+def draw_operation_probabilities(result: ArchitectureSearchResult, path: str | Path) -> "Figure":
     """A heat map per cell: operations along x, below one another the clients' rows of each edge; one scale of colours.
 
     Args:
@@ -150,28 +150,28 @@ def draw_probabilities(found: Found, path: str | Path) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    path = picture_path(path)
-    across = min(len(found.titles), _ACROSS)
-    down = -(-len(found.titles) // across)
-    rows = len(found.clients) * max(len(cell.edges) for cell in found.cells[0])
-    columns = max(len(cell.candidates) for cell in found.cells[0])
-    size = (across * (1.9 + 0.28 * columns) + 1, down * (1.5 + 0.17 * min(rows, _TICKS)))
+    path = resolve_picture_path(path)
+    panel_columns = min(len(result.cell_titles), _ACROSS)
+    panel_rows = -(-len(result.cell_titles) // panel_columns)
+    rows = len(result.clients) * max(len(cell.edges) for cell in result.cells[0])
+    columns = max(len(cell.candidates) for cell in result.cells[0])
+    size = (panel_columns * (1.9 + 0.28 * columns) + 1, panel_rows * (1.5 + 0.17 * min(rows, _TICKS)))
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    largest = max(float(cell.probabilities.max()) for cells in found.cells for cell in cells)
-    panels = list(figure.subplots(down, across, squeeze=False).flat)
-    for spare in panels[len(found.titles) :]:
+    largest = max(float(cell.probabilities.max()) for cells in result.cells for cell in cells)
+    panels = list(figure.subplots(panel_rows, panel_columns, squeeze=False).flat)
+    for spare in panels[len(result.cell_titles) :]:
         spare.remove()
-    panels = panels[: len(found.titles)]
-    for k, (axes, title) in enumerate(zip(panels, found.titles, strict=True)):
-        picture = _heat_map(axes, [cells[k] for cells in found.cells], found.clients, largest)
+    panels = panels[: len(result.cell_titles)]
+    for k, (axes, title) in enumerate(zip(panels, result.cell_titles, strict=True)):
+        picture = _draw_heat_map(axes, [cells[k] for cells in result.cells], result.clients, largest)
         axes.set_title(title, fontsize=10)
     figure.colorbar(picture, ax=panels, label="probability", fraction=0.03, pad=0.01)
     save_figure(figure, path)
     return figure
 
 
-def draw_cell(found: Found, client: str, path: str | Path) -> "Figure":
+def draw_client_cells(result: ArchitectureSearchResult, client: str, path: str | Path) -> "Figure":
     """Each cell of a client as a graph from left to right: its nodes, and on each edge the most probable operation and
     its probability.
 
@@ -189,22 +189,22 @@ def draw_cell(found: Found, client: str, path: str | Path) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    path = picture_path(path)
-    cells = found.of(client)
-    lanes = [_lanes(cell) for cell in cells]
-    spans = [_span(cell, own) for cell, own in zip(cells, lanes, strict=True)]
+    path = resolve_picture_path(path)
+    cells = result.cells_of(client)
+    lanes = [_label_heights(cell) for cell in cells]
+    spans = [_height_range(cell, cell_lanes) for cell, cell_lanes in zip(cells, lanes, strict=True)]
     heights = [top - bottom for bottom, top in spans]
-    width = 2 * _RADIUS + 0.4 + _STEP * max(_nodes(cell) for cell in cells)
+    width = 2 * _RADIUS + 0.4 + _STEP * max(_computed_node_count(cell) for cell in cells)
     size = (max(_INCH * width + 0.3, 3.6), sum(_INCH * height + 0.35 for height in heights) + 0.4)
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(cells), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axes, cell, title, own, span in zip(panels, cells, found.titles, lanes, spans, strict=True):
+    for axes, cell, title, cell_lanes, span in zip(panels, cells, result.cell_titles, lanes, spans, strict=True):
         axes.set(xlim=(-_RADIUS - 0.2, width - _RADIUS - 0.2), ylim=span, aspect="equal")
         axes.set_axis_off()
         axes.set_title(title, fontsize=9)
-        _graph(axes, cell, own)
-    figure.suptitle(f"{_short(client)}: most probable operations", fontsize=10, parse_math=False)
+        _draw_graph(axes, cell, cell_lanes)
+    figure.suptitle(f"{_shorten_name(client)}: most probable operations", fontsize=10, parse_math=False)
     save_figure(figure, path)
     return figure
 
@@ -212,21 +212,21 @@ def draw_cell(found: Found, client: str, path: str | Path) -> "Figure":
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _described(run: Run, client: str) -> Any:
+def _description_of(run: Run, client: str) -> Any:
     algorithm = run.federation.algorithm
     if not isinstance(algorithm, BringsNetwork):
         raise UserError(f"{type(algorithm).__name__} searches for no architecture; give a run of {_METHODS}")
     return algorithm.description(run.model(client), run.federation.clients[client])
 
 
-def _of_directory(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_descriptions(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """By client, what its models/ID.json holds, and where that is."""
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
     config = read_config(folder)
-    found = [file for file in (folder / "models").glob("*") if not file.name.startswith(".partial-")]
-    there = {file for file in found if not file.name.endswith(SIGNATURE)}
-    if not any(file.suffix == ".json" for file in there):
+    files = [file for file in (folder / "models").glob("*") if not file.name.startswith(".partial-")]
+    model_files = {file for file in files if not file.name.endswith(SIGNATURE)}
+    if not any(file.suffix == ".json" for file in model_files):
         method = config.get("algorithm")
         name = method.get("name") if isinstance(method, Mapping) else method
         raise UserError(
@@ -235,32 +235,32 @@ def _of_directory(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
         )
     # Names of files do not always tell ids; the metrics do.
     records = read_metrics(folder / "metrics.jsonl")
-    ids = {file_name(client): client for record in records for client in record.get("clients", {})}
-    names = {file.stem for file in there if file.suffix in (".json", ".safetensors")}
+    ids = {safe_file_name(client): client for record in records for client in record.get("clients", {})}
+    names = {file.stem for file in model_files if file.suffix in (".json", ".safetensors")}
     if config.get("on_error") != "skip":  # with "skip" a client whose model cannot be made has no files
         names |= set(ids)
-    told, places = {}, {}
+    descriptions, places = {}, {}
     for name in sorted(names):
         file = folder / "models" / f"{name}.json"
         client = ids.get(name, name)
         try:
-            told[client], places[client] = from_json(read_file(file)), str(file)
+            descriptions[client], places[client] = parse_json(read_file(file)), str(file)
         except FileNotFoundError as error:
             raise UserError(
                 f"{folder} has no models/{file.name}, the cells of client {client!r}; restore it, or run again"
             ) from error
         except (OSError, ValueError) as error:
             raise UserError(f"{file} is damaged ({error}); restore it, or run again") from error
-    return told, places
+    return descriptions, places
 
 
-def _cells(description: Any, place: str) -> tuple[FoundCell, ...]:
+def _parse_cells(description: Any, place: str) -> tuple[SearchedCell, ...]:
     if not isinstance(description, Mapping) or description.get("format") != FORMAT:
-        found = description.get("format") if isinstance(description, Mapping) else type(description).__name__
-        raise UserError(f"{place} has the format {found!r}, expected {FORMAT!r}; give a run of {_METHODS}")
+        format_name = description.get("format") if isinstance(description, Mapping) else type(description).__name__
+        raise UserError(f"{place} has the format {format_name!r}, expected {FORMAT!r}; give a run of {_METHODS}")
     try:
-        check_cells(description)
-        cells = tuple(_cell(cell) for cell in description["cells"])
+        check_cell_descriptions(description)
+        cells = tuple(_parse_cell(cell) for cell in description["cells"])
         if not cells:
             raise ValueError("no cells")
     except ValueError as error:
@@ -268,11 +268,11 @@ def _cells(description: Any, place: str) -> tuple[FoundCell, ...]:
     return cells
 
 
-def _cell(content: Mapping[str, Any]) -> FoundCell:
+def _parse_cell(content: Mapping[str, Any]) -> SearchedCell:
     inputs, edges = int(content["inputs"]), tuple((int(e["from"]), int(e["to"])) for e in content["edges"])
     if inputs not in (1, 2) or not edges or any(not 0 <= i < j or j < inputs for i, j in edges):
         raise ValueError(f"a cell of {inputs} inputs with the edges {edges}")
-    rows = [_shares(edge) for edge in content["edges"]]
+    rows = [_edge_probabilities(edge) for edge in content["edges"]]
     candidates = tuple(dict.fromkeys(name for row in rows for name in row))
     table = np.array([[row.get(name, 0.0) for name in candidates] for row in rows])
     chosen = []
@@ -281,10 +281,10 @@ def _cell(content: Mapping[str, Any]) -> FoundCell:
         chosen.append(operations[0] if len(operations) == 1 else max(row, key=row.__getitem__))
     if missing := sorted(set(chosen) - set(candidates)):
         raise ValueError(f"the operation {missing[0]!r} is none of the candidates {candidates}")
-    return FoundCell(str(content["stack"]), inputs, edges, candidates, table, tuple(chosen))
+    return SearchedCell(str(content["stack"]), inputs, edges, candidates, table, tuple(chosen))
 
 
-def _shares(edge: Mapping[str, Any]) -> dict[str, float]:
+def _edge_probabilities(edge: Mapping[str, Any]) -> dict[str, float]:
     """Probabilities by name; where there was nothing to choose, the file has none."""
     names = [str(name) for name in edge.get("candidates", edge["operations"])]
     shares = [float(share) for share in edge.get("probabilities", [1.0])]
@@ -295,23 +295,25 @@ def _shares(edge: Mapping[str, Any]) -> dict[str, float]:
     return dict(zip(names, shares, strict=True))
 
 
-def _form(cell: FoundCell) -> tuple[object, ...]:
-    return cell.stack, cell.inputs, cell.edges, cell.candidates
+def _cell_layout(cell: SearchedCell) -> tuple[object, ...]:
+    return cell.stack, cell.input_count, cell.edges, cell.candidates
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def _heat_map(axes: "Axes", cells: Sequence[FoundCell], clients: Sequence[str], largest: float) -> Any:
+def _draw_heat_map(axes: "Axes", cells: Sequence[SearchedCell], clients: Sequence[str], largest: float) -> Any:
     """One cell of all clients; rows of the same edge are neighbours, so that clients can be compared."""
-    one = cells[0]
-    table = np.stack([cell.probabilities for cell in cells], axis=1).reshape(-1, len(one.candidates))
-    labels = [f"{_short(client)}  {one.label(edge)}" for edge in one.edges for client in clients]
+    first_cell = cells[0]
+    table = np.stack([cell.probabilities for cell in cells], axis=1).reshape(-1, len(first_cell.candidates))
+    labels = [
+        f"{_shorten_name(client)}  {first_cell.edge_label(edge)}" for edge in first_cell.edges for client in clients
+    ]
     picture = axes.imshow(table, vmin=0, vmax=largest, cmap="viridis", interpolation="nearest", aspect="auto")
-    axes.set_xticks(range(len(one.candidates)), one.candidates, fontsize=7, rotation=90)
+    axes.set_xticks(range(len(first_cell.candidates)), first_cell.candidates, fontsize=7, rotation=90)
     positions = range(0, len(labels), -(-len(labels) // _TICKS))
     axes.set_yticks(positions, [labels[i] for i in positions], fontsize=7, parse_math=False)
-    for k in range(1, len(one.edges)):
+    for k in range(1, len(first_cell.edges)):
         axes.axhline(k * len(clients) - 0.5, color="white", linewidth=2)
     if len(table) <= _WRITTEN:
         for (row, column), value in np.ndenumerate(table):
@@ -321,19 +323,19 @@ def _heat_map(axes: "Axes", cells: Sequence[FoundCell], clients: Sequence[str], 
     return picture
 
 
-def _graph(axes: "Axes", cell: FoundCell, lanes: Sequence[float]) -> None:
+def _draw_graph(axes: "Axes", cell: SearchedCell, lanes: Sequence[float]) -> None:
     """Nodes from left to right; each edge is an arc whose middle, where its label is, has the height of its lane."""
     from matplotlib.patches import Circle, FancyArrowPatch
 
     nodes = []
-    for index in range(cell.inputs + _nodes(cell)):
-        colour = "#cfe3f3" if index < cell.inputs else "#f6dfb8"
+    for index in range(cell.input_count + _computed_node_count(cell)):
+        colour = "#cfe3f3" if index < cell.input_count else "#f6dfb8"
         nodes.append(
-            axes.add_patch(Circle(_place(cell, index), _RADIUS, facecolor=colour, edgecolor="black", zorder=3))
+            axes.add_patch(Circle(_node_centre(cell, index), _RADIUS, facecolor=colour, edgecolor="black", zorder=3))
         )
-        axes.text(*_place(cell, index), cell.node(index), ha="center", va="center", fontsize=7, zorder=4)
-    for (i, j), name, row, lane in zip(cell.edges, cell.chosen, cell.probabilities, lanes, strict=True):
-        (x1, y1), (x2, y2) = _place(cell, i), _place(cell, j)
+        axes.text(*_node_centre(cell, index), cell.node_name(index), ha="center", va="center", fontsize=7, zorder=4)
+    for (i, j), name, row, lane in zip(cell.edges, cell.chosen_operations, cell.probabilities, lanes, strict=True):
+        (x1, y1), (x2, y2) = _node_centre(cell, i), _node_centre(cell, j)
         bend = (y1 + y2 - 2 * lane) / (x2 - x1)  # the middle of `arc3` is (bend / 2)·(y2 − y1, x1 − x2) off the line's
         axes.add_patch(
             FancyArrowPatch(
@@ -348,38 +350,38 @@ def _graph(axes: "Axes", cell: FoundCell, lanes: Sequence[float]) -> None:
         )  # fmt: skip
 
 
-def _lanes(cell: FoundCell) -> list[float]:
+def _label_heights(cell: SearchedCell) -> list[float]:
     """Of each edge the height of its label. Neighbours in the row of nodes are joined by straight lines at 0; others
     pass above or below, by turns of where they start, and the longer the farther out. No two labels meet."""
     heights = [0.0] * len(cell.edges)
     for side, sign in ((0, 1), (1, -1)):
         passing = [
-            (_place(cell, j)[0] - _place(cell, i)[0], k)
+            (_node_centre(cell, j)[0] - _node_centre(cell, i)[0], k)
             for k, (i, j) in enumerate(cell.edges)
-            if i % 2 == side and (j - i > 1 or i < cell.inputs == 2)
+            if i % 2 == side and (j - i > 1 or i < cell.input_count == 2)
         ]
         for rank, (_, k) in enumerate(sorted(passing), start=1):
             heights[k] = sign * rank * _LANE
     return heights
 
 
-def _place(cell: FoundCell, index: int) -> tuple[float, float]:
+def _node_centre(cell: SearchedCell, index: int) -> tuple[float, float]:
     """The centre of a node; two inputs stand one above the other."""
-    if index < cell.inputs:
-        return 0.0, (0.0 if cell.inputs == 1 else 2 * _LANE * (1 - 2 * index))
-    return _STEP * (index - cell.inputs + 1), 0.0
+    if index < cell.input_count:
+        return 0.0, (0.0 if cell.input_count == 1 else 2 * _LANE * (1 - 2 * index))
+    return _STEP * (index - cell.input_count + 1), 0.0
 
 
-def _nodes(cell: FoundCell) -> int:
+def _computed_node_count(cell: SearchedCell) -> int:
     """The number of nodes that are computed."""
-    return max(j for _, j in cell.edges) + 1 - cell.inputs
+    return max(j for _, j in cell.edges) + 1 - cell.input_count
 
 
-def _span(cell: FoundCell, lanes: Sequence[float]) -> tuple[float, float]:
+def _height_range(cell: SearchedCell, lanes: Sequence[float]) -> tuple[float, float]:
     """The lowest and the highest point of a graph."""
-    heights = [*lanes, *(_place(cell, index)[1] for index in range(cell.inputs))]
+    heights = [*lanes, *(_node_centre(cell, index)[1] for index in range(cell.input_count))]
     return min(heights) - _LANE, max(heights) + _LANE
 
 
-def _short(name: str, most: int = 16) -> str:
+def _shorten_name(name: str, most: int = 16) -> str:
     return name if len(name) <= most else f"{name[: most // 2]}…{name[-most // 2 + 1 :]}"

@@ -16,20 +16,20 @@ import torch
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.files import read_file
-from polyfed.core.inputs import mapped
-from polyfed.core.typed import conforms, from_json
+from polyfed.core.inputs import tree_map
+from polyfed.core.typed import parse_json, validation_error
 from polyfed.graphs.contraction import Contraction
 from polyfed.models import ModelSpec
 from polyfed.report import words
-from polyfed.report.charts import Bar, Curve, bar_chart, heat_map, line_chart, number
-from polyfed.report.html import choice, figure, legend, table
-from polyfed.simulation.unseen import Curves
+from polyfed.report.charts import ChartBar, ChartLine, format_number, svg_bar_chart, svg_heat_map, svg_line_chart
+from polyfed.report.html import html_dropdown_panels, html_figure, html_legend, html_table
+from polyfed.simulation.unseen import TrainingCurves
 
-WARM_STARTS = "unseen/curves.json"  # in the run directory: {id: {"score": name, "warm": [...], "scratch": [...]}}
-MOST = 12  # panels of one kind, so that a page stays below 3 MB
+WARM_START_FILE = "unseen/curves.json"  # in the run directory: {id: {"score": name, "warm": [...], "scratch": [...]}}
+MAX_PANELS = 12  # panels of one kind, so that a page stays below 3 MB
 
 
-def weights(folder: Path, key: str, most: int = MOST) -> str:
+def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANELS) -> str:
     """pFedLA's weights α: each layer's matrix after the last round (the first `most`), and how much of its own each client
     keeps.
 
@@ -38,62 +38,73 @@ def weights(folder: Path, key: str, most: int = MOST) -> str:
     """
     from polyfed.report import aggregation
 
-    found = aggregation.read(folder)
-    last = int(found.rounds[-1])
+    aggregation_weights = aggregation.read_aggregation_weights(folder)
+    last = int(aggregation_weights.rounds[-1])
     panels = {}
-    for k, layer in enumerate(found.layers[:most]):
-        alpha = found.alpha[-1, :, k, :].astype(np.float64)
-        chart = heat_map(
-            alpha, found.clients, found.clients, key=f"{key}-w{k}", root=True,
+    for k, layer in enumerate(aggregation_weights.layers[:max_layers]):
+        alpha = aggregation_weights.alpha[-1, :, k, :].astype(np.float64)
+        chart = svg_heat_map(
+            alpha, aggregation_weights.clients, aggregation_weights.clients, key=f"{key}-w{k}", sqrt_colours=True,
             title=f"Weights of layer {layer} after round {last}, client by client",
             x_label="client whose layer is weighed", y_label="client that gets the mixture",
         )  # fmt: skip
-        own = float(np.diag(alpha).mean())
+        own_mean = float(np.diag(alpha).mean())
         caption = (
             f"Layer {layer} after round {last}: row i is what client i mixes its layer of; colours follow the square root. "
-            f"On average a client's own has the weight {own:.2f}."
+            f"On average a client's own has the weight {own_mean:.2f}."
         )
-        panels[layer] = figure(chart, caption)
-    own = found.alpha[:, range(len(found.clients)), :, range(len(found.clients))].mean(axis=0)  # (R, L)
-    rounds = found.rounds.astype(float).tolist()
+        panels[layer] = html_figure(chart, caption)
+    own_weights = aggregation_weights.alpha[
+        :, range(len(aggregation_weights.clients)), :, range(len(aggregation_weights.clients))
+    ].mean(axis=0)  # (R, L)
+    rounds = aggregation_weights.rounds.astype(float).tolist()
     curves = [
-        Curve(layer, rounds, own[:, k].tolist(), own[:, k].tolist(), own[:, k].tolist(), k)
-        for k, layer in enumerate(found.layers[:MOST])
+        ChartLine(layer, rounds, own_weights[:, k].tolist(), own_weights[:, k].tolist(), own_weights[:, k].tolist(), k)
+        for k, layer in enumerate(aggregation_weights.layers[:MAX_PANELS])
     ]
     title = "Weight of a client's own layer, mean over clients, by round"
-    chart = line_chart(curves, key=f"{key}-own", title=title, x_label="rounds", y_label="own weight α", whole=True)
-    rows = [[layer, *(f"{value:.3f}" for value in own[[0, -1], k])] for k, layer in enumerate(found.layers)]
-    behind = table(title, ["layer", f"round {found.rounds[0]}", f"round {last}"], rows)
-    more = f" The first {MOST} of {len(found.layers)} layers." if len(found.layers) > MOST else ""
-    own_figure = figure(chart + legend([c.label for c in curves]), f"{title}.{more}", behind)
-    left = choice(f"{key}-layer", "Layer", panels)
-    if len(found.layers) > most:
-        left += f"<p>The first {most} of {len(found.layers)} layers.</p>"
-    return f'<div class="grid2"><div>{left}</div><div>{own_figure}</div></div>'
+    chart = svg_line_chart(
+        curves, key=f"{key}-own", title=title, x_label="rounds", y_label="own weight α", integer_x=True
+    )
+    rows = [
+        [layer, *(f"{value:.3f}" for value in own_weights[[0, -1], k])]
+        for k, layer in enumerate(aggregation_weights.layers)
+    ]
+    behind = html_table(title, ["layer", f"round {aggregation_weights.rounds[0]}", f"round {last}"], rows)
+    more = (
+        f" The first {MAX_PANELS} of {len(aggregation_weights.layers)} layers."
+        if len(aggregation_weights.layers) > MAX_PANELS
+        else ""
+    )
+    own_figure = html_figure(chart + html_legend([c.label for c in curves]), f"{title}.{more}", behind)
+    layers_html = html_dropdown_panels(f"{key}-layer", "Layer", panels)
+    if len(aggregation_weights.layers) > max_layers:
+        layers_html += f"<p>The first {max_layers} of {len(aggregation_weights.layers)} layers.</p>"
+    return f'<div class="grid2"><div>{layers_html}</div><div>{own_figure}</div></div>'
 
 
-def alignments(folder: Path, clients: Sequence[Client], key: str) -> str:
+def html_alignment(folder: Path, clients: Sequence[Client], key: str) -> str:
     """CKA between the representations of any two clients, before and after training.
 
     Raises:
         UserError: the run is not finished, has one client, or its networks cannot be compared.
     """
-    from polyfed.report.alignment import read_alignment
+    from polyfed.report.alignment import measure_alignment
 
-    found = read_alignment(folder, clients=clients)
+    alignment = measure_alignment(folder, clients=clients)
     parts = []
     for when, values, mean in (
-        ("before", found.before, found.mean_before),
-        ("after", found.after, found.mean_after),
+        ("before", alignment.cka_before, alignment.mean_cka_before),
+        ("after", alignment.cka_after, alignment.mean_cka_after),
     ):
         title = f"CKA of two clients' representations {when} training"
-        chart = heat_map(values, found.clients, found.clients, key=f"{key}-{when}", title=title, high=1.0,
+        chart = svg_heat_map(values, alignment.clients, alignment.clients, key=f"{key}-{when}", title=title, high=1.0,
                          x_label="client", y_label="client")  # fmt: skip
-        parts.append(figure(chart, f"{title}; mean over pairs {mean:.2f} (1: alike up to rotation and scale)."))
+        parts.append(html_figure(chart, f"{title}; mean over pairs {mean:.2f} (1: alike up to rotation and scale)."))
     return f'<div class="grid2">{"".join(parts)}</div>'
 
 
-def operations(folder: Path, key: str, most: int = MOST) -> str:
+def html_architectures(folder: Path, key: str, max_clients: int = MAX_PANELS) -> str:
     """What a search has found: of the first `most` clients their cells, drawn, and the probability of each operation at each
     edge.
 
@@ -102,34 +113,57 @@ def operations(folder: Path, key: str, most: int = MOST) -> str:
     """
     from matplotlib import rc_context
 
-    from polyfed.report.search import draw_cell, read_search
+    from polyfed.report.search import draw_client_cells, read_search_result
 
-    found = read_search(folder)
+    search_result = read_search_result(folder)
     panels = {}
-    for k, client in enumerate(found.clients[:most]):
-        with tempfile.TemporaryDirectory() as place:
-            file = Path(place) / "cells.svg"
+    for k, client in enumerate(search_result.clients[:max_clients]):
+        with tempfile.TemporaryDirectory() as folder_name:
+            file = Path(folder_name) / "cells.svg"
             with rc_context({"svg.fonttype": "none"}):  # letters as text, a fraction of their outlines
-                draw_cell(found, client, file)
-            drawn = base64.b64encode(read_file(file)).decode()
+                draw_client_cells(search_result, client, file)
+            svg_base64 = base64.b64encode(read_file(file)).decode()
         alt = escape(f"The cells of {client}: nodes and the most probable operation of each edge")
         rows = []
         maps = []
-        for c, (cell, name) in enumerate(zip(found.of(client), found.titles, strict=True)):
-            edges = [cell.label(edge) for edge in cell.edges]
+        for c, (cell, name) in enumerate(zip(search_result.cells_of(client), search_result.cell_titles, strict=True)):
+            edges = [cell.edge_label(edge) for edge in cell.edges]
             title = f"{name} of {client}: probability of each operation at each edge"
-            maps.append(figure(heat_map(cell.probabilities, edges, cell.candidates, key=f"{key}-{k}-{c}", title=title,
-                                        high=1.0, x_label="operation", y_label="edge"), f"{title}."))  # fmt: skip
-            rows += [[name, edge, chosen, f"{row.max():.2f}"]
-                     for edge, chosen, row in zip(edges, cell.chosen, cell.probabilities, strict=True)]  # fmt: skip
-        behind = table(f"Most probable operations of {client}", ["cell", "edge", "operation", "probability"], rows)
-        picture = figure(f'<img alt="{alt}" src="data:image/svg+xml;base64,{drawn}">', f"{client}: its cells.", behind)
+            maps.append(
+                html_figure(
+                    svg_heat_map(
+                        cell.probabilities,
+                        edges,
+                        cell.candidates,
+                        key=f"{key}-{k}-{c}",
+                        title=title,
+                        high=1.0,
+                        x_label="operation",
+                        y_label="edge",
+                    ),
+                    f"{title}.",
+                )
+            )
+            rows += [
+                [name, edge, chosen, f"{row.max():.2f}"]
+                for edge, chosen, row in zip(edges, cell.chosen_operations, cell.probabilities, strict=True)
+            ]
+        numbers_html = html_table(
+            f"Most probable operations of {client}", ["cell", "edge", "operation", "probability"], rows
+        )
+        picture = html_figure(
+            f'<img alt="{alt}" src="data:image/svg+xml;base64,{svg_base64}">', f"{client}: its cells.", numbers_html
+        )
         panels[client] = f'<div class="grid2"><div>{picture}</div><div>{"".join(maps)}</div></div>'
-    more = f"<p>The first {most} of {len(found.clients)} clients.</p>" if len(found.clients) > most else ""
-    return choice(f"{key}-cells", "Client", panels) + more
+    more = (
+        f"<p>The first {max_clients} of {len(search_result.clients)} clients.</p>"
+        if len(search_result.clients) > max_clients
+        else ""
+    )
+    return html_dropdown_panels(f"{key}-cells", "Client", panels) + more
 
 
-def coverage(clients: Sequence[Client], key: str, contraction: Contraction) -> str:
+def html_coverage(clients: Sequence[Client], key: str, contraction: Contraction) -> str:
     """The share of each network's parameters that a graph hypernetwork can generate, and why the rest stays local.
 
     Args:
@@ -140,44 +174,44 @@ def coverage(clients: Sequence[Client], key: str, contraction: Contraction) -> s
     Raises:
         UserError: a network cannot be followed.
     """
-    from polyfed.core.scratch import new_module
+    from polyfed.core.scratch import build_module
     from polyfed.graphs import extract
 
     networks: dict[str, list[Client]] = {}
     for client in clients:
         spec = client.model
-        told = (
+        network_key = (
             f"{spec.name} {json.dumps(dict(spec.arguments), default=str)}"
             if isinstance(spec, ModelSpec)
             else repr(spec)
         )
-        networks.setdefault(told, []).append(client)
-    bars: list[Bar] = []
+        networks.setdefault(network_key, []).append(client)
+    bars: list[ChartBar] = []
     rows = []
-    for owners in list(networks.values())[:MOST]:
+    for owners in list(networks.values())[:MAX_PANELS]:
         spec = owners[0].model
         if spec is None:
             raise UserError(f"client {owners[0].id!r} has no network of its own")
         name = spec.name if isinstance(spec, ModelSpec) else type(spec).__name__
         name = f"{name} ({len(bars) + 1})" if any(bar.label == name for bar in bars) else name
         rows_of = torch.arange(min(2, len(owners[0].train)), device=owners[0].train.device)
-        x = mapped(torch.Tensor.cpu, owners[0].train.batch(rows_of)[0])
-        graph = contraction.of(extract(new_module(spec, seed=0), x))
-        bars.append(Bar(name, graph.coverage, graph.coverage, graph.coverage))
+        x = tree_map(torch.Tensor.cpu, owners[0].train.batch(rows_of)[0])
+        graph = contraction.apply(extract(build_module(spec, seed=0), x))
+        bars.append(ChartBar(name, graph.coverage, graph.coverage, graph.coverage))
         reasons: dict[str, int] = {}
-        for parameter, reason in graph.local.items():
-            reasons[reason] = reasons.get(reason, 0) + graph.sizes[parameter]
-        why = "; ".join(f"{size} {reason}" for reason, size in reasons.items()) or "nothing"
-        rows.append([name, str(len(owners)), f"{sum(graph.sizes.values())}", str(len(graph.generated)),
-                     number(graph.coverage, "%"), why])  # fmt: skip
-    chart = bar_chart(bars, key=f"{key}-coverage", title="Share of a network's parameters that can be generated",
+        for parameter, reason in graph.local_reasons.items():
+            reasons[reason] = reasons.get(reason, 0) + graph.parameter_sizes[parameter]
+        reasons_text = "; ".join(f"{size} {reason}" for reason, size in reasons.items()) or "nothing"
+        rows.append([name, str(len(owners)), f"{sum(graph.parameter_sizes.values())}", str(len(graph.generated_weights)),
+                     format_number(graph.coverage, "%"), reasons_text])  # fmt: skip
+    chart = svg_bar_chart(bars, key=f"{key}-coverage", title="Share of a network's parameters that can be generated",
                       x_label="per cent of the parameters", unit="%")  # fmt: skip
     columns = ["network", "clients", "parameters", "layers generated", "share", "stays local"]
     caption = "Coverage of the graph: the share of each network's parameters that the hypernetwork can generate."
-    return figure(chart, caption, table("Coverage of each network", columns, rows))
+    return html_figure(chart, caption, html_table("Coverage of each network", columns, rows))
 
 
-class WarmCurves(TypedDict):
+class WarmStartCurves(TypedDict):
     """What `polyfed warmstart` keeps of a client."""
 
     score: str
@@ -185,39 +219,51 @@ class WarmCurves(TypedDict):
     scratch: list[float | None]
 
 
-def warm_starts(folder: Path, key: str) -> str:
+def html_warm_starts(folder: Path, key: str) -> str:
     """Curves of unseen clients that `polyfed warmstart` trained from generated weights and from scratch; empty without any.
 
     Raises:
         UserError: the file of the curves is damaged.
     """
-    file = folder / WARM_STARTS
+    file = folder / WARM_START_FILE
     if not file.is_file():
         return ""
     try:
-        content: Mapping[str, Any] = from_json(read_file(file))
-        if wrong := conforms(content, dict[str, WarmCurves]):
-            raise ValueError(wrong)
-        odd = [i for i, one in content.items() if not one["warm"] or len(one["warm"]) != len(one["scratch"])]
-        if odd:
-            raise ValueError(f"the two curves of {odd[0][:60]!r} are not of one length")
+        content: Mapping[str, Any] = parse_json(read_file(file))
+        if error_text := validation_error(content, dict[str, WarmStartCurves]):
+            raise ValueError(error_text)
+        unequal_clients = [
+            i for i, entry in content.items() if not entry["warm"] or len(entry["warm"]) != len(entry["scratch"])
+        ]
+        if unequal_clients:
+            raise ValueError(f"the two curves of {unequal_clients[0][:60]!r} are not of one length")
         curves = {
-            name: Curves(str(one["score"]), tuple(one["warm"]), tuple(one["scratch"])) for name, one in content.items()
+            name: TrainingCurves(str(entry["score"]), tuple(entry["warm"]), tuple(entry["scratch"]))
+            for name, entry in content.items()
         }
     except (OSError, ValueError) as error:
         raise UserError(f"{file} is damaged ({error}); run polyfed warmstart again") from error
     panels = {}
-    for n, (name, found) in enumerate(sorted(curves.items())[:MOST]):
-        epochs = [float(epoch) for epoch in range(found.epochs + 1)]
-        drawn = []
-        for style, (label, values) in enumerate((("generated weights", found.warm), ("from scratch", found.scratch))):
+    for n, (name, client_curves) in enumerate(sorted(curves.items())[:MAX_PANELS]):
+        epochs = [float(epoch) for epoch in range(client_curves.epochs + 1)]
+        chart_lines = []
+        for style, (label, values) in enumerate(
+            (("generated weights", client_curves.warm), ("from scratch", client_curves.scratch))
+        ):
             scores = [np.nan if value is None else value for value in values]
-            drawn.append(Curve(label, epochs, scores, scores, scores, style))
-        title = f"{name}: {found.score} while the whole network is trained"
-        chart = line_chart(drawn, key=f"{key}-warm{n}", title=title, x_label="epochs of training the whole network",
-                           y_label=found.score, unit=words.unit_of(found.score), whole=True)  # fmt: skip
-        unit = words.unit_of(found.score)
-        rows = [[f"{x:.0f}", *(number(curve.y[k], unit) for curve in drawn)] for k, x in enumerate(epochs)]
-        behind = table(title, ["epoch", "generated weights", "from scratch"], rows)
-        panels[name] = figure(chart + legend([c.label for c in drawn]), f"{title}.", behind)
-    return choice(f"{key}-warm", "Unseen client", panels)
+            chart_lines.append(ChartLine(label, epochs, scores, scores, scores, style))
+        title = f"{name}: {client_curves.score} while the whole network is trained"
+        chart = svg_line_chart(
+            chart_lines,
+            key=f"{key}-warm{n}",
+            title=title,
+            x_label="epochs of training the whole network",
+            y_label=client_curves.score,
+            unit=words.unit_of_score(client_curves.score),
+            integer_x=True,
+        )
+        unit = words.unit_of_score(client_curves.score)
+        rows = [[f"{x:.0f}", *(format_number(curve.y[k], unit) for curve in chart_lines)] for k, x in enumerate(epochs)]
+        numbers_html = html_table(title, ["epoch", "generated weights", "from scratch"], rows)
+        panels[name] = html_figure(chart + html_legend([c.label for c in chart_lines]), f"{title}.", numbers_html)
+    return html_dropdown_panels(f"{key}-warm", "Unseen client", panels)

@@ -3,167 +3,186 @@
 import math
 from collections.abc import Sequence
 
-from polyfed.comparison.choices import chosen_words
-from polyfed.report.charts import Unit, number
-from polyfed.report.gathering import Line, Setting
-from polyfed.report.records import mean
-from polyfed.report.scale import scale_of
+from polyfed.comparison.choices import format_chosen_fields
+from polyfed.report.charts import NumberUnit, format_number
+from polyfed.report.gathering import MethodRuns, RunGroup
+from polyfed.report.records import mean_of_defined
+from polyfed.report.scale import score_format_of
 
 _NAMED = 3  # clients named in a sentence
 
 
-def unit_of(score: str) -> Unit:
+def unit_of_score(score: str) -> NumberUnit:
     """How values of a score are told: shares such as the accuracy in per cent, others as they are.
 
-    >>> unit_of("accuracy"), unit_of("brier")
+    >>> unit_of_score("accuracy"), unit_of_score("brier")
     ('%', '')
     """
-    return scale_of(score).unit
+    return score_format_of(score).unit
 
 
-def facts(setting: Setting, noun: str = "client") -> str:
+def describe_comparison(run_group: RunGroup, noun: str = "client") -> str:
     """What was compared, in one sentence; `noun` is what takes part."""
-    clients = many(len(setting.clients), noun)
-    rounds = sorted({run.round for line in setting.lines for run in line.runs})
-    told = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
-    seeds = "one seed" if len(setting.seeds) == 1 else f"{len(setting.seeds)} seeds"
-    score = setting.scale.label
+    clients = count_with_noun(len(run_group.clients), noun)
+    rounds = sorted({run.scored_round for method in run_group.methods for run in method.runs})
+    rounds_text = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
+    seeds = "one seed" if len(run_group.seeds) == 1 else f"{len(run_group.seeds)} seeds"
+    score = run_group.score_format.label
     return (
-        f"{clients}, {many(len(setting.lines), 'method')}, {seeds}; {score} on each {noun}'s own test examples, {told}."
+        f"{clients}, {count_with_noun(len(run_group.methods), 'method')}, {seeds}; {score} on each {noun}'s own test "
+        f"examples, {rounds_text}."
     )
 
 
-def summary(setting: Setting) -> list[str]:
+def result_sentences(run_group: RunGroup) -> list[str]:
     """Sentences, the most important first."""
-    local = setting.local
-    known = [line for line in setting.lines if not math.isnan(setting.mean(line))]
-    if not known:
+    local_method = run_group.local_method
+    scored_methods = [method for method in run_group.methods if not math.isnan(run_group.mean_score(method))]
+    if not scored_methods:
         return [
-            *_failed(setting),
+            *_failure_sentences(run_group),
             "No method has a mean score: all trainings diverged. Lower the rate (--algorithm.lr).",
         ]
-    found = [*_failed(setting), _highest(setting, known)]
-    if setting.results:
-        found += [_sentence(text) for text in setting.results.get("verdicts", ())]
-    elif local is None:
-        found.append("Training alone was not run, so that nothing can be said of gains: add --baselines [local].")
+    sentences = [*_failure_sentences(run_group), _best_method_sentence(run_group, scored_methods)]
+    if run_group.comparison_results:
+        sentences += [_end_with_period(text) for text in run_group.comparison_results.get("verdicts", ())]
+    elif local_method is None:
+        sentences.append("Training alone was not run, so that nothing can be said of gains: add --baselines [local].")
     else:
-        ranked = sorted((x for x in known if x is not local), key=setting.rank, reverse=True)
-        found += [text for line in ranked[:_NAMED] if (text := _gain(setting, line))]
-    if not setting.results:
-        found.append(
+        ranked = sorted((x for x in scored_methods if x is not local_method), key=run_group.ranking_key, reverse=True)
+        sentences += [text for method in ranked[:_NAMED] if (text := _gain_sentence(run_group, method))]
+    if not run_group.comparison_results:
+        sentences.append(
             "One seed: differences of a few points can be chance, and no test was made. polyfed compare runs several seeds."
-            if len(setting.seeds) == 1
-            else f"{len(setting.seeds)} seeds; bands and ranges go from the lowest to the highest. polyfed compare tests."
+            if len(run_group.seeds) == 1
+            else f"{len(run_group.seeds)} seeds; bands and ranges go from the lowest to the highest. polyfed compare tests."
         )
-    return [*found, *_unfinished(setting)]
+    return [*sentences, *_unfinished_sentences(run_group)]
 
 
-def _failed(setting: Setting) -> list[str]:
-    return [f"{label} failed and is not in the table: {_sentence(why)}" for label, why in
-            setting.results.get("failed", {}).items()]  # fmt: skip
+def _failure_sentences(run_group: RunGroup) -> list[str]:
+    return [f"{label} failed and is not in the table: {_end_with_period(reason)}" for label, reason in
+            run_group.comparison_results.get("failed", {}).items()]  # fmt: skip
 
 
-def _highest(setting: Setting, known: Sequence[Line]) -> str:
+def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRuns]) -> str:
     """Which mean is the highest, over the seeds that all methods have."""
-    unit, local = setting.scale.unit, setting.local
-    best = max(known, key=setting.rank)
-    told = number(setting.mean(best), unit)
-    if len(setting.lines) == 1:
-        return f"{best.label} has a mean of {told} over clients."
-    if not setting.common and len(known) > 1 and not setting.results:
-        return f"No seed has a score of every method, so that none can be called the {setting.scale.extreme}."
+    unit, local_method = run_group.score_format.unit, run_group.local_method
+    best = max(scored_methods, key=run_group.ranking_key)
+    best_mean = format_number(run_group.mean_score(best), unit)
+    if len(run_group.methods) == 1:
+        return f"{best.label} has a mean of {best_mean} over clients."
+    if not run_group.common_seeds and len(scored_methods) > 1 and not run_group.comparison_results:
+        return (
+            "No seed has a score of every method, so that none can be called the "
+            f"{run_group.score_format.highest_or_lowest}."
+        )
     seeds = ""
-    if set(setting.common) < set(setting.seeds) and not setting.results:
-        which = "seed" if len(setting.common) == 1 else "seeds"
-        seeds = f" of the {which} that every method with a score has ({listed(setting.common)})"
-    if local is not None and local is not best and setting.mean(local) == setting.mean(best):
-        better = "higher" if setting.scale.higher_is_better else "lower"
-        return f"No method has a {better} mean{seeds} than training alone, {told}."
-    beside = ""
-    if local is not None and local in known and local is not best:
-        beside = f"; training alone has {number(setting.mean(local), unit)}"
-    return f"The {setting.scale.extreme} mean{seeds} has {best.label}, {told}{beside}."
+    if set(run_group.common_seeds) < set(run_group.seeds) and not run_group.comparison_results:
+        which = "seed" if len(run_group.common_seeds) == 1 else "seeds"
+        seeds = f" of the {which} that every method with a score has ({join_with_and(run_group.common_seeds)})"
+    if (
+        local_method is not None
+        and local_method is not best
+        and run_group.mean_score(local_method) == run_group.mean_score(best)
+    ):
+        better = "higher" if run_group.score_format.higher_is_better else "lower"
+        return f"No method has a {better} mean{seeds} than training alone, {best_mean}."
+    local_text = ""
+    if local_method is not None and local_method in scored_methods and local_method is not best:
+        local_text = f"; training alone has {format_number(run_group.mean_score(local_method), unit)}"
+    return f"The {run_group.score_format.highest_or_lowest} mean{seeds} has {best.label}, {best_mean}{local_text}."
 
 
-def listed(values: Sequence[object]) -> str:
+def join_with_and(values: Sequence[object]) -> str:
     """Words for a few values.
 
-    >>> listed([0, 1, 4])
+    >>> join_with_and([0, 1, 4])
     '0, 1 and 4'
     """
-    *others, last = map(str, values)
-    return f"{', '.join(others)} and {last}" if others else last
+    *leading, last = map(str, values)
+    return f"{', '.join(leading)} and {last}" if leading else last
 
 
-def notes(setting: Setting) -> list[str]:
+def comparison_notes(run_group: RunGroup) -> list[str]:
     """What to bear in mind of a comparison: what was left out and why, how hyper-parameters and rounds were chosen."""
-    told = setting.results
-    if not told:
+    results = run_group.comparison_results
+    if not results:
         return []
-    found = [_upper(_sentence(text)) for text in told["notes"]]
-    if told["best"] is not None:
-        found.append(f"The best by {told['best_by']} examples is {told['best']}, with which p (best) compares.")
-    found += [f"Left out: {_sentence(text)}" for text in told["skipped"].values()]
-    if told["tuning"]:
-        found.append(f"Searched {_sentence(told['tuning']['sentence'])}")
-        found += [
-            f"{label} got {fields} of {many(one['runs'], 'run')}."
-            for label, one in told["tuning"]["methods"].items()
-            if (fields := chosen_words(one))
+    sentences = [_capitalize_first(_end_with_period(text)) for text in results["notes"]]
+    if results["best"] is not None:
+        sentences.append(
+            f"The best by {results['best_by']} examples is {results['best']}, with which p (best) compares."
+        )
+    sentences += [f"Left out: {_end_with_period(text)}" for text in results["skipped"].values()]
+    if results["tuning"]:
+        sentences.append(f"Searched {_end_with_period(results['tuning']['sentence'])}")
+        sentences += [
+            f"{label} got {fields} of {count_with_noun(tuning['runs'], 'run')}."
+            for label, tuning in results["tuning"]["methods"].items()
+            if (fields := format_chosen_fields(tuning))
         ]
-    return [*found, f"Rounds: {_sentence(told['budget']['sentence'])}"]
+    return [*sentences, f"Rounds: {_end_with_period(results['budget']['sentence'])}"]
 
 
-def _gain(setting: Setting, line: Line) -> str:
-    gains, scale = setting.gains(line), setting.scale
+def _gain_sentence(run_group: RunGroup, method: MethodRuns) -> str:
+    gains, score_format = run_group.gains_over_local(method), run_group.score_format
     if not gains:
         return ""
-    up, down = sum(g.mean > 0 for g in gains), sum(g.mean < 0 for g in gains)
-    of = many(len(gains), "client") + ("" if setting.same_clients or len(setting.seeds) == 1 else " of all seeds")
-    text = (
-        f"{line.label} against training alone: {scale.signed(mean([g.mean for g in gains]))} on average; {of}: "
-        f"{up} gain, {down} lose"
+    gain_count, loss_count = sum(g.mean > 0 for g in gains), sum(g.mean < 0 for g in gains)
+    clients_text = count_with_noun(len(gains), "client") + (
+        "" if run_group.same_clients or len(run_group.seeds) == 1 else " of all seeds"
     )
-    losers = [f"{g.client} {scale.signed(g.mean)}" for g in gains[::-1] if g.mean < 0][:_NAMED]
+    text = (
+        f"{method.label} against training alone: "
+        f"{score_format.format_signed(mean_of_defined([g.mean for g in gains]))} on average; {clients_text}: "
+        f"{gain_count} gain, {loss_count} lose"
+    )
+    losers = [f"{g.client} {score_format.format_signed(g.mean)}" for g in gains[::-1] if g.mean < 0][:_NAMED]
     return f"{text} (most: {', '.join(losers)})." if losers else f"{text}."
 
 
-def _unfinished(setting: Setting) -> list[str]:
-    found = []
-    for line in setting.lines:
-        for run in line.runs:
-            seed = f", seed {run.seed}" if len(setting.seeds) > 1 else ""
-            if run.done < run.rounds and not setting.results:
+def _unfinished_sentences(run_group: RunGroup) -> list[str]:
+    sentences = []
+    for method in run_group.methods:
+        for run in method.runs:
+            seed = f", seed {run.seed}" if len(run_group.seeds) > 1 else ""
+            if run.rounds_done < run.planned_rounds and not run_group.comparison_results:
                 hint = f": polyfed resume {run.folder}" if run.folder else ""
-                found.append(f"{line.label}{seed} has {run.done} of {run.rounds} rounds and can go on{hint}.")
-            if missing := sorted(client for client, value in run.final.items() if value is None):
-                named = ", ".join(missing[:_NAMED]) + (" and more" if len(missing) > _NAMED else "")
-                found.append(
-                    f"{line.label}{seed} has no score for {many(len(missing), 'client')} ({named}), left out of its mean."
+                sentences.append(
+                    f"{method.label}{seed} has {run.rounds_done} of {run.planned_rounds} rounds and can go on{hint}."
                 )
-            if run.failures:
-                found.append(f"{line.label}{seed}: {many(run.failures, 'failure')} of clients in its rounds.")
+            if missing := sorted(client for client, value in run.score_by_client.items() if value is None):
+                client_names = ", ".join(missing[:_NAMED]) + (" and more" if len(missing) > _NAMED else "")
+                sentences.append(
+                    f"{method.label}{seed} has no score for {count_with_noun(len(missing), 'client')} "
+                    f"({client_names}), left out of its mean."
+                )
+            if run.failure_count:
+                sentences.append(
+                    f"{method.label}{seed}: {count_with_noun(run.failure_count, 'failure')} of clients in its rounds."
+                )
             if run.warnings:
-                first = _sentence(run.warnings[0])
-                found.append(
-                    f"{line.label}{seed}: {many(len(run.warnings), 'warning')} about its rounds; the first: {first}"
+                first = _end_with_period(run.warnings[0])
+                sentences.append(
+                    f"{method.label}{seed}: {count_with_noun(len(run.warnings), 'warning')} about its rounds; the "
+                    f"first: {first}"
                 )
-    return found
+    return sentences
 
 
-def many(number: int, noun: str) -> str:
+def count_with_noun(number: int, noun: str) -> str:
     """A number and what it counts.
 
-    >>> many(1, "client"), many(3, "client")
+    >>> count_with_noun(1, "client"), count_with_noun(3, "client")
     ('1 client', '3 clients')
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _sentence(text: str) -> str:
+def _end_with_period(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _upper(text: str) -> str:
+def _capitalize_first(text: str) -> str:
     return text[:1].upper() + text[1:]

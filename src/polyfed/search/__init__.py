@@ -5,33 +5,47 @@ architecture of a client as a network of its own.
 """
 
 from polyfed.search.cells import Cell, CellPlan
-from polyfed.search.found import describe, fixed, load, most_probable_network, probabilities, rebuild
-from polyfed.search.network import Network, Plan, Sampled, edge_parameters, stacks
-from polyfed.search.operations import NAMES, SMALL, operation, operations
-from polyfed.search.sampling import Choice, ContextAware, ContextFree, draw, gumbel, most_probable
+from polyfed.search.found import (
+    describe_network,
+    fix_operations,
+    load_network,
+    most_probable_network,
+    operation_probabilities,
+    rebuild_network,
+)
+from polyfed.search.network import Network, Sampled, SupernetPlan, count_edge_parameters, plan_cell_stacks
+from polyfed.search.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operation, operations
+from polyfed.search.sampling import (
+    ContextAware,
+    ContextFree,
+    OperationChoice,
+    gumbel_noise_like,
+    most_probable_operations,
+    sample_operations,
+)
 
 __all__ = [
-    "NAMES",
-    "SMALL",
+    "OPERATION_NAMES",
+    "SMALL_OPERATION_NAMES",
     "Cell",
     "CellPlan",
-    "Choice",
     "ContextAware",
     "ContextFree",
     "Network",
-    "Plan",
+    "OperationChoice",
     "Sampled",
-    "describe",
-    "draw",
-    "edge_parameters",
-    "fixed",
-    "gumbel",
-    "load",
-    "most_probable",
+    "SupernetPlan",
+    "build_operation",
+    "count_edge_parameters",
+    "describe_network",
+    "fix_operations",
+    "gumbel_noise_like",
+    "load_network",
     "most_probable_network",
-    "operation",
+    "most_probable_operations",
+    "operation_probabilities",
     "operations",
-    "probabilities",
-    "rebuild",
-    "stacks",
+    "plan_cell_stacks",
+    "rebuild_network",
+    "sample_operations",
 ]

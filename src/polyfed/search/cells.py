@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
-from polyfed.core.memory import keep_kernels
-from polyfed.search.operations import GroupedNorm, operations, statistics_kept
-from polyfed.search.sampling import Choice
+from polyfed.core.memory import enlarge_kernel_cache
+from polyfed.search.operations import GroupedNorm, operations, untracked_batch_statistics
+from polyfed.search.sampling import OperationChoice
 
-Join = Literal["sum", "mean"]
-keep_kernels()  # how many examples choose an operation differs from step to step
+EdgeJoin = Literal["sum", "mean"]
+enlarge_kernel_cache()  # how many examples choose an operation differs from step to step
 
 
 @final
@@ -60,7 +60,7 @@ class CellPlan:
 class Cell(nn.Module):
     """v_j = Σ_{i<j} Z_ijᵀ O_ij(v_i) (section 2); with `join="mean"` the mean instead of the sum."""
 
-    def __init__(self, plan: CellPlan, channels: int, skip_channels: int, join: Join = "sum") -> None:
+    def __init__(self, plan: CellPlan, channels: int, skip_channels: int, join: EdgeJoin = "sum") -> None:
         super().__init__()
         self.plan, self.join = plan, join
         if plan.inputs == 2:
@@ -72,7 +72,7 @@ class Cell(nn.Module):
             for names, (i, _) in zip(plan.candidates, plan.edges, strict=True)
         )
 
-    def forward(self, previous: Tensor, skip: Tensor, choice: Choice | None) -> Tensor:
+    def forward(self, previous: Tensor, skip: Tensor, choice: OperationChoice | None) -> Tensor:
         """The output of the cell, (batch, channels, height, width), halved where the cell reduces.
 
         Args:
@@ -81,22 +81,27 @@ class Cell(nn.Module):
             choice: one operation per edge; None where no edge has more than one.
         """
         values = [previous] if self.plan.inputs == 1 else [previous, self.skip(skip)]
-        index = None if choice is None else choice.index.tolist() if choice.index.dim() == 1 else choice.index
-        arriving: list[list[Tensor]] = [[] for _ in range(self.plan.nodes)]
+        index = None if choice is None else choice.indices.tolist() if choice.indices.dim() == 1 else choice.indices
+        edge_outputs: list[list[Tensor]] = [[] for _ in range(self.plan.nodes)]
         for number, (edge, (i, j)) in enumerate(zip(self.operations, self.plan.edges, strict=True)):
             while len(values) <= i:
-                values.append(self._joined(arriving[len(values) - self.plan.inputs]))
-            arriving[j - self.plan.inputs].append(self._edge(edge, number, values[i], choice, index))
-        return self._joined(arriving[-1])
+                values.append(self._join_edges(edge_outputs[len(values) - self.plan.inputs]))
+            edge_outputs[j - self.plan.inputs].append(self._apply_edge(edge, number, values[i], choice, index))
+        return self._join_edges(edge_outputs[-1])
 
-    def _joined(self, terms: Sequence[Tensor]) -> Tensor:
+    def _join_edges(self, terms: Sequence[Tensor]) -> Tensor:
         total = terms[0]
         for term in terms[1:]:
             total = total + term
         return total if self.join == "sum" else total / len(terms)
 
-    def _edge(
-        self, edge: nn.Module, number: int, value: Tensor, choice: Choice | None, index: list[int] | Tensor | None
+    def _apply_edge(
+        self,
+        edge: nn.Module,
+        number: int,
+        value: Tensor,
+        choice: OperationChoice | None,
+        index: list[int] | Tensor | None,
     ) -> Tensor:
         candidates = list(cast(nn.ModuleDict, edge).values())
         if len(candidates) == 1 or choice is None or index is None:
@@ -105,15 +110,15 @@ class Cell(nn.Module):
             out = cast(Tensor, candidates[index[number]](value))
             scale = None if choice.scale is None else choice.scale[number]
         else:
-            out = grouped(candidates, value, index[:, number])
+            out = apply_chosen_operations(candidates, value, index[:, number])
             scale = None if choice.scale is None else choice.scale[:, number].view(-1, 1, 1, 1)
         if choice.one_hot is not None:
             z = choice.one_hot[..., number, :].expand(len(value), -1)
-            return cast(Tensor, _Selected.apply(out, z, value, candidates))  # type: ignore[no-untyped-call]
-        return out if scale is None else _chosen(out, scale)
+            return cast(Tensor, _OneHotSelection.apply(out, z, value, candidates))  # type: ignore[no-untyped-call]
+        return out if scale is None else _scale_by_choice(out, scale)
 
 
-def grouped(candidates: Sequence[nn.Module], value: Tensor, index: Tensor) -> Tensor:
+def apply_chosen_operations(candidates: Sequence[nn.Module], value: Tensor, index: Tensor) -> Tensor:
     """Each example through the operation that it chose: the examples of one operation run together, in one call of it, and
     an operation that nobody chose is not called.
 
@@ -125,7 +130,7 @@ def grouped(candidates: Sequence[nn.Module], value: Tensor, index: Tensor) -> Te
     >>> double = nn.Conv2d(1, 1, 1, bias=False)
     >>> with torch.no_grad(): _ = double.weight.fill_(2.0)
     >>> value = torch.tensor([1.0, 5.0, 7.0]).view(3, 1, 1, 1)
-    >>> grouped([double, nn.Identity()], value, torch.tensor([1, 0, 1])).flatten().tolist()
+    >>> apply_chosen_operations([double, nn.Identity()], value, torch.tensor([1, 0, 1])).flatten().tolist()
     [1.0, 10.0, 7.0]
     """
     order = torch.argsort(index, stable=True)
@@ -135,44 +140,44 @@ def grouped(candidates: Sequence[nn.Module], value: Tensor, index: Tensor) -> Te
     rows = torch.split(order, sizes)
     chosen = [(operation, of) for operation, of in zip(candidates, rows, strict=True) if len(of)]
     rows = tuple(of for _, of in chosen)
-    groups = _Dealt.apply(value, rows)  # type: ignore[no-untyped-call]
+    groups = _SplitRows.apply(value, rows)  # type: ignore[no-untyped-call]
     outs = [operation(group) for (operation, _), group in zip(chosen, groups, strict=True)]
-    return cast(Tensor, _Gathered.apply(rows, *outs))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _MergeRows.apply(rows, *outs))  # type: ignore[no-untyped-call]
 
 
 @final
-class _Dealt(torch.autograd.Function):
+class _SplitRows(torch.autograd.Function):
     """The rows of each group as a tensor of its own. A row is in one group, so that the gradient is a copy, and no sum."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """value[rows], for each of `rows`, which hold each row of `value` once."""
         ctx.rows = rows
-        return _dealt(value, rows)
+        return _split_rows(value, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """The gradients in the order of `value`."""
-        return _gathered(gradients, ctx.rows), None
+        return _merge_rows(gradients, ctx.rows), None
 
 
 @final
-class _Gathered(torch.autograd.Function):
-    """The inverse of `_Dealt`."""
+class _MergeRows(torch.autograd.Function):
+    """The inverse of `_SplitRows`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Sequence[Tensor], *groups: Tensor) -> Tensor:
         """The groups in the order that `rows` say."""
         ctx.rows = rows
-        return _gathered(groups, rows)
+        return _merge_rows(groups, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of each group."""
-        return None, *_dealt(gradient, ctx.rows)
+        return None, *_split_rows(gradient, ctx.rows)
 
 
-def _dealt(value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _split_rows(value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """In the memory layout of `value`. `index_select` is several times as fast as indexing, but forgets channels-last."""
     if not value.is_contiguous(memory_format=torch.channels_last):
         return tuple(value.index_select(0, of) for of in rows)
@@ -180,7 +185,7 @@ def _dealt(value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(last.index_select(0, of).permute(0, 3, 1, 2) for of in rows)
 
 
-def _gathered(groups: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+def _merge_rows(groups: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
     """In the memory layout of the first group. Types may differ under autocast: a skip connection keeps its input's."""
     first, dtype = groups[0], reduce(torch.promote_types, (group.dtype for group in groups))
     last = first.is_contiguous(memory_format=torch.channels_last)
@@ -193,12 +198,12 @@ def _gathered(groups: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _chosen(out: Tensor, scale: Tensor) -> Tensor:
-    return cast(Tensor, _Chosen.apply(out, scale))  # type: ignore[no-untyped-call]
+def _scale_by_choice(out: Tensor, scale: Tensor) -> Tensor:
+    return cast(Tensor, _UnitScale.apply(out, scale))  # type: ignore[no-untyped-call]
 
 
 @final
-class _Chosen(torch.autograd.Function):
+class _UnitScale(torch.autograd.Function):
     """out·Z for a Z that is 1: nothing needs multiplying but in the gradient to Z."""
 
     @staticmethod
@@ -215,7 +220,7 @@ class _Chosen(torch.autograd.Function):
 
 
 @final
-class _Selected(torch.autograd.Function):
+class _OneHotSelection(torch.autograd.Function):
     """Zᵀ·[o_1(v) ... o_D(v)] of a one-hot Z for each example, with ∂L/∂Z[k] for every k (eq. 2).
 
     The others of an edge are multiplied by 0: neither their weights nor v have a gradient from them. They are evaluated for
@@ -239,13 +244,13 @@ class _Selected(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return gradient, None, None, None
         slope = (gradient * out).flatten(1).sum(1)
-        slopes = [_slope(operation, value, gradient, slope, z[:, k] > 0, ctx.autocast)
+        slopes = [_choice_gradient(operation, value, gradient, slope, z[:, k] > 0, ctx.autocast)
                   for k, operation in enumerate(ctx.candidates)]  # fmt: skip
         return gradient, torch.stack(slopes, 1).to(z.dtype), None, None
 
 
 @torch.no_grad()
-def _slope(
+def _choice_gradient(
     operation: nn.Module, value: Tensor, gradient: Tensor, of_chosen: Tensor, chosen: Tensor,
     autocast: tuple[str, torch.dtype, bool],
 ) -> Tensor:  # fmt: skip
@@ -253,6 +258,6 @@ def _slope(
     if bool(chosen.all()):
         return of_chosen
     kind, dtype, enabled = autocast
-    with statistics_kept(operation), torch.autocast(kind, dtype, enabled=enabled):
+    with untracked_batch_statistics(operation), torch.autocast(kind, dtype, enabled=enabled):
         out = operation(value)
     return torch.where(chosen, of_chosen, (gradient * out).flatten(1).sum(1))

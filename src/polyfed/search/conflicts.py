@@ -24,15 +24,15 @@ class StepWeights:
 
     alpha: Tensor
     cosine: Tensor
-    federated: Tensor
+    federated_cosine: Tensor
 
     @property
-    def gap(self) -> Tensor:
+    def cosine_gap(self) -> Tensor:
         """|α_i − ĝ_iᵀL| of normalised gradients: what Proposition 1 bounds by O(‖θ_b − θ_b*‖/δ)."""
-        return (self.cosine - self.federated).abs()
+        return (self.cosine - self.federated_cosine).abs()
 
 
-def step_weights(local: Tensor, ahead: Tensor) -> StepWeights:
+def compute_step_weights(local_gradients: Tensor, lookahead_gradients: Tensor) -> StepWeights:
     """α_i and the two sides of Proposition 1. A gradient of length 0 has cosine 0 with every other.
 
     Args:
@@ -42,15 +42,19 @@ def step_weights(local: Tensor, ahead: Tensor) -> StepWeights:
     Raises:
         UserError: they are not matrices of one shape.
 
-    >>> found = step_weights(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [-4.0, 0.0]]))
-    >>> found.alpha.tolist(), found.cosine.tolist(), found.federated.tolist()
+    >>> found = compute_step_weights(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [-4.0, 0.0]]))
+    >>> found.alpha.tolist(), found.cosine.tolist(), found.federated_cosine.tolist()
     ([6.0, 0.0], [1.0, 0.0], [0.0, 0.0])
     """
-    if local.dim() != 2 or local.shape != ahead.shape or not len(local):
+    if local_gradients.dim() != 2 or local_gradients.shape != lookahead_gradients.shape or not len(local_gradients):
         raise UserError(
-            f"gradients must be two matrices of one shape, a row per client, got {tuple(local.shape)} and "
-            f"{tuple(ahead.shape)}"
+            f"gradients must be two matrices of one shape, a row per client, got {tuple(local_gradients.shape)} and "
+            f"{tuple(lookahead_gradients.shape)}"
         )
-    local, ahead = local.detach().double(), ahead.detach().double()
-    unit, unit_ahead = (torch.nn.functional.normalize(rows, dim=1, eps=1e-300) for rows in (local, ahead))
-    return StepWeights((local * ahead).sum(1), (unit * unit_ahead).sum(1), unit @ unit_ahead.mean(0))
+    local_gradients, lookahead_gradients = local_gradients.detach().double(), lookahead_gradients.detach().double()
+    unit, unit_ahead = (
+        torch.nn.functional.normalize(rows, dim=1, eps=1e-300) for rows in (local_gradients, lookahead_gradients)
+    )
+    return StepWeights(
+        (local_gradients * lookahead_gradients).sum(1), (unit * unit_ahead).sum(1), unit @ unit_ahead.mean(0)
+    )

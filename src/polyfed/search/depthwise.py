@@ -34,14 +34,14 @@ class Depthwise(nn.Conv2d):
         if (
             stride > 1 and dilation % stride == 0
         ):  # it reads no pixel that the stride leaves out: a convolution of the others
-            x, stride, dilation = _thinned(x, stride), 1, dilation // stride
+            x, stride, dilation = _subsample(x, stride), 1, dilation // stride
         size, pixels = self.kernel_size[0], x.shape[0] * x.shape[2] * x.shape[3]
         if (dilation == 1 and size <= _COLUMNS) or pixels <= (_FEW if dilation == 1 else _FEW_DILATED):
             return F.conv2d(x, self.weight, None, stride, dilation * (size // 2), dilation, len(self.weight))
         return _Depthwise.apply(x, self.weight, stride, dilation)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _thinned(x: Tensor, step: int) -> Tensor:
+def _subsample(x: Tensor, step: int) -> Tensor:
     """Every `step`-th pixel, in the memory layout of `x`."""
     last = x.is_contiguous(memory_format=torch.channels_last)
     return x[:, :, ::step, ::step].contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
@@ -65,24 +65,24 @@ class _Depthwise(torch.autograd.Function):
         image, kernel = x.to(gradient.dtype), weight.to(gradient.dtype)  # under autocast the output has another type
         to_x = to_weight = None
         if ctx.needs_input_grad[0]:
-            to_x = _to_image(gradient, image, kernel, ctx.stride, ctx.dilation).to(x.dtype)
+            to_x = _image_gradient(gradient, image, kernel, ctx.stride, ctx.dilation).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            to_weight = _to_kernel(gradient, image, kernel.shape[-1], ctx.stride, ctx.dilation).to(weight.dtype)
+            to_weight = _kernel_gradient(gradient, image, kernel.shape[-1], ctx.stride, ctx.dilation).to(weight.dtype)
         return to_x, to_weight, None, None
 
 
-def _to_image(gradient: Tensor, x: Tensor, kernel: Tensor, stride: int, dilation: int) -> Tensor:
+def _image_gradient(gradient: Tensor, x: Tensor, kernel: Tensor, stride: int, dilation: int) -> Tensor:
     padding = dilation * (kernel.shape[-1] // 2)
     if dilation > 1 and stride == 1:  # a convolution with the kernel turned by 180 degrees
         return F.conv2d(gradient, kernel.flip(2, 3), None, 1, padding, dilation, len(kernel))
-    return _backward(gradient, x, kernel, stride, (padding, padding), dilation)[0]
+    return _torch_gradients(gradient, x, kernel, stride, (padding, padding), dilation)[0]
 
 
-def _to_kernel(gradient: Tensor, x: Tensor, size: int, stride: int, dilation: int) -> Tensor:
+def _kernel_gradient(gradient: Tensor, x: Tensor, size: int, stride: int, dilation: int) -> Tensor:
     """A few columns of the kernel at a time. Where it is dilated by d, the d² sets of every d-th pixel are images of their
     own for a kernel without dilation."""
     if dilation > 1 and stride == 1:
-        gradient, x, dilation = _sets(gradient, dilation), _sets(x, dilation), 1
+        gradient, x, dilation = _stack_subsamples(gradient, dilation), _stack_subsamples(x, dilation), 1
     rows, step = size // 2, _COLUMNS if dilation == 1 and x.device.type == "cpu" else size
     parts = []
     for first in range(0, size, step):
@@ -90,32 +90,32 @@ def _to_kernel(gradient: Tensor, x: Tensor, size: int, stride: int, dilation: in
         kernel = x.new_empty(x.shape[1], 1, size, columns)
         if columns == size:
             padding = dilation * rows
-            return _backward(gradient, x, kernel, stride, (padding, padding), dilation, to_kernel=True)[1]
-        seen = _columns(x, first - rows, stride * (gradient.shape[-1] - 1) + columns)
-        parts.append(_backward(gradient, seen, kernel, stride, (rows, 0), to_kernel=True)[1])
+            return _torch_gradients(gradient, x, kernel, stride, (padding, padding), dilation, to_kernel=True)[1]
+        strip = _slice_columns(x, first - rows, stride * (gradient.shape[-1] - 1) + columns)
+        parts.append(_torch_gradients(gradient, strip, kernel, stride, (rows, 0), to_kernel=True)[1])
     return torch.cat(parts, 3)
 
 
-def _sets(x: Tensor, step: int) -> Tensor:
+def _stack_subsamples(x: Tensor, step: int) -> Tensor:
     """(batch, channels, height, width) to (step² · batch, channels, ⌈height / step⌉, ⌈width / step⌉), zeros at the ends."""
-    whole = F.pad(x, (0, -x.shape[3] % step, 0, -x.shape[2] % step))
-    return torch.cat([whole[:, :, i::step, j::step] for i in range(step) for j in range(step)])
+    padded = F.pad(x, (0, -x.shape[3] % step, 0, -x.shape[2] % step))
+    return torch.cat([padded[:, :, i::step, j::step] for i in range(step) for j in range(step)])
 
 
-def _columns(x: Tensor, first: int, number: int) -> Tensor:
+def _slice_columns(x: Tensor, first: int, number: int) -> Tensor:
     """Columns `first` ... `first + number - 1` of images, with zeros for those beyond their sides."""
     left = min(max(-first, 0), number)
     inner = x[..., max(first, 0) : max(first + number, 0)]
     return F.pad(inner, (left, number - left - inner.shape[-1]))
 
 
-def _backward(
+def _torch_gradients(
     gradient: Tensor, x: Tensor, kernel: Tensor, stride: int, padding: tuple[int, int], dilation: int = 1, *,
     to_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """torch's own gradients, to the image or to the kernel."""
-    found = torch.ops.aten.convolution_backward(
+    gradients = torch.ops.aten.convolution_backward(
         gradient, x, kernel, None, [stride, stride], list(padding), [dilation, dilation], False, [0, 0], len(kernel),
         [not to_kernel, to_kernel, False],
     )  # fmt: skip
-    return found[0], found[1]
+    return gradients[0], gradients[1]

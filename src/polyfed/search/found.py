@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples, split_rows
-from polyfed.core.files import read_file, user_path
-from polyfed.core.layout import arrange
-from polyfed.core.scratch import new_module
-from polyfed.core.stored import read_tensors
-from polyfed.core.typed import conforms, from_json, made
+from polyfed.core.examples import Examples, split_into_batches
+from polyfed.core.files import expand_user_path, read_file
+from polyfed.core.layout import to_preferred_memory_format
+from polyfed.core.scratch import build_module
+from polyfed.core.stored import read_safetensors
+from polyfed.core.typed import build_dataclass, parse_json, validation_error
 from polyfed.search.cells import CellPlan
-from polyfed.search.network import Network, Plan, Sampled
+from polyfed.search.network import Network, Sampled, SupernetPlan
 
 FORMAT = "polyfed.search 1"
 _MOST = 10**9  # numbers of noise of one cell
@@ -31,19 +31,19 @@ _Edge = TypedDict(
 )  # fmt: skip
 
 
-class _CellTold(TypedDict):
+class _CellDescription(TypedDict):
     stack: str
     inputs: int
     edges: list[_Edge]
 
 
-class _Cells(TypedDict):
-    """What `describe` gives for people."""
+class _CellDescriptions(TypedDict):
+    """What `describe_network` gives for people."""
 
-    cells: list[_CellTold]
+    cells: list[_CellDescription]
 
 
-class _Description(_Cells):
+class _Description(_CellDescriptions):
     """All that it gives."""
 
     plan: dict[str, Any]
@@ -51,24 +51,24 @@ class _Description(_Cells):
     mean: NotRequired[Literal["probabilities", "outputs"]]
 
 
-class _PlanTold(TypedDict):
+class _PlanFields(TypedDict):
     base: list[dict[str, Any]]
     personal: list[dict[str, Any]]
 
 
-def check_cells(description: Any) -> None:
-    """Raises unless the cells have the form of what `describe` gives.
+def check_cell_descriptions(description: Any) -> None:
+    """Raises unless the cells have the form of what `describe_network` gives.
 
     Raises:
         ValueError: what is wrong with them, as half a sentence.
     """
-    if wrong := conforms(description, _Cells):
+    if wrong := validation_error(description, _CellDescriptions):
         raise ValueError(wrong)
     if any(not edge["operations"] for cell in description["cells"] for edge in cell["edges"]):
         raise ValueError("an edge without operations")
 
 
-def fixed(network: Network, choices: Sequence[Tensor | None]) -> Network:
+def fix_operations(network: Network, choices: Sequence[Tensor | None]) -> Network:
     """The plain network in which every edge has one operation, with copies of the supernet's weights: it computes what the
     supernet does with that choice, and holds nothing else.
 
@@ -76,26 +76,28 @@ def fixed(network: Network, choices: Sequence[Tensor | None]) -> Network:
         network: a supernet.
         choices: per cell, base first, int64 (edges,); None for a cell that has nothing to choose.
 
-    >>> from polyfed.search.network import stacks
-    >>> base, personal = stacks(base_cells=1)
-    >>> supernet = Plan(1, 10, 4, base, personal)().eval()
-    >>> plain = fixed(supernet, [torch.tensor([8, 2, 0, 1, 3]), torch.tensor([4, 2, 0])])
+    >>> from polyfed.search.network import plan_cell_stacks
+    >>> base, personal = plan_cell_stacks(base_cells=1)
+    >>> supernet = SupernetPlan(1, 10, 4, base, personal)().eval()
+    >>> plain = fix_operations(supernet, [torch.tensor([8, 2, 0, 1, 3]), torch.tensor([4, 2, 0])])
     >>> [names for names in plain.plan.personal[0].candidates]
     [('skip',), ('sep_conv_3',), ('avg_pool_3',)]
     """
-    plans = [_chosen(cell.plan, choice) for (cell, _), choice in zip(network.cells(), choices, strict=True)]
+    plans = [
+        _fix_cell(cell.plan, choice) for (cell, _), choice in zip(network.cells_with_samplers(), choices, strict=True)
+    ]
     depth = len(network.plan.base)
     plan = replace(network.plan, base=tuple(plans[:depth]), personal=tuple(plans[depth:]))
-    plain = new_module(plan, seed=0)
-    assert isinstance(plain, Network)
-    kept = plain.state_dict().keys()
-    plain.to(next(network.parameters()).device).load_state_dict(
-        {name: tensor for name, tensor in network.state_dict().items() if name in kept}
+    fixed_network = build_module(plan, seed=0)
+    assert isinstance(fixed_network, Network)
+    tensor_names = fixed_network.state_dict().keys()
+    fixed_network.to(next(network.parameters()).device).load_state_dict(
+        {name: tensor for name, tensor in network.state_dict().items() if name in tensor_names}
     )
-    return plain.train(network.training)
+    return fixed_network.train(network.training)
 
 
-def _chosen(plan: CellPlan, choice: Tensor | None) -> CellPlan:
+def _fix_cell(plan: CellPlan, choice: Tensor | None) -> CellPlan:
     if choice is None:
         return plan
     names = tuple((names[k],) for names, k in zip(plan.candidates, choice.tolist(), strict=True))
@@ -103,7 +105,7 @@ def _chosen(plan: CellPlan, choice: Tensor | None) -> CellPlan:
 
 
 def most_probable_network(network: Network) -> Network:
-    """`fixed` at the most probable operations of context-free samplers.
+    """`fix_operations` at the most probable operations of context-free samplers.
 
     Raises:
         UserError: context-aware samplers, which choose for each example.
@@ -111,113 +113,125 @@ def most_probable_network(network: Network) -> Network:
     if network.plan.context != "free":
         raise UserError("a context-aware supernet has an architecture for each example, not one; give fixed(network, "
                         "choices) those that you want")  # fmt: skip
-    choices = [None if sampler is None else sampler.logits.detach().argmax(-1) for _, sampler in network.cells()]  # type: ignore[operator]
-    found = fixed(network, choices)
-    found.supernet, found.known = network.plan, probabilities(network)
-    return found
+    choices = []
+    for _, sampler in network.cells_with_samplers():
+        logits = None if sampler is None else sampler.logits
+        choices.append(None if logits is None else logits.detach().argmax(-1))  # type: ignore[operator]
+    derived = fix_operations(network, choices)
+    derived.supernet, derived.known = network.plan, operation_probabilities(network)
+    return derived
 
 
-def probabilities(network: Network, examples: Examples | None = None) -> list[Tensor | None]:
+def operation_probabilities(network: Network, examples: Examples | None = None) -> list[Tensor | None]:
     """Per cell softmax(logits) of its sampler, (edges, operations) on the CPU; None for a cell that has nothing to choose.
 
     Args:
         network: a supernet.
         examples: over which the probabilities of context-aware samplers are averaged; not needed by context-free ones.
     """
-    samplers = [sampler for _, sampler in network.cells()]
-    told: dict[int, list[Tensor]] = {k: [] for k, sampler in enumerate(samplers) if sampler is not None}
+    samplers = [sampler for _, sampler in network.cells_with_samplers()]
+    batch_sums: dict[int, list[Tensor]] = {k: [] for k, sampler in enumerate(samplers) if sampler is not None}
     if network.plan.context == "free":
         return [None if s is None else F.softmax(s.logits.detach(), -1).cpu() for s in samplers]  # type: ignore[operator]
     if examples is None:
         raise UserError("the probabilities of a context-aware supernet depend on examples: give some")
-    arrange(
+    to_preferred_memory_format(
         network, examples.batch(torch.arange(min(2, len(examples)), device=examples.device))[0]
     )  # tries the network
     hooks = [
-        sampler.register_forward_hook(lambda _, __, logits, k=k: told[k].append(F.softmax(logits, -1).sum(0).cpu()))
+        sampler.register_forward_hook(
+            lambda _, __, logits, k=k: batch_sums[k].append(F.softmax(logits, -1).sum(0).cpu())
+        )
         for k, sampler in enumerate(samplers)
         if sampler is not None
     ]
     network.eval()
     try:
         with torch.no_grad():
-            for rows in split_rows(torch.arange(len(examples), device=examples.device), 128):
-                network(arrange(network, examples.batch(rows)[0]))
+            for rows in split_into_batches(torch.arange(len(examples), device=examples.device), 128):
+                network(to_preferred_memory_format(network, examples.batch(rows)[0]))
     finally:
         for hook in hooks:
             hook.remove()
-    return [torch.stack(told[k]).sum(0) / len(examples) if k in told else None for k in range(len(samplers))]
+    return [
+        torch.stack(batch_sums[k]).sum(0) / len(examples) if k in batch_sums else None for k in range(len(samplers))
+    ]
 
 
-def describe(module: nn.Module, known: Sequence[Tensor | None]) -> dict[str, Any]:
+def describe_network(module: nn.Module, probabilities: Sequence[Tensor | None]) -> dict[str, Any]:
     """What a network that was found looks like, as JSON can hold it: enough to build it again, and for people its cells.
 
     Args:
         module: a `Network` or `Sampled` of one.
-        known: the probabilities of the supernet's operations, as `probabilities` gives them.
+        known: the probabilities of the supernet's operations, as `operation_probabilities` gives them.
 
     Returns:
         `format`; `plan`, the fields of `Plan`; `cells`, base first, each with its `stack`, number of `inputs` and `edges`:
-        `from`, `to`, the `operations` that the network has, and with what `probabilities` the `candidates` of the supernet
+        `from`, `to`, the `operations` that the network has, and with what `operation_probabilities` the `candidates`
+        of the supernet
         were to be chosen (where there was a choice); of a `Sampled` also `sampled`, the shapes of its noise, and `mean`.
     """
     network = module.network if isinstance(module, Sampled) else module
     assert isinstance(network, Network)
     supernet = network.supernet or network.plan
-    wholes = supernet.base + supernet.personal
+    supernet_cells = supernet.base + supernet.personal
     cells = []
-    for k, ((cell, _), whole) in enumerate(zip(network.cells(), wholes, strict=True)):
+    for k, ((cell, _), supernet_cell) in enumerate(zip(network.cells_with_samplers(), supernet_cells, strict=True)):
         edges: list[dict[str, Any]] = [
             {"from": i, "to": j, "operations": list(names)}
             for (i, j), names in zip(cell.plan.edges, cell.plan.candidates, strict=True)
         ]
-        shares = known[k]
+        shares = probabilities[k]
         if shares is not None:
-            for edge, names, row in zip(edges, whole.candidates, shares.tolist(), strict=True):
+            for edge, names, row in zip(edges, supernet_cell.candidates, shares.tolist(), strict=True):
                 edge |= {"candidates": list(names), "probabilities": row}
         stack = "base" if k < len(supernet.base) else "personal"
         cells.append({"stack": stack, "inputs": cell.plan.inputs, "edges": edges})
-    told = {"format": FORMAT, "plan": asdict(network.plan), "cells": cells}
+    description = {"format": FORMAT, "plan": asdict(network.plan), "cells": cells}
     if isinstance(module, Sampled):
-        told |= {
+        description |= {
             "sampled": {str(k): list(module.get_buffer(name).shape) for k, name in module.names.items()},
             "mean": "probabilities" if module.probabilities else "outputs",
         }
-    return told
+    return description
 
 
-def rebuild(description: Mapping[str, Any]) -> nn.Module:
+def rebuild_network(description: Mapping[str, Any]) -> nn.Module:
     """The network of a description, its weights not yet those that were found.
 
     Raises:
         UserError: not such a description.
     """
-    told = description.get("format") if isinstance(description, Mapping) else type(description).__name__
-    if told != FORMAT:
+    format_name = description.get("format") if isinstance(description, Mapping) else type(description).__name__
+    if format_name != FORMAT:
         raise UserError(
-            f"this is no description of a network by polyfed.search: its format is {told!r}, expected {FORMAT!r}"
+            f"this is no description of a network by polyfed.search: its format is {format_name!r}, expected {FORMAT!r}"
         )
     try:
-        check_cells(description)
-        if wrong := conforms(description, _Description) or conforms(description["plan"], _PlanTold, "plan"):
+        check_cell_descriptions(description)
+        if wrong := validation_error(description, _Description) or validation_error(
+            description["plan"], _PlanFields, "plan"
+        ):
             raise ValueError(wrong)
         fields: dict[str, Any] = dict(description["plan"])
         for stack in ("base", "personal"):
             fields[stack] = tuple(_cell_plan(cell) for cell in fields[stack])
-        network = new_module(made(Plan, fields, "plan"), seed=0)
+        network = build_module(build_dataclass(SupernetPlan, fields, "plan"), seed=0)
         assert isinstance(network, Network)
-        network.known = [_known(cell["edges"]) for cell in description["cells"]]
-        network.supernet = _supernet(network.plan, description["cells"])
+        network.known = [_edge_probabilities(cell["edges"]) for cell in description["cells"]]
+        network.supernet = _supernet_plan(network.plan, description["cells"])
         if "sampled" not in description:
             return network.eval()
-        return Sampled(network, _noise(description["sampled"]), description.get("mean") == "probabilities").eval()
+        return Sampled(
+            network, _noise_buffers(description["sampled"]), description.get("mean") == "probabilities"
+        ).eval()
     except UserError:
         raise
     except ValueError as error:
         raise UserError(f"the description of the network is not whole: {error}") from error
 
 
-def _noise(shapes: Mapping[str, Sequence[int]]) -> dict[int, Tensor]:
+def _noise_buffers(shapes: Mapping[str, Sequence[int]]) -> dict[int, Tensor]:
     """Of the sampled cells, by their number."""
     if wrong := next((s for s in shapes.values() if len(s) > 8 or not 0 < math.prod(s) <= _MOST or min(s) < 1), None):
         raise ValueError(f"noise of the shape {wrong}")
@@ -228,31 +242,31 @@ class _CellFields(TypedDict):
     candidates: list[list[str]]
 
 
-def _known(edges: Sequence[_Edge]) -> Tensor | None:
+def _edge_probabilities(edges: Sequence[_Edge]) -> Tensor | None:
     """The probabilities of a cell's edges, None where there was no choice."""
     if not edges or "probabilities" not in edges[0]:
         return None
     return torch.tensor([edge.get("probabilities", []) for edge in edges])  # of one length, or a ValueError
 
 
-def _supernet(plan: Plan, cells: Sequence[_CellTold]) -> Plan:
+def _supernet_plan(plan: SupernetPlan, cells: Sequence[_CellDescription]) -> SupernetPlan:
     """The form of the supernet from which a network was found."""
-    wholes = [
-        replace(cell, candidates=tuple(tuple(e.get("candidates", e["operations"])) for e in told["edges"]))
-        for cell, told in zip(plan.base + plan.personal, cells, strict=True)
+    supernet_cells = [
+        replace(cell, candidates=tuple(tuple(e.get("candidates", e["operations"])) for e in description["edges"]))
+        for cell, description in zip(plan.base + plan.personal, cells, strict=True)
     ]
-    return replace(plan, base=tuple(wholes[: len(plan.base)]), personal=tuple(wholes[len(plan.base) :]))
+    return replace(plan, base=tuple(supernet_cells[: len(plan.base)]), personal=tuple(supernet_cells[len(plan.base) :]))
 
 
 def _cell_plan(fields: Mapping[str, Any]) -> CellPlan:
-    if wrong := conforms(fields, _CellFields, "a cell of plan"):
+    if wrong := validation_error(fields, _CellFields, "a cell of plan"):
         raise ValueError(wrong)
-    return made(
+    return build_dataclass(
         CellPlan, {**fields, "candidates": tuple(tuple(names) for names in fields["candidates"])}, "a cell of plan"
     )
 
 
-def load(path: str | Path) -> nn.Module:
+def load_network(path: str | Path) -> nn.Module:
     """The network that a run has found for a client, ready to use.
 
     Args:
@@ -261,15 +275,15 @@ def load(path: str | Path) -> nn.Module:
     Raises:
         UserError: one of the files is missing, or they do not belong together.
     """
-    path = user_path(path)
+    path = expand_user_path(path)
     try:
-        description = from_json(read_file(path))
-        weights = read_tensors(path.with_suffix(".safetensors"))
+        description = parse_json(read_file(path))
+        weights = read_safetensors(path.with_suffix(".safetensors"))
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot read the network of {path}: {error}; give models/ID.json of a run directory"
         ) from error
-    module = rebuild(description)
+    module = rebuild_network(description)
     try:
         module.load_state_dict(weights)
     except RuntimeError as error:

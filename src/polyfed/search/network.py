@@ -14,20 +14,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
-from polyfed.core.room import within_memory
-from polyfed.search.cells import Cell, CellPlan, Join
-from polyfed.search.operations import NAMES, SMALL, operations
-from polyfed.search.sampling import Choice, ContextAware, ContextFree, Gradient, Sampler, draw, most_probable, shrunk
+from polyfed.core.room import build_within_memory
+from polyfed.search.cells import Cell, CellPlan, EdgeJoin
+from polyfed.search.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, operations
+from polyfed.search.sampling import (
+    ContextAware,
+    ContextFree,
+    Gradient,
+    OperationChoice,
+    Sampler,
+    most_probable_operations,
+    pool_to_8x8,
+    sample_operations,
+)
 
-Context = Literal["free", "aware"]
-Per = Literal["example", "batch"]
+SamplerContext = Literal["free", "aware"]
+SamplingUnit = Literal["example", "batch"]
 
 _MOST_EDGES = 10_000  # Table 3 of the paper counts 32, the authors' code has 48
 
 
 @final
 @dataclass(frozen=True)
-class Plan:
+class SupernetPlan:
     """The form of a supernet; calling it builds one.
 
     Args:
@@ -48,9 +57,9 @@ class Plan:
     channels: int
     base: tuple[CellPlan, ...]
     personal: tuple[CellPlan, ...]
-    join: Join = "sum"
-    context: Context = "free"
-    per: Per = "example"
+    join: EdgeJoin = "sum"
+    context: SamplerContext = "free"
+    per: SamplingUnit = "example"
     sampler_width: int = 16
     stem_stride: int = 1
 
@@ -61,31 +70,31 @@ class Plan:
             UserError: no machine like this could hold it.
         """
         cells = f"{len(self.base)} base cells and {len(self.personal)} personal cells"
-        what = f"a supernet of {cells} with channels={self.channels} and sampler_width={self.sampler_width}"
-        return within_memory(what, lambda: Network(self))
+        description = f"a supernet of {cells} with channels={self.channels} and sampler_width={self.sampler_width}"
+        return build_within_memory(description, lambda: Network(self))
 
 
-def stacks(
+def plan_cell_stacks(
     base_cells: int = 3,
     personal_cells: int = 1,
     base_nodes: int = 2,
     personal_nodes: int = 2,
-    base_operations: Sequence[str] = NAMES,
-    personal_operations: Sequence[str] = SMALL,
+    base_operations: Sequence[str] = OPERATION_NAMES,
+    personal_operations: Sequence[str] = SMALL_OPERATION_NAMES,
 ) -> tuple[tuple[CellPlan, ...], tuple[CellPlan, ...]]:
     """The paper's two stacks. Base cells have two inputs, personal cells one. The cells at a third and at two thirds of the
     base stack halve the image, and so does the last personal cell (which ones is from the authors' code).
 
     The defaults are section 3.1's form, in which personal cells have no large operations. Table 3 counts another one: 32
-    edges of all nine operations, which are 4 base and 4 personal cells of 2 nodes (see `edge_parameters`).
+    edges of all nine operations, which are 4 base and 4 personal cells of 2 nodes (see `count_edge_parameters`).
 
     Raises:
         UserError: a size below 1, or too many edges.
 
-    >>> base, personal = stacks()
+    >>> base, personal = plan_cell_stacks()
     >>> [cell.reduces for cell in base + personal], sum(len(cell.edges) for cell in base + personal)
     ([False, True, True, True], 18)
-    >>> Plan(in_channels=1, outputs=10, channels=16, base=base, personal=personal)()(torch.zeros(2, 1, 28, 28)).shape
+    >>> SupernetPlan(in_channels=1, outputs=10, channels=16, base=base, personal=personal)()(torch.zeros(2, 1, 28, 28)).shape
     torch.Size([2, 10])
     """
     if min(base_cells, personal_cells, base_nodes, personal_nodes) < 1:
@@ -93,7 +102,7 @@ def stacks(
             "a supernet has at least 1 base cell, 1 personal cell and 1 node in each, got "
             f"{base_cells}, {personal_cells}, {base_nodes} and {personal_nodes}"
         )
-    edges = base_cells * _edges(2, base_nodes) + personal_cells * _edges(1, personal_nodes)
+    edges = base_cells * _num_edges(2, base_nodes) + personal_cells * _num_edges(1, personal_nodes)
     if edges > _MOST_EDGES:
         raise UserError(
             f"a supernet of {base_cells} base cells with {base_nodes} nodes and {personal_cells} personal cells with "
@@ -102,24 +111,26 @@ def stacks(
     reducing = {base_cells // 3, 2 * base_cells // 3}
     base = (
         CellPlan(
-            2, base_nodes, (tuple(base_operations),) * _edges(2, base_nodes), k in reducing, 1 + (k - 1 in reducing)
+            2, base_nodes, (tuple(base_operations),) * _num_edges(2, base_nodes), k in reducing, 1 + (k - 1 in reducing)
         )
         for k in range(base_cells)
     )
     personal = (
-        CellPlan(1, personal_nodes, (tuple(personal_operations),) * _edges(1, personal_nodes), k == personal_cells - 1)
+        CellPlan(
+            1, personal_nodes, (tuple(personal_operations),) * _num_edges(1, personal_nodes), k == personal_cells - 1
+        )
         for k in range(personal_cells)
     )
     return tuple(base), tuple(personal)
 
 
-def edge_parameters(plan: Plan) -> int:
+def count_edge_parameters(plan: SupernetPlan) -> int:
     """How many parameters the operations of all edges have together, as Table 3 counts its MASTERARCHITECTURE: each edge as
     one of stride 1, without stem, 1×1 convolutions on skip inputs, samplers and classifier. A skip of stride 2, which is a
     convolution here, is not counted either: the table has 0 for it.
 
-    >>> base, personal = stacks(4, 4, 2, 2, NAMES, NAMES)
-    >>> [edge_parameters(Plan(1, 10, channels, base, personal)) for channels in (32, 16)]
+    >>> base, personal = plan_cell_stacks(4, 4, 2, 2, OPERATION_NAMES, OPERATION_NAMES)
+    >>> [count_edge_parameters(SupernetPlan(1, 10, channels, base, personal)) for channels in (32, 16)]
     [948224, 293888]
     """
     edges = Counter(names for cell in plan.base + plan.personal for names in cell.candidates)
@@ -127,7 +138,7 @@ def edge_parameters(plan: Plan) -> int:
         return sum(n * p.numel() for names, n in edges.items() for p in operations(plan.channels, names).parameters())
 
 
-def _edges(inputs: int, nodes: int) -> int:
+def _num_edges(inputs: int, nodes: int) -> int:
     return nodes * inputs + nodes * (nodes - 1) // 2
 
 
@@ -148,45 +159,45 @@ class Network(nn.Module):
     gradient: Gradient = "chosen"
     # Of the class: what a new network itself holds is part of the seed of its first weights.
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SupernetPlan) -> None:
         super().__init__()
         self.plan = plan
         self.temperature = 1.0
         self.noise: Mapping[int, Tensor] | None = None
-        self.supernet: Plan | None = None
+        self.supernet: SupernetPlan | None = None
         self.known: Sequence[Tensor | None] = ()
         # The paper feeds x itself to the first cells; operations keep the number of channels, so x needs C of them.
         stem = nn.Conv2d(plan.in_channels, plan.channels, 5, plan.stem_stride, 2)
-        self.base = nn.ModuleDict({"stem": stem, **_stack(plan, plan.base)})
+        self.base = nn.ModuleDict({"stem": stem, **_build_stack(plan, plan.base)})
         classifier = nn.Linear(plan.channels, plan.outputs)
-        self.personal = nn.ModuleDict({**_stack(plan, plan.personal), "classifier": classifier})
+        self.personal = nn.ModuleDict({**_build_stack(plan, plan.personal), "classifier": classifier})
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (algorithm 2): sampling and evaluation by turns, cell by cell."""
         previous = skip = self.base["stem"](x)
-        image = shrunk(x) if self.plan.context == "aware" else x
-        for number, (cell, sampler) in enumerate(self.cells()):
-            choice = None if sampler is None else self._choose(number, sampler(image, previous))
+        image = pool_to_8x8(x) if self.plan.context == "aware" else x
+        for number, (cell, sampler) in enumerate(self.cells_with_samplers()):
+            choice = None if sampler is None else self._choose_operations(number, sampler(image, previous))
             previous, skip = cell(previous, skip, choice), previous
         logits: Tensor = self.personal["classifier"](previous.mean((2, 3)))
         return logits
 
-    def cells(self) -> Iterator[tuple[Cell, Sampler | None]]:
+    def cells_with_samplers(self) -> Iterator[tuple[Cell, Sampler | None]]:
         """All cells, base first, each with its sampler; None where it has nothing to choose."""
         for stack in (self.base, self.personal):
             samplers = dict(cast(nn.ModuleDict, stack["samplers"]).items())
             for k, cell in enumerate(cast(nn.ModuleList, stack["cells"])):
                 yield cast(Cell, cell), cast(Sampler | None, samplers.get(str(k)))
 
-    def _choose(self, number: int, logits: Tensor) -> Choice:
+    def _choose_operations(self, number: int, logits: Tensor) -> OperationChoice:
         if not self.training:
-            return most_probable(logits, None if self.noise is None else self.noise[number])
+            return most_probable_operations(logits, None if self.noise is None else self.noise[number])
         if logits.dim() == 3 and self.plan.per == "batch":
             logits = torch.logsumexp(F.log_softmax(logits, -1), 0) - math.log(len(logits))
-        return draw(logits, self.temperature, self.gradient)
+        return sample_operations(logits, self.temperature, self.gradient)
 
 
-def _stack(plan: Plan, cells: Sequence[CellPlan]) -> dict[str, nn.Module]:
+def _build_stack(plan: SupernetPlan, cells: Sequence[CellPlan]) -> dict[str, nn.Module]:
     samplers: dict[str, nn.Module] = {}
     for k, cell in enumerate(cells):
         sizes = {len(names) for names in cell.candidates}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.search.depthwise import Depthwise
 
 
@@ -26,7 +26,7 @@ class GroupedNorm(nn.BatchNorm2d):
 
 
 @contextmanager
-def statistics_kept(module: nn.Module) -> Iterator[None]:
+def untracked_batch_statistics(module: nn.Module) -> Iterator[None]:
     """Inside the block BatchNorm goes by its batch, as in training, but does not count it."""
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     for norm in norms:
@@ -38,14 +38,14 @@ def statistics_kept(module: nn.Module) -> Iterator[None]:
             norm.track_running_stats = True
 
 
-def _separable(channels: int, size: int, stride: int, dilation: int = 1) -> list[nn.Module]:
+def _separable_layers(channels: int, size: int, stride: int, dilation: int = 1) -> list[nn.Module]:
     """ReLU, depthwise convolution, 1×1 convolution, BatchNorm."""
     depthwise = Depthwise(channels, size, stride, dilation)
     return [nn.ReLU(), depthwise, nn.Conv2d(channels, channels, 1, bias=False), GroupedNorm(channels)]
 
 
 def _sep_conv(channels: int, size: int, stride: int) -> nn.Module:
-    return nn.Sequential(*_separable(channels, size, stride), *_separable(channels, size, 1))
+    return nn.Sequential(*_separable_layers(channels, size, stride), *_separable_layers(channels, size, 1))
 
 
 def _hourglass(channels: int, stride: int) -> nn.Module:
@@ -80,23 +80,23 @@ class _Halve(nn.Module):
         return self.norm(torch.cat([self.even(x), self.odd(shifted)], 1))  # type: ignore[no-any-return]
 
 
-NAMES = (
+OPERATION_NAMES = (
     "avg_pool_3", "max_pool_3", "sep_conv_3", "sep_conv_5", "sep_conv_7", "dil_conv_3", "dil_conv_5", "conv_7x1_1x7", "skip",
 )  # fmt: skip
 """The nine operations, in the order of their indices."""
 
-SMALL = ("avg_pool_3", "max_pool_3", "sep_conv_3", "dil_conv_3", "skip")
+SMALL_OPERATION_NAMES = ("avg_pool_3", "max_pool_3", "sep_conv_3", "dil_conv_3", "skip")
 """Those without a kernel of 5 or 7: what a personal cell chooses from (section 3.1)."""
 
 
-def operation(name: str, channels: int, stride: int = 1) -> nn.Module:
+def build_operation(name: str, channels: int, stride: int = 1) -> nn.Module:
     """One operation: (group, channels, height, width) to the same, or with stride 2 to half of height and width, rounded
     up.
 
     Raises:
         UserError: an unknown name.
 
-    >>> operation("sep_conv_5", 16, stride=2)(torch.zeros(3, 16, 7, 7)).shape
+    >>> build_operation("sep_conv_5", 16, stride=2)(torch.zeros(3, 16, 7, 7)).shape
     torch.Size([3, 16, 4, 4])
     """
     kind, _, size = name.rpartition("_")
@@ -104,33 +104,33 @@ def operation(name: str, channels: int, stride: int = 1) -> nn.Module:
         return _hourglass(channels, stride)
     if name == "skip":
         return nn.Identity() if stride == 1 else _Halve(channels)
-    if name not in NAMES:
-        raise UserError(f"unknown operation {name!r}; {nearest(name, NAMES)}")
+    if name not in OPERATION_NAMES:
+        raise UserError(f"unknown operation {name!r}; {did_you_mean(name, OPERATION_NAMES)}")
     if kind == "avg_pool":
         return _pool(nn.AvgPool2d(3, stride, 1, count_include_pad=False), channels)
     if kind == "max_pool":
         return _pool(nn.MaxPool2d(3, stride, 1), channels)
     if kind == "dil_conv":
-        return nn.Sequential(*_separable(channels, int(size), stride, dilation=2))
+        return nn.Sequential(*_separable_layers(channels, int(size), stride, dilation=2))
     return _sep_conv(channels, int(size), stride)
 
 
-def check_names(names: Sequence[str]) -> None:
+def check_operation_names(names: Sequence[str]) -> None:
     """Raises a `UserError` unless an edge can choose from these operations."""
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"operations must be a list of names, got {names!r}; choices: {', '.join(NAMES)}")
+        raise UserError(f"operations must be a list of names, got {names!r}; choices: {', '.join(OPERATION_NAMES)}")
     if not names or len(set(names)) < len(names):
         raise UserError(f"an edge needs operations of different names, got {tuple(names)}")
-    if unknown := [name for name in names if name not in NAMES]:
-        raise UserError(f"unknown operation {unknown[0]!r}; {nearest(unknown[0], NAMES)}")
+    if unknown := [name for name in names if name not in OPERATION_NAMES]:
+        raise UserError(f"unknown operation {unknown[0]!r}; {did_you_mean(unknown[0], OPERATION_NAMES)}")
 
 
-def operations(channels: int, names: Sequence[str] = NAMES, stride: int = 1) -> nn.ModuleDict:
+def operations(channels: int, names: Sequence[str] = OPERATION_NAMES, stride: int = 1) -> nn.ModuleDict:
     """The operations from which one edge chooses, by name.
 
     Args:
         channels: of the feature maps, before and after; the paper has 32 for CIFAR-10 and 16 for MNIST.
-        names: some of `NAMES`; the index of an operation is its place here.
+        names: some of `OPERATION_NAMES`; the index of an operation is its place here.
         stride: 1, or 2 for an edge that halves height and width.
 
     Raises:
@@ -146,5 +146,5 @@ def operations(channels: int, names: Sequence[str] = NAMES, stride: int = 1) -> 
         raise UserError(f"channels must be at least 1, got {channels}")
     if stride not in (1, 2):
         raise UserError(f"stride must be 1 or 2, got {stride}")
-    check_names(names)
-    return nn.ModuleDict({name: operation(name, channels, stride) for name in names})
+    check_operation_names(names)
+    return nn.ModuleDict({name: build_operation(name, channels, stride) for name in names})

@@ -15,7 +15,7 @@ _SIZE = 8  # height and width to which a context-aware sampler shrinks what it s
 
 @final
 @dataclass(frozen=True)
-class Choice:
+class OperationChoice:
     """One operation per edge, for all examples of a batch or for each of them.
 
     Attributes:
@@ -25,21 +25,21 @@ class Choice:
             operation has to be evaluated; None where that of Z[k] is enough.
     """
 
-    index: Tensor
+    indices: Tensor
     scale: Tensor | None = None
     one_hot: Tensor | None = None
 
 
-def gumbel(like: Tensor) -> Tensor:
+def gumbel_noise_like(like: Tensor) -> Tensor:
     """g ~ Gumbel(0, 1), independent, of the shape of `like`, from torch's default generator.
 
-    >>> gumbel(torch.zeros(2, 3)).shape
+    >>> gumbel_noise_like(torch.zeros(2, 3)).shape
     torch.Size([2, 3])
     """
     return torch.empty_like(like).exponential_().log_().neg_()
 
 
-def draw(logits: Tensor, temperature: float, gradient: Gradient = "chosen") -> Choice:
+def sample_operations(logits: Tensor, temperature: float, gradient: Gradient = "chosen") -> OperationChoice:
     """A sample Z of the categorical distribution softmax(logits), straight through (eq. 2).
 
     Z[k] = 1 for k = argmax_t (g_t + log π_t), and ∇Z[k] is that of softmax((g + log π)/τ)[k].
@@ -50,27 +50,27 @@ def draw(logits: Tensor, temperature: float, gradient: Gradient = "chosen") -> C
         gradient: "chosen" takes ∇Z[k] for the chosen k: an operation that is not chosen is not computed, so that ∂L/∂Z[k] of
             the others is not known (as in DSNAS). "full" takes it for every k (eq. 2 as it is printed).
 
-    >>> choice = draw(torch.tensor([[0.0, 50.0], [50.0, 0.0]]), temperature=1.0)
-    >>> choice.index, choice.scale
+    >>> choice = sample_operations(torch.tensor([[0.0, 50.0], [50.0, 0.0]]), temperature=1.0)
+    >>> choice.indices, choice.scale
     (tensor([1, 0]), tensor([1., 1.]))
     """
-    perturbed = logits + gumbel(logits)
+    perturbed = logits + gumbel_noise_like(logits)
     index = perturbed.detach().argmax(-1)
     soft = F.softmax(perturbed / temperature, -1)
     if gradient == "full":
-        return Choice(index, one_hot=F.one_hot(index, soft.shape[-1]) + (soft - soft.detach()))
+        return OperationChoice(index, one_hot=F.one_hot(index, soft.shape[-1]) + (soft - soft.detach()))
     soft = soft.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    return Choice(index, 1 + (soft - soft.detach()))
+    return OperationChoice(index, 1 + (soft - soft.detach()))
 
 
-def most_probable(logits: Tensor, noise: Tensor | None = None) -> Choice:
+def most_probable_operations(logits: Tensor, noise: Tensor | None = None) -> OperationChoice:
     """The operation with the largest logit. With `noise` of gumbel's distribution, (edges, operations), it is a sample, and
     for the same noise always the same function of the logits.
 
-    >>> most_probable(torch.tensor([[0.0, 1.0]])).index
+    >>> most_probable_operations(torch.tensor([[0.0, 1.0]])).indices
     tensor([1])
     """
-    return Choice((logits if noise is None else logits + noise).argmax(-1))
+    return OperationChoice((logits if noise is None else logits + noise).argmax(-1))
 
 
 class Sampler(nn.Module, ABC):
@@ -84,7 +84,7 @@ class Sampler(nn.Module, ABC):
         """Logits (edges, operations), or (batch, edges, operations) where each example has its own.
 
         Args:
-            image: the network's input x, (batch, channels, height, width); it may be `shrunk`, once for all cells.
+            image: the network's input x, (batch, channels, height, width); it may be `pool_to_8x8`, once for all cells.
             previous: the cell's input v_1, (batch, channels', height', width').
         """
 
@@ -114,35 +114,35 @@ class ContextAware(Sampler):
     def __init__(self, edges: int, operations: int, image_channels: int, channels: int, width: int = 16) -> None:
         super().__init__()
         self.edges, self.operations = edges, operations
-        self.image, self.previous = _look(image_channels, width), _look(channels, width)
+        self.image, self.previous = _build_image_encoder(image_channels, width), _build_image_encoder(channels, width)
         self.logits = nn.Linear(2 * width * (_SIZE // 4) ** 2, edges * operations)
         nn.init.zeros_(self.logits.weight)
         nn.init.zeros_(self.logits.bias)
 
     def forward(self, image: Tensor, previous: Tensor) -> Tensor:
         """(batch, edges, operations)."""
-        seen = torch.cat([self.image(image), self.previous(previous)], 1)
-        logits: Tensor = self.logits(seen)
+        features = torch.cat([self.image(image), self.previous(previous)], 1)
+        logits: Tensor = self.logits(features)
         return logits.view(-1, self.edges, self.operations)
 
 
-def shrunk(x: Tensor) -> Tensor:
+def pool_to_8x8(x: Tensor) -> Tensor:
     """What a context-aware sampler makes of images first: the means of 8 × 8 fields, as `F.adaptive_avg_pool2d`, but by
     products of matrices, whose gradient is quick.
 
-    >>> shrunk(torch.arange(256.0).view(1, 1, 16, 16))[0, 0, 0, :3]
+    >>> pool_to_8x8(torch.arange(256.0).view(1, 1, 16, 16))[0, 0, 0, :3]
     tensor([ 8.5000, 10.5000, 12.5000])
     """
     batch, channels, height, width = x.shape
     if (height, width) == (_SIZE, _SIZE):
         return x
-    rows = _fields(height, x.device, x.dtype) @ x.permute(0, 2, 3, 1).reshape(batch, height, width * channels)
-    fields = _fields(width, x.device, x.dtype) @ rows.reshape(batch * _SIZE, width, channels)
+    rows = _pooling_matrix(height, x.device, x.dtype) @ x.permute(0, 2, 3, 1).reshape(batch, height, width * channels)
+    fields = _pooling_matrix(width, x.device, x.dtype) @ rows.reshape(batch * _SIZE, width, channels)
     return fields.view(batch, _SIZE, _SIZE, channels).permute(0, 3, 1, 2)
 
 
 @lru_cache
-def _fields(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _pooling_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """(8, size): row k has the shares of pixels in field k. Kept where it is used: a copy at each step would wait."""
     with torch.inference_mode(False):  # it is kept for those who train, too
         shares = torch.zeros(_SIZE, size, dtype=torch.float64)
@@ -155,11 +155,11 @@ def _fields(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 @final
 class _Shrink(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        """See `shrunk`."""
-        return shrunk(x)
+        """See `pool_to_8x8`."""
+        return pool_to_8x8(x)
 
 
-def _look(channels: int, width: int) -> nn.Sequential:
+def _build_image_encoder(channels: int, width: int) -> nn.Sequential:
     return nn.Sequential(
         _Shrink(),
         nn.Conv2d(channels, width, 3, 2, 1),

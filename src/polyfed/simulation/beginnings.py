@@ -3,29 +3,29 @@
 from collections.abc import Sequence
 from typing import Any
 
-from polyfed.core.adapters import form_of
+from polyfed.core.adapters import architecture_without_ranks
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
-from polyfed.core.gradients import gradients
-from polyfed.core.inputs import form_of as form_of_inputs
-from polyfed.core.scratch import scratch
-from polyfed.core.seeds import local_rng
+from polyfed.core.gradients import grad_enabled
+from polyfed.core.inputs import input_spec_of as form_of_inputs
+from polyfed.core.scratch import cached_module
+from polyfed.core.seeds import temporary_rng_seed
 
 
-def check_beginnings(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
+def check_client_init(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
     """Makes the private state of one client of each network and form of inputs, and drops it.
 
     Raises:
         UserError: the method refuses this network: its last layer has no bias, say.
     """
-    known: set[tuple[str, str]] = set()
+    checked_kinds: set[tuple[str, str]] = set()
     for client in clients:
-        network = "" if client.model is None else form_of(algorithm, scratch(client.model))
-        if (kind := (network, str(form_of_inputs(client.train.x)))) in known:
+        network = "" if client.model is None else architecture_without_ranks(algorithm, cached_module(client.model))
+        if (kind := (network, str(form_of_inputs(client.train.x)))) in checked_kinds:
             continue
-        known.add(kind)
+        checked_kinds.add(kind)
         try:
-            with gradients(), local_rng(0):
+            with grad_enabled(), temporary_rng_seed(0):
                 algorithm.client_init(client, 0)
         except UserError:
             raise

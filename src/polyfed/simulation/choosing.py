@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 
-from polyfed.simulation.engines.choice import Choice, settle
-from polyfed.simulation.engines.machine import device_of_clients
-from polyfed.simulation.engines.work import Task
+from polyfed.simulation.engines.choice import EngineChoice, benchmark_engines
+from polyfed.simulation.engines.machine import client_device
+from polyfed.simulation.engines.work import ClientTask
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.runs.directory import RunDirectory
 from polyfed.simulation.runs.progress import Progress
 
 
-def settled(federation: Federation, at: Checkpoint, directory: RunDirectory | None, progress: Progress) -> Choice:
+def resolve_auto_engine(
+    federation: Federation, checkpoint: Checkpoint, directory: RunDirectory | None, progress: Progress
+) -> EngineChoice:
     """How "auto" is settled: as before in a run that goes on, otherwise by a measurement, which the manifest then holds.
 
     Args:
@@ -21,19 +23,23 @@ def settled(federation: Federation, at: Checkpoint, directory: RunDirectory | No
         progress: is told what was measured.
     """
     settings = federation.settings
-    if settings.engine != "auto" or at.round == settings.rounds:
-        return Choice()
-    kept = {} if directory is None else directory.manifest()
-    if "auto" in kept:
-        return Choice.of(kept["auto"])
+    if settings.engine != "auto" or checkpoint.round == settings.rounds:
+        return EngineChoice()
+    manifest = {} if directory is None else directory.read_manifest()
+    if "auto" in manifest:
+        return EngineChoice.from_manifest(manifest["auto"])
 
-    def tasks(ids: Sequence[str]) -> list[Task]:
-        return [task for block in federation.tasks("local", ids, at.round + 1, at) for task in block]
+    def tasks(ids: Sequence[str]) -> list[ClientTask]:
+        return [
+            task
+            for block in federation.build_task_blocks("local", ids, checkpoint.round + 1, checkpoint)
+            for task in block
+        ]
 
-    clients, device = list(federation.clients.values()), device_of_clients(settings)
-    choice = settle(settings, federation.algorithm, clients, device, tasks)
+    clients, device = list(federation.clients.values()), client_device(settings)
+    choice = benchmark_engines(settings, federation.algorithm, clients, device, tasks)
     if choice.gains:
         progress.say(str(choice))
     if directory is not None:
-        directory.add_to_manifest({"auto": choice.plain()})
+        directory.add_to_manifest({"auto": choice.to_manifest()})
     return choice

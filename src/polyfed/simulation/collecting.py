@@ -13,34 +13,34 @@ from typing import Any, final
 
 from torch import Tensor
 
-from polyfed.algorithms import name_of
-from polyfed.core.adapters import mode_of
+from polyfed.algorithms import registry_name
+from polyfed.core.adapters import adapter_mode
 from polyfed.core.algorithm import Message
-from polyfed.core.dense import dense
+from polyfed.core.dense import as_contiguous
 from polyfed.core.errors import ClientError, RoundError
-from polyfed.core.evaluation import summarise
-from polyfed.core.tree import check_keepable
-from polyfed.simulation.engines.work import Engine, Phase, Result, Task
-from polyfed.simulation.intake import Intake
-from polyfed.simulation.norms import NORM, update_norm, warnings_about
+from polyfed.core.evaluation import summarise_clients
+from polyfed.core.tree import check_serializable
+from polyfed.simulation.engines.work import ClientTask, Engine, Phase, TaskResult
+from polyfed.simulation.intake import ReplyAggregator
+from polyfed.simulation.norms import NORM, describe_round_warnings, update_norm
 from polyfed.simulation.rounds import Federation, mean_train_loss
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.runs.directory import RunDirectory
-from polyfed.simulation.runs.predictions import Outputs
+from polyfed.simulation.runs.predictions import OutputsByClient
 from polyfed.simulation.runs.progress import Progress
 from polyfed.simulation.runs.signature import write_model
-from polyfed.simulation.secure import part_flaw, part_of
+from polyfed.simulation.secure import encode_sum_part, sum_part_error
 from polyfed.simulation.settings import Settings
 
 
 @final
 @dataclass
-class Collected:
+class PhaseResults:
     """What became of the tasks of one phase: results that can be accepted, and by client bytes that went down and came up,
     scalars, and norms of what replies change; a record of each failure; seconds in which the server made messages and in
     which clients worked, and all of them, where the phase has had the engine to itself."""
 
-    results: dict[str, Result] = field(default_factory=dict)
+    results: dict[str, TaskResult] = field(default_factory=dict)
     bytes_down: dict[str, int] = field(default_factory=dict)
     bytes_up: dict[str, int] = field(default_factory=dict)
     scalars: dict[str, Mapping[str, float]] = field(default_factory=dict)
@@ -51,54 +51,67 @@ class Collected:
     seconds: float = 0.0
 
 
-def place(failure: Mapping[str, Any]) -> tuple[str, ...]:
+def failure_sort_key(failure: Mapping[str, Any]) -> tuple[str, ...]:
     """By what failures are sorted."""
     return failure["client"], failure["phase"], failure["reason"]
 
 
-def collect(
+def run_phase(
     federation: Federation,
     engine: Engine,
     phase: Phase,
     clients: Sequence[str],
-    number: int,
-    at: Checkpoint,
+    round_number: int,
+    checkpoint: Checkpoint,
     progress: Progress,
-    intake: Intake | None = None,
-    beside: Collected | None = None,
-) -> Collected:
+    aggregator: ReplyAggregator | None = None,
+    evaluation_results: PhaseResults | None = None,
+) -> PhaseResults:
     """Carries out one phase for these clients, from the state `at`. Raises at the first failure if so configured. Replies
     go to `intake` as they come, and are not kept elsewhere. `beside` takes in the evaluation of all clients after the round
     of `at`, whose tasks go to the engine together with the others."""
-    found, done, clock = Collected(), {"local": 0, "evaluate": 0, "export": 0}, time.perf_counter
-    began_all = clock()
-    blocks = federation.tasks(phase, clients, number, at, engine.block_bytes)
-    everyone, others = list(federation.roster.ids), iter(list[list[Task]]())
-    if beside is not None:
-        others = federation.tasks("evaluate", everyone, at.round, at, engine.block_bytes)
+    phase_results, done_by_phase, clock = PhaseResults(), {"local": 0, "evaluate": 0, "export": 0}, time.perf_counter
+    phase_start = clock()
+    blocks = federation.build_task_blocks(phase, clients, round_number, checkpoint, engine.max_block_bytes)
+    all_ids, evaluation_blocks = list(federation.client_registry.ids), iter(list[list[ClientTask]]())
+    if evaluation_results is not None:
+        evaluation_blocks = federation.build_task_blocks(
+            "evaluate", all_ids, checkpoint.round, checkpoint, engine.max_block_bytes
+        )
     while True:
-        asked = clock()
-        tasks, more = next(blocks, []), next(others, [])
-        found.seconds_dispatch += clock() - asked
-        if not (tasks or more):
+        dispatch_start = clock()
+        tasks, evaluation_tasks = next(blocks, []), next(evaluation_blocks, [])
+        phase_results.seconds_dispatch += clock() - dispatch_start
+        if not (tasks or evaluation_tasks):
             break
         if phase == "local":
-            found.bytes_down |= {task.client: task.travelling.nbytes for task in tasks}
-        began = clock()
-        for result in engine.run([*tasks, *more]):
-            now = result.task.phase
-            into = found if beside is None or now == phase else beside
-            _accept(federation, result, at, into, progress, intake if into is found else None)
-            done[now] += 1
-            progress.client(now, done[now], len(clients if into is found else everyone))
-        found.seconds_clients += clock() - began
-    for part in (found, beside) if beside is not None else (found,):
-        part.failures.sort(key=place)
-    found.seconds = clock() - began_all
-    return found
+            phase_results.bytes_down |= {task.client: task.transmitted_message.nbytes for task in tasks}
+        clients_start = clock()
+        for result in engine.run([*tasks, *evaluation_tasks]):
+            result_phase = result.task.phase
+            destination = phase_results if evaluation_results is None or result_phase == phase else evaluation_results
+            _record_result(
+                federation,
+                result,
+                checkpoint,
+                destination,
+                progress,
+                aggregator if destination is phase_results else None,
+            )
+            done_by_phase[result_phase] += 1
+            progress.update_clients(
+                result_phase, done_by_phase[result_phase], len(clients if destination is phase_results else all_ids)
+            )
+        phase_results.seconds_clients += clock() - clients_start
+    for part in (phase_results, evaluation_results) if evaluation_results is not None else (phase_results,):
+        part.failures.sort(key=failure_sort_key)
+    phase_results.seconds = clock() - phase_start
+    return phase_results
 
 
-def _opened(federation: Federation, result: Result, at: Checkpoint) -> tuple[Any, Any, float | None]:
+def _validate_reply(
+    federation: Federation, result: TaskResult, checkpoint: Checkpoint
+) -> tuple[Any, Any, float | None]:
     """The reply as the server half takes it, as it travelled, and the norm of what it changes. Of a secure sum both are
     words, and no single norm is known.
 
@@ -107,173 +120,194 @@ def _opened(federation: Federation, result: Result, at: Checkpoint) -> tuple[Any
     """
     task, reply = result.task, result.reply
     if result.masked:
-        if reply is not None and (flaw := part_flaw(reply, federation.algorithm, at.state, task.down)):
+        if reply is not None and (flaw := sum_part_error(reply, federation.algorithm, checkpoint.state, task.message)):
             raise ValueError(flaw)
         return reply, reply, None  # no reply of a site that is in no sum of this round
-    opened = federation.opened(reply, task.down)
-    if flaw := federation.flaw(opened, at.state, task.down, task.client):
+    decoded = federation.decode_reply(reply, task.message)
+    if flaw := federation.reply_error(decoded, checkpoint.state, task.message, task.client):
         raise ValueError(flaw)
     if not federation.settings.secure:
         assert isinstance(reply, Message)  # what is none has a flaw
-        plain = opened if mode_of(federation.algorithm) is None else federation.decompressed(reply, task.down)
-        return opened, reply, update_norm(plain, task.down, federation.algorithm._differences)
-    part = part_of(opened, federation.algorithm, federation.parties)  # as a site does before it masks
+        uncompressed = (
+            decoded if adapter_mode(federation.algorithm) is None else federation.decompress_reply(reply, task.message)
+        )
+        return decoded, reply, update_norm(uncompressed, task.message, federation.algorithm._differences)
+    part = encode_sum_part(decoded, federation.algorithm, federation.cohort_size)  # as a site does before it masks
     return part, part, None
 
 
-def _accept(
+def _record_result(
     federation: Federation,
-    result: Result,
-    at: Checkpoint,
-    found: Collected,
+    result: TaskResult,
+    checkpoint: Checkpoint,
+    phase_results: PhaseResults,
     progress: Progress,
-    intake: Intake | None,
+    aggregator: ReplyAggregator | None,
 ) -> None:
     """Puts one result where it belongs: among the accepted, or among the failures."""
-    task, failure, reply, sent, norm = result.task, result.failure, result.reply, result.reply, None
+    task, failure, reply, transmitted, norm = result.task, result.failure, result.reply, result.reply, None
     if failure is None and task.phase == "local":
         try:
-            reply, sent, norm = _opened(federation, result, at)
+            reply, transmitted, norm = _validate_reply(federation, result, checkpoint)
         except ValueError as flaw:
             failure = ClientError(task.round, task.client, "reply", str(flaw))
-    for incident in result.incidents:
-        warnings.warn(f"round {task.round}, client {task.client!r}: {incident}", RuntimeWarning, stacklevel=6)
-        reason = {"client": task.client, "phase": task.phase, "reason": incident}
-        found.failures.append({**reason, "retried": failure is None})
+    for incident_text in result.incidents:
+        warnings.warn(f"round {task.round}, client {task.client!r}: {incident_text}", RuntimeWarning, stacklevel=6)
+        reason = {"client": task.client, "phase": task.phase, "reason": incident_text}
+        phase_results.failures.append({**reason, "retried": failure is None})
     if failure is None:
-        if sent is not None and reply is not None and intake is not None:
-            found.bytes_up[task.client], found.scalars[task.client] = sent.nbytes, reply.scalars
-            found.norms |= {} if norm is None else {task.client: norm}
-            intake.came(task.client, reply)
+        if transmitted is not None and reply is not None and aggregator is not None:
+            phase_results.bytes_up[task.client], phase_results.scalars[task.client] = transmitted.nbytes, reply.scalars
+            phase_results.norms |= {} if norm is None else {task.client: norm}
+            aggregator.add(task.client, reply)
             result = replace(result, reply=None)
         # Without the message: with it, those of all blocks would stay until the end of the phase.
-        found.results[task.client] = replace(result, task=replace(task, down=Message(), own=None, sent=None))
+        phase_results.results[task.client] = replace(
+            result, task=replace(task, message=Message(), client_state=None, compressed_message=None)
+        )
     elif federation.settings.on_error == "raise":
         raise failure
     else:
-        if intake is not None:
-            intake.lost(task.client)
+        if aggregator is not None:
+            aggregator.mark_missing(task.client)
         progress.say(f"{failure}; the run goes on without this client")
         reason = {"client": failure.client, "phase": failure.phase, "reason": failure.reason}
-        found.failures.append({**reason, "retried": False})
+        phase_results.failures.append({**reason, "retried": False})
 
 
-def is_evaluated(settings: Settings, number: int) -> bool:
+def is_evaluation_round(settings: Settings, number: int) -> bool:
     """Whether all clients are evaluated after a round."""
     return number % settings.evaluate_every == 0 or number == settings.rounds
 
 
-def evaluation(federation: Federation, at: Checkpoint, engine: Engine, progress: Progress) -> Collected:
+def evaluate_clients(
+    federation: Federation, checkpoint: Checkpoint, engine: Engine, progress: Progress
+) -> PhaseResults:
     """The evaluation of all clients after a round, by itself."""
-    return collect(federation, engine, "evaluate", list(federation.roster.ids), at.round, at, progress)
+    return run_phase(
+        federation, engine, "evaluate", list(federation.client_registry.ids), checkpoint.round, checkpoint, progress
+    )
 
 
-def play_round(
+def run_round(
     federation: Federation,
-    before: Checkpoint,
+    previous: Checkpoint,
     history: Sequence[Mapping[str, Any]],
     engine: Engine,
     progress: Progress,
-    finish: Callable[[Checkpoint, Collected], object],
+    on_evaluated: Callable[[Checkpoint, PhaseResults], object],
 ) -> Checkpoint:
     """One round up to its evaluation: the state after it, with its record as far as it is known by then. If the round before
     is still to be evaluated, that is done beside, and `finish` gets what came of it before the replies are aggregated."""
-    settings, algorithm, number, clock = federation.settings, federation.algorithm, before.round + 1, time.perf_counter
+    settings, algorithm, number, clock = (
+        federation.settings,
+        federation.algorithm,
+        previous.round + 1,
+        time.perf_counter,
+    )
     started = clock()
-    who = federation.cohort(number)
-    trained = list(federation.roster.ids) if "everyone_trains" in algorithm.traits else who
-    intake = Intake(algorithm, before.state, who, federation.roster.num_examples, settings.secure)
-    beside = None if before.unfinished is None else Collected()
-    local = collect(federation, engine, "local", trained, number, before, progress, intake, beside)
-    if beside is not None:
-        finish(before, beside)
-    replies = [i for i in who if i in local.results]
-    if len(replies) < settings.min_replies:
-        reasons = "; ".join(f"{f['client']}: {f['reason']}" for f in local.failures[:3])
-        raise RoundError(f"round {number} has {len(replies)} valid replies of {len(who)}, min_replies is "
+    cohort = federation.sample_cohort(number)
+    trained = list(federation.client_registry.ids) if "everyone_trains" in algorithm.traits else cohort
+    aggregator = ReplyAggregator(
+        algorithm, previous.state, cohort, federation.client_registry.num_examples, settings.secure
+    )
+    evaluation_results = None if previous.unevaluated_record is None else PhaseResults()
+    training_results = run_phase(
+        federation, engine, "local", trained, number, previous, progress, aggregator, evaluation_results
+    )
+    if evaluation_results is not None:
+        on_evaluated(previous, evaluation_results)
+    reply_ids = [i for i in cohort if i in training_results.results]
+    if len(reply_ids) < settings.min_replies:
+        reasons = "; ".join(f"{f['client']}: {f['reason']}" for f in training_results.failures[:3])
+        raise RoundError(f"round {number} has {len(reply_ids)} valid replies of {len(cohort)}, min_replies is "
                          f"{settings.min_replies} ({reasons})")  # fmt: skip
     aggregating = clock()
-    state, dropped = intake.aggregate(federation.context(), drop=settings.on_error == "skip")
+    state, dropped = aggregator.aggregate(federation.server_context(), drop=settings.on_error == "skip")
     for i, reason in dropped.items():
-        local.failures.append({"client": i, "phase": "aggregate", "reason": reason, "retried": False})
+        training_results.failures.append({"client": i, "phase": "aggregate", "reason": reason, "retried": False})
         progress.say(f"client {i!r}: {reason}; its reply is left out")
-    replies = [i for i in replies if i not in dropped]
-    if len(replies) < settings.min_replies:
-        raise RoundError(f"round {number} has {len(replies)} replies that can be aggregated, min_replies is "
+    reply_ids = [i for i in reply_ids if i not in dropped]
+    if len(reply_ids) < settings.min_replies:
+        raise RoundError(f"round {number} has {len(reply_ids)} replies that can be aggregated, min_replies is "
                          f"{settings.min_replies} ({next(iter(dropped.values()), '')})")  # fmt: skip
-    check_keepable(state, f"{name_of(algorithm)}: the server's state")
-    state = dense(state)
-    seconds_server = local.seconds_dispatch + intake.seconds + clock() - aggregating
+    check_serializable(state, f"{registry_name(algorithm)}: the server's state")
+    state = as_contiguous(state)
+    seconds_server = training_results.seconds_dispatch + aggregator.seconds + clock() - aggregating
 
-    rows: dict[str, dict[str, Any]] = {i: {"bytes_down": size} for i, size in local.bytes_down.items()}
-    for i, result in local.results.items():
-        scalars = local.scalars.get(i, {})
-        told = {"train_loss": scalars["train_loss"]} if "train_loss" in scalars else {}
-        norm = {NORM: local.norms[i]} if i in local.norms else {}
-        rows[i] |= {"seconds": round(result.seconds, 4), **told, **norm}
-    for i in replies:
-        rows[i]["bytes_up"] = local.bytes_up[i]
-    down, up = (sum(row.get(f"bytes_{way}", 0) for row in rows.values()) for way in ("down", "up"))
+    rows: dict[str, dict[str, Any]] = {i: {"bytes_down": size} for i, size in training_results.bytes_down.items()}
+    for i, result in training_results.results.items():
+        scalars = training_results.scalars.get(i, {})
+        loss_fields = {"train_loss": scalars["train_loss"]} if "train_loss" in scalars else {}
+        norm = {NORM: training_results.norms[i]} if i in training_results.norms else {}
+        rows[i] |= {"seconds": round(result.seconds, 4), **loss_fields, **norm}
+    for i in reply_ids:
+        rows[i]["bytes_up"] = training_results.bytes_up[i]
+    bytes_down, bytes_up = (sum(row.get(f"bytes_{way}", 0) for row in rows.values()) for way in ("down", "up"))
     record = {
         "round": number,
         "seconds": round(clock() - started, 4),
-        "seconds_clients": round(local.seconds_clients - intake.seconds, 4),
+        "seconds_clients": round(training_results.seconds_clients - aggregator.seconds, 4),
         "seconds_server": round(seconds_server, 4),
-        "train_loss": mean_train_loss({i: local.scalars[i] for i in replies}),
-        "bytes_down": down,
-        "bytes_up": up,
-        "bytes_down_total": down + (history[-1]["bytes_down_total"] if history else 0),
-        "bytes_up_total": up + (history[-1]["bytes_up_total"] if history else 0),
+        "train_loss": mean_train_loss({i: training_results.scalars[i] for i in reply_ids}),
+        "bytes_down": bytes_down,
+        "bytes_up": bytes_up,
+        "bytes_down_total": bytes_down + (history[-1]["bytes_down_total"] if history else 0),
+        "bytes_up_total": bytes_up + (history[-1]["bytes_up_total"] if history else 0),
         "clients": {i: rows[i] for i in sorted(rows)},
         "summary": {},
-        "failures": local.failures,
-        "replied": sorted(replies),
+        "failures": training_results.failures,
+        "replied": sorted(reply_ids),
         "score": federation.metrics[0].name,
     }
-    states = {**before.client_states, **{i: result.own for i, result in local.results.items()}}
+    states = {**previous.client_states, **{i: result.client_state for i, result in training_results.results.items()}}
     return Checkpoint(number, state, states, record)
 
 
-def finished(
+def complete_record(
     federation: Federation,
     record: Mapping[str, Any],
-    evaluated: Collected | None,
+    evaluation_results: PhaseResults | None,
     history: Sequence[Mapping[str, Any]],
-) -> tuple[dict[str, Any], Outputs]:
+) -> tuple[dict[str, Any], OutputsByClient]:
     """The record of a round for `metrics.jsonl`, and what the evaluated networks gave.
 
     Args:
         federation: who took part.
-        record: as `play_round` leaves it.
+        record: as `run_round` leaves it.
         evaluated: what came of the evaluation; None for a round that has none.
         history: the records of the rounds before.
     """
-    whole, outputs = dict(record), dict[str, Mapping[str, Tensor]]()
-    if evaluated is not None:
+    full_record, outputs = dict(record), dict[str, Mapping[str, Tensor]]()
+    if evaluation_results is not None:
         rows = dict(record["clients"])
-        metrics = {i: result.metrics for i, result in sorted(evaluated.results.items())}
+        metrics = {i: result.metrics for i, result in sorted(evaluation_results.results.items())}
         for i, values in metrics.items():
             rows[i] = {**rows.get(i, {}), **values}
-        outputs = {i: result.predictions for i, result in sorted(evaluated.results.items()) if result.predictions}
-        whole |= {
-            "seconds": round(record["seconds"] + evaluated.seconds, 4),
-            "clients": {i: rows[i] for i in sorted(rows)},
-            "summary": summarise(metrics, federation.roster.num_examples),
-            "failures": sorted([*record["failures"], *evaluated.failures], key=place),
+        outputs = {
+            i: result.predictions for i, result in sorted(evaluation_results.results.items()) if result.predictions
         }
-    before: Sequence[Mapping[str, Any]] = history
+        full_record |= {
+            "seconds": round(record["seconds"] + evaluation_results.seconds, 4),
+            "clients": {i: rows[i] for i in sorted(rows)},
+            "summary": summarise_clients(metrics, federation.client_registry.num_examples),
+            "failures": sorted([*record["failures"], *evaluation_results.failures], key=failure_sort_key),
+        }
+    earlier_records: Sequence[Mapping[str, Any]] = history
     if federation.settings.keep == "loss" and history:  # all but the best were worse
-        before = [history[history[-1]["best_round"] - 1]] if history[-1]["best_round"] else []
-    best = federation.best_round([*before, whole])
-    return {**whole, "warnings": warnings_about(whole), "best_round": best}, outputs
+        earlier_records = [history[history[-1]["best_round"] - 1]] if history[-1]["best_round"] else []
+    best = federation.best_round([*earlier_records, full_record])
+    return {**full_record, "warnings": describe_round_warnings(full_record), "best_round": best}, outputs
 
 
-def write_models(
-    federation: Federation, at: Checkpoint, engine: Engine, directory: RunDirectory, progress: Progress
+def write_personal_models(
+    federation: Federation, checkpoint: Checkpoint, engine: Engine, directory: RunDirectory, progress: Progress
 ) -> None:
     """The personal models after a round, `models/ID.safetensors`. With `on_error="skip"` a client whose model cannot
     be made costs no other client's; the records of the rounds are complete by now, so it is told as a warning."""
-    blocks = federation.tasks("export", list(federation.roster.ids), at.round, at, engine.block_bytes)
+    blocks = federation.build_task_blocks(
+        "export", list(federation.client_registry.ids), checkpoint.round, checkpoint, engine.max_block_bytes
+    )
     for result in (result for tasks in blocks for result in engine.run(tasks)):
         client, failure = result.task.client, result.failure
         for incident in result.incidents:
@@ -285,5 +319,5 @@ def write_models(
             warnings.warn(f"{failure}; its model is not written", RuntimeWarning, stacklevel=4)
             continue
         if result.weights is not None:  # at a site they stay there
-            own = federation.clients.get(client)
-            write_model(directory.model_path(client), result.weights, result.description, own)
+            owner = federation.clients.get(client)
+            write_model(directory.model_path(client), result.weights, result.description, owner)

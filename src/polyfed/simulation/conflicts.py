@@ -7,22 +7,24 @@ from typing import final
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.fedpnas import Anticipating
-from polyfed.algorithms.searching import network
+from polyfed.algorithms.fedpnas import MetaSupernetMethod
+from polyfed.algorithms.searching import supernet_of
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import UserError
-from polyfed.core.gradients import gradients
-from polyfed.core.layout import arrange
-from polyfed.core.seeds import derive, local_rng
-from polyfed.core.threads import one_thread
-from polyfed.search.conflicts import StepWeights, step_weights
+from polyfed.core.gradients import grad_enabled
+from polyfed.core.layout import to_preferred_memory_format
+from polyfed.core.seeds import derive_seed, temporary_rng_seed
+from polyfed.core.threads import single_torch_thread
+from polyfed.search.conflicts import StepWeights, compute_step_weights
 from polyfed.simulation.runs.results import Run
 
 _ROWS = 256
 
 
-@one_thread()
-def conflicts(run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0) -> tuple[tuple[str, ...], StepWeights]:
+@single_torch_thread()
+def measure_gradient_conflicts(
+    run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0
+) -> tuple[tuple[str, ...], StepWeights]:
     """α_i of every client of a run, and the two sides of Proposition 1.
 
     g_i is of the client's own training examples at the server's θ, g̃_i after one inner step as the method takes it (`eta`,
@@ -45,12 +47,12 @@ def conflicts(run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0) -> 
     >>> data = torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 0, 1])
     >>> method = FedPNAS(channels=4, base_cells=1, base_nodes=1, personal_nodes=1, operations=("skip", "avg_pool_3"))
     >>> run = federate([Client(name, None, data, data) for name in ("north", "south")], method, rounds=1, workers=0)
-    >>> clients, found = conflicts(run)
-    >>> clients, bool(found.gap.max() < 1e-6)  # clients that are alike do not contradict one another
+    >>> clients, found = measure_gradient_conflicts(run)
+    >>> clients, bool(found.cosine_gap.max() < 1e-6)  # clients that are alike do not contradict one another
     (('north', 'south'), True)
     """
     method = run.federation.algorithm
-    if not isinstance(method, Anticipating):
+    if not isinstance(method, MetaSupernetMethod):
         raise UserError(
             f"{type(method).__name__} takes no step ahead, so that there is no α; give a run of fedpnas or ca_fedpnas"
         )
@@ -59,44 +61,50 @@ def conflicts(run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0) -> 
     ids = tuple(sorted(run.federation.clients))
     pairs = []
     for client in ids:
-        down = run.federation.one_task("export", client, run.kept).down
-        pairs.append(_Passes(method, run.federation.clients[client], rows, seed).mean(down, draws))
-    return ids, step_weights(*(torch.stack(one) for one in zip(*pairs, strict=True)))
+        message = run.federation.build_single_task("export", client, run.kept_checkpoint).message
+        pairs.append(
+            _ClientGradients(method, run.federation.clients[client], rows, seed).mean_gradients(message, draws)
+        )
+    return ids, compute_step_weights(
+        *(torch.stack(gradients_of_clients) for gradients_of_clients in zip(*pairs, strict=True))
+    )
 
 
 @final
-class _Passes:
+class _ClientGradients:
     """The two gradients of one client."""
 
-    def __init__(self, method: Anticipating, client: Client, rows: int, seed: int) -> None:
+    def __init__(self, method: MetaSupernetMethod, client: Client, rows: int, seed: int) -> None:
         # What the second pass leaves is then g̃ itself.
         self.method, self.client, self.seed = replace(method, second_order="none"), client, seed
         number = len(client.train)
         chosen = torch.linspace(0, number - 1, min(rows, number)).round().long()
         self.x, self.y = client.train.batch(chosen.to(client.train.device))
 
-    @gradients()
-    def mean(self, message: Message, draws: int) -> tuple[Tensor, Tensor]:
+    @grad_enabled()
+    def mean_gradients(self, message: Message, draws: int) -> tuple[Tensor, Tensor]:
         """(g_i, g̃_i), flat, means over the draws."""
-        made = [self.once(message, derive(self.seed, "conflicts", draw)) for draw in range(draws)]
-        local, ahead = (torch.stack(one).mean(0) for one in zip(*made, strict=True))
+        gradients_by_draw = [
+            self.gradients_of_draw(message, derive_seed(self.seed, "conflicts", draw)) for draw in range(draws)
+        ]
+        local, ahead = (torch.stack(stacked).mean(0) for stacked in zip(*gradients_by_draw, strict=True))
         return local, ahead
 
-    def once(self, message: Message, seed: int) -> tuple[Tensor, Tensor]:
+    def gradients_of_draw(self, message: Message, seed: int) -> tuple[Tensor, Tensor]:
         """The same of one draw."""
-        supernet = network(self.method.receive(message, {}, self.client)).train()
+        supernet = supernet_of(self.method.load_supernet(message, {}, self.client)).train()
         personal = [p for n, p in supernet.named_parameters() if n.startswith("personal.")]
-        criterion, found = self.method.criterion(self.client), list[Tensor]()
+        criterion, passes = self.method.criterion(self.client), list[Tensor]()
 
         def loss_of(_: int) -> Tensor:
             supernet.zero_grad()
-            with local_rng(seed, self.x.device):
-                loss = criterion(supernet(arrange(supernet, self.x)), self.y)
+            with temporary_rng_seed(seed, self.x.device):
+                loss = criterion(supernet(to_preferred_memory_format(supernet, self.x)), self.y)
             torch.autograd.backward(loss)
             slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in personal]
-            found.append(torch.cat([slope.flatten().double().cpu() for slope in slopes]))
+            passes.append(torch.cat([slope.flatten().double().cpu() for slope in slopes]))
             return loss.detach()
 
-        self.method.meta_gradient(supernet)(loss_of)
+        self.method.build_meta_gradient(supernet)(loss_of)
         supernet.zero_grad()
-        return found[0], found[1]
+        return passes[0], passes[1]

@@ -6,21 +6,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from polyfed.algorithms import name_of
+from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.code import check_trusted, class_named
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.code import check_trusted, import_dataclass
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples import Examples
-from polyfed.core.objectives import loss_named
-from polyfed.core.seeds import derive
-from polyfed.core.training import TAKEN_OVER, LocalTraining
-from polyfed.core.typed import conforms, made
-from polyfed.data import PARTITIONS, SOURCES, PadCropFlip, Partition, Shift, Source, Split, fingerprint, make_clients
-from polyfed.data.pool import Pool
-from polyfed.data.sites import check_sites
+from polyfed.core.objectives import import_loss
+from polyfed.core.seeds import derive_seed
+from polyfed.core.training import TRANSFERABLE_FIELDS, LocalTraining
+from polyfed.core.typed import build_dataclass, validation_error
+from polyfed.data import (
+    PARTITIONS,
+    SOURCES,
+    PadCropFlip,
+    Partition,
+    Shift,
+    Source,
+    Split,
+    make_clients,
+    partition_fingerprint,
+)
+from polyfed.data.pool import PooledDataset
+from polyfed.data.sites import check_model_per_client
 from polyfed.models import ModelSpec
-from polyfed.simulation.preparing import agree, with_prepared
-from polyfed.simulation.runs.configuration import kind_of, method_of, section, settings_of
+from polyfed.simulation.preparing import apply_preprocessing, fit_common_preprocessing
+from polyfed.simulation.runs.configuration import build_method, build_settings, find_method_class, read_section
 from polyfed.simulation.settings import Settings
 
 
@@ -57,66 +67,77 @@ class Participants:
     clients: tuple[Client, ...]
     unseen: tuple[Client, ...]
     public: Examples | None
-    pool: Pool
+    pool: PooledDataset
     classes: Mapping[str, tuple[int, ...]]
     partition_fingerprint: str
     preparation: Mapping[str, int] = field(default_factory=dict)
 
 
-def from_config(config: Mapping[str, Any]) -> Experiment:
-    """The experiment of a complete configuration (of `polyfed.cli.commands.options.parse`, or a run's `config.yaml`).
+def build_experiment(config: Mapping[str, Any]) -> Experiment:
+    """The experiment of a complete configuration (of `polyfed.cli.commands.options.parse_configuration`, or a run's
+    `config.yaml`).
 
     Raises:
         UserError: a section or field is missing, unknown or out of range.
     """
-    data = section(config, "data")
-    partition, models = section(data, "partition"), config.get("model")
+    data = read_section(config, "data")
+    partition, models = read_section(data, "partition"), config.get("model")
     data.pop("partition")
     shifts, augment = data.pop("shifts", None) or (), data.pop("augment", False)
     split = {f.name: data.pop(f.name) for f in dataclasses.fields(Split) if f.name in data}
-    named = models if isinstance(models, Mapping) and models and not isinstance(models.get("name"), str) else {}
-    sites = tuple(map(str, named))
-    loss = config.get("loss")
-    several: list[Any] = list(named.values()) or (list(models) if isinstance(models, list | tuple) else [models])
-    wrong = conforms(several, list[dict[str, Any]], "model") or conforms(shifts, list[dict[str, float]], "data.shifts")
-    wrong = (
-        wrong
-        or conforms(augment, bool, "data.augment")
-        or conforms(loss, str | None, "loss")
-        or ("" if several else "model names no network")
+    models_by_site = (
+        models if isinstance(models, Mapping) and models and not isinstance(models.get("name"), str) else {}
     )
-    wrong = wrong or conforms(loss, str | None, "loss")
-    if wrong := wrong or next(("model has no name" for one in several if not isinstance(one.get("name"), str)), ""):
-        raise UserError(f"the configuration is damaged: {wrong}; `polyfed run --print-config` shows a complete one")
-    method = method_of(section(config, "algorithm"))
+    sites = tuple(map(str, models_by_site))
+    loss = config.get("loss")
+    model_sections: list[Any] = list(models_by_site.values()) or (
+        list(models) if isinstance(models, list | tuple) else [models]
+    )
+    error_text = validation_error(model_sections, list[dict[str, Any]], "model") or validation_error(
+        shifts, list[dict[str, float]], "data.shifts"
+    )
+    error_text = (
+        error_text
+        or validation_error(augment, bool, "data.augment")
+        or validation_error(loss, str | None, "loss")
+        or ("" if model_sections else "model names no network")
+    )
+    error_text = error_text or validation_error(loss, str | None, "loss")
+    if error_text := error_text or next(
+        ("model has no name" for model_section in model_sections if not isinstance(model_section.get("name"), str)), ""
+    ):
+        raise UserError(
+            f"the configuration is damaged: {error_text}; `polyfed run --print-config` shows a complete one"
+        )
+    method = build_method(read_section(config, "algorithm"))
     return Experiment(
-        source=_choice(SOURCES, Source, data, "data"),
-        partition=_choice(PARTITIONS, Partition, partition, "data.partition"),
-        split=made(Split, split, "data"),
-        shifts=tuple(_shift(shift) for shift in shifts),
+        source=_build_choice(SOURCES, Source, data, "data"),
+        partition=_build_choice(PARTITIONS, Partition, partition, "data.partition"),
+        split=build_dataclass(Split, split, "data"),
+        shifts=tuple(_build_shift(shift) for shift in shifts),
         augment=augment,
-        models=tuple(several),
+        models=tuple(model_sections),
         algorithm=method,
-        baselines=_baselines(config.get("baselines") or (), method),
-        settings=settings_of(config),
+        baselines=_build_baselines(config.get("baselines") or (), method),
+        settings=build_settings(config),
         config=config,
         sites=sites,
         loss=loss,
     )
 
 
-def _choice(registry: Mapping[str, Any], base: type[Any], fields: Mapping[str, Any], what: str) -> Any:
+def _build_choice(registry: Mapping[str, Any], base: type[Any], fields: Mapping[str, Any], section_name: str) -> Any:
     """A choice of a registry, or a class of the user's by `module:Name`, from its name and fields."""
-    rest = dict(fields)
-    name = str(rest.pop("name", ""))
+    arguments = dict(fields)
+    name = str(arguments.pop("name", ""))
     if ":" in name:
-        return made(class_named(name, base, base.__name__.lower()), rest, what)
+        return build_dataclass(import_dataclass(name, base, base.__name__.lower()), arguments, section_name)
     if name not in registry:
-        raise UserError(f"unknown {what} {name!r}; {nearest(name, registry)}")
-    return made(registry[name], rest, what)
+        raise UserError(f"unknown {section_name} {name!r}; {did_you_mean(name, registry)}")
+    return build_dataclass(registry[name], arguments, section_name)
 
 
-def check_cluster(settings: Settings) -> None:
+def check_ray_cluster_trusted(settings: Settings) -> None:
     """Raises if a file names the Ray cluster that is to run the clients: who runs a cluster runs code where it is joined.
 
     Raises:
@@ -126,62 +147,64 @@ def check_cluster(settings: Settings) -> None:
         check_trusted(settings.ray_address, f"join the Ray cluster at {settings.ray_address!r}")
 
 
-def _shift(fields: Mapping[str, float]) -> Shift:
-    known = [field.name for field in dataclasses.fields(Shift)]
-    if unknown := sorted(set(fields) - set(known)):
-        raise UserError(f"a shift has no {unknown[0]!r}; {nearest(unknown[0], known)}")
+def _build_shift(fields: Mapping[str, float]) -> Shift:
+    field_names = [field.name for field in dataclasses.fields(Shift)]
+    if unknown_names := sorted(set(fields) - set(field_names)):
+        raise UserError(f"a shift has no {unknown_names[0]!r}; {did_you_mean(unknown_names[0], field_names)}")
     # The type of `data.shifts` makes all its numbers floats.
     labels = fields.get("labels", 0)
     fields = dict(fields) | ({"labels": int(labels)} if float(labels).is_integer() else {})
-    return made(Shift, fields, "data.shifts")
+    return build_dataclass(Shift, fields, "data.shifts")
 
 
-def _baselines(entries: Sequence[Any], method: Algorithm[Any, Any]) -> dict[str, Algorithm[Any, Any]]:
+def _build_baselines(entries: Sequence[Any], method: Algorithm[Any, Any]) -> dict[str, Algorithm[Any, Any]]:
     """The methods to run beside `method`, by name, which is also that of their folder. One that is `method` itself, alike
     in every field, would repeat the same run and is left out."""
-    found: dict[str, Algorithm[Any, Any]] = {}
-    if wrong := conforms(entries, list[str | dict[str, Any]], "baselines"):
+    baselines: dict[str, Algorithm[Any, Any]] = {}
+    if wrong := validation_error(entries, list[str | dict[str, Any]], "baselines"):
         raise UserError(f"the configuration is damaged: {wrong}")
     for entry in entries:
         fields = {"name": entry} if isinstance(entry, str) else dict(entry)
         name = str(fields.pop("name", ""))
-        baseline = like(name, method, fields)
-        if name in found:
+        baseline = build_method_like(name, method, fields)
+        if name in baselines:
             raise UserError(
                 f"baselines has {name!r} twice, and both would go to the folder baselines/{name}; keep one, and run the "
                 "other by itself with another --out"
             )
-        if name == name_of(method) and baseline != method:
+        if name == registry_name(method) and baseline != method:
             raise UserError(
                 f"baselines has {name!r}, which is also the method of the run, with other fields; take it out of "
                 "--baselines, and run it by itself with another --out"
             )
-        found[name] = baseline
-    return {name: baseline for name, baseline in found.items() if name != name_of(method)}
+        baselines[name] = baseline
+    return {name: baseline for name, baseline in baselines.items() if name != registry_name(method)}
 
 
-def like(name: str, method: Algorithm[Any, Any], fields: Mapping[str, Any] | None = None) -> Algorithm[Any, Any]:
+def build_method_like(
+    name: str, method: Algorithm[Any, Any], fields: Mapping[str, Any] | None = None
+) -> Algorithm[Any, Any]:
     """The method `name` with the local training of `method`, so that both spend the same; each keeps its own policy for
     buffers. `fields` win over that.
 
     >>> from polyfed.algorithms import get
-    >>> like("local", get("fedprox")(lr=0.5, mu=1)).lr
+    >>> build_method_like("local", get("fedprox")(lr=0.5, mu=1)).lr
     0.5
-    >>> like("fedprox", get("local")(lr=0.5), {"mu": 0.25}).mu
+    >>> build_method_like("fedprox", get("local")(lr=0.5), {"mu": 0.25}).mu
     0.25
     """
-    shared = {n: getattr(method, n) for n in TAKEN_OVER} if isinstance(method, LocalTraining) else {}
-    return made(kind_of(name), {**shared, **(fields or {})}, name)
+    shared = {n: getattr(method, n) for n in TRANSFERABLE_FIELDS} if isinstance(method, LocalTraining) else {}
+    return build_dataclass(find_method_class(name), {**shared, **(fields or {})}, name)
 
 
-def participants(experiment: Experiment) -> Participants:
+def load_participants(experiment: Experiment) -> Participants:
     """Loads the data and deals it to the clients.
 
     Raises:
         UserError: the data cannot be read, or the partition is impossible.
     """
     pool = experiment.source.load()
-    seed = derive(experiment.settings.seed, "partition")
+    seed = derive_seed(experiment.settings.seed, "partition")
     augment = PadCropFlip() if experiment.augment else None
     if experiment.split.test_fraction == 0:
         raise UserError("test_fraction must be above 0, got 0.0: clients without test examples cannot be evaluated")
@@ -191,38 +214,41 @@ def participants(experiment: Experiment) -> Participants:
             f"{untested[0].id} has {len(untested[0].train)} example, too few to test on; use fewer clients, or "
             "a partition that gives each client at least 2; leave a site out that has so few rows"
         )
-    specs = [network(m, pool) for m in experiment.models]
-    own = [specs[i % len(specs)] for i in range(len(data))]
+    specs = [model_spec_for_data(m, pool) for m in experiment.models]
+    client_specs = [specs[i % len(specs)] for i in range(len(data))]
     if experiment.sites:
         by_site = dict(zip(experiment.sites, specs, strict=True))
-        check_sites(by_site, [d.id for d in data])
-        own = [by_site[d.id] for d in data]
-    loss = None if experiment.loss is None else loss_named(experiment.loss)
+        check_model_per_client(by_site, [d.id for d in data])
+        client_specs = [by_site[d.id] for d in data]
+    loss = None if experiment.loss is None else import_loss(experiment.loss)
     clients = tuple(
-        Client(d.id, own[i], d.train, d.test, d.val, d.global_test, pool.task, loss) for i, d in enumerate(data)
+        Client(d.id, client_specs[i], d.train, d.test, d.val, d.global_test, pool.task, loss)
+        for i, d in enumerate(data)
     )
     classes = {}
     if pool.task == "classification":
         classes = {c.id: tuple(c.train.labels.bincount(minlength=pool.num_classes).tolist()) for c in clients}
-    stay, preparation = len(clients) - experiment.split.unseen, dict[str, int]()
-    if pool.prepared is not None and pool.prepared.scope == "federated":
+    num_federating, preparation = len(clients) - experiment.split.unseen, dict[str, int]()
+    if pool.preprocessor is not None and pool.preprocessor.scope == "federated":
         settings = experiment.settings
-        agreed = agree(clients[:stay], seed=settings.seed, secure=settings.secure)
-        clients = tuple(with_prepared(client, agreed.prepared) for client in clients)
-        public = None if public is None else dataclasses.replace(public, transform=agreed.prepared)
-        preparation = dict(agreed.facts)
-    seen, unseen = clients[:stay], clients[stay:]
-    return Participants(seen, unseen, public, pool, classes, fingerprint([d.rows for d in data]), preparation)
+        common = fit_common_preprocessing(clients[:num_federating], seed=settings.seed, secure=settings.secure)
+        clients = tuple(apply_preprocessing(client, common.prepared) for client in clients)
+        public = None if public is None else dataclasses.replace(public, transform=common.prepared)
+        preparation = dict(common.facts)
+    federating, unseen = clients[:num_federating], clients[num_federating:]
+    return Participants(
+        federating, unseen, public, pool, classes, partition_fingerprint([d.rows for d in data]), preparation
+    )
 
 
-def facts_of(found: Participants) -> dict[str, Any]:
+def describe_participants(loaded: Participants) -> dict[str, Any]:
     """What `manifest.json` tells of the data."""
     return {
-        "partition_fingerprint": found.partition_fingerprint, "class_names": list(map(str, found.pool.class_names))
+        "partition_fingerprint": loaded.partition_fingerprint, "class_names": list(map(str, loaded.pool.class_names))
     }  # fmt: skip
 
 
-def network(model: Mapping[str, Any], pool: Pool) -> ModelSpec:
+def model_spec_for_data(model: Mapping[str, Any], pool: PooledDataset) -> ModelSpec:
     """The network of a section `model` for these data.
 
     Raises:
@@ -239,7 +265,7 @@ def network(model: Mapping[str, Any], pool: Pool) -> ModelSpec:
     return spec
 
 
-def rebuild(config: Mapping[str, Any], out: str | Path) -> tuple[tuple[Client, ...], Examples | None]:
+def rebuild_clients(config: Mapping[str, Any], out: str | Path) -> tuple[tuple[Client, ...], Examples | None]:
     """Clients and public examples of a run from its configuration.
 
     Raises:
@@ -253,5 +279,5 @@ def rebuild(config: Mapping[str, Any], out: str | Path) -> tuple[tuple[Client, .
         raise UserError(
             f"the clients of {out} were made in Python; go on with it there: polyfed.resume({str(out)!r}, clients=[...])"
         )
-    found = participants(from_config(config))
-    return found.clients, found.public
+    loaded = load_participants(build_experiment(config))
+    return loaded.clients, loaded.public

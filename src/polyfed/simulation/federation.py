@@ -10,43 +10,54 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from polyfed.algorithms import get, name_of
-from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, evaluated_network
-from polyfed.core.compression import Compression
-from polyfed.core.decided import decisions
-from polyfed.core.errors import Interrupted, UserError
+from polyfed.algorithms import get, registry_name
+from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, describe_evaluated_network
+from polyfed.core.compression import Compressor
+from polyfed.core.decided import resolved_fields_for_manifest
+from polyfed.core.errors import RunInterrupt, UserError
 from polyfed.core.examples import as_examples
-from polyfed.core.files import resumable, user_path
-from polyfed.core.metrics import metrics_of, written
+from polyfed.core.files import add_resume_hint, expand_user_path
+from polyfed.core.metrics import metric_path_or_name, resolve_metrics
 from polyfed.core.precision import check_precision
-from polyfed.core.threads import one_thread
+from polyfed.core.threads import single_torch_thread
 from polyfed.core.training import LocalTraining
-from polyfed.data.resplit import public_prepared_again
+from polyfed.data.resplit import prepare_public_like_clients
 from polyfed.simulation import checks
-from polyfed.simulation.choosing import settled
-from polyfed.simulation.collecting import Collected, evaluation, finished, is_evaluated, play_round, write_models
-from polyfed.simulation.engines.machine import check_installed, device_of_clients
-from polyfed.simulation.engines.start import start_for
+from polyfed.simulation.choosing import resolve_auto_engine
+from polyfed.simulation.collecting import (
+    PhaseResults,
+    complete_record,
+    evaluate_clients,
+    is_evaluation_round,
+    run_round,
+    write_personal_models,
+)
+from polyfed.simulation.engines.machine import check_engine_installed, client_device
+from polyfed.simulation.engines.start import build_engine_for_settings
 from polyfed.simulation.engines.work import Engine
-from polyfed.simulation.fingerprints import fingerprint, of_former_version
-from polyfed.simulation.norms import losses_lost
+from polyfed.simulation.fingerprints import data_fingerprint, former_version_error
+from polyfed.simulation.norms import describe_diverged_losses
 from polyfed.simulation.participants import list_clients
-from polyfed.simulation.preparing import together
-from polyfed.simulation.resuming import go_back, kept_state
-from polyfed.simulation.rounds import Federation, score_of
+from polyfed.simulation.preparing import with_common_preprocessing
+from polyfed.simulation.resuming import load_kept_checkpoint, rewind_to_checkpoint
+from polyfed.simulation.rounds import Federation, describe_deciding_metric
 from polyfed.simulation.runs import chain
 from polyfed.simulation.runs import checkpoint as checkpoints
 from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.configuration import described, metrics_again, restored
-from polyfed.simulation.runs.directory import RunDirectory, plain, read_config
-from polyfed.simulation.runs.predictions import Kept
-from polyfed.simulation.runs.progress import Progress, progress_of
+from polyfed.simulation.runs.configuration import (
+    describe_method_and_settings,
+    restore_metrics,
+    restore_settings_and_method,
+)
+from polyfed.simulation.runs.directory import RunDirectory, read_config, to_plain_values
+from polyfed.simulation.runs.predictions import PredictionStore
+from polyfed.simulation.runs.progress import Progress, resolve_progress
 from polyfed.simulation.runs.results import Run
-from polyfed.simulation.secure import check_secure
+from polyfed.simulation.secure import check_secure_support
 from polyfed.simulation.settings import EngineName, Keep, Settings
 
 
-@one_thread()
+@single_torch_thread()
 def federate(
     clients: Iterable[Client],
     algorithm: Algorithm[Any, Any] | str,
@@ -67,8 +78,8 @@ def federate(
     min_replies: int = 1,
     metrics: Any = None,
     keep: Keep = "last",
-    compress: str | Compression | None = "none",
-    compress_down: str | Compression | None = "none",
+    compress: str | Compressor | None = "none",
+    compress_down: str | Compressor | None = "none",
     secure: bool = False,
     config: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
@@ -116,29 +127,38 @@ def federate(
         compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
     )  # fmt: skip
     method = get(algorithm)() if isinstance(algorithm, str) else algorithm
-    federation = _checked(clients, method, settings, public, metrics)
-    first = federation.begin()  # a method may refuse the federation
+    federation = _validate_and_build(clients, method, settings, public, metrics)
+    first = federation.initial_checkpoint()  # a method may refuse the federation
     directory = None
     if out is not None:
         # What takes long or may be refused comes before the folder is made, and config.yaml last: a run that is stopped
         # before it can be resumed leaves nothing that would keep it from being started again.
-        content = {**plain(config or {}, "config"), **described(federation.algorithm, federation.settings)}
-        known = {**(facts or {}), "seed": federation.settings.seed, "data_fingerprint": _fingerprint(federation)}
-        known |= {"score": score_of(federation)}
-        known |= {"evaluated": told} if (told := evaluated_network(federation.algorithm)) else {}
-        known |= decisions(federation.algorithm, first.state)
+        content = {
+            **to_plain_values(config or {}, "config"),
+            **describe_method_and_settings(federation.algorithm, federation.settings),
+        }
+        manifest_facts = {
+            **(facts or {}),
+            "seed": federation.settings.seed,
+            "data_fingerprint": _data_fingerprint(federation),
+        }
+        manifest_facts |= {"score": describe_deciding_metric(federation)}
+        manifest_facts |= (
+            {"evaluated": evaluated} if (evaluated := describe_evaluated_network(federation.algorithm)) else {}
+        )
+        manifest_facts |= resolved_fields_for_manifest(federation.algorithm, first.state)
         directory = RunDirectory.create(out)
         try:
-            with resumable("the same command"):
-                directory.write_manifest(known)
+            with add_resume_hint("the same command"):
+                directory.write_manifest(manifest_facts)
                 directory.write_config(content)
         except BaseException:
             directory.close()
             raise
-    return play(federation, first, [], directory, progress_of(progress, quiet=quiet))
+    return run_rounds(federation, first, [], directory, resolve_progress(progress, quiet=quiet))
 
 
-@one_thread()
+@single_torch_thread()
 def resume(
     out: str | Path,
     *,
@@ -167,42 +187,44 @@ def resume(
         UserError: not a run directory, `clients` or `metrics` are missing or not those of the run, or `algorithm` is not
             that of the run.
     """
-    out = user_path(out, "the run directory")
+    out = expand_user_path(out, "the run directory")
     config = read_config(out)
     directory = RunDirectory.open(out)
     try:
-        chain.check_config(out, config, directory.manifest())
-        settings, algorithm = restored(config, algorithm)
+        chain.check_config_unchanged(out, config, directory.read_manifest())
+        settings, algorithm = restore_settings_and_method(config, algorithm)
         settings = dataclasses.replace(
             settings, engine=engine or settings.engine, workers=settings.workers if workers is None else workers,
             device=device or settings.device, ray_address=ray_address or settings.ray_address,
             gpus_per_worker=settings.gpus_per_worker if gpus_per_worker is None else gpus_per_worker,
         )  # fmt: skip
         # imported late: experiments are described in terms of runs
-        from polyfed.simulation.experiment import check_cluster, rebuild
+        from polyfed.simulation.experiment import check_ray_cluster_trusted, rebuild_clients
 
         if ray_address is None:
-            check_cluster(settings)
+            check_ray_cluster_trusted(settings)
         if clients is None:
-            clients, public = rebuild(config, out)
-        federation = _checked(clients, algorithm, settings, public, metrics, out)
-        before = directory.manifest().get("data_fingerprint")
-        if before != (now := _fingerprint(federation)):
-            chain.check_data(directory.path, now)
-            if why := of_former_version(str(before), list(federation.clients.values()), federation.public):
-                raise UserError(f"the run in {out} cannot be resumed: {why}")
+            clients, public = rebuild_clients(config, out)
+        federation = _validate_and_build(clients, algorithm, settings, public, metrics, out)
+        fingerprint_before = directory.read_manifest().get("data_fingerprint")
+        if fingerprint_before != (fingerprint_now := _data_fingerprint(federation)):
+            chain.check_manifest_unchanged(directory.path, fingerprint_now)
+            if version_error := former_version_error(
+                str(fingerprint_before), list(federation.clients.values()), federation.public
+            ):
+                raise UserError(f"the run in {out} cannot be resumed: {version_error}")
             raise UserError(
-                f"the clients are not those of the run in {out}: its data fingerprint is {before}, theirs is {now}; "
-                "resume with the same ids, data and networks"
+                f"the clients are not those of the run in {out}: its data fingerprint is {fingerprint_before}, theirs "
+                f"is {fingerprint_now}; resume with the same ids, data and networks"
             )
-        start, history = go_back(directory, federation)
+        start, history = rewind_to_checkpoint(directory, federation)
     except BaseException:
         directory.close()
         raise
-    return play(federation, start, history, directory, progress_of(progress, quiet=quiet))
+    return run_rounds(federation, start, history, directory, resolve_progress(progress, quiet=quiet))
 
 
-def _checked(
+def _validate_and_build(
     clients: Iterable[Client],
     algorithm: Algorithm[Any, Any],
     settings: Settings,
@@ -215,47 +237,49 @@ def _checked(
         raise UserError(
             f"algorithm must be a method or its name, got {algorithm!r}; for example polyfed.algorithms.FedAvg()"
         )
-    pool = None if public is None else as_examples(public, "public", labelled=False)
-    listed = list_clients(clients)
-    checks.check_clients(listed)
-    clients = together(listed, settings.seed, settings.secure)
-    pool = public_prepared_again(pool, clients)
+    public_examples = None if public is None else as_examples(public, "public", labelled=False)
+    client_list = list_clients(clients)
+    checks.check_clients(client_list)
+    clients = with_common_preprocessing(client_list, settings.seed, settings.secure)
+    public_examples = prepare_public_like_clients(public_examples, clients)
     task = clients[0].task
     if out is None:
-        scores = metrics_of(metrics, task)
-        settings = dataclasses.replace(settings, metrics=() if metrics is None else tuple(map(written, scores)))
+        scores = resolve_metrics(metrics, task)
+        settings = dataclasses.replace(
+            settings, metrics=() if metrics is None else tuple(map(metric_path_or_name, scores))
+        )
     else:
-        scores = metrics_again(settings, metrics, task, out)
+        scores = restore_metrics(settings, metrics, task, out)
     if settings.keep in ("best", "loss") and all(client.val is None for client in clients):
         raise UserError(
             f"keep={settings.keep!r} needs validation examples, and no client has any: give val=..., or --data.val-fraction"
         )
     if isinstance(algorithm, BringsNetwork):  # for data that suit the method
-        checks.check_requirements(clients, algorithm, pool)
-        checks.check_models(clients, factory=algorithm.network_for(checks.common_data_spec(clients)))
+        checks.check_requirements(clients, algorithm, public_examples)
+        checks.check_networks_run(clients, factory=algorithm.network_for(checks.common_data_spec(clients)))
     else:  # a network that fails on its data cannot be looked into
-        checks.check_models(clients)
-        checks.check_requirements(clients, algorithm, pool)
-    parties = settings.cohort_size(len(clients))
+        checks.check_networks_run(clients)
+        checks.check_requirements(clients, algorithm, public_examples)
+    cohort_size = settings.cohort_size(len(clients))
     if settings.secure:
-        check_secure(algorithm, parties)
-    check_installed(settings.engine)
-    device = device_of_clients(settings)
+        check_secure_support(algorithm, cohort_size)
+    check_engine_installed(settings.engine)
+    device = client_device(settings)
     if isinstance(algorithm, LocalTraining):
         check_precision(algorithm.precision, device)
-        checks.check_training(clients, algorithm)
-    everyone = {c.id: c for c in sorted(clients, key=lambda c: c.id)}
-    return Federation(everyone, algorithm, settings, pool, metrics=scores)
+        checks.check_training_options(clients, algorithm)
+    client_by_id = {c.id: c for c in sorted(clients, key=lambda c: c.id)}
+    return Federation(client_by_id, algorithm, settings, public_examples, metrics=scores)
 
 
-def _fingerprint(federation: Federation) -> str:
-    return fingerprint(list(federation.clients.values()), federation.public)
+def _data_fingerprint(federation: Federation) -> str:
+    return data_fingerprint(list(federation.clients.values()), federation.public)
 
 
-def play(
+def run_rounds(
     federation: Federation,
     start: Checkpoint | None,
-    past: Sequence[Mapping[str, Any]],
+    earlier_records: Sequence[Mapping[str, Any]],
     directory: RunDirectory | None,
     progress: Progress,
     engine: Engine | None = None,
@@ -271,125 +295,140 @@ def play(
         engine: where clients run; None starts the one that the settings ask for.
     """
     settings, algorithm = federation.settings, federation.algorithm
-    history: list[Mapping[str, Any]] = list(past)
-    changed: set[str] = set()
+    history: list[Mapping[str, Any]] = list(earlier_records)
+    changed_clients: set[str] = set()
     with ExitStack() as stack:
         if directory is not None:
-            stack.enter_context(resumable(f"`polyfed resume {directory.path}`"))
+            stack.enter_context(add_resume_hint(f"`polyfed resume {directory.path}`"))
             stack.callback(directory.close)
-        members, now = list(federation.clients.values()), start or federation.begin()
+        clients, checkpoint = list(federation.clients.values()), start or federation.initial_checkpoint()
         if engine is None:
-            choice = settled(federation, now, directory, progress)
-            engine = start_for(settings, algorithm, members, federation.metrics, choice)
+            choice = resolve_auto_engine(federation, checkpoint, directory, progress)
+            engine = build_engine_for_settings(settings, algorithm, clients, federation.metrics, choice)
         stack.callback(engine.close)
-        saved = now.round
+        saved_round = checkpoint.round
         best = None  # the state after the round that is kept, if that is not the last
-        if settings.keep != "last" and directory is not None and now.round:
-            best = kept_state(directory, federation, history, now)
-        stays = _rounds_of(best)
-        predictions = Kept(federation.clients, None if directory is None else directory.path)
-        predictions.go_on(history)
+        if settings.keep != "last" and directory is not None and checkpoint.round:
+            best = load_kept_checkpoint(directory, federation, history, checkpoint)
+        kept_rounds = _checkpoint_rounds(best)
+        predictions = PredictionStore(federation.clients, None if directory is None else directory.path)
+        predictions.resume_after(history)
         if directory is not None:
-            belongs = chain.binding(read_config(directory.path), directory.manifest())
-            if "files" in directory.manifest():  # they are written again
+            run_binding = chain.run_binding(read_config(directory.path), directory.read_manifest())
+            if "files" in directory.read_manifest():  # they are written again
                 directory.add_to_manifest({"files": {}})
         stack.callback(progress.stop)
-        progress.start(name_of(algorithm), settings.rounds, now.recorded)
-        rides = engine.rides and settings.keep == "last"  # the best round must be known before the next begins
+        progress.start(registry_name(algorithm), settings.rounds, checkpoint.last_recorded_round)
+        overlaps = (
+            engine.overlaps_evaluation and settings.keep == "last"
+        )  # the best round must be known before the next begins
 
         def keep_state(state: Checkpoint) -> None:
             assert directory is not None
-            bound = {**belongs, "metrics": directory.metrics_sha256}
-            bound |= {} if state.unfinished is None else {"records": str(state.recorded)}
-            checkpoints.save(directory.checkpoints, state, changed, saved, _rounds_of(best, *stays), bound)
+            binding = {**run_binding, "metrics": directory.metrics_sha256}
+            binding |= {} if state.unevaluated_record is None else {"records": str(state.last_recorded_round)}
+            checkpoints.save_checkpoint(
+                directory.checkpoint_folder, state, changed_clients, saved_round,
+                _checkpoint_rounds(best, *kept_rounds), binding,
+            )  # fmt: skip
 
         def advance(after: Checkpoint) -> None:
-            nonlocal now
-            changed.update(i for i, own in after.client_states.items() if own is not now.client_states.get(i))
-            now = after
+            nonlocal checkpoint
+            changed_clients.update(
+                i
+                for i, client_state in after.client_states.items()
+                if client_state is not checkpoint.client_states.get(i)
+            )
+            checkpoint = after
 
-        def finish(at: Checkpoint, evaluated: Collected | None) -> None:
+        def finish(at: Checkpoint, evaluation_results: PhaseResults | None) -> None:
             """Completes the record of a round, of which `at` is the state after, and writes it."""
-            record, found = finished(federation, at.unfinished or {}, evaluated, history)
-            record["analysis"] = _keep_analysis(federation, at, record.pop("replied"), directory)
-            wanted = settings.keep if isinstance(settings.keep, int) else record["best_round"]
-            if too_large := predictions.add(at.round, found, wanted):
-                _tell(too_large, directory)
+            record, outputs = complete_record(federation, at.unevaluated_record or {}, evaluation_results, history)
+            record["analysis"] = _write_analysis(federation, at, record.pop("replied"), directory)
+            round_to_keep = settings.keep if isinstance(settings.keep, int) else record["best_round"]
+            if too_large := predictions.add(at.round, outputs, round_to_keep):
+                _warn(too_large, directory)
             if directory is not None:
-                directory.append(record)
+                directory.append_record(record)
             history.append(record)
-            advance(dataclasses.replace(at, unfinished=None))
-            progress.round(record)
+            advance(dataclasses.replace(at, unevaluated_record=None))
+            progress.finish_round(record)
             for sentence in record["warnings"]:
                 progress.say(f"warning: {sentence}")
-            if (lost := losses_lost(history[-1:])) and not losses_lost(history[-2:-1]):  # once, not in each round
+            if (lost := describe_diverged_losses(history[-1:])) and not describe_diverged_losses(
+                history[-2:-1]
+            ):  # once, not in each round
                 progress.warn(lost)
 
         try:
-            if now.round == 0:
-                _keep_analysis(federation, now, list(federation.roster.ids), directory)
-            while now.recorded < settings.rounds:
-                if now.unfinished is not None and not (rides and now.round < settings.rounds):
-                    finish(now, evaluation(federation, now, engine, progress))
+            if checkpoint.round == 0:
+                _write_analysis(federation, checkpoint, list(federation.client_registry.ids), directory)
+            while checkpoint.last_recorded_round < settings.rounds:
+                if checkpoint.unevaluated_record is not None and not (overlaps and checkpoint.round < settings.rounds):
+                    finish(checkpoint, evaluate_clients(federation, checkpoint, engine, progress))
                 else:
-                    after = play_round(federation, now, history, engine, progress, finish)
-                    if not is_evaluated(settings, after.round):
+                    after = run_round(federation, checkpoint, history, engine, progress, finish)
+                    if not is_evaluation_round(settings, after.round):
                         finish(after, None)
-                    elif rides:
+                    elif overlaps:
                         advance(after)
                     else:
-                        finish(after, evaluation(federation, after, engine, progress))
-                kept = (
+                        finish(after, evaluate_clients(federation, after, engine, progress))
+                kept_round = (
                     settings.keep if isinstance(settings.keep, int) else history[-1]["best_round"] if history else None
                 )
-                improved = settings.keep != "last" and kept == now.round
-                best = now if improved else best
-                ended = now.recorded == settings.rounds
-                due = improved or ended or (now.round % settings.checkpoint_every == 0 and now.round < settings.rounds)
-                if directory is not None and due and now.round > saved:
+                improved = settings.keep != "last" and kept_round == checkpoint.round
+                best = checkpoint if improved else best
+                ended = checkpoint.last_recorded_round == settings.rounds
+                is_due = (
+                    improved
+                    or ended
+                    or (checkpoint.round % settings.checkpoint_every == 0 and checkpoint.round < settings.rounds)
+                )
+                if directory is not None and is_due and checkpoint.round > saved_round:
                     # That of the round which was the best until now is needed if this checkpoint gets damaged.
-                    keep_state(now)
-                    saved, stays = now.round, _rounds_of(best)
-                    changed.clear()
+                    keep_state(checkpoint)
+                    saved_round, kept_rounds = checkpoint.round, _checkpoint_rounds(best)
+                    changed_clients.clear()
             if settings.keep in ("best", "loss") and best is None:
-                what = "score" if settings.keep == "best" else "loss"
-                sentence = f"keep={settings.keep!r}: no round has a validation {what}, so that the last is kept"
+                criterion = "score" if settings.keep == "best" else "loss"
+                sentence = f"keep={settings.keep!r}: no round has a validation {criterion}, so that the last is kept"
                 warnings.warn(sentence, RuntimeWarning, stacklevel=3)
             if directory is not None:
-                write_models(federation, best or now, engine, directory, progress)
-            predictions.finish()
+                write_personal_models(federation, best or checkpoint, engine, directory, progress)
+            predictions.write_client_files()
             if directory is not None:
-                directory.add_to_manifest({"files": chain.of_files(directory.path, ("models", "predictions"))})
+                directory.add_to_manifest({"files": chain.hash_files(directory.path, ("models", "predictions"))})
         except BaseException as stop:
-            if directory is not None and now.round > saved:
-                keep_state(now)
+            if directory is not None and checkpoint.round > saved_round:
+                keep_state(checkpoint)
             if isinstance(stop, KeyboardInterrupt) and directory is not None:
-                raise Interrupted(
-                    f"interrupted; {now.round} of {settings.rounds} rounds are saved: continue with "
+                raise RunInterrupt(
+                    f"interrupted; {checkpoint.round} of {settings.rounds} rounds are saved: continue with "
                     f"`polyfed resume {directory.path}`"
                 ) from stop
             raise
     path = None if directory is None else directory.path
-    return Run(federation, history, now, path, best=best, kept_predictions=predictions)
+    return Run(federation, history, checkpoint, path, best=best, prediction_store=predictions)
 
 
-def _rounds_of(state: Checkpoint | None, *others: int) -> tuple[int, ...]:
-    return others if state is None else (state.round, *others)
+def _checkpoint_rounds(state: Checkpoint | None, *more_rounds: int) -> tuple[int, ...]:
+    return more_rounds if state is None else (state.round, *more_rounds)
 
 
-def _tell(sentence: str, directory: RunDirectory | None) -> None:
+def _warn(sentence: str, directory: RunDirectory | None) -> None:
     """A warning; in `manifest.json` too."""
     if directory is not None:
         directory.add_to_manifest({"predictions": sentence})
     warnings.warn(sentence, RuntimeWarning, stacklevel=5)
 
 
-def _keep_analysis(
-    federation: Federation, at: Checkpoint, who: Sequence[str], directory: RunDirectory | None
+def _write_analysis(
+    federation: Federation, checkpoint: Checkpoint, client_ids: Sequence[str], directory: RunDirectory | None
 ) -> dict[str, float]:
     """Writes what the method keeps of a round for plots; returns the numbers among it, for the record of the round."""
-    kept = federation.algorithm.analysis(at.state, who)
-    arrays = {name: value for name, value in kept.items() if not isinstance(value, int | float)}
+    analysis = federation.algorithm.analysis(checkpoint.state, client_ids)
+    arrays = {name: value for name, value in analysis.items() if not isinstance(value, int | float)}
     if directory is not None and arrays:
-        directory.write_analysis(at.round, arrays)
-    return {name: value for name, value in kept.items() if isinstance(value, int | float)}
+        directory.write_analysis(checkpoint.round, arrays)
+    return {name: value for name, value in analysis.items() if isinstance(value, int | float)}

@@ -15,13 +15,13 @@ from typing import Any, final
 
 from torch import Tensor
 
-from polyfed.algorithms import REGISTRY, name_of
+from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.core.algorithm import Client
-from polyfed.core.finite import not_finite_in
-from polyfed.core.gradients import gradients
-from polyfed.core.scratch import scratch, whole_state
-from polyfed.core.seeds import local_rng
-from polyfed.core.tree import Nested, Tree, mismatch, spec
+from polyfed.core.finite import nonfinite_state_error
+from polyfed.core.gradients import grad_enabled
+from polyfed.core.scratch import cached_module, trainable_state
+from polyfed.core.seeds import temporary_rng_seed
+from polyfed.core.tree import PyTree, StateDict, spec_mismatch, state_dict_spec
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint
 
@@ -31,163 +31,205 @@ _ALIEN = frozenset({"teacher", "common"})  # fedavg_kd, fedkd: networks of anoth
 
 
 @final
-class Forms:
+class StateValidator:
     """The forms that a federation's method gives to what the server and the clients keep."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
-        self._known = type(federation.algorithm) in REGISTRY.values()
-        self._private: dict[str, Nested] = {}  # of the first client of each architecture
-        self._server: Nested = None
-        if self._known:
+        self._is_registered = type(federation.algorithm) in REGISTRY.values()
+        self._initial_client_states: dict[str, PyTree] = {}  # of the first client of each architecture
+        self._initial_server_state: PyTree = None
+        if self._is_registered:
             with warnings.catch_warnings(action="ignore"):  # they were told when the run began
-                self._server = federation.begin().state
+                self._initial_server_state = federation.initial_checkpoint().state
 
-    def flaw(self, found: Checkpoint, records: Sequence[Mapping[str, Any]]) -> str:
+    def find_error(self, checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> str:
         """How a checkpoint differs from what the method keeps, as half a sentence; empty if it does not.
 
         Args:
             found: the checkpoint.
             records: of the rounds up to it, as `metrics.jsonl` has them.
         """
-        ids = set(self._federation.roster.ids)
-        if strange := sorted(found.client_states.keys() - ids):
-            return f"it has a private state of {strange[0]!r}, who is not in the federation"
+        ids = set(self._federation.client_registry.ids)
+        if unknown_ids := sorted(checkpoint.client_states.keys() - ids):
+            return f"it has a private state of {unknown_ids[0]!r}, who is not in the federation"
         trained = {i for record in records for i, row in record.get("clients", {}).items() if "seconds" in row}
-        if lost := sorted((trained & ids) - found.client_states.keys()):
-            return f"the private state of {lost[0]!r} is missing, who has trained"
+        if missing_ids := sorted((trained & ids) - checkpoint.client_states.keys()):
+            return f"the private state of {missing_ids[0]!r} is missing, who has trained"
         if not self._federation.clients:  # those of sites are at the sites
-            return next(filter(None, (_at_a_site(i, own, found) for i, own in found.client_states.items())), "")
-        if not self._known:
+            return next(
+                filter(
+                    None,
+                    (
+                        _remote_state_error(i, client_state, checkpoint)
+                        for i, client_state in checkpoint.client_states.items()
+                    ),
+                ),
+                "",
+            )
+        if not self._is_registered:
             return ""
-        if wrong := _differs(self._server, found.state, [*_trees(self._server)], ids) or not_finite_in(found.state):
-            return f"the server's state: {wrong}"
-        wrongs = ((i, self._private_flaw(self._federation.clients[i], own)) for i, own in found.client_states.items())
-        return next((f"the private state of {i!r}: {wrong}" for i, wrong in wrongs if wrong), "")
+        if error_text := _state_difference(
+            self._initial_server_state, checkpoint.state, [*_trees(self._initial_server_state)], ids
+        ) or nonfinite_state_error(checkpoint.state):
+            return f"the server's state: {error_text}"
+        wrongs = (
+            (i, self._client_state_error(self._federation.clients[i], client_state))
+            for i, client_state in checkpoint.client_states.items()
+        )
+        return next((f"the private state of {i!r}: {error_text}" for i, error_text in wrongs if error_text), "")
 
-    def _private_flaw(self, client: Client, own: Nested) -> str:
-        known = [_network(client), *_parts(client)] if client.model is not None else []
-        key = "" if client.model is None else scratch(client.model).architecture
-        ids = set(self._federation.roster.ids)
-        if key not in self._private:
-            self._private[key] = self._first(client)
-        begin = self._private[key]
-        if _differs(begin, own, [*known, *_trees(begin)], ids):  # a form may follow from the client's data
-            begin = self._first(client)
-        return _differs(begin, own, [*known, *_trees(begin)], ids) or not_finite_in(own)
+    def _client_state_error(self, client: Client, client_state: PyTree) -> str:
+        known_trees = [_network_state(client), *_parameters_and_buffers(client)] if client.model is not None else []
+        key = "" if client.model is None else cached_module(client.model).architecture
+        ids = set(self._federation.client_registry.ids)
+        if key not in self._initial_client_states:
+            self._initial_client_states[key] = self._init_client_state(client)
+        initial_state = self._initial_client_states[key]
+        if _state_difference(
+            initial_state, client_state, [*known_trees, *_trees(initial_state)], ids
+        ):  # a form may follow from the client's data
+            initial_state = self._init_client_state(client)
+        return _state_difference(
+            initial_state, client_state, [*known_trees, *_trees(initial_state)], ids
+        ) or nonfinite_state_error(client_state)
 
-    def _first(self, client: Client) -> Nested:
+    def _init_client_state(self, client: Client) -> PyTree:
         seed = self._federation.settings.seed
-        with gradients(), local_rng(seed):
+        with grad_enabled(), temporary_rng_seed(seed):
             return self._federation.algorithm.client_init(client, seed)
 
 
-def explained(wrong: str, folder: object, federation: Federation, round_number: int) -> str:
+def describe_state_error(wrong: str, folder: object, federation: Federation, round_number: int) -> str:
     """The sentence about a checkpoint that is not of the form of its method."""
     return (
-        f"the checkpoint of round {round_number} in {folder} is not what {name_of(federation.algorithm)} wrote for these "
-        f"clients: {wrong}"
+        f"the checkpoint of round {round_number} in {folder} is not what {registry_name(federation.algorithm)} wrote "
+        f"for these clients: {wrong}"
     )
 
 
-def _at_a_site(client: str, own: Nested, found: Checkpoint) -> str:
-    number = own.get("round") if isinstance(own, dict) and own.keys() == {"round"} else None
-    if type(number) is int and 1 <= number <= found.round:
+def _remote_state_error(client: str, client_state: PyTree, checkpoint: Checkpoint) -> str:
+    number = client_state.get("round") if isinstance(client_state, dict) and client_state.keys() == {"round"} else None
+    if type(number) is int and 1 <= number <= checkpoint.round:
         return ""
-    return f"the round of the private state that {client!r} keeps is {str(own)[:60]}"
+    return f"the round of the private state that {client!r} keeps is {str(client_state)[:60]}"
 
 
-def _differs(begin: Nested, found: Nested, known: Sequence[Tree], ids: set[str], place: str = "") -> str:
-    """How a state differs from the one of the beginning; empty if it may have become that."""
-    what = place or "it"
-    if isinstance(begin, Tensor):
-        if not isinstance(found, Tensor):
-            return f"tensor {what!r} is a {type(found).__name__}"
-        return mismatch({what: found}, spec({what: begin})) or ""
-    if isinstance(begin, Mapping):
-        if not isinstance(found, Mapping):
-            return f"{what!r} is a {type(found).__name__}, not a mapping"
-        return _mapping(begin, found, known, ids, place) if begin else _later(found, known, ids, place)
-    if isinstance(begin, list):
-        if not isinstance(found, list):
-            return f"{what!r} is a {type(found).__name__}, not a list"
-        if len(begin) != len(found):
-            return f"list {what!r} has {len(found)} parts, expected {len(begin)}" if any(_trees(begin)) else ""
-        pairs = zip(begin, found, strict=True)
-        return _first_of(_differs(a, b, known, ids, _inside(place, k)) for k, (a, b) in enumerate(pairs))
-    if begin is None:
-        return _later(found, known, ids, place)
-    return "" if type(begin) is type(found) else f"{what!r} is {str(found)[:60]}, not a {type(begin).__name__}"
-
-
-def _mapping(
-    begin: Mapping[str, Any], found: Mapping[str, Any], known: Sequence[Tree], ids: set[str], place: str
+def _state_difference(
+    initial: PyTree, state: PyTree, known_trees: Sequence[StateDict], ids: set[str], place: str = ""
 ) -> str:
-    if _is_tree(begin):
-        if wrong := _no_tensor(found, place):
+    """How a state differs from the one of the beginning; empty if it may have become that."""
+    label = place or "it"
+    if isinstance(initial, Tensor):
+        if not isinstance(state, Tensor):
+            return f"tensor {label!r} is a {type(state).__name__}"
+        return spec_mismatch({label: state}, state_dict_spec({label: initial})) or ""
+    if isinstance(initial, Mapping):
+        if not isinstance(state, Mapping):
+            return f"{label!r} is a {type(state).__name__}, not a mapping"
+        return (
+            _mapping_difference(initial, state, known_trees, ids, place)
+            if initial
+            else _later_state_error(state, known_trees, ids, place)
+        )
+    if isinstance(initial, list):
+        if not isinstance(state, list):
+            return f"{label!r} is a {type(state).__name__}, not a list"
+        if len(initial) != len(state):
+            return f"list {label!r} has {len(state)} parts, expected {len(initial)}" if any(_trees(initial)) else ""
+        pairs = zip(initial, state, strict=True)
+        return _first_error(
+            _state_difference(a, b, known_trees, ids, _join_path(place, k)) for k, (a, b) in enumerate(pairs)
+        )
+    if initial is None:
+        return _later_state_error(state, known_trees, ids, place)
+    return "" if type(initial) is type(state) else f"{label!r} is {str(state)[:60]}, not a {type(initial).__name__}"
+
+
+def _mapping_difference(
+    initial: Mapping[str, Any], state: Mapping[str, Any], known_trees: Sequence[StateDict], ids: set[str], place: str
+) -> str:
+    if _is_tree(initial):
+        if wrong := _non_tensor_error(state, place):
             return wrong
-        wanted = {_inside(place, name): form for name, form in spec(begin).items()}
+        specs = {_join_path(place, name): form for name, form in state_dict_spec(initial).items()}
         if place.rpartition("/")[2] == _SHRINKING:
-            wanted = {name: form for name, form in wanted.items() if name.removeprefix(f"{place}/") in found}
-        return mismatch({_inside(place, name): tensor for name, tensor in found.items()}, wanted) or ""
-    new = {name: value for name, value in found.items() if name not in begin}
-    for name in begin.keys() - found.keys() - {_SHRINKING}:
+            specs = {name: form for name, form in specs.items() if name.removeprefix(f"{place}/") in state}
+        return spec_mismatch({_join_path(place, name): tensor for name, tensor in state.items()}, specs) or ""
+    new = {name: value for name, value in state.items() if name not in initial}
+    for name in initial.keys() - state.keys() - {_SHRINKING}:
         # FedRep's draw gives way to the body, a part of it: which part, only the clients know. It may be no tensor at all.
-        akin = [n for n, value in new.items() if _is_tree(begin[name]) and _akin(value, begin[name])]
-        empty = [n for n, value in new.items() if _is_tree(begin[name]) and _is_empty(value)]
-        heir = next(iter(akin + empty), None)
+        related_names = [
+            n for n, value in new.items() if _is_tree(initial[name]) and _shares_names(value, initial[name])
+        ]
+        empty = [n for n, value in new.items() if _is_tree(initial[name]) and _is_empty(value)]
+        heir = next(iter(related_names + empty), None)
         if heir is None:
-            return f"{_inside(place, name)!r} is missing"
-        part = {n: tensor for n, tensor in begin[name].items() if n in new[heir]}
-        if wrong := _differs(part, new.pop(heir), known, ids, _inside(place, heir)):
+            return f"{_join_path(place, name)!r} is missing"
+        part = {n: tensor for n, tensor in initial[name].items() if n in new[heir]}
+        if wrong := _state_difference(part, new.pop(heir), known_trees, ids, _join_path(place, heir)):
             return wrong
-    both = _first_of(
-        _differs(begin[name], found[name], known, ids, _inside(place, name)) for name in begin if name in found
+    difference = _first_error(
+        _state_difference(initial[name], state[name], known_trees, ids, _join_path(place, name))
+        for name in initial
+        if name in state
     )
-    if not both and new and place:
-        return f"{_inside(place, next(iter(new)))!r} is unexpected"
-    return both or _first_of(_later(value, known, ids, _inside(place, name)) for name, value in new.items())
+    if not difference and new and place:
+        return f"{_join_path(place, next(iter(new)))!r} is unexpected"
+    return difference or _first_error(
+        _later_state_error(value, known_trees, ids, _join_path(place, name)) for name, value in new.items()
+    )
 
 
-def _later(found: Nested, known: Sequence[Tree], ids: set[str], place: str) -> str:
+def _later_state_error(state: PyTree, known_trees: Sequence[StateDict], ids: set[str], place: str) -> str:
     """What is wrong with something that was not there at the beginning."""
-    if isinstance(found, list):
-        return _first_of(_later(value, known, ids, _inside(place, k)) for k, value in enumerate(found))
-    if not isinstance(found, Mapping) or place.rpartition("/")[2] in _ALIEN:
+    if isinstance(state, list):
+        return _first_error(
+            _later_state_error(value, known_trees, ids, _join_path(place, k)) for k, value in enumerate(state)
+        )
+    if not isinstance(state, Mapping) or place.rpartition("/")[2] in _ALIEN:
         return ""
-    akin = [tree for tree in known if _akin(found, tree)]
-    if not akin or found.keys() <= ids:
-        return _first_of(_later(value, known, ids, _inside(place, name)) for name, value in found.items())
-    if wrong := _no_tensor(found, place):
+    related_trees = [tree for tree in known_trees if _shares_names(state, tree)]
+    if not related_trees or state.keys() <= ids:
+        return _first_error(
+            _later_state_error(value, known_trees, ids, _join_path(place, name)) for name, value in state.items()
+        )
+    if wrong := _non_tensor_error(state, place):
         return wrong
     if place.startswith(f"{_PARTS}/"):
-        akin = [{name: tree[name] for name in tree if name in found} for tree in akin]
-    named = {_inside(place, name): tensor for name, tensor in found.items()}
-    reasons = [mismatch(named, {_inside(place, name): form for name, form in spec(tree).items()}) for tree in akin]
+        related_trees = [{name: tree[name] for name in tree if name in state} for tree in related_trees]
+    tensor_by_path = {_join_path(place, name): tensor for name, tensor in state.items()}
+    reasons = [
+        spec_mismatch(tensor_by_path, {_join_path(place, name): form for name, form in state_dict_spec(tree).items()})
+        for tree in related_trees
+    ]
     if None in reasons:
         return ""
-    alike = max(range(len(akin)), key=lambda k: len(akin[k].keys() & found.keys()) - len(akin[k].keys() ^ found.keys()))
-    return reasons[alike] or ""
+    closest = max(
+        range(len(related_trees)),
+        key=lambda k: len(related_trees[k].keys() & state.keys()) - len(related_trees[k].keys() ^ state.keys()),
+    )
+    return reasons[closest] or ""
 
 
-def _no_tensor(found: Mapping[str, Any], place: str) -> str:
-    wrong = (name for name, value in found.items() if not isinstance(value, Tensor))
-    return _first_of(f"tensor {_inside(place, name)!r} is a {type(found[name]).__name__}" for name in wrong)
+def _non_tensor_error(state: Mapping[str, Any], place: str) -> str:
+    names = (name for name, value in state.items() if not isinstance(value, Tensor))
+    return _first_error(f"tensor {_join_path(place, name)!r} is a {type(state[name]).__name__}" for name in names)
 
 
-def _network(client: Client) -> Tree:
+def _network_state(client: Client) -> StateDict:
     assert client.model is not None
-    return whole_state(scratch(client.model).module)
+    return trainable_state(cached_module(client.model).module)
 
 
-def _parts(client: Client) -> list[Tree]:
+def _parameters_and_buffers(client: Client) -> list[StateDict]:
     """Of a network its trained parameters, and its buffers."""
     assert client.model is not None
-    net = scratch(client.model)
+    net = cached_module(client.model)
     return [{n: p for n, p in net.module.named_parameters() if n not in net.frozen}, net.buffers]
 
 
-def _trees(nested: Nested) -> Iterator[Tree]:
+def _trees(nested: PyTree) -> Iterator[StateDict]:
     """The mappings of names to tensors in a state."""
     if _is_tree(nested):
         yield nested
@@ -196,21 +238,21 @@ def _trees(nested: Nested) -> Iterator[Tree]:
             yield from _trees(value)
 
 
-def _is_tree(value: Nested) -> bool:
+def _is_tree(value: PyTree) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(item, Tensor) for item in value.values())
 
 
-def _is_empty(value: Nested) -> bool:
+def _is_empty(value: PyTree) -> bool:
     return isinstance(value, Mapping) and not value
 
 
-def _akin(value: Nested, tree: Tree) -> bool:
+def _shares_names(value: PyTree, tree: StateDict) -> bool:
     return isinstance(value, Mapping) and bool(value.keys() & tree.keys())
 
 
-def _inside(place: str, name: object) -> str:
+def _join_path(place: str, name: object) -> str:
     return f"{place}/{name}" if place else str(name)
 
 
-def _first_of(found: Iterator[str]) -> str:
-    return next(filter(None, found), "")
+def _first_error(errors: Iterator[str]) -> str:
+    return next(filter(None, errors), "")

@@ -10,12 +10,12 @@ import torch
 from polyfed.algorithms.averaging import RunningAggregate
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.errors import RoundError
-from polyfed.core.tree import spec, tensors_of
-from polyfed.simulation.secure import SecureSum, is_mean
+from polyfed.core.tree import iter_tensors, state_dict_spec
+from polyfed.simulation.secure import SecureSum, uses_default_mean
 
 
 @final
-class Intake:
+class ReplyAggregator:
     """The valid replies of a round. Where the server half is a mean, each is summed and let go, in the order of ids: one
     that comes early waits. Otherwise all are held, and a reply that breaks the server's state can be found and left out.
 
@@ -30,40 +30,48 @@ class Intake:
         self,
         algorithm: Algorithm[Any, Any],
         state: Any,
-        who: Sequence[str],
+        client_ids: Sequence[str],
         num_examples: Mapping[str, int],
         secure: bool = False,
     ) -> None:
         self._algorithm, self._state = algorithm, state
-        self._left, self._held = deque(sorted(who)), dict[str, Message]()
-        self._lost: set[str] = set()
-        self._wanted = frozenset(who)
-        self._sum: RunningAggregate | SecureSum | None = None
+        self._remaining_ids, self._replies = deque(sorted(client_ids)), dict[str, Message]()
+        self._missing_ids: set[str] = set()
+        self._cohort_ids = frozenset(client_ids)
+        self._running_sum: RunningAggregate | SecureSum | None = None
         self.seconds = 0.0  # that summing took
-        if secure and is_mean(algorithm):
-            self._sum = SecureSum(algorithm)
-        elif is_mean(algorithm) and algorithm.reply_spec_is_known(state):
-            known = not algorithm.weighted or all(i in num_examples for i in who)  # without weights ids are enough
-            self._sum = algorithm.running_aggregate({i: num_examples.get(i, 1) for i in self._left} if known else None)
+        if secure and uses_default_mean(algorithm):
+            self._running_sum = SecureSum(algorithm)
+        elif uses_default_mean(algorithm) and algorithm.reply_spec_is_known(state):
+            has_all_counts = not algorithm.weighted or all(
+                i in num_examples for i in client_ids
+            )  # without weights ids are enough
+            self._running_sum = algorithm.running_aggregate(
+                {i: num_examples.get(i, 1) for i in self._remaining_ids} if has_all_counts else None
+            )
 
-    def came(self, client: str, reply: Message) -> None:
+    def add(self, client: str, reply: Message) -> None:
         """Takes in the reply of a client; one that is not of this round's clients (`everyone_trains`) is let go."""
-        if client in self._wanted:
-            self._held[client] = reply
-            self._go_on()
+        if client in self._cohort_ids:
+            self._replies[client] = reply
+            self._sum_waiting_replies()
 
-    def lost(self, client: str) -> None:
+    def mark_missing(self, client: str) -> None:
         """No reply of this client will come."""
-        self._lost.add(client)
-        self._go_on()
+        self._missing_ids.add(client)
+        self._sum_waiting_replies()
 
-    def _go_on(self) -> None:
-        began = time.perf_counter()
-        while self._sum is not None and self._left and (self._left[0] in self._held or self._left[0] in self._lost):
-            client = self._left.popleft()
-            if client in self._held:
-                self._sum.add(client, self._held.pop(client))
-        self.seconds += time.perf_counter() - began
+    def _sum_waiting_replies(self) -> None:
+        started = time.perf_counter()
+        while (
+            self._running_sum is not None
+            and self._remaining_ids
+            and (self._remaining_ids[0] in self._replies or self._remaining_ids[0] in self._missing_ids)
+        ):
+            client = self._remaining_ids.popleft()
+            if client in self._replies:
+                self._running_sum.add(client, self._replies.pop(client))
+        self.seconds += time.perf_counter() - started
 
     def aggregate(self, server: ServerContext, *, drop: bool) -> tuple[Any, dict[str, str]]:
         """The server's next state.
@@ -78,63 +86,67 @@ class Intake:
         Raises:
             RoundError: the state is not finite, and no single reply is to blame, or none may be left out.
         """
-        if self._sum is not None:
-            after = self._sum.finalize(self._state)
-            if broken := _broken(after, self._state):
+        if self._running_sum is not None:
+            next_state = self._running_sum.finalize(self._state)
+            if broken := _nonfinite_error(next_state, self._state):
                 raise RoundError(
                     f"{type(self._algorithm).__name__}: {broken} after the mean; lower lr or set clip_norm"
                 )
-            return after, {}
-        dropped = _unlike(self._held) if drop and is_mean(self._algorithm) else {}
-        replies = {i: reply for i, reply in self._held.items() if i not in dropped}
-        after, flaw, error = self._try(replies, server)
+            return next_state, {}
+        dropped = _find_incompatible_replies(self._replies) if drop and uses_default_mean(self._algorithm) else {}
+        replies = {i: reply for i, reply in self._replies.items() if i not in dropped}
+        next_state, flaw, error = self._try_aggregate(replies, server)
         if flaw is None:
-            return after, dropped
+            return next_state, dropped
         if error is not None and not drop:
             raise error
-        blamed = self._blamed(replies, server)
-        if not drop or not blamed or len(blamed) == len(replies):
-            whose = f" for the replies of {', '.join(map(repr, blamed))}" if blamed else ""
+        bad_replies = self._find_bad_replies(replies, server)
+        if not drop or not bad_replies or len(bad_replies) == len(replies):
+            whose = f" for the replies of {', '.join(map(repr, bad_replies))}" if bad_replies else ""
             raise error or RoundError(f"{type(self._algorithm).__name__}: {flaw} after aggregation{whose}; lower lr or set "
                                       "clip_norm")  # fmt: skip
-        rest = {i: reply for i, reply in replies.items() if i not in blamed}
-        after, flaw, error = self._try(rest, server)
+        good_replies = {i: reply for i, reply in replies.items() if i not in bad_replies}
+        next_state, flaw, error = self._try_aggregate(good_replies, server)
         if flaw is not None:
             raise error or RoundError(f"{type(self._algorithm).__name__}: {flaw} after aggregation")
-        return after, dropped | blamed
+        return next_state, dropped | bad_replies
 
-    def _try(self, replies: Mapping[str, Message], server: ServerContext) -> tuple[Any, str | None, Exception | None]:
+    def _try_aggregate(
+        self, replies: Mapping[str, Message], server: ServerContext
+    ) -> tuple[Any, str | None, Exception | None]:
         try:
-            after = self._algorithm.aggregate(self._state, replies, server)
+            next_state = self._algorithm.aggregate(self._state, replies, server)
         except Exception as error:  # whatever a method raises for numbers that it cannot work with
             return None, f"{type(error).__name__}: {error}", error
-        return after, _broken(after, self._state), None
+        return next_state, _nonfinite_error(next_state, self._state), None
 
-    def _blamed(self, replies: Mapping[str, Message], server: ServerContext) -> dict[str, str]:
+    def _find_bad_replies(self, replies: Mapping[str, Message], server: ServerContext) -> dict[str, str]:
         """Replies that break the state by themselves; if there is none, the one without which it stays whole."""
-        alone = {i: flaw for i in sorted(replies) if (flaw := self._try({i: replies[i]}, server)[1])}
-        if alone or len(replies) == 1:
-            return alone
+        bad_alone = {i: flaw for i in sorted(replies) if (flaw := self._try_aggregate({i: replies[i]}, server)[1])}
+        if bad_alone or len(replies) == 1:
+            return bad_alone
         for i in sorted(replies):
-            if self._try({j: reply for j, reply in replies.items() if j != i}, server)[1] is None:
+            if self._try_aggregate({j: reply for j, reply in replies.items() if j != i}, server)[1] is None:
                 return {i: "with this reply the server's state is not finite, without it it is"}
         return {}
 
 
-def _unlike(replies: Mapping[str, Message]) -> dict[str, str]:
+def _find_incompatible_replies(replies: Mapping[str, Message]) -> dict[str, str]:
     """Replies whose tensors have another form than those of most clients; they would leave no mean."""
-    forms: dict[str, list[str]] = {}
+    ids_by_spec: dict[str, list[str]] = {}
     for i in sorted(replies):
-        forms.setdefault(repr({group: spec(tree) for group, tree in sorted(replies[i].tensors.items())}), []).append(i)
-    most = max(forms.values(), key=len)
-    reason = f"its tensors have another form than those of {len(most)} of {len(replies)} clients"
-    return {i: reason for i in sorted(replies) if i not in most}
+        ids_by_spec.setdefault(
+            repr({group: state_dict_spec(tree) for group, tree in sorted(replies[i].tensors.items())}), []
+        ).append(i)
+    majority = max(ids_by_spec.values(), key=len)
+    reason = f"its tensors have another form than those of {len(majority)} of {len(replies)} clients"
+    return {i: reason for i in sorted(replies) if i not in majority}
 
 
-def _broken(after: Any, before: Any) -> str | None:
+def _nonfinite_error(after: Any, before: Any) -> str | None:
     """What is wrong with the numbers of a state, those that a round has not changed aside."""
-    kept = {id(tensor) for tensor in tensors_of(before)}
-    for tensor in tensors_of(after):
-        if id(tensor) not in kept and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    unchanged_ids = {id(tensor) for tensor in iter_tensors(before)}
+    for tensor in iter_tensors(after):
+        if id(tensor) not in unchanged_ids and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return "the server's state is not finite"
     return None

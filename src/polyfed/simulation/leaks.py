@@ -20,7 +20,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Client
 from polyfed.core.examples import Examples
-from polyfed.core.inputs import leaves
+from polyfed.core.inputs import named_leaves
 
 _SHARE = 0.05  # of a client's test examples, from which on it is told
 _LEAST = 2  # different ones
@@ -46,44 +46,44 @@ _KINDS = {
 @final
 @dataclass(frozen=True)
 class _Leak:
-    """`found` of the `number` examples of a client are training examples: its own, or others' (of the kind "other")."""
+    """`num_leaked` of the `number` examples of a client are training examples: its own, or others' (of the kind "other")."""
 
     client: str
     kind: str
-    found: int
+    num_leaked: int
     number: int
 
     def __str__(self) -> str:
-        return f"{self.found} of {self.number} of {self.client!r}"
+        return f"{self.num_leaked} of {self.number} of {self.client!r}"
 
 
-def warn_of_leaks(clients: Sequence[Client]) -> None:
+def warn_of_test_leakage(clients: Sequence[Client]) -> None:
     """One `UserWarning` if test or validation examples of a client are among its own training examples, or test examples
     among those of another: at least two different ones and 5 % of them.
 
     Clients are compared with each other if they have up to 2 million examples in all. Clients that were looked at together
-    before are not looked at again: a comparison runs many methods on the same. See also `one_warning`.
+    before are not looked at again: a comparison runs many methods on the same. See also `limit_leak_warnings`.
 
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
     >>> with warnings.catch_warnings(record=True) as told:
     ...     warnings.simplefilter("always")
-    ...     warn_of_leaks([Client("north", None, (x, y), (x[:10], y[:10]))])
+    ...     warn_of_test_leakage([Client("north", None, (x, y), (x[:10], y[:10]))])
     >>> str(told[0].message).partition(";")[0]
     "test examples that are also training examples of the same client: 10 of 10 of 'north'"
     """
     warned = _WARNED.get()
     if warned:
         return
-    company = hash(tuple(sorted(map(id, clients))))
-    if all(_SEEN.get((company, id(client))) is client for client in clients):
+    group_key = hash(tuple(sorted(map(id, clients))))
+    if all(_SEEN.get((group_key, id(client))) is client for client in clients):
         return
-    _SEEN.update({(company, id(client)): client for client in clients})
+    _SEEN.update({(group_key, id(client)): client for client in clients})
     groups = list(_groups(clients))
-    found = [leak for group in groups for leak in _leaks(group, between=len(groups) == 1)]
+    all_leaks = [leak for group in groups for leak in _find_leaks(group, between=len(groups) == 1)]
     sentences = []
-    for kind, what in _KINDS.items():
-        if leaks := [leak for leak in found if leak.kind == kind]:
-            sentences.append(f"{what}: {_listed(leaks)}")
+    for kind, description in _KINDS.items():
+        if leaks := [leak for leak in all_leaks if leak.kind == kind]:
+            sentences.append(f"{description}: {_format_leaks(leaks)}")
     if sentences:
         text = f"{'; '.join(sentences)}; scores of examples that were trained on say nothing of new data: give others"
         if warned is not None:
@@ -92,14 +92,14 @@ def warn_of_leaks(clients: Sequence[Client]) -> None:
 
 
 @contextmanager
-def one_warning() -> Iterator[None]:
+def limit_leak_warnings() -> Iterator[None]:
     """Within it there is one warning at most: a comparison deals the same data several times, and holds out parts of them.
 
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
-    >>> with warnings.catch_warnings(record=True) as told, one_warning():
+    >>> with warnings.catch_warnings(record=True) as told, limit_leak_warnings():
     ...     warnings.simplefilter("always")
     ...     for _ in range(3):
-    ...         warn_of_leaks([Client("north", None, (x, y), (x[:10], y[:10]))])
+    ...         warn_of_test_leakage([Client("north", None, (x, y), (x[:10], y[:10]))])
     >>> len(told)
     1
     """
@@ -113,97 +113,99 @@ def one_warning() -> Iterator[None]:
 def _groups(clients: Sequence[Client]) -> Iterator[list[Client]]:
     """The clients in groups with so few examples that they can be looked at together."""
     group: list[Client] = []
-    held = 0
+    num_examples = 0
     for client in clients:
         size = len(client.train) + len(client.test)
-        if group and held + size > _MOST:
+        if group and num_examples + size > _MOST:
             yield group
-            group, held = [], 0
+            group, num_examples = [], 0
         group.append(client)
-        held += size
+        num_examples += size
     yield group
 
 
-def _leaks(clients: Sequence[Client], between: bool) -> Iterator[_Leak]:
+def _find_leaks(clients: Sequence[Client], between: bool) -> Iterator[_Leak]:
     number = len(clients)
-    train, owner = _stacked(dict(enumerate(client.train for client in clients)))
-    train_keys = _keys(train, owner)
+    train, owner = _concat_hashes(dict(enumerate(client.train for client in clients)))
+    train_keys = _keys_by_client(train, owner)
     order = np.argsort(train_keys)
-    repeated = np.bincount(owner[_count(train_keys[order], train_keys) > 1], minlength=number)
+    repeated = np.bincount(owner[_count_occurrences(train_keys[order], train_keys) > 1], minlength=number)
     pooled = float(repeated.sum() / len(train))
     natural = np.maximum(repeated / np.bincount(owner, minlength=number), pooled)
     for kind in ("test", "val"):
         sets = {k: data for k, client in enumerate(clients) if (data := getattr(client, kind)) is not None}
         if not sets:
             continue
-        here, whose = _stacked(sets)
-        keys = _keys(here, whose)
-        mine = _count(train_keys[order], keys)
-        own = _suspects(mine > 0, keys, whose, _SHARE + _OWN * natural)
-        for k in sets.keys() - own.keys():
+        hashes, whose = _concat_hashes(sets)
+        keys = _keys_by_client(hashes, whose)
+        own_matches = _count_occurrences(train_keys[order], keys)
+        own_counts = _suspicious_counts(own_matches > 0, keys, whose, _SHARE + _OWN * natural)
+        for k in sets.keys() - own_counts.keys():
             same = _same_rows(sets[k], clients[k].train)
-            if same.any() and _suspects(same, here[whose == k], np.zeros(len(same), np.int64), np.array([_SHARE])):
-                own[k] = int(same.sum())
-        yield from (_Leak(clients[k].id, kind, found, len(sets[k])) for k, found in own.items())
+            if same.any() and _suspicious_counts(
+                same, hashes[whose == k], np.zeros(len(same), np.int64), np.array([_SHARE])
+            ):
+                own_counts[k] = int(same.sum())
+        yield from (_Leak(clients[k].id, kind, count, len(sets[k])) for k, count in own_counts.items())
         if kind == "test" and between and number > 1:
-            alike = _count(np.sort(train), here) > mine
-            found = _suspects(alike, keys, whose, np.full(number, _SHARE + _OTHERS * pooled))
-            for k in (k for k in found if k not in own):
-                yield _Leak(clients[k].id, "other", found[k], len(sets[k]))
+            alike = _count_occurrences(np.sort(train), hashes) > own_matches
+            other_counts = _suspicious_counts(alike, keys, whose, np.full(number, _SHARE + _OTHERS * pooled))
+            for k in (k for k in other_counts if k not in own_counts):
+                yield _Leak(clients[k].id, "other", other_counts[k], len(sets[k]))
 
 
-def _suspects(
+def _suspicious_counts(
     alike: NDArray[np.bool_], keys: Hashes, whose: NDArray[np.int64], least: NDArray[np.float64]
 ) -> dict[int, int]:
     """The clients of whose examples (`whose`) a share of at least `least` is `alike`, and how many these are."""
     number = len(least)
-    found = np.bincount(whose[alike], minlength=number)
+    leaked = np.bincount(whose[alike], minlength=number)
     _, first = np.unique(keys[alike], return_index=True)
-    different = np.bincount(whose[alike][first], minlength=number)
-    enough = found >= least * np.bincount(whose, minlength=number)
-    return {int(k): int(found[k]) for k in np.flatnonzero((different >= _LEAST) & enough)}
+    distinct = np.bincount(whose[alike][first], minlength=number)
+    enough = leaked >= least * np.bincount(whose, minlength=number)
+    return {int(k): int(leaked[k]) for k in np.flatnonzero((distinct >= _LEAST) & enough)}
 
 
-def _stacked(sets: Mapping[int, Examples]) -> tuple[Hashes, NDArray[np.int64]]:
+def _concat_hashes(sets: Mapping[int, Examples]) -> tuple[Hashes, NDArray[np.int64]]:
     """The hashes of several sets, and whose each is."""
     whose = np.repeat(np.fromiter(sets, np.int64), [len(data) for data in sets.values()])
     return np.concatenate([_hashes(data) for data in sets.values()]), whose
 
 
-def _keys(hashes: Hashes, whose: NDArray[np.int64]) -> Hashes:
+def _keys_by_client(hashes: Hashes, whose: NDArray[np.int64]) -> Hashes:
     """Numbers that are the same only for equal examples of one client."""
     return hashes * 0x9E3779B97F4A7C1 + whose * 0x2545F4914F6CDD1D
 
 
-def _count(ranked: Hashes, wanted: Hashes) -> NDArray[np.int64]:
+def _count_occurrences(ranked: Hashes, values: Hashes) -> NDArray[np.int64]:
     """How often each is among the ascending `ranked`."""
-    found: NDArray[np.int64] = np.searchsorted(ranked, wanted, side="right") - np.searchsorted(ranked, wanted)
-    return found
+    counts: NDArray[np.int64] = np.searchsorted(ranked, values, side="right") - np.searchsorted(ranked, values)
+    return counts
 
 
 def _same_rows(data: Examples, train: Examples) -> NDArray[np.bool_]:
     """Which of the examples are the same rows of the same store: they are no others that happen to be equal."""
-    if _places(data.x) != _places(train.x):
+    if _storage_keys(data.x) != _storage_keys(train.x):
         return np.zeros(len(data), bool)
     rows, used = (np.arange(len(d)) if d.index is None else d.index.cpu().numpy() for d in (data, train))
     return np.isin(rows, used)
 
 
-def _places(x: Any) -> list[Any]:
-    return [(name, part.data_ptr(), part.shape, part.stride(), part.dtype) for name, part in leaves(x)]
+def _storage_keys(x: Any) -> list[Any]:
+    return [(name, part.data_ptr(), part.shape, part.stride(), part.dtype) for name, part in named_leaves(x)]
 
 
 def _hashes(examples: Examples) -> Hashes:
     """One number for the stored input of each example, the same for equal ones of one structure, type and shape."""
     if isinstance(examples.x, Tensor):
-        return _of_part(examples, examples.x)
-    found = np.zeros(len(examples), np.int64)
-    for _, part in leaves(examples.x):  # the place of a part counts
-        found = found * _PRIME + _of_part(examples, part)
-    return found
+        return _hash_part(examples, examples.x)
+    hashes = np.zeros(len(examples), np.int64)
+    for _, part in named_leaves(examples.x):  # the place of a part counts
+        hashes = hashes * _PRIME + _hash_part(examples, part)
+    return hashes
 
 
-def _of_part(examples: Examples, part: Tensor) -> Hashes:
+def _hash_part(examples: Examples, part: Tensor) -> Hashes:
     x, index = part.detach(), examples.index
     if not x.numel():
         return np.zeros(len(examples), np.int64)
@@ -211,20 +213,20 @@ def _of_part(examples: Examples, part: Tensor) -> Hashes:
     kind = hash((str(x.dtype), tuple(x.shape[1:])))
     if x.device.type == "cpu" and x.is_contiguous():  # read in place, without a copy of the rows
         rows: Sequence[int] = range(len(x)) if index is None else index.tolist()
-        return _of_bytes(x, rows, size, kind)
+        return _hash_rows(x, rows, size, kind)
     step = max(1, _BLOCK // size)
     blocks = [slice(start, start + step) for start in range(0, len(examples), step)]
     parts = ((x[block] if index is None else x[index[block]]).cpu().contiguous() for block in blocks)
-    return np.concatenate([_of_bytes(part, range(len(part)), size, kind) for part in parts])
+    return np.concatenate([_hash_rows(part, range(len(part)), size, kind) for part in parts])
 
 
-def _of_bytes(x: Tensor, rows: Sequence[int], size: int, kind: int) -> Hashes:
+def _hash_rows(x: Tensor, rows: Sequence[int], size: int, kind: int) -> Hashes:
     content: Any = x.flatten().view(torch.uint8).numpy()
     content = memoryview(content)
     return np.array([hash(content[i * size : (i + 1) * size].tobytes()) ^ kind for i in rows], np.int64)
 
 
-def _listed(leaks: Sequence[_Leak]) -> str:
-    shown = sorted(leaks, key=lambda leak: (-leak.found / leak.number, leak.client))[:_NAMED]
+def _format_leaks(leaks: Sequence[_Leak]) -> str:
+    shown = sorted(leaks, key=lambda leak: (-leak.num_leaked / leak.number, leak.client))[:_NAMED]
     more = f" and of {len(leaks) - _NAMED} more" if len(leaks) > _NAMED else ""
     return f"{', '.join(map(str, shown))}{more}"

@@ -4,16 +4,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Curve = Sequence[tuple[int, float]]  # (round, loss), in the order of rounds
+LossCurve = Sequence[tuple[int, float]]  # (round, loss), in the order of rounds
 
 
-def validation_losses(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+def validation_losses_by_client(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
     """By client and evaluated round the mean loss on its validation examples, where it is a number.
 
     Args:
         history: the objects of `metrics.jsonl`.
 
-    >>> validation_losses([{"round": 2, "clients": {"a": {"val_loss": 0.5}, "b": {"val_loss": None}}}])
+    >>> validation_losses_by_client([{"round": 2, "clients": {"a": {"val_loss": 0.5}, "b": {"val_loss": None}}}])
     {'a': {2: 0.5}}
     """
     losses: dict[str, dict[int, float]] = {}
@@ -25,14 +25,14 @@ def validation_losses(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[in
     return losses
 
 
-def pooled(losses: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int]) -> list[tuple[int, float]]:
+def pool_losses(losses: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int]) -> list[tuple[int, float]]:
     """The mean loss over all validation examples, each counted once, at the rounds at which every client has one.
 
     Args:
         losses: by client and round.
         sizes: validation examples by client; one that is not there counts as one example.
 
-    >>> pooled({"a": {1: 1.0, 2: 0.5}, "b": {1: 0.0, 2: 0.0}}, {"a": 1, "b": 3})
+    >>> pool_losses({"a": {1: 1.0, 2: 0.5}, "b": {1: 0.0, 2: 0.0}}, {"a": 1, "b": 3})
     [(1, 0.25), (2, 0.125)]
     """
     if not losses:
@@ -43,30 +43,32 @@ def pooled(losses: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int]) 
     return [(t, math.fsum(weights[c] * rounds[t] for c, rounds in losses.items()) / total) for t in common]
 
 
-def lowest(curve: Curve) -> int | None:
+def round_of_lowest_loss(curve: LossCurve) -> int | None:
     """The round with the lowest loss, the first of equals; None without any.
 
-    >>> lowest([(1, 0.5), (2, 0.25), (3, 0.25)])
+    >>> round_of_lowest_loss([(1, 0.5), (2, 0.25), (3, 0.25)])
     2
     """
     return min(curve, key=lambda point: (point[1], point[0]))[0] if curve else None
 
 
-def lowest_round(history: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]) -> int | None:
+def round_of_lowest_pooled_loss(history: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]) -> int | None:
     """The round with the lowest pooled loss, the first of equals; None where no client has a loss. A round in which a client
     lacks the loss that it had before is not better.
 
     >>> rows = [{"a": {"val_loss": loss}, "b": {"val_loss": 1.0}} for loss in (0.5, 0.25, None)]
-    >>> lowest_round([{"round": n, "clients": row} for n, row in enumerate(rows, 1)], {"a": 2, "b": 1})
+    >>> round_of_lowest_pooled_loss([{"round": n, "clients": row} for n, row in enumerate(rows, 1)], {"a": 2, "b": 1})
     2
     """
     best: Mapping[str, Any] | None = None
     for record in history:
-        now = validation_losses([record])
-        before = {} if best is None else validation_losses([best])
-        if now.keys() > before.keys():
+        current_losses = validation_losses_by_client([record])
+        best_losses = {} if best is None else validation_losses_by_client([best])
+        if current_losses.keys() > best_losses.keys():
             best = record
-        elif best is not None and now.keys() == before.keys():
-            (_, ours), (_, theirs) = (pooled(losses, sizes)[0] for losses in (now, before))
-            best = record if ours < theirs else best
+        elif best is not None and current_losses.keys() == best_losses.keys():
+            (_, current_loss), (_, best_loss) = (
+                pool_losses(losses, sizes)[0] for losses in (current_losses, best_losses)
+            )
+            best = record if current_loss < best_loss else best
     return None if best is None else int(best["round"])

@@ -8,66 +8,72 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Algorithm, Architecture, Client
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples, split_rows
-from polyfed.core.inputs import form_of
-from polyfed.core.network_needs import LooksInside, TrainsBeside
-from polyfed.core.scratch import Scratch, new_module, scratch
-from polyfed.core.stacked import needs_two
-from polyfed.simulation.trying import refuse_batch_of_one
+from polyfed.core.examples import Examples, split_into_batches
+from polyfed.core.inputs import input_spec_of
+from polyfed.core.network_needs import TrainsAuxiliaryNetwork, ValidatesNetworks
+from polyfed.core.scratch import CachedModule, build_module, cached_module
+from polyfed.core.stacked import has_batch_statistics
+from polyfed.simulation.trying import check_trains_on_one_example
 
 _SENT = frozenset({"weights", "hypernetwork"})
 """Words of `Algorithm.discloses` of methods whose clients send tensors of their networks."""
 
 
-def scratch_of(client: Client) -> Scratch:
+def cached_module_of(client: Client) -> CachedModule:
     """The scratch module of a client's network; raises a `UserError` if a part of its state cannot be sent."""
     assert client.model is not None
     try:
-        return scratch(client.model)
+        return cached_module(client.model)
     except AttributeError as error:  # tensors are copied, which an extra state of another type cannot be
-        state = new_module(client.model, seed=0).state_dict()
-        alien = [name for name, value in state.items() if not isinstance(value, Tensor)]
-        if not alien:
+        state = build_module(client.model, seed=0).state_dict()
+        non_tensors = [name for name, value in state.items() if not isinstance(value, Tensor)]
+        if not non_tensors:
             raise
         raise UserError(
-            f"client {client.id!r}: {alien[0]!r} in its network's state_dict is a {type(state[alien[0]]).__name__}, and "
-            "only tensors can be sent and saved; keep it as a tensor in a buffer (register_buffer), not in get_extra_state"
+            f"client {client.id!r}: {non_tensors[0]!r} in its network's state_dict is a "
+            f"{type(state[non_tensors[0]]).__name__}, and only tensors can be sent and saved; keep it as a tensor in a "
+            "buffer (register_buffer), not in get_extra_state"
         ) from error
 
 
-def check_inside(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
+def check_network_internals(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
     """Raises a `UserError` if a network has tensors that cannot be sent, or not what the method looks for in it."""
-    seen: set[tuple[str, str]] = set()
+    checked_keys: set[tuple[str, str]] = set()
     for client in clients:
-        own = scratch_of(client)
-        if (key := (own.architecture, str(form_of(client.train.x)))) in seen:
+        cached = cached_module_of(client)
+        if (key := (cached.architecture, str(input_spec_of(client.train.x)))) in checked_keys:
             continue
-        seen.add(key)
-        odd = [n for n, tensor in own.module.state_dict().items() if tensor.is_complex() and n not in own.frozen]
-        if odd and algorithm.discloses & _SENT:
+        checked_keys.add(key)
+        complex_names = [
+            n for n, tensor in cached.module.state_dict().items() if tensor.is_complex() and n not in cached.frozen
+        ]
+        if complex_names and algorithm.discloses & _SENT:
             raise UserError(
-                f"client {client.id!r}: {odd[0]!r} in its network is complex, and only real numbers can be sent; keep real "
-                "and imaginary part as two parameters, or in one with torch.view_as_complex in the forward pass"
+                f"client {client.id!r}: {complex_names[0]!r} in its network is complex, and only real numbers can be "
+                "sent; keep real and imaginary part as two parameters, or in one with torch.view_as_complex in the "
+                "forward pass"
             )
-        norms = [p for p in own.module.modules() if "Norm" in getattr(p, "original_name", "")]  # of torch.jit
-        if norms and own.buffers and getattr(algorithm, "buffers", "average") != "average":
+        norms = [p for p in cached.module.modules() if "Norm" in getattr(p, "original_name", "")]  # of torch.jit
+        if norms and cached.buffers and getattr(algorithm, "buffers", "average") != "average":
             raise UserError(
                 f"client {client.id!r}: its network is compiled by torch.jit, so that its norm layers and their running "
                 f"statistics cannot be told, which buffers={getattr(algorithm, 'buffers', '')!r} needs; give the module "
                 "that was compiled, or buffers='average'"
             )
-        if isinstance(algorithm, LooksInside):
+        if isinstance(algorithm, ValidatesNetworks):
             try:
-                algorithm.look_inside(client)
+                algorithm.validate_network(client)
             except UserError as error:
-                told = str(error)
-                raise UserError(told if repr(client.id) in told else f"client {client.id!r}: {told}") from error
+                error_text = str(error)
+                raise UserError(
+                    error_text if repr(client.id) in error_text else f"client {client.id!r}: {error_text}"
+                ) from error
 
 
-def check_batches(
+def check_single_example_batches(
     clients: Sequence[Client],
     algorithm: Algorithm[Any, Any],
-    of: Mapping[str, Examples | None],
+    examples_by_field: Mapping[str, Examples | None],
     factory: Architecture | None = None,
 ) -> None:
     """Raises a `UserError` if a network gets one example alone in training, and cannot take it.
@@ -78,22 +84,27 @@ def check_batches(
         factory: the network that the method brings, in place of the clients' own.
         of: the fields with the size of a minibatch, with the examples that these are of; None are the client's own.
     """
-    seen: set[Any] = set()
+    checked_keys: set[Any] = set()
     for client in clients:
         model = client.model if factory is None else factory
         if model is None:
             continue
-        networks = [model, *((algorithm.beside(client),) if isinstance(algorithm, TrainsBeside) else ())]
-        for field, public in of.items():
+        networks = [
+            model,
+            *((algorithm.auxiliary_network(client),) if isinstance(algorithm, TrainsAuxiliaryNetwork) else ()),
+        ]
+        for field, public in examples_by_field.items():
             size, number = getattr(algorithm, field, None), len(client.train if public is None else public)
-            for net in map(scratch, networks):
-                key = (net.architecture, str(form_of(client.train.x)), field, number)
-                if size is None or key in seen:
+            for cached in map(cached_module, networks):
+                key = (cached.architecture, str(input_spec_of(client.train.x)), field, number)
+                if size is None or key in checked_keys:
                     continue
-                seen.add(key)
-                rows = split_rows(torch.arange(number), size or number, at_least_two=needs_two(net.module))
+                checked_keys.add(key)
+                rows = split_into_batches(
+                    torch.arange(number), size or number, at_least_two=has_batch_statistics(cached.module)
+                )
                 if any(len(batch) == 1 for batch in rows):
                     why = f"has a minibatch of one example ({field}={size}, {number} examples)"
-                    refuse_batch_of_one(
-                        net.module, client.train, f"client {client.id!r}", why, f"choose another {field}"
+                    check_trains_on_one_example(
+                        cached.module, client.train, f"client {client.id!r}", why, f"choose another {field}"
                     )

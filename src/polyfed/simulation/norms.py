@@ -16,7 +16,7 @@ from torch import Tensor
 from polyfed.core.algorithm import Message
 
 NORM = "update_norm"  # in the client rows of `metrics.jsonl`
-MANY_TIMES = 10.0  # the median of the others, from which a norm is pointed out
+OUTLIER_FACTOR = 10.0  # the median of the others, from which a norm is pointed out
 _LOSSES = {"train_loss": "training loss", "loss": "test loss", "val_loss": "validation loss"}
 _NAMED = 3  # clients in a sentence
 _NOBODY = "no client has a finite"
@@ -36,9 +36,9 @@ def update_norm(reply: Message, message: Message, differences: Iterable[str] = (
     >>> update_norm(Message({"classes": {"sums": w}}), Message()), update_norm(Message(), Message())
     (3.0, None)
     """
-    apart, squares = frozenset(differences), list[float]()
+    difference_groups, squares = frozenset(differences), list[float]()
     for group, tree in reply.tensors.items():
-        received = {} if group in apart else message.tensors.get(group, {})
+        received = {} if group in difference_groups else message.tensors.get(group, {})
         for name, tensor in tree.items():
             if tensor.is_floating_point():
                 change = _change(tensor.detach(), received.get(name))
@@ -56,69 +56,70 @@ def _change(sent: Tensor, received: Tensor | None) -> Tensor:
     return sent - first.to(sent) if first.shape == sent.shape else sent
 
 
-def outlying(norms: Mapping[str, float]) -> dict[str, float]:
+def find_outlying_norms(norms: Mapping[str, float]) -> dict[str, float]:
     """The clients whose norm is many times the median of the others', and how many times.
 
-    >>> outlying({"a": 2.0, "b": 1.0, "c": 300.0}), outlying({"a": 2.0}), outlying({"a": 0.0, "b": 1.0})
+    >>> (find_outlying_norms({"a": 2.0, "b": 1.0, "c": 300.0}), find_outlying_norms({"a": 2.0}),
+    ...  find_outlying_norms({"a": 0.0, "b": 1.0}))
     ({'c': 200.0}, {}, {})
     """
-    found = {}
+    outliers = {}
     for client, norm in norms.items():
-        others = [value for other, value in norms.items() if other != client]
-        median = statistics.median(others) if others else 0.0
-        if median > 0 and norm >= MANY_TIMES * median:
-            found[client] = norm / median
-    return found
+        other_norms = [value for other_client, value in norms.items() if other_client != client]
+        median = statistics.median(other_norms) if other_norms else 0.0
+        if median > 0 and norm >= OUTLIER_FACTOR * median:
+            outliers[client] = norm / median
+    return outliers
 
 
-def norms_of(record: Mapping[str, Any]) -> dict[str, float]:
+def norms_by_client(record: Mapping[str, Any]) -> dict[str, float]:
     """Each client's norm in a record of `metrics.jsonl`; records of early versions and of secure sums have none.
 
-    >>> norms_of({"clients": {"a": {"update_norm": 1.5}, "b": {"loss": 1.0}}})
+    >>> norms_by_client({"clients": {"a": {"update_norm": 1.5}, "b": {"loss": 1.0}}})
     {'a': 1.5}
     """
     return {client: row[NORM] for client, row in record["clients"].items() if isinstance(row.get(NORM), int | float)}
 
 
-def warnings_about(record: Mapping[str, Any]) -> list[str]:
+def describe_round_warnings(record: Mapping[str, Any]) -> list[str]:
     """Sentences about a round: losses that are not finite, and norms that stand out.
 
     >>> rows = {"a": {"loss": None, "update_norm": 1.0}, "b": {"loss": 0.5, "update_norm": 40.0}}
-    >>> warnings_about({"round": 2, "clients": rows})
+    >>> describe_round_warnings({"round": 2, "clients": rows})
     ["round 2: the test loss of 'a' is not finite", "round 2: the update of 'b' has a norm of 40, 40 times the median of the
     others"]
     """
-    return [*_losses_not_finite(record), *_norms_that_stand_out(record)]
+    return [*_loss_warnings(record), *_norm_warnings(record)]
 
 
-def losses_lost(records: Sequence[Mapping[str, Any]]) -> str:
+def describe_diverged_losses(records: Sequence[Mapping[str, Any]]) -> str:
     """A sentence about the losses that no client has finite in the last of these records; empty if there are none.
 
-    >>> losses_lost([{"round": 2, "clients": {"a": {"loss": None}, "b": {"loss": None}}}])
+    >>> describe_diverged_losses([{"round": 2, "clients": {"a": {"loss": None}, "b": {"loss": None}}}])
     'round 2: no client has a finite test loss; the training has diverged, or an update has ruined the model'
     """
-    return "; ".join(text for text in _losses_not_finite(records[-1]) if _NOBODY in text) if records else ""
+    return "; ".join(text for text in _loss_warnings(records[-1]) if _NOBODY in text) if records else ""
 
 
-def _losses_not_finite(record: Mapping[str, Any]) -> list[str]:
-    found = []
+def _loss_warnings(record: Mapping[str, Any]) -> list[str]:
+    sentences = []
     for name, words in _LOSSES.items():
         values = {client: row[name] for client, row in record["clients"].items() if name in row}
-        bad = [client for client, value in values.items() if value is None or not math.isfinite(value)]
-        if bad and len(bad) == len(values):
+        affected = [client for client, value in values.items() if value is None or not math.isfinite(value)]
+        if affected and len(affected) == len(values):
             cause = "the training has diverged, or an update has ruined the model"
-            found.append(f"round {record['round']}: {_NOBODY} {words}; {cause}")
-        elif bad:
-            more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-            named = ", ".join(map(repr, bad[:_NAMED]))
-            found.append(f"round {record['round']}: the {words} of {named}{more} is not finite")
-    return found
+            sentences.append(f"round {record['round']}: {_NOBODY} {words}; {cause}")
+        elif affected:
+            more = f" and {len(affected) - _NAMED} more" if len(affected) > _NAMED else ""
+            shown = ", ".join(map(repr, affected[:_NAMED]))
+            sentences.append(f"round {record['round']}: the {words} of {shown}{more} is not finite")
+    return sentences
 
 
-def _norms_that_stand_out(record: Mapping[str, Any]) -> list[str]:
-    norms = norms_of(record)
+def _norm_warnings(record: Mapping[str, Any]) -> list[str]:
+    norms = norms_by_client(record)
     return [
         f"round {record['round']}: the update of {client!r} has a norm of {norms[client]:.4g}, {times:.4g} times the median "
         "of the others"
-        for client, times in outlying(norms).items()
+        for client, times in find_outlying_norms(norms).items()
     ]

@@ -16,17 +16,23 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.fixed import BITS
-from polyfed.core.threads import one_thread
-from polyfed.core.tree import Spec, Tree
-from polyfed.data.common import coded, merged, prepared_of, sums, unsettled
-from polyfed.data.features import Prepared, of_moments, prepared
+from polyfed.core.fixed import FRACTION_BITS
+from polyfed.core.threads import single_torch_thread
+from polyfed.core.tree import StateDict, StateDictSpec
+from polyfed.data.common import (
+    count_and_sum_with_targets,
+    merge_table_definitions,
+    needs_common_preprocessing,
+    preprocessor_of,
+    recode_examples,
+)
+from polyfed.data.features import TablePreprocessor, mean_or_zero, set_statistics
 from polyfed.models import ModelSpec
-from polyfed.simulation.collecting import play_round
+from polyfed.simulation.collecting import run_round
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.work import Engine
 from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.progress import Silent
+from polyfed.simulation.runs.progress import SilentProgress
 from polyfed.simulation.settings import Settings
 
 _ROUNDS = 2
@@ -65,10 +71,12 @@ class Moments(Averaging):
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
         """The counts and sums of the client's training rows."""
-        count, total = sums(client.train, message.tensors["known"]["mean"] if message.scalars["done"] else None)
+        count, total = count_and_sum_with_targets(
+            client.train, message.tensors["known"]["mean"] if message.scalars["done"] else None
+        )
         return Message({"moments": {"count": count, "total": total}}), client_state
 
-    def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, Spec]:
+    def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Their form; and, where they are read, whether rows can have them."""
         for name, tensor in reply.tensors.get("moments", {}).items():
             if tensor.is_meta:  # of a masked part, or not read yet
@@ -80,12 +88,12 @@ class Moments(Averaging):
         return super().reply_spec(server_state, message, reply)
 
     def server_step(
-        self, server_state: dict[str, Any], mean: Mapping[str, Tree], client_ids: Sequence[str]
+        self, server_state: dict[str, Any], mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> dict[str, Any]:
         """The mean, then the variance: means over sites of sums and counts have the ratio of the sums themselves."""
-        found = of_moments(mean["moments"]["count"], mean["moments"]["total"])
+        moment = mean_or_zero(mean["moments"]["count"], mean["moments"]["total"])
         name = "variance" if server_state["done"] else "mean"
-        return {**server_state, name: found, "done": server_state["done"] + 1}
+        return {**server_state, name: moment, "done": server_state["done"] + 1}
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
         """None: nothing is evaluated."""
@@ -94,15 +102,15 @@ class Moments(Averaging):
 
 @final
 @dataclass(frozen=True, eq=False)
-class Agreed:
+class CommonPreprocessing:
     """`prepared`, the common preprocessing; `facts`, for `manifest.json`: rounds, bytes that all sites sent and received."""
 
-    prepared: Prepared
+    prepared: TablePreprocessor
     facts: Mapping[str, int]
 
 
-@one_thread()
-def agree(clients: Sequence[Client], *, seed: int = 0, secure: bool = False) -> Agreed:
+@single_torch_thread()
+def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure: bool = False) -> CommonPreprocessing:
     """Preprocessing fitted on the sums over all clients, with the categories and classes of all.
 
     Args:
@@ -113,80 +121,85 @@ def agree(clients: Sequence[Client], *, seed: int = 0, secure: bool = False) -> 
     Raises:
         UserError: examples of no table or of different ones, or sums that fixed point cannot hold.
     """
-    everyone = {client.id: client for client in sorted(clients, key=lambda client: client.id)}
-    like = merged({i: prepared_of(client.train) for i, client in everyone.items()})
-    federation = Federation(everyone, method_for(like), settings_for(seed, secure))
-    engine = InProcessEngine(federation.algorithm, list(everyone.values()), torch.device("cpu"), federation.metrics)
-    return fitted_on(federation, engine, like)
+    client_by_id = {client.id: client for client in sorted(clients, key=lambda client: client.id)}
+    template = merge_table_definitions({i: preprocessor_of(client.train) for i, client in client_by_id.items()})
+    federation = Federation(client_by_id, build_moments_method(template), build_moments_settings(seed, secure))
+    engine = InProcessEngine(federation.algorithm, list(client_by_id.values()), torch.device("cpu"), federation.metrics)
+    return run_moments_rounds(federation, engine, template)
 
 
-def method_for(like: Prepared) -> Moments:
+def build_moments_method(template: TablePreprocessor) -> Moments:
     """What is asked for tables like this."""
-    return Moments(size=len(like.mean) + (len(like.classes) if like.task == "regression" else 0))
+    return Moments(size=len(template.mean) + (len(template.classes) if template.task == "regression" else 0))
 
 
-def settings_for(seed: int, secure: bool) -> Settings:
+def build_moments_settings(seed: int, secure: bool) -> Settings:
     """Of the two rounds, in which every site takes part."""
     return Settings(rounds=_ROUNDS, seed=seed, secure=secure)
 
 
-def fitted_on(federation: Federation, engine: Engine, like: Prepared) -> Agreed:
+def run_moments_rounds(federation: Federation, engine: Engine, template: TablePreprocessor) -> CommonPreprocessing:
     """Plays the two rounds; `like` with what they gave."""
-    now, history = federation.begin(), list[Mapping[str, Any]]()
+    checkpoint, history = federation.initial_checkpoint(), list[Mapping[str, Any]]()
     for _ in range(_ROUNDS):
-        after = play_round(federation, now, history, engine, Silent(), lambda *_: None)
-        history.append(after.unfinished or {})
-        now = replace(after, unfinished=None)  # there is nothing to evaluate
+        next_checkpoint = run_round(federation, checkpoint, history, engine, SilentProgress(), lambda *_: None)
+        history.append(next_checkpoint.unevaluated_record or {})
+        checkpoint = replace(next_checkpoint, unevaluated_record=None)  # there is nothing to evaluate
     facts = {
         "rounds": _ROUNDS, "bytes_down": history[-1]["bytes_down_total"], "bytes_up": history[-1]["bytes_up_total"]
     }  # fmt: skip
-    state: Any = now.state
+    state: Any = checkpoint.state
     if federation.settings.secure:
-        _tell_of_lost(like, state["variance"], state["moments"]["count"])
-    return Agreed(prepared(like, state["mean"], state["variance"], "federated"), facts)
+        _warn_of_inexact_columns(template, state["variance"], state["moments"]["count"])
+    return CommonPreprocessing(set_statistics(template, state["mean"], state["variance"], "federated"), facts)
 
 
-def _tell_of_lost(like: Prepared, variance: Tensor, count: Tensor) -> None:
+def _warn_of_inexact_columns(template: TablePreprocessor, variance: Tensor, count: Tensor) -> None:
     """Warns of columns whose variance a sum in fixed point cannot tell from 0, or not to a hundredth.
 
     `count` is the mean over sites; each site's sum is rounded to 2^-BITS.
     """
-    names = [column.name for column in like.columns if column.categories is None] + list(like.classes)
-    coarse = variance * count.clamp(min=1.0) < 100 * 2.0 ** -(BITS + 1)
-    if lost := [name for name, few in zip(names, coarse.tolist(), strict=False) if few]:
+    names = [column.name for column in template.columns if column.categories is None] + list(template.classes)
+    is_inexact = variance * count.clamp(min=1.0) < 100 * 2.0 ** -(FRACTION_BITS + 1)
+    if inexact_names := [name for name, inexact in zip(names, is_inexact.tolist(), strict=False) if inexact]:
         warnings.warn(
-            f"the columns {', '.join(lost)} vary by too little for secure sums, which are in fixed point, or not at all: "
-            "their spread is not exact; give them in a smaller unit, or leave them out (--data.drop)",
-            UserWarning, stacklevel=2,
-        )  # fmt: skip
+            f"the columns {', '.join(inexact_names)} vary by too little for secure sums, which are in fixed point, or "
+            "not at all: their spread is not exact; give them in a smaller unit, or leave them out (--data.drop)",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
-def with_prepared(client: Client, common: Prepared) -> Client:
+def apply_preprocessing(client: Client, common: TablePreprocessor) -> Client:
     """The client, all of its examples coded and prepared alike. A built-in network for its own table is made for the common
     one.
 
     Raises:
         UserError: the common table is not that of the client.
     """
-    own, model = prepared_of(client.train), client.model
-    train, test, *val = coded([part for part in (client.train, client.test, client.val) if part is not None], common)
+    client_preprocessing, model = preprocessor_of(client.train), client.model
+    train, test, *val = recode_examples(
+        [part for part in (client.train, client.test, client.val) if part is not None], common
+    )
     for part in (test, *val):
-        common.warn_of_constants(
-            part.tensor if part.index is None else part.tensor[part.index], f"client {client.id!r}"
+        common.warn_of_changed_constants(
+            part.input_tensor if part.index is None else part.input_tensor[part.index], f"client {client.id!r}"
         )
-    if isinstance(model, ModelSpec) and model.input_shape == (len(own.features),):
-        model = replace(model, input_shape=(len(common.features),), num_classes=len(common.classes))
+    if isinstance(model, ModelSpec) and model.input_shape == (len(client_preprocessing.feature_names),):
+        model = replace(model, input_shape=(len(common.feature_names),), num_classes=len(common.classes))
     return replace(client, model=model, train=train, test=test, val=val[0] if val else None)
 
 
-def together(clients: Sequence[Client], seed: int, secure: bool) -> Sequence[Client]:
+def with_common_preprocessing(clients: Sequence[Client], seed: int, secure: bool) -> Sequence[Client]:
     """The clients; those of tables that have yet to agree on one preprocessing, such as tables that were read one by one,
     with the one that they agree on.
 
     Raises:
         UserError: their tables differ, or some have none.
     """
-    if not unsettled([c.train.transform for c in clients if isinstance(c.train.transform, Prepared)]):
+    if not needs_common_preprocessing(
+        [c.train.transform for c in clients if isinstance(c.train.transform, TablePreprocessor)]
+    ):
         return clients
-    common = agree(clients, seed=seed, secure=secure).prepared
-    return [with_prepared(client, common) for client in clients]
+    common = fit_common_preprocessing(clients, seed=seed, secure=secure).prepared
+    return [apply_preprocessing(client, common) for client in clients]

@@ -5,15 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from polyfed.core.errors import UserError
-from polyfed.simulation.forms import Forms, explained
+from polyfed.simulation.forms import StateValidator, describe_state_error
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs import chain
 from polyfed.simulation.runs import checkpoint as checkpoints
 from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.directory import RunDirectory, read_config, read_metrics, read_text
+from polyfed.simulation.runs.directory import RunDirectory, read_config, read_metrics, read_metrics_text
 
 
-def go_back(directory: RunDirectory, federation: Federation) -> tuple[Checkpoint | None, list[dict[str, Any]]]:
+def rewind_to_checkpoint(
+    directory: RunDirectory, federation: Federation
+) -> tuple[Checkpoint | None, list[dict[str, Any]]]:
     """The newest checkpoint of a run that can be used and the records up to it; what is newer is removed from its
     directory. If another round than the last is kept, its checkpoint must be whole too. No checkpoint: the run begins anew.
 
@@ -22,40 +24,46 @@ def go_back(directory: RunDirectory, federation: Federation) -> tuple[Checkpoint
     """
     metrics = directory.path / "metrics.jsonl"
     records, config = read_metrics(metrics), read_config(directory.path)
-    chain.check_config(directory.path, config, directory.manifest())
-    expected = chain.expected_at(config, directory.manifest(), read_text(metrics))
+    chain.check_config_unchanged(directory.path, config, directory.read_manifest())
+    expected = chain.expected_binding_by_round(config, directory.read_manifest(), read_metrics_text(metrics))
 
-    forms: list[Forms] = []  # made once, if there is a checkpoint
+    validators: list[StateValidator] = []  # made once, if there is a checkpoint
 
-    def check(found: Checkpoint) -> None:
-        forms.extend([Forms(federation)] if not forms else [])
-        kept = None
+    def check(checkpoint: Checkpoint) -> None:
+        validators.extend([StateValidator(federation)] if not validators else [])
+        kept_checkpoint = None
         if federation.settings.keep != "last":
-            kept = kept_state(directory, federation, records[: found.round], found, expected)
-        for state in [found] if kept is None or kept is found else [found, kept]:
-            waiting = [] if state.unfinished is None else [state.unfinished]
-            if wrong := forms[0].flaw(state, [*records[: state.recorded], *waiting]):
-                raise UserError(explained(wrong, directory.checkpoints, federation, state.round))
+            kept_checkpoint = load_kept_checkpoint(
+                directory, federation, records[: checkpoint.round], checkpoint, expected
+            )
+        for state in (
+            [checkpoint] if kept_checkpoint is None or kept_checkpoint is checkpoint else [checkpoint, kept_checkpoint]
+        ):
+            unevaluated = [] if state.unevaluated_record is None else [state.unevaluated_record]
+            if wrong := validators[0].find_error(state, [*records[: state.last_recorded_round], *unevaluated]):
+                raise UserError(describe_state_error(wrong, directory.checkpoint_folder, federation, state.round))
 
-    start, notes = checkpoints.load(directory.checkpoints, directory.rounds_told(), check, expected)
+    start, notes = checkpoints.load_newest_checkpoint(
+        directory.checkpoint_folder, directory.last_complete_round(), check, expected
+    )
     if start is None and notes:
         raise UserError(
             f"no checkpoint of the run in {directory.path} is whole and of a round that metrics.jsonl reaches: "
-            f"{'; '.join(notes)}. Put a copy of what was lost back, or delete the folder {directory.checkpoints}: then the "
-            "run starts again from round 1"
+            f"{'; '.join(notes)}. Put a copy of what was lost back, or delete the folder "
+            f"{directory.checkpoint_folder}: then the run starts again from round 1"
         )
-    history = directory.keep_rounds(0 if start is None else start.recorded)
-    checkpoints.drop_newer(directory.checkpoints, 0 if start is None else start.round)
+    history = directory.truncate_after(0 if start is None else start.last_recorded_round)
+    checkpoints.remove_newer_checkpoints(directory.checkpoint_folder, 0 if start is None else start.round)
     for note in notes:
         warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=3)
     return start, history
 
 
-def kept_state(
+def load_kept_checkpoint(
     directory: RunDirectory,
     federation: Federation,
     history: Sequence[Mapping[str, Any]],
-    now: Checkpoint,
+    latest: Checkpoint,
     expected: Callable[[int], chain.Binding] | None = None,
 ) -> Checkpoint | None:
     """The state after the round that is kept, of these; None if there is none yet.
@@ -64,7 +72,7 @@ def kept_state(
         UserError: its checkpoint is damaged.
     """
     keep = federation.settings.keep
-    kept = keep if isinstance(keep, int) else federation.best_round(history)
-    if kept is None or kept >= now.round:
-        return now if kept == now.round else None
-    return checkpoints.load_round(directory.checkpoints, kept, expected)
+    kept_round = keep if isinstance(keep, int) else federation.best_round(history)
+    if kept_round is None or kept_round >= latest.round:
+        return latest if kept_round == latest.round else None
+    return checkpoints.load_round_checkpoint(directory.checkpoint_folder, kept_round, expected)

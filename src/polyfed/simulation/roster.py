@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import final
 
 from polyfed.core.algorithm import Architecture, Client, DataSpec
-from polyfed.core.algorithm import Task as Kind
-from polyfed.graphs.cached import graph_of
+from polyfed.core.algorithm import Task as TaskKind
+from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.contraction import Contraction
 from polyfed.simulation import checks
@@ -14,7 +14,7 @@ from polyfed.simulation import checks
 
 @final
 @dataclass(frozen=True)
-class Roster:
+class ClientRegistry:
     """Who takes part, without their examples, and of their networks no more than the method requires.
 
     Attributes: `ids`, sorted; `task` of all; `num_examples` for training, of those who tell it; `architectures`, client id
@@ -24,13 +24,13 @@ class Roster:
         ValueError: ids that are not sorted.
 
     >>> from polyfed.testing import small_clients
-    >>> roster = Roster.of(small_clients(2), requires=frozenset())
+    >>> roster = ClientRegistry.from_clients(small_clients(2), requires=frozenset())
     >>> roster.ids, dict(roster.num_examples), roster.models
     (('client-0', 'client-1'), {'client-0': 20, 'client-1': 26}, {})
     """
 
     ids: tuple[str, ...]
-    task: Kind
+    task: TaskKind
     num_examples: Mapping[str, int] = field(default_factory=dict)
     architectures: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, Architecture] = field(default_factory=dict)
@@ -42,20 +42,26 @@ class Roster:
             raise ValueError(f"ids must be sorted, got {self.ids}")
 
     @classmethod
-    def of(cls, clients: Sequence[Client], requires: Set[str]) -> "Roster":
+    def from_clients(cls, clients: Sequence[Client], requires: Set[str]) -> "ClientRegistry":
         """That of clients whom a simulation plays."""
-        kinds, models, catalogue = {}, {}, None
+        architecture_by_client, models, catalogue = {}, {}, None
         if requires & {"one_architecture", "architectures"}:
-            kinds = checks.architectures(clients)
-            models = {kinds[c.id]: c.model for c in sorted(clients, key=lambda c: c.id) if c.model is not None}
+            architecture_by_client = checks.architecture_keys_by_client(clients)
+            models = {
+                architecture_by_client[c.id]: c.model
+                for c in sorted(clients, key=lambda c: c.id)
+                if c.model is not None
+            }
         if "layer_catalogue" in requires:
             contraction = Contraction("layers" if "norms_in_layers" in requires else "nodes")
-            catalogue = LayerCatalogue.of(graph_of(client, contraction=contraction) for client in clients)
+            catalogue = LayerCatalogue.from_graphs(
+                graph_of_client(client, contraction=contraction) for client in clients
+            )
         return cls(
             ids=tuple(sorted(client.id for client in clients)),
             task=clients[0].task,
             num_examples={client.id: len(client.train) for client in clients},
-            architectures=kinds,
+            architectures=architecture_by_client,
             models=models,
             layer_catalogue=catalogue,
             data_spec=checks.common_data_spec(clients) if "one_data_spec" in requires else None,

@@ -10,59 +10,66 @@ from typing import Any, TypeGuard, final
 import numpy as np
 from torch import Tensor
 
-from polyfed.algorithms import REGISTRY, name_of
+from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.algorithms.averaging import Averaging
-from polyfed.core.adapters import mode_of
+from polyfed.core.adapters import adapter_mode
 from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.errors import UserError
-from polyfed.core.fixed import Layout, Words, as_message, decode, encode, from_message
-from polyfed.core.tree import mismatch
+from polyfed.core.fixed import (
+    FixedPointWords,
+    SumLayout,
+    build_sum_message,
+    mean_from_fixed_point,
+    parse_sum_message,
+    to_fixed_point,
+)
+from polyfed.core.tree import spec_mismatch
 
 
-def is_mean(algorithm: Algorithm[Any, Any]) -> TypeGuard[Averaging]:
+def uses_default_mean(algorithm: Algorithm[Any, Any]) -> TypeGuard[Averaging]:
     """Whether the server half is a mean of the replies."""
     return isinstance(algorithm, Averaging) and type(algorithm).aggregate is Averaging.aggregate
 
 
-def can_be_secure(algorithm: Algorithm[Any, Any]) -> bool:
+def supports_secure_sum(algorithm: Algorithm[Any, Any]) -> bool:
     """Whether the sum of a round's replies is all that the server half needs."""
-    return is_mean(algorithm) and algorithm.aggregates_by_sum
+    return uses_default_mean(algorithm) and algorithm.aggregates_by_sum
 
 
-def disclosed(algorithm: Algorithm[Any, Any], secure: bool) -> frozenset[str]:
+def effective_disclosures(algorithm: Algorithm[Any, Any], secure: bool) -> frozenset[str]:
     """What the server learns of a client: what the method discloses, or with secure sums no more than a sum.
 
     >>> from polyfed.algorithms import FedAvg
-    >>> sorted(disclosed(FedAvg(), secure=False)), sorted(disclosed(FedAvg(), secure=True))
+    >>> sorted(effective_disclosures(FedAvg(), secure=False)), sorted(effective_disclosures(FedAvg(), secure=True))
     (['weights'], ['sum'])
     """
-    return frozenset({"sum"}) if secure and can_be_secure(algorithm) else algorithm.discloses
+    return frozenset({"sum"}) if secure and supports_secure_sum(algorithm) else algorithm.discloses
 
 
-def check_secure(algorithm: Algorithm[Any, Any], parties: int) -> None:
+def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> None:
     """Raises a `UserError` if a method cannot run on secure sums, or a round has one client whose sum would be itself."""
-    if is_mean(algorithm) and not algorithm.aggregates_by_sum:
+    if uses_default_mean(algorithm) and not algorithm.aggregates_by_sum:
         raise UserError(
-            f"secure=True gives the server nothing but the sum of a round's replies, and {name_of(algorithm)} with "
+            f"secure=True gives the server nothing but the sum of a round's replies, and {registry_name(algorithm)} with "
             "final='all' keeps each client's latest model by itself; give final='cohort'"
         )
-    if mode_of(algorithm) is not None:
+    if adapter_mode(algorithm) is not None:
         raise UserError(
             "secure=True sums replies of one form, and with adapters=... ranks differ; leave one of them out"
         )
-    if not can_be_secure(algorithm):
+    if not supports_secure_sum(algorithm):
         base = [name for name, m in REGISTRY.items() if issubclass(m, Averaging) and m.aggregate is Averaging.aggregate]
         raise UserError(
-            f"secure=True gives the server nothing but the sum of a round's replies, and {name_of(algorithm)} needs "
+            f"secure=True gives the server nothing but the sum of a round's replies, and {registry_name(algorithm)} needs "
             f"each reply by itself, or none; methods whose server half is a mean: {', '.join(base)}"
         )
-    if parties < 2:
+    if cohort_size < 2:
         raise UserError(
-            f"secure=True hides a client among those of its round, and a round has {parties}; raise clients_per_round"
+            f"secure=True hides a client among those of its round, and a round has {cohort_size}; raise clients_per_round"
         )
 
 
-def part_of(reply: Message, algorithm: Algorithm[Any, Any], parties: int) -> Message:
+def encode_sum_part(reply: Message, algorithm: Algorithm[Any, Any], cohort_size: int) -> Message:
     """What a site adds to the sum for its reply, before it is masked.
 
     Args:
@@ -73,28 +80,30 @@ def part_of(reply: Message, algorithm: Algorithm[Any, Any], parties: int) -> Mes
     Raises:
         UserError: a value does not fit.
     """
-    assert is_mean(algorithm)
+    assert uses_default_mean(algorithm)
     weight = reply.scalars["num_examples"] if algorithm.weighted else 1
     groups = {group: reply.tensors[group] for group in algorithm.groups if group in reply.tensors}
-    return as_message(encode(groups, weight, parties), Layout.of(groups))  # type: ignore[arg-type]  # whole: encode checks
+    return build_sum_message(to_fixed_point(groups, weight, cohort_size), SumLayout.of_groups(groups))  # type: ignore[arg-type]  # whole: encode checks
 
 
-def part_flaw(part: Message | None, algorithm: Algorithm[Any, Any], state: Any, message: Message) -> str | None:
+def sum_part_error(
+    part: Message | None, algorithm: Algorithm[Any, Any], server_state: Any, message: Message
+) -> str | None:
     """Why something that came as a part of a sum cannot be added to it; None if it can.
 
     Args:
-        part: as `part_of` makes it; masked or not.
+        part: as `encode_sum_part` makes it; masked or not.
         algorithm, state, down: from which state the method had sent what.
     """
     try:
         if not isinstance(part, Message):
             raise UserError(f"the reply is a {type(part).__name__}, not a Message")
-        groups = from_message(part)[1].empty()
-        wanted = algorithm.reply_spec(state, message, Message(groups))
+        groups = parse_sum_message(part)[1].meta_tensors()
+        specs = algorithm.reply_spec(server_state, message, Message(groups))
     except ValueError as flaw:
         return str(flaw)
-    for group in sorted(wanted.keys() | groups.keys()):
-        if difference := mismatch(groups.get(group, {}), wanted.get(group, {})):
+    for group in sorted(specs.keys() | groups.keys()):
+        if difference := spec_mismatch(groups.get(group, {}), specs.get(group, {})):
             return f"group {group!r}: {difference}"
     return None
 
@@ -109,8 +118,8 @@ class SecureSum:
 
     def __init__(self, method: Averaging) -> None:
         self._method, self._ids = method, list[str]()
-        self._layout: Layout | None = None
-        self._total: Words = np.zeros(0, dtype=np.uint64)
+        self._layout: SumLayout | None = None
+        self._total: FixedPointWords = np.zeros(0, dtype=np.uint64)
 
     def add(self, client: str, part: Message) -> None:
         """Adds the part of a client.
@@ -118,7 +127,7 @@ class SecureSum:
         Raises:
             UserError: its layout is not that of the first.
         """
-        words, layout = from_message(part)
+        words, layout = parse_sum_message(part)
         if self._layout is None:
             self._layout, self._total = layout, words.copy()
         elif layout != self._layout:
@@ -133,7 +142,7 @@ class SecureSum:
     def finalize(self, state: Any) -> Any:
         """The server's next state, from the mean alone."""
         assert self._layout is not None
-        found, _ = decode(self._total, self._layout)
-        mean: Mapping[str, Mapping[str, Tensor]] = {group: found.get(group, {}) for group in self._method.groups}
-        who: Sequence[str] = sorted(self._ids)
-        return self._method.server_step(state, mean, who)
+        sums, _ = mean_from_fixed_point(self._total, self._layout)
+        mean: Mapping[str, Mapping[str, Tensor]] = {group: sums.get(group, {}) for group in self._method.groups}
+        client_ids: Sequence[str] = sorted(self._ids)
+        return self._method.server_step(state, mean, client_ids)

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.plain_values import set_plain_fields
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.plain_values import convert_numpy_fields
 
 EngineName = Literal["auto", "inprocess", "pool", "cohort", "ray"]
 Keep = Literal["last", "best", "loss"] | int
@@ -70,7 +70,7 @@ class Settings:
     secure: bool = False
 
     def __post_init__(self) -> None:
-        set_plain_fields(self)
+        convert_numpy_fields(self)
         listed = isinstance(self.metrics, tuple | list)  # a file has a list
         if not (listed and all(isinstance(name, str) for name in self.metrics)):
             raise UserError(f"metrics must be names such as ('auc', 'accuracy'), got {self.metrics!r}")
@@ -81,10 +81,10 @@ class Settings:
                 raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise UserError(f"seed must be a whole number, got {self.seed!r}")
-        whole = isinstance(self.clients_per_round, int) and not isinstance(self.clients_per_round, bool)
+        is_count = isinstance(self.clients_per_round, int) and not isinstance(self.clients_per_round, bool)
         if not (
             self.clients_per_round >= 1
-            if whole
+            if is_count
             else isinstance(self.clients_per_round, float) and 0 < self.clients_per_round <= 1
         ):
             raise UserError(
@@ -94,16 +94,16 @@ class Settings:
         words = {"engine": get_args(EngineName), "on_error": ("raise", "skip")}
         for name, choices in words.items():
             if (value := getattr(self, name)) not in choices:
-                raise UserError(f"unknown {name} {value!r}; {nearest(str(value), choices)}")
+                raise UserError(f"unknown {name} {value!r}; {did_you_mean(str(value), choices)}")
         if not isinstance(self.secure, bool):
             raise UserError(f"secure must be true or false, got {self.secure!r}")
-        numbered = isinstance(self.keep, int) and not isinstance(self.keep, bool) and 1 <= self.keep <= self.rounds
-        if self.keep not in ("last", "best", "loss") and not numbered:
+        is_round = isinstance(self.keep, int) and not isinstance(self.keep, bool) and 1 <= self.keep <= self.rounds
+        if self.keep not in ("last", "best", "loss") and not is_round:
             raise UserError(
                 f"keep must be 'last', 'best', 'loss' or a round from 1 to {self.rounds}, got {self.keep!r}"
             )
-        counted = isinstance(self.workers, int) and not isinstance(self.workers, bool)
-        if self.workers != "auto" and not (counted and int(self.workers) >= 0):
+        is_process_count = isinstance(self.workers, int) and not isinstance(self.workers, bool)
+        if self.workers != "auto" and not (is_process_count and int(self.workers) >= 0):
             raise UserError(f"workers must be 'auto' or a number of processes from 0, got {self.workers!r}")
         if self.engine in ("pool", "ray") and self.workers == 0:
             raise UserError(f"engine={self.engine!r} needs at least one worker, got workers=0; use engine='inprocess'")
@@ -126,18 +126,18 @@ class Settings:
 
     def _check_compression(self) -> None:
         for name in ("compress", "compress_down"):
-            if (given := getattr(self, name)) == "none":
+            if (value := getattr(self, name)) == "none":
                 continue
             # imported late: it takes torch, and the command line must do without
-            from polyfed.core.compression import compression
+            from polyfed.core.compression import parse_compressor
 
-            how = compression(given)
-            if name == "compress_down" and how is not None and how.needs_counterpart:
+            method = parse_compressor(value)
+            if name == "compress_down" and method is not None and method.needs_reference:
                 raise UserError(
-                    f"compress_down must be 'none' or 'int8', got {str(given)!r}: the server does not know what a client "
+                    f"compress_down must be 'none' or 'int8', got {str(value)!r}: the server does not know what a client "
                     "has, and a few entries alone are no network"
                 )
-            object.__setattr__(self, name, "none" if how is None else str(how))
+            object.__setattr__(self, name, "none" if method is None else str(method))
         if self.secure and self.compress != "none":
             raise UserError(
                 f"compress={self.compress!r} and secure=True exclude one another: replies that were rounded or thinned "

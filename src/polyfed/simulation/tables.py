@@ -12,16 +12,18 @@ from typing import Any
 
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
-from polyfed.core.examples import ByPart, Examples
-from polyfed.data.common import merged, unsettled
-from polyfed.data.features import Prepared
+from polyfed.core.examples import Examples, PartwiseTransform
+from polyfed.data.common import merge_table_definitions, needs_common_preprocessing
+from polyfed.data.features import TablePreprocessor
 
-CURE = "agree on one schema and give it at each site: pf.data.table(..., schema=FILE), see docs/tabular.md"
+SCHEMA_ADVICE = (
+    "agree on one schema and give it at each site: pf.data.split_table(..., schema=FILE), see docs/tabular.md"
+)
 _ONE_FORM = frozenset({"one_architecture", "one_data_spec", "one_input_spec", "one_family", "public_data"})
 _LONGEST, _SHOWN = 60, 5  # characters of a name, names in a sentence
 
 
-def shares_inputs(needs: frozenset[str], discloses: frozenset[str]) -> bool:
+def needs_common_inputs(requirements: frozenset[str], discloses: frozenset[str]) -> bool:
     """Whether networks of different clients read inputs of one meaning: networks that are averaged, a network that all train
     beside their own (its weights travel, and the clients' own may be of any architecture), or readers of public examples.
 
@@ -30,61 +32,67 @@ def shares_inputs(needs: frozenset[str], discloses: frozenset[str]) -> bool:
         discloses: `Algorithm.discloses`.
 
     >>> from polyfed.algorithms import FML, FedAvg, FedProto, Local
-    >>> [shares_inputs(method.requires, method.discloses) for method in (FedAvg, FML, FedProto, Local)]
+    >>> [needs_common_inputs(method.requires, method.discloses) for method in (FedAvg, FML, FedProto, Local)]
     [True, True, False, False]
     """
-    beside = "model" in needs and "weights" in discloses and "one_representation" not in needs
-    return beside or bool(needs & _ONE_FORM)
+    trains_shared_model = (
+        "model" in requirements and "weights" in discloses and "one_representation" not in requirements
+    )
+    return trains_shared_model or bool(requirements & _ONE_FORM)
 
 
-def tables_of(examples: Examples) -> dict[str, Prepared]:
+def tables_by_part(examples: Examples) -> dict[str, TablePreprocessor]:
     """The preprocessing of a table by the part of the inputs that it is; the name of a lone one is empty."""
     transform = examples.transform
-    parts = transform.of if isinstance(transform, ByPart) else {"": transform}
-    return {name: one for name, one in parts.items() if isinstance(one, Prepared)}
+    parts = transform.transforms if isinstance(transform, PartwiseTransform) else {"": transform}
+    return {
+        name: part_transform for name, part_transform in parts.items() if isinstance(part_transform, TablePreprocessor)
+    }
 
 
-def columns_of(examples: Examples) -> dict[str, tuple[tuple[str, ...] | None, bool]]:
+def columns_by_name(examples: Examples) -> dict[str, tuple[tuple[str, ...] | None, bool]]:
     """Categories, and whether cells may be empty, by column; columns of a part of the inputs are called PART/COLUMN."""
     return {
         f"{part}/{column.name}" if part else column.name: (column.categories, column.missing)
-        for part, table in tables_of(examples).items()
+        for part, table in tables_by_part(examples).items()
         for column in table.columns
     }
 
 
-def classes_of(examples: Examples) -> tuple[str, ...]:
+def class_names_of(examples: Examples) -> tuple[str, ...]:
     """Names of the classes, labels or targets of a table; none where there is no table."""
-    return next((table.classes for table in tables_of(examples).values()), ())
+    return next((table.classes for table in tables_by_part(examples).values()), ())
 
 
-def same_columns(one: Examples, other: Examples) -> bool:
+def have_same_columns(first: Examples, second: Examples) -> bool:
     """Whether two sets of examples are of tables of the same columns and classes in one order, or both of none."""
-    return _whole(one) == _whole(other)
+    return _schema_key(first) == _schema_key(second)
 
 
-def check_tables(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
+def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
     """Raises a `UserError` unless the clients' tables have in common what the method needs; see the module.
 
     Tables that have yet to agree on one preprocessing need the same columns: their categories and classes become common.
     """
     for client in clients:
-        _check_sets(client)
-    tables = {client.id: client.train for client in clients if tables_of(client.train)}
+        _check_sets_of_client(client)
+    tables = {client.id: client.train for client in clients if tables_by_part(client.train)}
     if not tables:
         return
-    whole = {i: table for i, train in tables.items() for part, table in tables_of(train).items() if not part}
-    if unsettled(list(whole.values())):
-        merged(whole)
+    table_by_client = {
+        i: table for i, train in tables.items() for part, table in tables_by_part(train).items() if not part
+    }
+    if needs_common_preprocessing(list(table_by_client.values())):
+        merge_table_definitions(table_by_client)
         return
-    if not shares_inputs(algorithm.requires, algorithm.discloses):
-        _compare({i: classes_of(train) for i, train in tables.items()}, tables, classes_alone=True)
+    if not needs_common_inputs(algorithm.requires, algorithm.discloses):
+        _check_same_schema({i: class_names_of(train) for i, train in tables.items()}, tables, classes_alone=True)
         return
-    if without := [client.id for client in clients if client.id not in tables]:
-        raise UserError(f"client {without[0]!r} has no table, as {next(iter(tables))!r} has; {CURE}")
-    _compare({i: _whole(train) for i, train in tables.items()}, tables)
-    scopes = {i: tuple(table.scope for table in tables_of(train).values()) for i, train in tables.items()}
-    if pair := odd_pair(scopes):
+    if ids_without_table := [client.id for client in clients if client.id not in tables]:
+        raise UserError(f"client {ids_without_table[0]!r} has no table, as {next(iter(tables))!r} has; {SCHEMA_ADVICE}")
+    _check_same_schema({i: _schema_key(train) for i, train in tables.items()}, tables)
+    scopes = {i: tuple(table.scope for table in tables_by_part(train).values()) for i, train in tables.items()}
+    if pair := find_deviating_pair(scopes):
         raise UserError(
             f"the numbers of client {pair[1]!r} are scaled otherwise than those of {pair[0]!r}: preprocess='federated' "
             "scales by the rows of all sites, preprocess='site' by each site's own; give one of them to all tables"
@@ -94,15 +102,15 @@ def check_tables(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> N
 def check_public_table(client: Client, public: Examples) -> None:
     """Raises a `UserError` unless a client's inputs and public examples are of tables of the same columns, scaled alike; or
     both of no table."""
-    ours, theirs = tables_of(client.train), tables_of(public)
+    ours, theirs = tables_by_part(client.train), tables_by_part(public)
     if ours.keys() != theirs.keys():
-        which = "the public examples (public=...) are" if theirs else f"the inputs of client {client.id!r} are"
-        raise UserError(f"{which} rows of a table, and the others are not; {_PUBLIC}")
-    one, other = ({"columns": columns_of(part)} for part in (client.train, public))
-    if list(one["columns"].items()) != list(other["columns"].items()):
+        subject = "the public examples (public=...) are" if theirs else f"the inputs of client {client.id!r} are"
+        raise UserError(f"{subject} rows of a table, and the others are not; {_PUBLIC}")
+    client_schema, public_schema = ({"columns": columns_by_name(part)} for part in (client.train, public))
+    if list(client_schema["columns"].items()) != list(public_schema["columns"].items()):
         raise UserError(
             f"the public examples (public=...) are of another table than client {client.id!r}: "
-            f"{'; '.join(differences(one, other))}; {_PUBLIC}"
+            f"{'; '.join(describe_table_differences(client_schema, public_schema))}; {_PUBLIC}"
         )
     if any((ours[part].mean, ours[part].spread) != (theirs[part].mean, theirs[part].spread) for part in ours):
         raise UserError(
@@ -111,77 +119,86 @@ def check_public_table(client: Client, public: Examples) -> None:
         )
 
 
-_PUBLIC = "take both from one table: pf.data.table(..., preprocess='federated', public_fraction=...)"
+_PUBLIC = "take both from one table: pf.data.split_table(..., preprocess='federated', public_fraction=...)"
 
 
-def odd_pair(marks: Mapping[str, Hashable]) -> tuple[str, str] | None:
+def find_deviating_pair(marks: Mapping[str, Hashable]) -> tuple[str, str] | None:
     """Somebody whose mark most have, and the first whose mark is another; None where all have the same.
 
-    >>> odd_pair({"a": 1, "b": 2, "c": 2}), odd_pair({"a": 1})
+    >>> find_deviating_pair({"a": 1, "b": 2, "c": 2}), find_deviating_pair({"a": 1})
     (('b', 'a'), None)
     """
-    most = Counter(marks.values()).most_common(1)[0][0]
-    other = next((i for i, mark in marks.items() if mark != most), None)
-    return None if other is None else (next(i for i, mark in marks.items() if mark == most), other)
+    majority_mark = Counter(marks.values()).most_common(1)[0][0]
+    deviant = next((i for i, mark in marks.items() if mark != majority_mark), None)
+    return None if deviant is None else (next(i for i, mark in marks.items() if mark == majority_mark), deviant)
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def describe_table_differences(reference: Mapping[str, Any], deviant: Mapping[str, Any]) -> list[str]:
     """What tells one table from another, each in a few words.
 
     Args:
         one, other: `columns`, by name a pair of categories (or their hash) and whether cells may be empty; `classes`.
 
     >>> north = {"columns": {"age": (None, False), "sex": (("f", "m"), False)}, "classes": ("no", "yes")}
-    >>> differences(north, {**north, "columns": {"age": (None, True), "lab": (None, False)}})
+    >>> describe_table_differences(north, {**north, "columns": {"age": (None, True), "lab": (None, False)}})
     ["it has no column 'sex', and 'lab' more", "only one of the two has empty cells in 'age'"]
     """
-    ours, theirs, found = one["columns"], other["columns"], []
-    less, more = [n for n in ours if n not in theirs], [n for n in theirs if n not in ours]
-    if less or more:
-        parts = [f"it has no column {_listed(less)}"] if less else []
-        parts += [f"{_listed(more)} more" if less else f"it has {_listed(more)} more"] if more else []
-        found.append(", and ".join(parts))
-    both = [name for name in ours if name in theirs]
-    if odd := [name for name in both if ours[name][0] != theirs[name][0]]:
-        found.append(f"it has other categories in {_listed(odd)}")
-    if odd := [name for name in both if ours[name][1] != theirs[name][1]]:
-        found.append(f"only one of the two has empty cells in {_listed(odd)}")
-    if one.get("classes") != other.get("classes"):
-        found.append("its classes are others")
-    return found or ["its columns are in another order"]
+    ours, theirs, sentences = reference["columns"], deviant["columns"], []
+    missing_names, extra_names = [n for n in ours if n not in theirs], [n for n in theirs if n not in ours]
+    if missing_names or extra_names:
+        parts = [f"it has no column {_format_names(missing_names)}"] if missing_names else []
+        parts += (
+            [f"{_format_names(extra_names)} more" if missing_names else f"it has {_format_names(extra_names)} more"]
+            if extra_names
+            else []
+        )
+        sentences.append(", and ".join(parts))
+    common_names = [name for name in ours if name in theirs]
+    if differing_names := [name for name in common_names if ours[name][0] != theirs[name][0]]:
+        sentences.append(f"it has other categories in {_format_names(differing_names)}")
+    if differing_names := [name for name in common_names if ours[name][1] != theirs[name][1]]:
+        sentences.append(f"only one of the two has empty cells in {_format_names(differing_names)}")
+    if reference.get("classes") != deviant.get("classes"):
+        sentences.append("its classes are others")
+    return sentences or ["its columns are in another order"]
 
 
-def _whole(examples: Examples) -> Hashable:
-    return tuple(columns_of(examples).items()), classes_of(examples)
+def _schema_key(examples: Examples) -> Hashable:
+    return tuple(columns_by_name(examples).items()), class_names_of(examples)
 
 
-def _check_sets(client: Client) -> None:
+def _check_sets_of_client(client: Client) -> None:
     """What trains a client and what tests it are of one table."""
     for name, part in (("test", client.test), ("val", client.val), ("global_test", client.global_test)):
-        if part is None or same_columns(client.train, part):
+        if part is None or have_same_columns(client.train, part):
             continue
-        if not tables_of(client.train) or not tables_of(part):
+        if not tables_by_part(client.train) or not tables_by_part(part):
             continue  # prepared by hand, and checked by the form of inputs
-        one, other = (
-            {"columns": columns_of(examples), "classes": classes_of(examples)} for examples in (client.train, part)
+        training_schema, set_schema = (
+            {"columns": columns_by_name(examples), "classes": class_names_of(examples)}
+            for examples in (client.train, part)
         )
         raise UserError(
             f"client {client.id!r}: its {name} examples are of another table than its training examples: "
-            f"{'; '.join(differences(one, other))}; {CURE}"
+            f"{'; '.join(describe_table_differences(training_schema, set_schema))}; {SCHEMA_ADVICE}"
         )
 
 
-def _compare(marks: Mapping[str, Hashable], tables: Mapping[str, Examples], *, classes_alone: bool = False) -> None:
-    if (pair := odd_pair(marks)) is None:
+def _check_same_schema(
+    marks: Mapping[str, Hashable], tables: Mapping[str, Examples], *, classes_alone: bool = False
+) -> None:
+    if (pair := find_deviating_pair(marks)) is None:
         return
     if classes_alone:
-        found = ["its classes are others, or in another order"]
+        sentences = ["its classes are others, or in another order"]
     else:
-        one, other = ({"columns": columns_of(tables[i]), "classes": classes_of(tables[i])} for i in pair)
-        found = differences(one, other)
-    raise UserError(f"client {pair[1]!r} has another table than {pair[0]!r}: {'; '.join(found)}; {CURE}")
+        reference, deviant = (
+            {"columns": columns_by_name(tables[i]), "classes": class_names_of(tables[i])} for i in pair
+        )
+        sentences = describe_table_differences(reference, deviant)
+    raise UserError(f"client {pair[1]!r} has another table than {pair[0]!r}: {'; '.join(sentences)}; {SCHEMA_ADVICE}")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name[:_LONGEST]) for name in names[:_SHOWN])
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, final
 
-from polyfed.core.errors import UserError, check_extra, nearest
-from polyfed.core.files import make_folder, read_file, replace_file, user_path
-from polyfed.core.typed import conforms, from_json
+from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
+from polyfed.core.files import create_private_folder, expand_user_path, read_file, write_file_atomically
+from polyfed.core.typed import parse_json, validation_error
 from polyfed.simulation.runs.directory import read_config, read_metrics
-from polyfed.simulation.runs.progress import Progress, for_terminal
+from polyfed.simulation.runs.progress import Progress, build_terminal_progress
 
-EVENTS = "tensorboard"  # folder of the run directory
-LINK = "mlflow.json"  # file of the run directory, which names MLflow's run
+TENSORBOARD_FOLDER = "tensorboard"  # folder of the run directory
+MLFLOW_LINK_FILE = "mlflow.json"  # file of the run directory, which names MLflow's run
 _EXPERIMENT = "polyfed"
 _MARK = "seconds"  # every round has it; logged last, so that a round which has it is whole
 _METRICS, _PARAMS, _LENGTH = 1000, 100, 6000  # MLflow's limits of a batch, and of a parameter's text
@@ -33,11 +33,11 @@ class Logger(ABC):
     """A place where the numbers of one run go."""
 
     @abstractmethod
-    def reach(self) -> None:
+    def check_reachable(self) -> None:
         """Fails if nothing can be logged there, before anything has been computed."""
 
     @abstractmethod
-    def open(self, folder: Path, title: str, done: int) -> int:
+    def open(self, folder: Path, title: str, rounds_done: int) -> int:
         """The run begins, or goes on after `done` rounds; returns the last round that is there already."""
 
     @abstractmethod
@@ -53,27 +53,27 @@ class Logger(ABC):
 class TensorBoard(Logger):
     """Event files in the run directory, for `tensorboard --logdir`."""
 
-    def reach(self) -> None:
+    def check_reachable(self) -> None:
         """The run directory can be written anyway."""
 
-    def open(self, folder: Path, title: str, done: int) -> int:
+    def open(self, folder: Path, title: str, rounds_done: int) -> int:
         """Goes on with the files that are there; what they have of rounds after `done` no longer counts."""
-        before = any((folder / EVENTS).glob("events.*"))
-        last = min(done, self._last(folder / EVENTS)) if before else 0
-        make_folder(folder / EVENTS)
+        has_events = any((folder / TENSORBOARD_FOLDER).glob("events.*"))
+        last_logged = min(rounds_done, self._last_logged_round(folder / TENSORBOARD_FOLDER)) if has_events else 0
+        create_private_folder(folder / TENSORBOARD_FOLDER)
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        self._writer = writer(str(folder / EVENTS), purge_step=last + 1 if before else None)
-        return last
+        self._writer = writer(str(folder / TENSORBOARD_FOLDER), purge_step=last_logged + 1 if has_events else None)
+        return last_logged
 
     @staticmethod
-    def _last(folder: Path) -> int:
+    def _last_logged_round(folder: Path) -> int:
         reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
         events = reader(str(folder), size_guidance={"scalars": 0}).Reload()
         return max((e.step for e in events.Scalars(_MARK)), default=0) if _MARK in events.Tags()["scalars"] else 0
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
         """A scalar each, on the disk at once: what a killed run has not written would be missing after it is resumed."""
-        for name, value in sorted(values.items(), key=_whole_last):
+        for name, value in sorted(values.items(), key=_is_mark):
             self._writer.add_scalar(name, value, round)
         self._writer.flush()
 
@@ -86,31 +86,33 @@ class TensorBoard(Logger):
 class MLflow(Logger):
     """A run of MLflow, with the configuration as its parameters."""
 
-    def reach(self) -> None:
+    def check_reachable(self) -> None:
         """Asks the server for the experiment."""
         self._mlflow = importlib.import_module("mlflow")
         self._entities, self._client = importlib.import_module("mlflow.entities"), self._mlflow.MlflowClient()
-        self._client.get_experiment_by_name(_name())
+        self._client.get_experiment_by_name(_experiment_name())
 
-    def open(self, folder: Path, title: str, done: int) -> int:
+    def open(self, folder: Path, title: str, rounds_done: int) -> int:
         """Goes on with the run that `mlflow.json` names, or makes one where it does not or the server no longer has it."""
-        before = self._before(folder)
-        if before is not None:
-            self._id = before
+        run_id = self._existing_run_id(folder)
+        if run_id is not None:
+            self._id = run_id
             self._client.update_run(self._id, status="RUNNING")
             return max((m.step for m in self._client.get_metric_history(self._id, _MARK)), default=0)
-        number = experiment_of(self._client)
+        experiment_id = ensure_mlflow_experiment(self._client)
         tags = {"polyfed.method": title, "polyfed.directory": str(folder.resolve())}
-        self._id = self._client.create_run(number, tags=tags, run_name=str(folder)).info.run_id
-        replace_file(folder / LINK, json.dumps({"run_id": self._id}).encode())
-        told = [self._entities.Param(_allowed(k), str(v)[:_LENGTH]) for k, v in _leaves(read_config(folder), ".")]
-        for part in _parts(told, _PARAMS):
+        self._id = self._client.create_run(experiment_id, tags=tags, run_name=str(folder)).info.run_id
+        write_file_atomically(folder / MLFLOW_LINK_FILE, json.dumps({"run_id": self._id}).encode())
+        parameters = [
+            self._entities.Param(_mlflow_name(k), str(v)[:_LENGTH]) for k, v in _flatten(read_config(folder), ".")
+        ]
+        for part in _batches(parameters, _PARAMS):
             self._client.log_batch(self._id, params=part)
         return 0
 
-    def _before(self, folder: Path) -> str | None:
+    def _existing_run_id(self, folder: Path) -> str | None:
         try:
-            run_id = run_of(folder)
+            run_id = read_mlflow_run_id(folder)
             if run_id is not None:
                 self._client.get_run(run_id)
         except self._mlflow.MlflowException:
@@ -119,10 +121,10 @@ class MLflow(Logger):
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
         """A metric each, the round as its step."""
-        now = int(1000 * time.time())
-        ordered = sorted(values.items(), key=_whole_last)
-        metrics = [self._entities.Metric(_allowed(name), value, now, round) for name, value in ordered]
-        for part in _parts(metrics, _METRICS):
+        timestamp_ms = int(1000 * time.time())
+        ordered = sorted(values.items(), key=_is_mark)
+        metrics = [self._entities.Metric(_mlflow_name(name), value, timestamp_ms, round) for name, value in ordered]
+        for part in _batches(metrics, _METRICS):
             self._client.log_batch(self._id, metrics=part)
 
     def close(self, *, finished: bool) -> None:
@@ -130,23 +132,23 @@ class MLflow(Logger):
         self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
 
 
-def _name() -> str:
+def _experiment_name() -> str:
     return os.environ.get("MLFLOW_EXPERIMENT_NAME", _EXPERIMENT)
 
 
-def experiment_of(client: Any) -> str:
-    """The number of MLflow's experiment where runs go, made if it is not there; `client` is an `MlflowClient`."""
-    experiment = client.get_experiment_by_name(_name())
-    return str(experiment.experiment_id if experiment else client.create_experiment(_name()))
+def ensure_mlflow_experiment(client: Any) -> str:
+    """The number of MLflow's experiment where runs go, made if it is not there; `update_clients` is an `MlflowClient`."""
+    experiment = client.get_experiment_by_name(_experiment_name())
+    return str(experiment.experiment_id if experiment else client.create_experiment(_experiment_name()))
 
 
-def run_of(folder: Path) -> str | None:
+def read_mlflow_run_id(folder: Path) -> str | None:
     """The run of MLflow that the link file of a run directory names; None without one, or if it is damaged."""
     try:
-        link = from_json(read_file(folder / LINK))
+        link = parse_json(read_file(folder / MLFLOW_LINK_FILE))
     except (OSError, ValueError):
         return None
-    return None if conforms(link, _Link) else str(link["run_id"])
+    return None if validation_error(link, _Link) else str(link["run_id"])
 
 
 class _Link(TypedDict):
@@ -155,7 +157,7 @@ class _Link(TypedDict):
     run_id: str
 
 
-def _whole_last(item: tuple[str, float]) -> bool:
+def _is_mark(item: tuple[str, float]) -> bool:
     return item[0] == _MARK
 
 
@@ -174,64 +176,64 @@ class Tracker(Progress):
         shown: who shows the run to the user.
     """
 
-    def __init__(self, loggers: Mapping[str, Logger], folder: Path, shown: Progress) -> None:
-        self._waiting, self._folder, self._shown = dict(loggers), folder, shown
+    def __init__(self, loggers: Mapping[str, Logger], folder: Path, display: Progress) -> None:
+        self._loggers, self._folder, self._display = dict(loggers), folder, display
         self._open: dict[str, tuple[Logger, int]] = {}
-        self._rounds = self._played = 0
+        self._rounds = self._last_round = 0
 
-    def start(self, title: str, rounds: int, done: int) -> None:
+    def start(self, title: str, rounds: int, rounds_done: int) -> None:
         """Opens the loggers, and tells them the rounds before `done` that they lack."""
-        self._shown.start(title, rounds, done)
-        self._rounds, self._played = rounds, done
-        past = [record for record in read_metrics(self._folder / "metrics.jsonl") if record["round"] <= done]
-        for name, logger in self._waiting.items():
+        self._display.start(title, rounds, rounds_done)
+        self._rounds, self._last_round = rounds, rounds_done
+        records = [record for record in read_metrics(self._folder / "metrics.jsonl") if record["round"] <= rounds_done]
+        for name, logger in self._loggers.items():
             try:
-                self._open[name] = logger, logger.open(self._folder, title, done)
+                self._open[name] = logger, logger.open(self._folder, title, rounds_done)
             except Exception as error:
-                self._give_up(name, error)
-        for record in past:
+                self._drop_logger(name, error)
+        for record in records:
             self._log(record)
 
-    def client(self, phase: str, done: int, total: int) -> None:
+    def update_clients(self, phase: str, clients_done: int, total: int) -> None:
         """Only shown."""
-        self._shown.client(phase, done, total)
+        self._display.update_clients(phase, clients_done, total)
 
-    def round(self, record: Mapping[str, Any]) -> None:
+    def finish_round(self, record: Mapping[str, Any]) -> None:
         """Logs the numbers of a round."""
-        self._shown.round(record)
-        self._played = record["round"]
+        self._display.finish_round(record)
+        self._last_round = record["round"]
         self._log(record)
 
     def say(self, sentence: str) -> None:
         """Only shown."""
-        self._shown.say(sentence)
+        self._display.say(sentence)
 
     def stop(self) -> None:
         """Closes the loggers."""
         for name, (logger, _) in list(self._open.items()):
             try:
-                logger.close(finished=self._played == self._rounds)
+                logger.close(finished=self._last_round == self._rounds)
             except Exception as error:
-                self._give_up(name, error)
+                self._drop_logger(name, error)
         self._open.clear()
-        self._shown.stop()
+        self._display.stop()
 
     def _log(self, record: Mapping[str, Any]) -> None:
-        values = numbers(record)
+        values = flatten_numbers(record)
         for name, (logger, last) in list(self._open.items()):
             if record["round"] > last:
                 try:
                     logger.log(record["round"], values)
                 except Exception as error:
-                    self._give_up(name, error)
+                    self._drop_logger(name, error)
 
-    def _give_up(self, name: str, error: Exception) -> None:
+    def _drop_logger(self, name: str, error: Exception) -> None:
         self._open.pop(name, None)
-        text = f"not tracked with {name} from here on: {_reason(error)}; polyfed resume adds what is missing"
+        text = f"not tracked with {name} from here on: {_first_line(error)}; polyfed resume adds what is missing"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def tracked(names: str | Sequence[str], out: str | Path, shown: Progress | None = None) -> Progress:
+def build_tracker(names: str | Sequence[str], out: str | Path, display: Progress | None = None) -> Progress:
     """A progress that tracks a run, for `federate(..., out=out, progress=tracked("tensorboard", out))`.
 
     Args:
@@ -242,67 +244,71 @@ def tracked(names: str | Sequence[str], out: str | Path, shown: Progress | None 
     Raises:
         UserError: an unknown name, a package that is not installed, or a server that cannot be reached.
     """
-    loggers = {name: LOGGERS[name]() for name in check(names)}
+    loggers = {name: LOGGERS[name]() for name in validate_logger_names(names)}
     for name, logger in loggers.items():
         try:
-            logger.reach()
+            logger.check_reachable()
         except Exception as error:  # of whatever kind the package has
-            raise UserError(f"cannot track with {name}: {_reason(error)}") from error
-    return Tracker(loggers, user_path(out, "out"), for_terminal(lines=False) if shown is None else shown)
+            raise UserError(f"cannot track with {name}: {_first_line(error)}") from error
+    return Tracker(
+        loggers, expand_user_path(out, "out"), build_terminal_progress(lines=False) if display is None else display
+    )
 
 
-def check(names: str | Sequence[str]) -> list[str]:
+def validate_logger_names(names: str | Sequence[str]) -> list[str]:
     """The places that are named, which are known and whose packages are installed.
 
     Raises:
         UserError: otherwise.
     """
-    wanted = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-    for name in wanted:
+    logger_names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    for name in logger_names:
         if name not in LOGGERS:
-            raise UserError(f"cannot track with {name!r}; {nearest(name, LOGGERS)}")
-        check_extra(name, "tracking", f"--logger {name}")
-    return wanted
+            raise UserError(f"cannot track with {name!r}; {did_you_mean(name, LOGGERS)}")
+        check_extra_installed(name, "tracking", f"--logger {name}")
+    return logger_names
 
 
-def kept(out: str | Path) -> list[str]:
+def list_loggers_of_run(out: str | Path) -> list[str]:
     """With what a run directory has been tracked before, so that it goes on when the run does."""
     return [
-        name for name, mark in (("tensorboard", EVENTS), ("mlflow", LINK)) if (user_path(out, "out") / mark).exists()
+        name
+        for name, mark in (("tensorboard", TENSORBOARD_FOLDER), ("mlflow", MLFLOW_LINK_FILE))
+        if (expand_user_path(out, "out") / mark).exists()
     ]
 
 
-def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+def flatten_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record of `metrics.jsonl` by the path to them.
 
-    >>> numbers({"round": 3, "train_loss": None, "summary": {"accuracy": {"mean": 0.5}}, "failures": []})
+    >>> flatten_numbers({"round": 3, "train_loss": None, "summary": {"accuracy": {"mean": 0.5}}, "failures": []})
     {'round': 3.0, 'summary/accuracy/mean': 0.5}
     """
     kinds = int | float
-    return {name: float(v) for name, v in _leaves(record, "/") if isinstance(v, kinds) and not isinstance(v, bool)}
+    return {name: float(v) for name, v in _flatten(record, "/") if isinstance(v, kinds) and not isinstance(v, bool)}
 
 
-def _leaves(content: Mapping[str, Any], between: str, before: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(content: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested mappings with the path to each."""
     for key, value in content.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, between, f"{before}{key}{between}")
+            yield from _flatten(value, separator, f"{prefix}{key}{separator}")
         else:
-            yield f"{before}{key}", value
+            yield f"{prefix}{key}", value
 
 
-def _reason(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0].rstrip(".;") or type(error).__name__
 
 
-def _allowed(name: str) -> str:
+def _mlflow_name(name: str) -> str:
     """A name as MLflow takes it.
 
-    >>> _allowed("clients/Zürich #3/accuracy")
+    >>> _mlflow_name("clients/Zürich #3/accuracy")
     'clients/Z_rich _3/accuracy'
     """
     return re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name)
 
 
-def _parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[i : i + size] for i in range(0, len(items), size))

@@ -8,15 +8,15 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
-from polyfed.algorithms.searching import Searching, adapt, network
+from polyfed.algorithms.searching import SupernetMethod, adapt_personal_stack, supernet_of
 from polyfed.core.algorithm import Client
 from polyfed.core.copies import deep_copy
-from polyfed.core.criteria import trained_loss
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.evaluation import Metrics, client_metrics
-from polyfed.core.seeds import derive
-from polyfed.core.threads import one_thread
-from polyfed.simulation.checks import data_spec_of
+from polyfed.core.criteria import client_training_loss
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.evaluation import MetricValues, evaluate_client
+from polyfed.core.seeds import derive_seed
+from polyfed.core.threads import single_torch_thread
+from polyfed.simulation.checks import client_data_spec
 from polyfed.simulation.runs.results import Run
 
 Parts = Literal["personal", "all"]
@@ -24,7 +24,7 @@ Parts = Literal["personal", "all"]
 
 @final
 @dataclass(frozen=True, eq=False)
-class Transfer:
+class TransferResult:
     """What became of a new task.
 
     Attributes:
@@ -33,22 +33,22 @@ class Transfer:
         model: the adapted network, a module of its own in evaluation mode on the CPU.
     """
 
-    before: Metrics
-    after: Metrics
+    before: MetricValues
+    after: MetricValues
     model: nn.Module
 
 
-@one_thread()
-def transfer(
+@single_torch_thread()
+def transfer_network(
     run: Run,
-    like: str,
+    client_id: str,
     task: Client,
     *,
     steps: int = 100,
     lr: float | None = None,
     parts: Parts = "all",
     seed: int = 0,
-) -> Transfer:
+) -> TransferResult:
     """Retrains the network of one client on a new task, the samplers frozen.
 
     Args:
@@ -64,29 +64,37 @@ def transfer(
     Raises:
         UserError: a run of another method, no such client, examples of another form, or labels that the run did not have.
     """
-    method = _searching(run, like)
+    method = _require_search_method(run, client_id)
     if steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}")
-    client, before = run.federation.clients[like], run.model(like)
-    _check_form(client, task, before)
-    loss = trained_loss(task, method)
-    scored = client_metrics(before, task, loss=loss)
-    order = run.federation.one_task("export", like, run.kept)
-    own: Mapping[str, Any] = method.client_init(client, order.run_seed) if order.own is None else order.own
-    net = method.receive(order.down, dict(own), client)
-    supernet = network(net)
+    client, before = run.federation.clients[client_id], run.model(client_id)
+    _check_task_fits(client, task, before)
+    loss = client_training_loss(task, method)
+    metrics_before = evaluate_client(before, task, loss=loss)
+    export_task = run.federation.build_single_task("export", client_id, run.kept_checkpoint)
+    client_state: Mapping[str, Any] = (
+        method.client_init(client, export_task.run_seed)
+        if export_task.client_state is None
+        else export_task.client_state
+    )
+    client_network = method.load_supernet(export_task.message, dict(client_state), client)
+    supernet = supernet_of(client_network)
     lr = method.lr if lr is None else lr
     if method.finetune_epochs:
         tuning = replace(method, local_epochs=method.finetune_epochs, local_steps=None)
-        adapt(supernet, client, tuning, lr=order.down.scalars["lr"], seed=order.seed)
-    few = replace(method, local_steps=steps)
-    adapt(supernet, task, few, lr=lr, seed=derive(seed, "transfer"), samplers=False, base=parts == "all")
-    adapted = method.taken(net, {}, task, order.seed)
-    return Transfer(scored, client_metrics(adapted, task, loss=loss), deep_copy(adapted).to("cpu").eval())
+        adapt_personal_stack(supernet, client, tuning, lr=export_task.message.scalars["lr"], seed=export_task.seed)
+    transfer_method = replace(method, local_steps=steps)
+    adapt_personal_stack(
+        supernet, task, transfer_method, lr=lr, seed=derive_seed(seed, "transfer"), samplers=False, base=parts == "all"
+    )
+    adapted_network = method.derive_network(client_network, {}, task, export_task.seed)
+    return TransferResult(
+        metrics_before, evaluate_client(adapted_network, task, loss=loss), deep_copy(adapted_network).to("cpu").eval()
+    )
 
 
-@one_thread()
-def adapted(run: Run, like: str, *, epochs: int = 1) -> Metrics:
+@single_torch_thread()
+def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> MetricValues:
     """Scores of a client's own network after a number of epochs of adaptation of its personal stack, whatever the run's
     `finetune_epochs` are: what FedDSNAS, which has no such phase, would score with that of FedPNAS. The run is not
     changed, and need not be made again: nothing that the clients sent depends on the adaptation.
@@ -99,36 +107,40 @@ def adapted(run: Run, like: str, *, epochs: int = 1) -> Metrics:
     Raises:
         UserError: a run of another method, no such client, or a negative number.
     """
-    method = _searching(run, like)
-    order = run.federation.one_task("export", like, run.kept)
-    client = run.federation.clients[like]
-    own = method.client_init(client, order.run_seed) if order.own is None else order.own
-    tuned = replace(method, finetune_epochs=epochs)
-    model = tuned.personal_model(order.down, dict(own), client, order.seed)
-    return client_metrics(model, client, loss=trained_loss(client, method))
+    method = _require_search_method(run, client_id)
+    export_task = run.federation.build_single_task("export", client_id, run.kept_checkpoint)
+    client = run.federation.clients[client_id]
+    client_state = (
+        method.client_init(client, export_task.run_seed)
+        if export_task.client_state is None
+        else export_task.client_state
+    )
+    tuning_method = replace(method, finetune_epochs=epochs)
+    model = tuning_method.personal_model(export_task.message, dict(client_state), client, export_task.seed)
+    return evaluate_client(model, client, loss=client_training_loss(client, method))
 
 
-def _searching(run: Run, like: str) -> Searching:
+def _require_search_method(run: Run, client_id: str) -> SupernetMethod:
     """The run's method, where it is a search and the run has such a client."""
     method = run.federation.algorithm
-    if not isinstance(method, Searching):
+    if not isinstance(method, SupernetMethod):
         raise UserError(
             f"only an architecture search can be transferred, this run is of {type(method).__name__}; run fedpnas, "
             "ca_fedpnas, feddsnas or ca_feddsnas"
         )
-    if like not in run.federation.clients:
-        raise UserError(f"no client {like!r} in this run; {nearest(like, run.federation.clients)}")
+    if client_id not in run.federation.clients:
+        raise UserError(f"no client {client_id!r} in this run; {did_you_mean(client_id, run.federation.clients)}")
     return method
 
 
-def _check_form(client: Client, task: Client, model: nn.Module) -> None:
-    here, there = data_spec_of(client), data_spec_of(task)
-    if here.inputs != there.inputs or client.task != task.task:
+def _check_task_fits(client: Client, task: Client, model: nn.Module) -> None:
+    run_spec, new_spec = client_data_spec(client), client_data_spec(task)
+    if run_spec.inputs != new_spec.inputs or client.task != task.task:
         raise UserError(
-            f"the new task has inputs {there.inputs} ({task.task}), but the run's network takes {here.inputs} "
+            f"the new task has inputs {new_spec.inputs} ({task.task}), but the run's network takes {run_spec.inputs} "
             f"({client.task})"
         )
     with torch.no_grad():
-        outputs = model(torch.zeros(1, *here.inputs)).shape[1]
-    if there.outputs > outputs:
-        raise UserError(f"the new task has label {there.outputs - 1}, but the run's network has {outputs} outputs")
+        outputs = model(torch.zeros(1, *run_spec.inputs)).shape[1]
+    if new_spec.outputs > outputs:
+        raise UserError(f"the new task has label {new_spec.outputs - 1}, but the run's network has {outputs} outputs")

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from polyfed.core.copies import deep_copy
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.inputs import answer, call, form_of, leaves
-from polyfed.core.seeds import local_rng
+from polyfed.core.inputs import call_network, input_spec_of, logits_or_output, named_leaves
+from polyfed.core.seeds import temporary_rng_seed
 
 
 def output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ...]:
@@ -28,22 +28,23 @@ def output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ...
     x = data.batch(torch.zeros(2, dtype=torch.int64))[0]
     shapes = []
     for training in (False, True):
-        trial = deep_copy(module)
-        before = trial.state_dict().keys()
+        module_copy = deep_copy(module)
+        names_before = module_copy.state_dict().keys()
         try:
-            output = answer(_run(trial, x, training))
+            output = logits_or_output(_forward(module_copy, x, training))
         except Exception as error:  # whatever the user's network raises
-            raise UserError(f"{name}: {_failure(module, x, error, training)}") from error
+            raise UserError(f"{name}: {_failure_message(module, x, error, training)}") from error
         if not isinstance(output, Tensor):
             raise UserError(
-                f"{name}: its network must return a tensor of logits, got {type(output).__name__}{_in(training)}; a dict "
-                "with 'logits' or an object with .logits does too"
+                f"{name}: its network must return a tensor of logits, got "
+                f"{type(output).__name__}{_mode_suffix(training)}; a dict with 'logits' or an object with .logits does "
+                "too"
             )
         if output.dim() == 0 or len(output) != 2:
             raise UserError(f"{name}: its network turns 2 examples into an output of shape {tuple(output.shape)}")
-        if different := before ^ trial.state_dict().keys():
+        if changed_names := names_before ^ module_copy.state_dict().keys():
             raise UserError(
-                f"{name}: its network adds or removes the tensor {min(different)!r} as it runs; build all layers and "
+                f"{name}: its network adds or removes the tensor {min(changed_names)!r} as it runs; build all layers and "
                 "buffers in __init__, and let forward choose among them"
             )
         shapes.append(tuple(output.shape[1:]))
@@ -55,7 +56,7 @@ def output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ...
     return shapes[0]
 
 
-def refuse_batch_of_one(module: nn.Module, data: Examples, name: str, why: str, cure: str) -> None:
+def check_trains_on_one_example(module: nn.Module, data: Examples, name: str, why: str, cure: str) -> None:
     """Raises a `UserError` if the network cannot be trained on a batch of one example.
 
     Args:
@@ -66,7 +67,7 @@ def refuse_batch_of_one(module: nn.Module, data: Examples, name: str, why: str, 
     """
     x = data.batch(torch.zeros(1, dtype=torch.int64))[0]
     try:
-        output = answer(_run(deep_copy(module), x, training=True))
+        output = logits_or_output(_forward(deep_copy(module), x, training=True))
         if isinstance(output, Tensor) and (output.dim() == 0 or len(output) != 1):
             raise ValueError(f"its output has the shape {tuple(output.shape)}")
     except Exception as error:  # BatchNorm's, or whatever the user's network raises on a batch of one
@@ -76,34 +77,34 @@ def refuse_batch_of_one(module: nn.Module, data: Examples, name: str, why: str, 
         ) from error
 
 
-def _run(module: nn.Module, x: Any, training: bool) -> Any:
+def _forward(module: nn.Module, x: Any, training: bool) -> Any:
     """Without a gradient, but not in inference mode, and with random numbers that are not the caller's."""
-    with torch.no_grad(), local_rng(0):
-        return call(module.train(training), x)
+    with torch.no_grad(), temporary_rng_seed(0):
+        return call_network(module.train(training), x)
 
 
-def _in(training: bool) -> str:
+def _mode_suffix(training: bool) -> str:
     return " in training" if training else ""
 
 
-def _failure(module: nn.Module, x: Any, error: Exception, training: bool) -> str:
+def _failure_message(module: nn.Module, x: Any, error: Exception, training: bool) -> str:
     types = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    parts = [part for _, part in leaves(x)]
-    others = [part.dtype for part in parts if part.is_floating_point() and part.dtype not in types]
-    if not others and isinstance(error, RuntimeError) and re.search(r"\b(dtype|type|scalar)\b", str(error)):
-        others = [
+    parts = [part for _, part in named_leaves(x)]
+    odd_dtypes = [part.dtype for part in parts if part.is_floating_point() and part.dtype not in types]
+    if not odd_dtypes and isinstance(error, RuntimeError) and re.search(r"\b(dtype|type|scalar)\b", str(error)):
+        odd_dtypes = [
             part.dtype for part in parts if not part.is_floating_point()
         ]  # numbers of tokens are as they should be
-    if types and others:
+    if types and odd_dtypes:
         return (
-            f"its network has weights of {' and '.join(sorted(map(str, types)))}, but its inputs are {others[0]}; convert "
-            "the inputs, x.float(), or the network, model.double()"
+            f"its network has weights of {' and '.join(sorted(map(str, types)))}, but its inputs are {odd_dtypes[0]}; "
+            "convert the inputs, x.float(), or the network, model.double()"
         )
-    return f"its network fails on {_batch(x)}{_in(training)}: {type(error).__name__}: {error}"
+    return f"its network fails on {_describe_batch(x)}{_mode_suffix(training)}: {type(error).__name__}: {error}"
 
 
-def _batch(x: Any) -> str:
+def _describe_batch(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"a batch of shape {tuple(x.shape)} ({x.dtype})"
     keys = "keyword" if isinstance(x, dict) else "positional"
-    return f"a batch of 2 examples ({form_of(x)}), given to forward as {keys} arguments"
+    return f"a batch of 2 examples ({input_spec_of(x)}), given to forward as {keys} arguments"

@@ -1,7 +1,8 @@
 """Unseen clients: a trained graph hypernetwork gives weights at once to a network that it has never seen (FLHA-GHN,
 section 5.4).
 
-The server's state of a `flha_ghn` run, from a `Run` or a run directory, is all that is needed. `warmstart` makes the
+The server's state of a `flha_ghn` run, from a `Run` or a run directory, is all that is needed. `compute_warm_start`
+makes the
 weights and scores them, before and after the method's epoch on the head; `training_curve` trains on from any weights.
 """
 
@@ -15,29 +16,29 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms import FLHAGHN, name_of
+from polyfed.algorithms import FLHAGHN, registry_name
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Task
-from polyfed.core.criteria import trained_loss
-from polyfed.core.dense import dense_message
+from polyfed.core.criteria import client_training_loss
+from polyfed.core.dense import contiguous_message
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.evaluation import SCORE, Metrics, client_metrics, predict
+from polyfed.core.evaluation import DEFAULT_METRIC, MetricValues, evaluate_client, predict
 from polyfed.core.examples import Examples, as_examples
-from polyfed.core.files import user_path
-from polyfed.core.gradients import gradients
+from polyfed.core.files import expand_user_path
+from polyfed.core.gradients import grad_enabled
 from polyfed.core.precision import check_precision
-from polyfed.core.scratch import fill, initial_state, new_module, scratch
-from polyfed.core.seeds import derive, local_rng
-from polyfed.core.threads import one_thread
+from polyfed.core.scratch import build_module, cached_module, fill_module, initial_state
+from polyfed.core.seeds import derive_seed, temporary_rng_seed
+from polyfed.core.threads import single_torch_thread
 from polyfed.core.training import LocalTraining, fit
-from polyfed.core.tree import Tree
-from polyfed.data.dealing import stratified
-from polyfed.simulation.checks import check_models
+from polyfed.core.tree import StateDict
+from polyfed.data.dealing import draw_stratified_rows
+from polyfed.simulation.checks import check_networks_run
 from polyfed.simulation.engines.machine import choose_device
-from polyfed.simulation.engines.work import place_clients
-from polyfed.simulation.rounds import broadcast
+from polyfed.simulation.engines.work import move_clients_to_device
+from polyfed.simulation.rounds import build_message_compressor
 from polyfed.simulation.runs import chain
 from polyfed.simulation.runs import checkpoint as checkpoints
-from polyfed.simulation.runs.configuration import restored
+from polyfed.simulation.runs.configuration import restore_settings_and_method
 from polyfed.simulation.runs.directory import read_config, read_manifest
 from polyfed.simulation.settings import Settings
 
@@ -46,7 +47,7 @@ _HELD_OUT = 0.2  # of an unseen client's data without a test set
 
 @final
 @dataclass(frozen=True, eq=False)
-class Server:
+class TrainedServer:
     """What an unseen client needs of a run: the method, the server's state after `round`, and the settings (seed, device).
 
     Raises:
@@ -59,7 +60,7 @@ class Server:
     round: int
 
     def __post_init__(self) -> None:
-        _generator(self.algorithm, "the run")
+        _require_flha_ghn(self.algorithm, "the run")
 
 
 @final
@@ -80,23 +81,23 @@ class WarmStart:
     """
 
     model: nn.Module
-    generated: Tree
+    generated: StateDict
     coverage: float
     local: Mapping[str, str]
-    before: Metrics
-    after: Metrics
+    before: MetricValues
+    after: MetricValues
     client: Client
     held_out: int
 
 
 @final
 @dataclass(frozen=True)
-class Curves:
+class TrainingCurves:
     """The score on an unseen client's test examples after 0..E epochs of training its whole network, from the warm start and
     from scratch. A score that is not defined, of a training that diverged, is None.
 
-    >>> curves = Curves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7))
-    >>> curves.epochs, curves.reached
+    >>> curves = TrainingCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7))
+    >>> curves.epochs, curves.epochs_to_match_scratch
     (2, 1)
     """
 
@@ -110,7 +111,7 @@ class Curves:
         return len(self.warm) - 1
 
     @property
-    def reached(self) -> int | None:
+    def epochs_to_match_scratch(self) -> int | None:
         """The first epoch after which the warm start has at least what training from scratch has after E; None if it never
         has."""
         goal = self.scratch[-1]
@@ -119,24 +120,24 @@ class Curves:
         return next((epoch for epoch, score in enumerate(self.warm) if score is not None and score >= goal), None)
 
 
-@gradients()  # its state is trained on
-def load_server(out: str | Path) -> Server:
+@grad_enabled()  # its state is trained on
+def load_trained_server(out: str | Path) -> TrainedServer:
     """The server of a run of `flha_ghn` after its last saved round, from the run directory alone: neither the clients nor
     their data are needed, and nothing in the directory is changed.
 
     Raises:
         UserError: not a run directory, the run of another method, or no whole checkpoint.
     """
-    folder = user_path(out, "the run directory")
+    folder = expand_user_path(out, "the run directory")
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
     config, manifest = read_config(folder), read_manifest(folder)
-    settings, algorithm = restored(config, None)
-    algorithm = _generator(algorithm, str(folder))
-    chain.check_config(folder, config, manifest)
-    belongs = chain.binding(config, manifest)
-    found, notes = checkpoints.load(folder / "checkpoint", expected=lambda number: belongs)
-    if found is None:
+    settings, algorithm = restore_settings_and_method(config, None)
+    algorithm = _require_flha_ghn(algorithm, str(folder))
+    chain.check_config_unchanged(folder, config, manifest)
+    binding = chain.run_binding(config, manifest)
+    checkpoint, notes = checkpoints.load_newest_checkpoint(folder / "checkpoint", expected=lambda number: binding)
+    if checkpoint is None:
         if notes:
             raise UserError(
                 f"no checkpoint of the run in {folder} is whole: {'; '.join(notes)}; put a copy of what was lost back, or "
@@ -145,19 +146,19 @@ def load_server(out: str | Path) -> Server:
         raise UserError(f"the run in {folder} has no checkpoint yet; go on with it, `polyfed resume {folder}`")
     for note in notes:
         warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=2)
-    return Server(algorithm, found.state, settings, found.round)
+    return TrainedServer(algorithm, checkpoint.state, settings, checkpoint.round)
 
 
-def _generator(algorithm: Algorithm[Any, Any], where: str) -> FLHAGHN:
+def _require_flha_ghn(algorithm: Algorithm[Any, Any], where: str) -> FLHAGHN:
     if not isinstance(algorithm, FLHAGHN):
         raise UserError(
-            f"{where}: {name_of(algorithm)} cannot give weights to a network that took no part; use a run of flha_ghn "
+            f"{where}: {registry_name(algorithm)} cannot give weights to a network that took no part; use a run of flha_ghn "
             "(polyfed run --algorithm flha_ghn, or polyfed.algorithms.FLHAGHN), which generates them from its layers"
         )
     return algorithm
 
 
-def as_unseen(
+def build_unseen_client(
     model: Architecture,
     data: Any,
     *,
@@ -179,34 +180,38 @@ def as_unseen(
         UserError: what `Client` refuses, or too few examples to hold one out.
 
     >>> x, y = torch.zeros(10, 2), torch.tensor([0, 1]).repeat(5)
-    >>> client, held_out = as_unseen(lambda: nn.Linear(2, 2), (x, y))
+    >>> client, held_out = build_unseen_client(lambda: nn.Linear(2, 2), (x, y))
     >>> len(client.train), len(client.test), client.test.labels.tolist(), held_out
     (8, 2, [0, 1], 2)
     """
     if test is not None:
         return Client(id, model, data, test, task=task), 0
-    train, test, held_out = _divided(as_examples(data, f"client {id!r}: data"), seed, id)
+    train, test, held_out = _hold_out_test(as_examples(data, f"client {id!r}: data"), seed, id)
     return Client(id, model, train, test, task=task), held_out
 
 
-def _divided(data: Examples, seed: int, name: str) -> tuple[Examples, Examples, int]:
+def _hold_out_test(data: Examples, seed: int, name: str) -> tuple[Examples, Examples, int]:
     if len(data) < 2:
         raise UserError(
             f"client {name!r} has {len(data)} example, too few to hold one out for the score; give test=..."
         )
     size = max(1, round(_HELD_OUT * len(data)))
-    out = torch.from_numpy(stratified(data.labels.cpu().numpy(), size, derive(seed, "newcomer", "test"), keep=True))
-    stays = torch.ones(len(data), dtype=torch.bool)
-    stays[out] = False
+    test_rows = torch.from_numpy(
+        draw_stratified_rows(
+            data.labels.cpu().numpy(), size, derive_seed(seed, "newcomer", "test"), leave_one_per_class=True
+        )
+    )
+    is_training_row = torch.ones(len(data), dtype=torch.bool)
+    is_training_row[test_rows] = False
     device = data.device
     return (
-        data.select(stays.nonzero()[:, 0].to(device)),
-        dataclasses.replace(data.select(out.to(device)), augment=None),
+        data.select(is_training_row.nonzero()[:, 0].to(device)),
+        dataclasses.replace(data.select(test_rows.to(device)), augment=None),
         size,
     )
 
 
-def warmstart(server: Server, client: Client, *, held_out: int = 0) -> WarmStart:
+def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int = 0) -> WarmStart:
     """Weights for a network that took no part, from the graph of its layers, with their scores; nobody is trained but the
     unseen client's linear head, for one epoch ("Inference and local refinement").
 
@@ -214,9 +219,9 @@ def warmstart(server: Server, client: Client, *, held_out: int = 0) -> WarmStart
     client with a client's id, network and data has that client's generated weights.
 
     Args:
-        server: of a run of `flha_ghn`: `load_server`, or by `Run.warmstart`.
-        client: the unseen client, e.g. of `as_unseen`.
-        held_out: what `as_unseen` held out, for the report.
+        server: of a run of `flha_ghn`: `load_trained_server`, or by `Run.warmstart`.
+        client: the unseen client, e.g. of `build_unseen_client`.
+        held_out: what `build_unseen_client` held out, for the report.
 
     Raises:
         UserError: another method, a network that does not suit its data or gives NaN, or whose layers cannot be followed;
@@ -225,51 +230,53 @@ def warmstart(server: Server, client: Client, *, held_out: int = 0) -> WarmStart
     """
     algorithm, settings, device = server.algorithm, server.settings, choose_device(server.settings.device)
     check_precision(algorithm.precision, device)
-    _check(client)
+    _check_unseen_client(client)
     # As of a client that asks for its personal network after the last round.
-    who = ClientInfo(client.id, server.round + 1, settings.rounds, None, "personal")
-    seed = derive(settings.seed, server.round, client.id, "personal")
-    (placed,) = place_clients([client], device)
-    with one_thread():
+    client_info = ClientInfo(client.id, server.round + 1, settings.rounds, None, "personal")
+    seed = derive_seed(settings.seed, server.round, client.id, "personal")
+    (placed_client,) = move_clients_to_device([client], device)
+    with single_torch_thread():
         try:
-            with local_rng(seed, device):
-                _, down = broadcast(settings, server.round)(dense_message(algorithm.dispatch(server.state, who)))
-                graph = algorithm.client_graph(down, placed)
-                own = algorithm.client_init(placed, settings.seed)
-                ((_, network),) = algorithm.other_models(down, own, placed, seed)
-                loss = trained_loss(placed, algorithm)
-                before, generated = client_metrics(network, placed, loss=loss), _weights(network)
-                network = algorithm.personal_model(down, own, placed, seed)
-                after, refined = client_metrics(network, placed, loss=loss), _weights(network)
+            with temporary_rng_seed(seed, device):
+                _, message = build_message_compressor(settings, server.round)(
+                    contiguous_message(algorithm.dispatch(server.state, client_info))
+                )
+                graph = algorithm.client_graph(message, placed_client)
+                client_state = algorithm.client_init(placed_client, settings.seed)
+                ((_, network),) = algorithm.other_models(message, client_state, placed_client, seed)
+                loss = client_training_loss(placed_client, algorithm)
+                before, generated = evaluate_client(network, placed_client, loss=loss), _copy_state_dict(network)
+                network = algorithm.personal_model(message, client_state, placed_client, seed)
+                after, refined = evaluate_client(network, placed_client, loss=loss), _copy_state_dict(network)
         except UserError:
             raise
         except Exception as error:  # whatever the unseen client's network raises
             raise ClientError(server.round, client.id, "warm start", f"{type(error).__name__}: {error}") from error
         assert client.model is not None
-        model = fill(new_module(client.model, seed=0), refined).eval()
-    return WarmStart(model, generated, graph.coverage, dict(graph.local), before, after, client, held_out)
+        model = fill_module(build_module(client.model, seed=0), refined).eval()
+    return WarmStart(model, generated, graph.coverage, dict(graph.local_reasons), before, after, client, held_out)
 
 
-def _check(client: Client) -> None:
+def _check_unseen_client(client: Client) -> None:
     """What can be found wrong before work starts."""
     if client.model is None:
         raise UserError(f"client {client.id!r} has no network (model=None); a warm start gives weights to one")
-    check_models([client])
+    check_networks_run([client])
     row = torch.zeros(1, dtype=torch.int64, device=client.train.device)
-    with local_rng(0):
-        tried = predict(new_module(client.model, seed=0), client.train.select(row))
-    if not bool(torch.isfinite(tried).all()):
+    with temporary_rng_seed(0):
+        outputs = predict(build_module(client.model, seed=0), client.train.select(row))
+    if not bool(torch.isfinite(outputs).all()):
         raise UserError(
             f"client {client.id!r}: its network gives NaN or infinite outputs for its first training example, with freshly "
             "drawn weights; look for NaN in the inputs, or a division by zero in the network"
         )
 
 
-def _weights(network: nn.Module) -> dict[str, Tensor]:
+def _copy_state_dict(network: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in network.state_dict().items()}
 
 
-def from_scratch(server: Server, client: Client) -> Tree:
+def initial_weights(server: TrainedServer, client: Client) -> StateDict:
     """The weights from which this client would start without a hypernetwork: the run's common draw for its architecture,
     from which every method of the run starts, `local` among them."""
     assert client.model is not None
@@ -278,14 +285,14 @@ def from_scratch(server: Server, client: Client) -> Tree:
 
 def training_curve(
     client: Client,
-    start: Tree,
+    start: StateDict,
     options: LocalTraining,
     epochs: int,
     *,
     lr: float | None = None,
     seed: int = 0,
     device: str = "auto",
-) -> list[Metrics]:
+) -> list[MetricValues]:
     """The scores on the client's test examples after 0, 1, ..., `epochs` epochs of training its whole network.
 
     Every epoch is a call of `training.fit` at one constant rate, so that momentum starts at zero in each, as it does in
@@ -293,7 +300,7 @@ def training_curve(
 
     Args:
         client: whose network, training and test examples.
-        start: a state dict of its network, with or without frozen parameters: `WarmStart.generated`, `from_scratch`.
+        start: a state dict of its network, with or without frozen parameters: `WarmStart.generated`, `initial_weights`.
         options: batch size, optimiser and so on, e.g. the run's method; its epochs, steps and schedule do not count.
         epochs: E.
         lr: learning rate; None takes `options.lr`.
@@ -311,23 +318,23 @@ def training_curve(
     lr = options.lr if lr is None else lr
     options = dataclasses.replace(options, local_epochs=1, local_steps=None, patience=None, lr=lr)
     assert client.model is not None
-    place = choose_device(device)
-    (placed,) = place_clients([client], place)
+    torch_device = choose_device(device)
+    (placed_client,) = move_clients_to_device([client], torch_device)
     scores = []
-    with one_thread():
-        net = scratch(client.model, place)
-        network = fill(net.module, {name: tensor for name, tensor in start.items() if name not in net.frozen})
+    with single_torch_thread():
+        net = cached_module(client.model, torch_device)
+        network = fill_module(net.module, {name: tensor for name, tensor in start.items() if name not in net.frozen})
         for epoch in range(epochs + 1):
             if epoch:
-                drawn = derive(seed, client.id, "curve", epoch)
-                fit(network, placed, options, lr=lr, seed=drawn)
-            scores.append(client_metrics(network, placed, loss=trained_loss(placed, options)))
+                epoch_seed = derive_seed(seed, client.id, "curve", epoch)
+                fit(network, placed_client, options, lr=lr, seed=epoch_seed)
+            scores.append(evaluate_client(network, placed_client, loss=client_training_loss(placed_client, options)))
     return scores
 
 
-def compare_curves(
-    server: Server, start: WarmStart, epochs: int, lr: float | None = None, scratch_lr: float | None = None
-) -> Curves:
+def compare_with_scratch(
+    server: TrainedServer, start: WarmStart, epochs: int, lr: float | None = None, scratch_lr: float | None = None
+) -> TrainingCurves:
     """The training curves of an unseen client, from its generated weights and from scratch, in the same batches with
     the options of the run (FLHA-GHN, Figs. 3 and 7).
 
@@ -342,12 +349,12 @@ def compare_curves(
         UserError: as of `training_curve`.
     """
     settings, client = server.settings, start.client
-    score = SCORE[client.task]
+    score = DEFAULT_METRIC[client.task]
     warm, cold = (
         training_curve(client, weights, server.algorithm, epochs, lr=rate, seed=settings.seed, device=settings.device)
         for weights, rate in (
             (start.generated, lr),
-            (from_scratch(server, client), lr if scratch_lr is None else scratch_lr),
+            (initial_weights(server, client), lr if scratch_lr is None else scratch_lr),
         )
     )
-    return Curves(score, *(tuple(metrics[score] for metrics in curve) for curve in (warm, cold)))
+    return TrainingCurves(score, *(tuple(metrics[score] for metrics in curve) for curve in (warm, cold)))

@@ -16,7 +16,7 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import FedRep
 from polyfed.simulation.runs.directory import read_manifest, read_metrics
-from polyfed.testing import without_times
+from polyfed.testing import without_durations
 
 from . import netns_code as here
 from .network import BAD, Machine, Network, Quality
@@ -277,7 +277,7 @@ class Federation:
         Raises:
             AssertionError: they are not.
         """
-        assert without_times(self.records) == without_times(whole.history)
+        assert without_durations(self.records) == without_durations(whole.history)
         run = read_manifest(self.out)["deployment"]
         for name, site in self.sites.items():
             (file,) = (site.var / "state" / run / "models").glob("*.safetensors")

@@ -10,7 +10,7 @@ import pytest
 
 import polyfed as pf
 from polyfed.simulation.runs.directory import read_metrics
-from polyfed.testing import without_times
+from polyfed.testing import without_durations
 
 from .federation import Host, shared_code, wait
 from .network import Quality
@@ -75,7 +75,7 @@ def test_a_node_is_cut_off_in_the_middle_of_a_round(cluster, tmp_path, seconds):
     method = pf.algorithms.FedRep(lr=0.05, local_epochs=1, body_epochs=1, batch_size=20)
     alone = pf.federate(clients, method, rounds=3, seed=3, out=whole, workers=0)
     history = [{**record, "failures": []} for record in records]
-    assert without_times(history) == without_times(alone.history)
+    assert without_durations(history) == without_durations(alone.history)
     for name in code.NAMES:
         files = [folder / "models" / f"{name}.safetensors" for folder in (out, whole)]
         assert files[0].read_bytes() == files[1].read_bytes(), name

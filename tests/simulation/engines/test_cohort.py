@@ -34,14 +34,14 @@ from polyfed.algorithms import (
 )
 from polyfed.core import together
 from polyfed.core.algorithm import Message
-from polyfed.core.scratch import scratch
+from polyfed.core.scratch import cached_module
 from polyfed.simulation.engines import choice
-from polyfed.simulation.engines.choice import AT_LEAST, Choice
+from polyfed.simulation.engines.choice import MIN_CLIENTS, EngineChoice
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.engines.work import Task
+from polyfed.simulation.engines.work import ClientTask
 from polyfed.simulation.federation import resume
-from polyfed.testing import _StopAfter, assert_same_run
+from polyfed.testing import _InterruptAfter, assert_runs_equal
 
 METHODS = [
     FedAvg(**BASE),
@@ -102,7 +102,7 @@ def test_a_loss_of_a_methods_own_is_trained_one_by_one(computed):
 
 def test_any_division_into_cohorts_gives_the_same(monkeypatch):
     whole = play(FedAvg(**BASE, momentum=0.5), clients(number=7), "cohort", rounds=3)
-    monkeypatch.setattr(together, "MOST", 3)
+    monkeypatch.setattr(together, "MAX_COHORT_SIZE", 3)
     assert_near(whole, play(FedAvg(**BASE, momentum=0.5), clients(number=7), "cohort", rounds=3), 1e-10)
 
 
@@ -115,8 +115,8 @@ def test_a_stopped_run_goes_on(tmp_path):
     out = tmp_path / "run"
     whole = play(FedAvg(**BASE), clients(), "cohort", rounds=2, clients_per_round=4)
     with pytest.raises(KeyboardInterrupt):
-        play(FedAvg(**BASE), clients(), "cohort", rounds=2, clients_per_round=4, out=out, progress=_StopAfter(1))
-    assert_same_run(whole, resume(out, clients=clients()))
+        play(FedAvg(**BASE), clients(), "cohort", rounds=2, clients_per_round=4, out=out, progress=_InterruptAfter(1))
+    assert_runs_equal(whole, resume(out, clients=clients()))
 
 
 class Kills(nn.Module):
@@ -186,13 +186,13 @@ def timed(monkeypatch):
         work()
         return found["together"] if work.__name__ == "<lambda>" else 1.0
 
-    monkeypatch.setattr(choice, "_seconds", seconds)
+    monkeypatch.setattr(choice, "_training_seconds", seconds)
     monkeypatch.setattr(choice, "_LONGEST", 10.0)
     return found
 
 
 def many(model=plain):
-    return clients(model, AT_LEAST, more=0)
+    return clients(model, MIN_CLIENTS, more=0)
 
 
 @pytest.mark.thorough
@@ -203,39 +203,42 @@ def test_auto_takes_what_is_measured_and_the_manifest_says_so(timed, tmp_path, s
     run = play(FedAvg(**BASE), many(), "auto", rounds=1, out=out)
     kept = json.loads((out / "manifest.json").read_text())["auto"]
     assert kept["engine"] == engine
-    assert list(kept["gains"].values()) == [round(AT_LEAST / seconds, 2)]
-    assert_same_run(run, play(FedAvg(**BASE), many(), "cohort" if engine == "cohort" else "inprocess", rounds=1))
+    assert list(kept["gains"].values()) == [round(MIN_CLIENTS / seconds, 2)]
+    assert_runs_equal(run, play(FedAvg(**BASE), many(), "cohort" if engine == "cohort" else "inprocess", rounds=1))
 
 
 @pytest.mark.thorough
 def test_a_run_that_goes_on_keeps_its_choice(timed, tmp_path):
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        play(FedAvg(**BASE), many(), "auto", rounds=2, out=out, progress=_StopAfter(1))
+        play(FedAvg(**BASE), many(), "auto", rounds=2, out=out, progress=_InterruptAfter(1))
     timed["together"] = 1000.0  # would be one by one now
-    assert_same_run(play(FedAvg(**BASE), many(), "cohort", rounds=2), resume(out, clients=many()))
+    assert_runs_equal(play(FedAvg(**BASE), many(), "cohort", rounds=2), resume(out, clients=many()))
 
 
 @pytest.mark.thorough
 def test_auto_measures_nothing_in_small_runs_and_none_that_is_trained_alone(timed, tmp_path):
     cases = [
         (FedAvg(**BASE), clients(), {}),
-        (FedAvg(**BASE), many(), {"clients_per_round": AT_LEAST - 1}),
+        (FedAvg(**BASE), many(), {"clients_per_round": MIN_CLIENTS - 1}),
         (FedAvg(**BASE, accumulate=2), many(), {}),
     ]
     for number, (method, people, more) in enumerate(cases):
         out = tmp_path / str(number)
         play(method, people, "auto", rounds=1, out=out, **more)
-        assert json.loads((out / "manifest.json").read_text())["auto"] == Choice().plain() | {"gains": {}}
+        assert json.loads((out / "manifest.json").read_text())["auto"] == EngineChoice().to_manifest() | {"gains": {}}
 
 
 def test_architectures_that_gain_nothing_are_computed_apart():
     people = [pf.Client(c.id, normed if i % 2 else plain, c.train, c.test) for i, c in enumerate(clients(number=8))]
-    engine = CohortEngine(Local(**BASE), people, torch.device("cpu"), apart=[scratch(plain).architecture])
-    tasks = [Task("local", 1, c.id, Message({}, {"lr": 0.1}), None, 5, 3) for c in people]
+    engine = CohortEngine(Local(**BASE), people, torch.device("cpu"), sequential=[cached_module(plain).architecture])
+    tasks = [ClientTask("local", 1, c.id, Message({}, {"lr": 0.1}), None, 5, 3) for c in people]
     one = {
         result.task.client: result for result in InProcessEngine(Local(**BASE), people, torch.device("cpu")).run(tasks)
     }
     for result in engine.run(tasks):
-        same = all(torch.equal(t, one[result.task.client].own["model"][n]) for n, t in result.own["model"].items())
+        same = all(
+            torch.equal(t, one[result.task.client].client_state["model"][n])
+            for n, t in result.client_state["model"].items()
+        )
         assert same or result.task.client in ("c1", "c3", "c5", "c7")

@@ -8,13 +8,13 @@ from cohorts import ALIGNED, assert_near, clients, normed, plain, play
 from torch import nn
 
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
-from polyfed.alignment.representations import differentiable
-from polyfed.alignment.target import Target
-from polyfed.alignment.term import Alignment, OfNetwork
+from polyfed.alignment.representations import differentiable_representations
+from polyfed.alignment.target import AlignmentTarget
+from polyfed.alignment.term import AlignmentTerm, NetworkTarget
 from polyfed.core import together
 from polyfed.core.examples import Examples
-from polyfed.core.gathered import whole_state
-from polyfed.core.seeds import derive, torch_generator
+from polyfed.core.gathered import full_state
+from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.stacked import CannotStackError, Stacked
 
 FORMS = {
@@ -72,16 +72,16 @@ def test_any_division_gives_the_same(monkeypatch):
     whole = play(method, clients(number=7), "cohort", rounds=2)
     monkeypatch.setattr(together, "_TERM_ROWS", 3 * 6)  # three clients, of six rows each
     sizes = []
-    real = together.unfit
-    monkeypatch.setattr(together, "unfit", lambda calls: sizes.append(len(calls)) or real(calls))
+    real = together.cohort_training_obstacle
+    monkeypatch.setattr(together, "cohort_training_obstacle", lambda calls: sizes.append(len(calls)) or real(calls))
     assert_near(whole, play(method, clients(number=7), "cohort", rounds=2), 1e-10)
     assert max(sizes) == 3
 
 
 def test_what_all_clients_align_with_is_found_once_a_round(monkeypatch):
     found = []
-    real = OfNetwork.target
-    monkeypatch.setattr(OfNetwork, "target", lambda *given: found.append(1) or real(*given))
+    real = NetworkTarget.compute_target
+    monkeypatch.setattr(NetworkTarget, "compute_target", lambda *given: found.append(1) or real(*given))
     play(FedHeNNHomo(**ALIGNED), clients(), "cohort", rounds=2)
     assert len(found) == 2
     play(FedHeNNHomo(**ALIGNED), clients(), "inprocess", rounds=2)
@@ -95,10 +95,10 @@ def pool(seed=0):
 def term(**changes):
     torch.manual_seed(0)
     given = {
-        "pool": pool(), "rows": torch.arange(2, 12), "module": "3", "to": OfNetwork(plain()), "distance": "cka",
-        "eta": 0.5, "number": 6, "method": "FedHeNN",
+        "pool": pool(), "rows": torch.arange(2, 12), "module": "3", "target": NetworkTarget(plain()), "distance": "cka",
+        "eta": 0.5, "num_rows": 6, "method_name": "FedHeNN",
     }  # fmt: skip
-    return Alignment(**{**given, **changes})
+    return AlignmentTerm(**{**given, **changes})
 
 
 @pytest.mark.parametrize("number", [6, 10])
@@ -106,19 +106,19 @@ def term(**changes):
 def test_each_client_meets_its_own_rows_at_every_step(number, sigma):
     """Against each network by itself, on rows drawn here; the gradients, too. A wrong pairing changes all of them."""
     networks, rows, examples = [plain() for _ in range(3)], torch.arange(2, 12), pool()
-    ours = term(number=number, to=OfNetwork(plain(), sigma))
-    states = torch.stack([ours.of_client(seed).tensors[0] for seed in (5, 6, 7)])
-    generators = [torch_generator(derive(seed, "rad")) for seed in (5, 6, 7)]
-    target = ours.to.target(examples, rows, "3")
-    target = Target(target.matrix.double(), sigma)
-    with Stacked(networks[0], [whole_state(net) for net in networks], frozenset({"0.weight"})) as stack:
+    ours = term(num_rows=number, target=NetworkTarget(plain(), sigma))
+    states = torch.stack([ours.build_for_client(seed).tensors[0] for seed in (5, 6, 7)])
+    generators = [torch_generator(derive_seed(seed, "rad")) for seed in (5, 6, 7)]
+    target = ours.target.compute_target(examples, rows, "3")
+    target = AlignmentTarget(target.matrix.double(), sigma)
+    with Stacked(networks[0], [full_state(net) for net in networks], frozenset({"0.weight"})) as stack:
         (weights,) = (p for _, p in stack.named_parameters())
         together_found = [ours(stack, [states]) for _ in range(3)]
         slopes = [torch.autograd.grad(found.sum(), weights)[0] for found in together_found]
     for k, (net, generator) in enumerate(zip(networks, generators, strict=True)):
         for found, slope in zip(together_found, slopes, strict=True):
             drawn = torch.randperm(10, generator=generator)[:number]
-            alone = 0.5 * target.distance(differentiable(net, examples, rows[drawn], "3"), drawn)
+            alone = 0.5 * target.distance(differentiable_representations(net, examples, rows[drawn], "3"), drawn)
             torch.testing.assert_close(found[k], alone, rtol=1e-10, atol=1e-12)
             mine = torch.autograd.grad(alone, net[0].weight)[0]
             torch.testing.assert_close(slope[k], mine, rtol=1e-8, atol=1e-12)
@@ -127,13 +127,13 @@ def test_each_client_meets_its_own_rows_at_every_step(number, sigma):
 def test_terms_are_equal_where_they_are_the_same_function():
     assert term() == term()
     other = [
-        term(eta=0.6), term(number=5), term(module="0"), term(distance="procrustes"), term(rows=torch.arange(10)),
-        term(pool=pool(1)), term(pool=replace(pool(), transform=nn.Identity())), term(to=OfNetwork(plain(), 0.5)),
-        term(to=OfNetwork(plain())), term(to=Target(torch.ones(10, 5))),
+        term(eta=0.6), term(num_rows=5), term(module="0"), term(distance="procrustes"), term(rows=torch.arange(10)),
+        term(pool=pool(1)), term(pool=replace(pool(), transform=nn.Identity())), term(target=NetworkTarget(plain(), 0.5)),
+        term(target=NetworkTarget(plain())), term(target=AlignmentTarget(torch.ones(10, 5))),
     ]  # fmt: skip
     assert not any(term() == one or one == term() for one in other)
-    assert term(to=Target(torch.ones(10, 5))) == term(to=Target(torch.ones(10, 5)))
-    assert term(to=Target(torch.ones(10, 5))) != term(to=Target(torch.eye(10, 5)))
+    assert term(target=AlignmentTarget(torch.ones(10, 5))) == term(target=AlignmentTarget(torch.ones(10, 5)))
+    assert term(target=AlignmentTarget(torch.ones(10, 5))) != term(target=AlignmentTarget(torch.eye(10, 5)))
 
 
 class Turned(nn.Module):
@@ -149,7 +149,7 @@ class Turned(nn.Module):
 
 def test_an_input_without_a_row_for_each_example_is_left_to_each_client():
     with (
-        Stacked(Turned(), [whole_state(Turned()) for _ in range(3)]) as stack,
+        Stacked(Turned(), [full_state(Turned()) for _ in range(3)]) as stack,
         pytest.raises(CannotStackError, match="row"),
     ):
-        differentiable(stack, pool(), torch.arange(6).view(3, 2), "head")
+        differentiable_representations(stack, pool(), torch.arange(6).view(3, 2), "head")

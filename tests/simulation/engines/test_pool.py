@@ -17,12 +17,12 @@ from polyfed.models import ModelSpec
 from polyfed.simulation.engines import pool
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.pool import PoolEngine
-from polyfed.simulation.engines.start import start_for
-from polyfed.simulation.engines.work import longest_first
+from polyfed.simulation.engines.start import build_engine_for_settings
+from polyfed.simulation.engines.work import sort_longest_first
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.settings import Settings
-from polyfed.testing import SmallNet, assert_same_run, small_clients, without_times
+from polyfed.testing import SmallNet, assert_runs_equal, small_clients, without_durations
 
 # What is proved here holds of the examples that were trained on.
 pytestmark = pytest.mark.filterwarnings("ignore:test examples that are also training examples:UserWarning")
@@ -87,24 +87,24 @@ def assert_same_run_without_failures(one, other):
     for history in (one.history, other.history):
         for record in history:
             record["failures"] = []
-    assert_same_run(one, other)
+    assert_runs_equal(one, other)
 
 
 def test_workers_killed_from_outside_are_replaced():
     """`kill -9` of all workers while they are idle."""
     clients = small_clients()
     federation = Federation({c.id: c for c in clients}, FedAvg(), Settings())
-    start = Checkpoint(0, FedAvg().server_init(federation.context()), {})
-    down = FedAvg().dispatch(start.state, federation.info("client-0", 1))
-    tasks = [federation.task("local", c.id, 1, down, start) for c in clients]
+    start = Checkpoint(0, FedAvg().server_init(federation.server_context()), {})
+    down = FedAvg().dispatch(start.state, federation.client_info("client-0", 1))
+    tasks = [federation.build_task("local", c.id, 1, down, start) for c in clients]
     engine = PoolEngine(FedAvg(), clients, torch.device("cpu"), 2)
     try:
         first = {r.task.client: r for r in engine.run(tasks)}
-        before = engine.pids
+        before = engine.worker_pids
         for pid in before:
             os.kill(pid, signal.SIGKILL)
         second = {r.task.client: r for r in engine.run(tasks)}
-        assert not set(before) & set(engine.pids)
+        assert not set(before) & set(engine.worker_pids)
         assert sum(len(r.incidents) for r in second.values()) == 2
         for client in first:
             a, b = first[client].reply.tensors["model"], second[client].reply.tensors["model"]
@@ -112,7 +112,7 @@ def test_workers_killed_from_outside_are_replaced():
     finally:
         engine.close()
     with pytest.raises(ProcessLookupError):
-        os.kill(engine.pids[0] if engine.pids else before[0], 0)
+        os.kill(engine.worker_pids[0] if engine.worker_pids else before[0], 0)
 
 
 @pytest.mark.slow
@@ -181,9 +181,9 @@ def test_spawned_workers_give_the_same_result_as_forked():
         return [pf.Client(c.id, spec, c.train, c.test) for c in small_clients()]
 
     federation = Federation({c.id: c for c in clients()}, FedAvg(), Settings())
-    start = Checkpoint(0, FedAvg().server_init(federation.context()), {})
-    down = FedAvg().dispatch(start.state, federation.info("client-0", 1))
-    tasks = [federation.task("local", c, 1, down, start) for c in federation.clients]
+    start = Checkpoint(0, FedAvg().server_init(federation.server_context()), {})
+    down = FedAvg().dispatch(start.state, federation.client_info("client-0", 1))
+    tasks = [federation.build_task("local", c, 1, down, start) for c in federation.clients]
     found = []
     for method in ("fork", "spawn"):
         engine = PoolEngine(FedAvg(), clients(), torch.device("cpu"), 1, start_method=method)
@@ -203,15 +203,15 @@ def test_a_tensor_that_all_clients_receive_is_sent_once_per_worker(monkeypatch):
         sent.append(len(data))
         return data
 
-    original_encode = pool.encode
-    monkeypatch.setattr(pool, "encode", counting)
+    original_encode = pool.serialize_state
+    monkeypatch.setattr(pool, "serialize_state", counting)
     big = [pf.Client(f"c{i}", lambda: nn.Linear(6, 3000), c.train, c.test) for i, c in enumerate(small_clients(6))]
     engine = PoolEngine(FedAvg(), big, torch.device("cpu"), 1)
     federation = Federation({c.id: c for c in big}, FedAvg(), Settings())
-    start = Checkpoint(0, FedAvg().server_init(federation.context()), {})
-    downs = [FedAvg().dispatch(start.state, federation.info(c.id, 1)) for c in big]
+    start = Checkpoint(0, FedAvg().server_init(federation.server_context()), {})
+    downs = [FedAvg().dispatch(start.state, federation.client_info(c.id, 1)) for c in big]
     try:
-        tasks = [federation.task("local", c.id, 1, d, start) for c, d in zip(big, downs, strict=True)]
+        tasks = [federation.build_task("local", c.id, 1, d, start) for c, d in zip(big, downs, strict=True)]
         assert sum(1 for _ in engine.run(tasks)) == 6
     finally:
         engine.close()
@@ -221,11 +221,12 @@ def test_a_tensor_that_all_clients_receive_is_sent_once_per_worker(monkeypatch):
 def test_longest_clients_go_first():
     clients = {c.id: c for c in small_clients()}
     federation = Federation(clients, FedAvg(), Settings())
-    start = Checkpoint(0, FedAvg().server_init(federation.context()), {})
+    start = Checkpoint(0, FedAvg().server_init(federation.server_context()), {})
     tasks = [
-        federation.task("local", i, 1, FedAvg().dispatch(start.state, federation.info(i, 1)), start) for i in clients
+        federation.build_task("local", i, 1, FedAvg().dispatch(start.state, federation.client_info(i, 1)), start)
+        for i in clients
     ]
-    assert [t.client for t in longest_first(tasks, clients)] == ["client-2", "client-1", "client-0"]
+    assert [t.client for t in sort_longest_first(tasks, clients)] == ["client-2", "client-1", "client-0"]
 
 
 @pytest.mark.thorough
@@ -238,17 +239,17 @@ def test_results_do_not_depend_on_engines_for_a_convolutional_network_and_sampli
         clients.append(pf.Client(f"c{k}", spec, (x, y), (x, y)))
     method = FedAvg(lr=0.05, momentum=0.9, batch_size=10, schedule="cosine")
     runs = [pf.federate(clients, method, rounds=3, clients_per_round=0.6, workers=w) for w in (0, 1, 2)]
-    assert_same_run(runs[0], runs[1])
-    assert_same_run(runs[0], runs[2])
-    assert without_times(runs[0].history)[0]["clients"]
+    assert_runs_equal(runs[0], runs[1])
+    assert_runs_equal(runs[0], runs[2])
+    assert without_durations(runs[0].history)[0]["clients"]
 
 
 @pytest.mark.parametrize(("cores", "clients", "workers"), [(4, 3, 3), (2, 3, 2), (2, 1, 0), (1, 3, 0)])
 def test_by_default_each_core_has_a_worker_and_none_is_without_a_client(monkeypatch, cores, clients, workers):
-    monkeypatch.setattr("polyfed.simulation.engines.start.usable_cores", lambda: cores)
-    engine = start_for(Settings(rounds=1), FedAvg(), small_clients(clients))
+    monkeypatch.setattr("polyfed.simulation.engines.start.num_usable_cores", lambda: cores)
+    engine = build_engine_for_settings(Settings(rounds=1), FedAvg(), small_clients(clients))
     try:
         assert isinstance(engine, PoolEngine if workers else InProcessEngine)
-        assert len(getattr(engine, "pids", [])) == workers
+        assert len(getattr(engine, "worker_pids", [])) == workers
     finally:
         engine.close()

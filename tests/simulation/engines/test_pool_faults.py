@@ -17,11 +17,11 @@ from polyfed.core.errors import UserError
 from polyfed.models import ModelSpec
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.pool import PoolEngine
-from polyfed.simulation.engines.start import start, unsendable
+from polyfed.simulation.engines.start import build_engine, unpicklable_client_error
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.settings import Settings
-from polyfed.testing import SmallNet, assert_same_run, small_clients
+from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 
 @contextmanager
@@ -102,9 +102,9 @@ def test_a_worker_that_dies_in_the_middle_of_its_reply_is_replaced(tmp_path, mon
 def test_an_abandoned_call_gives_no_stale_results():
     clients = small_clients(4)
     federation = Federation({c.id: c for c in clients}, FedAvg(), Settings())
-    start = Checkpoint(0, FedAvg().server_init(federation.context()), {})
-    down = FedAvg().dispatch(start.state, federation.info("client-0", 1))
-    tasks = [federation.task("local", c.id, 1, down, start) for c in clients]
+    start = Checkpoint(0, FedAvg().server_init(federation.server_context()), {})
+    down = FedAvg().dispatch(start.state, federation.client_info("client-0", 1))
+    tasks = [federation.build_task("local", c.id, 1, down, start) for c in clients]
     engine = PoolEngine(FedAvg(), clients, torch.device("cpu"), 2)
     try:
         first = engine.run(tasks)
@@ -150,11 +150,14 @@ def test_where_processes_cannot_be_forked_lambdas_run_in_this_process(monkeypatc
     monkeypatch.setattr("polyfed.simulation.engines.start.can_fork", lambda device: False)
     clients = [pf.Client(c.id, lambda: SmallNet(), c.train, c.test) for c in small_clients()]
     with pytest.raises(UserError, match=r"cannot be sent to another process .*engine='inprocess'"):
-        start("pool", Local(), clients, torch.device("cpu"), 2)
+        build_engine("pool", Local(), clients, torch.device("cpu"), 2)
     with pytest.warns(RuntimeWarning, match="so all clients run in this process"):
-        engine = start("auto", Local(), clients, torch.device("cpu"), 2)
+        engine = build_engine("auto", Local(), clients, torch.device("cpu"), 2)
     assert isinstance(engine, InProcessEngine)
-    assert unsendable([pf.Client("a", ModelSpec("mlp", {}, (6,), 3), clients[0].train, clients[0].test)]) is None
+    assert (
+        unpicklable_client_error([pf.Client("a", ModelSpec("mlp", {}, (6,), 3), clients[0].train, clients[0].test)])
+        is None
+    )
 
 
 class Drawing(nn.Module):
@@ -207,7 +210,7 @@ def test_what_a_network_keeps_beside_its_weights_does_not_reach_the_next_client(
     runs = [pf.federate(clients, FedAvg(lr=0.1, batch_size=8), rounds=2, workers=w) for w in (0, 0, 1, 2)]
     assert torch.equal(state, torch.random.get_rng_state())
     for run in runs[1:]:
-        assert_same_run(runs[0], run)
+        assert_runs_equal(runs[0], run)
 
 
 class Viewing(nn.Module):

@@ -28,7 +28,7 @@ from polyfed.simulation.engines.ray import RayEngine
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint
 from polyfed.simulation.settings import Settings
-from polyfed.testing import SmallNet, assert_same_run, small_clients
+from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 QUIET = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
 
@@ -52,10 +52,11 @@ def on_ray(clients, method, **options):
 
 def tasks_of(clients, method):
     federation = Federation({c.id: c for c in clients}, method, Settings())
-    start = Checkpoint(0, method.server_init(federation.context()), {})
-    downs = method.dispatch_all(start.state, [federation.info(c.id, 1) for c in clients])
+    start = Checkpoint(0, method.server_init(federation.server_context()), {})
+    downs = method.dispatch_all(start.state, [federation.client_info(c.id, 1) for c in clients])
     return [
-        federation.task("local", client, 1, down, start) for client, down in zip(federation.clients, downs, strict=True)
+        federation.build_task("local", client, 1, down, start)
+        for client, down in zip(federation.clients, downs, strict=True)
     ]
 
 
@@ -68,7 +69,7 @@ def test_a_ray_of_our_own_starts_computes_the_same_and_ends(capfd):
     assert not ray.is_initialized()
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
-    assert_same_run(run, federate(wide, method, clients_per_round=3, workers=0))
+    assert_runs_equal(run, federate(wide, method, clients_per_round=3, workers=0))
 
 
 def image_clients():
@@ -104,7 +105,7 @@ def federations():
 def test_every_method_computes_the_same_as_in_this_process(shared, tmp_path):
     for name, (clients, method, options) in federations().items():
         run = on_ray(clients, method, out=tmp_path / name, **options)
-        assert_same_run(run, federate(clients, method, out=tmp_path / f"{name}-alone", workers=0, **options))
+        assert_runs_equal(run, federate(clients, method, out=tmp_path / f"{name}-alone", workers=0, **options))
         for client in clients:
             files = [tmp_path / folder / "models" / f"{client.id}.safetensors" for folder in (name, f"{name}-alone")]
             assert files[0].read_bytes() == files[1].read_bytes()
@@ -177,7 +178,7 @@ def test_a_worker_that_dies_is_replaced_and_its_client_tried_again(request, tmp_
     assert "".join(capfd.readouterr()) == ""  # Ray has a paragraph on it
     assert [f["retried"] for f in run.history[0]["failures"]] == [True]
     run.history[0]["failures"].clear()
-    assert_same_run(run, federate(once, Local(lr=0.05), workers=0))
+    assert_runs_equal(run, federate(once, Local(lr=0.05), workers=0))
 
     request.getfixturevalue("shared")
     with pytest.warns(RuntimeWarning, match=r"attempt [12] of 2"):
@@ -202,7 +203,7 @@ def test_an_abandoned_call_gives_no_stale_results_and_close_kills(shared):
         next(first)
         first.close()
         replies = {r.task.client: r.reply.scalars["num_examples"] for r in engine.run(tasks)}
-        pids = engine.pids
+        pids = engine.worker_pids
     finally:
         engine.close()
     assert replies == {c.id: len(c.train) for c in clients}
@@ -258,7 +259,7 @@ def test_a_node_that_is_killed_in_the_middle_of_a_round(tmp_path, monkeypatch):
         assert retried == [True]
         for record in run.history:
             record["failures"].clear()
-        assert_same_run(run, federate(clients, method, rounds=3, workers=0))
+        assert_runs_equal(run, federate(clients, method, rounds=3, workers=0))
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -335,9 +336,9 @@ def test_missing_ray_is_one_sentence(monkeypatch, tmp_path):
     torch.randn(3).to(torch.bfloat16), torch.randn(1, 3, requires_grad=True), torch.arange(100)[7:9],
 ])  # fmt: skip
 def test_tensors_come_back_as_they_were(tensor):
-    kept = store.flat(tensor)
+    kept = store.flatten_tensor(tensor)
     for copy in (True, False):
-        again = store.tensor_of(kept, copy=copy)
+        again = store.unflatten_tensor(kept, copy=copy)
         assert torch.equal(again, tensor)
         assert again.dtype == tensor.dtype
         if tensor.is_contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor.t().is_contiguous():

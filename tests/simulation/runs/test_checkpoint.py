@@ -11,10 +11,10 @@ import torch
 from polyfed.core.errors import UserError
 from polyfed.simulation.runs import checkpoint as checkpoints
 from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.directory import RunDirectory, plain, read_metrics
-from polyfed.simulation.runs.paths import file_name
+from polyfed.simulation.runs.directory import RunDirectory, read_metrics, to_plain_values
+from polyfed.simulation.runs.paths import safe_file_name
 
-FILE = f"client-{file_name('a/b')}.safetensors"
+FILE = f"client-{safe_file_name('a/b')}.safetensors"
 
 
 def make(number, value):
@@ -24,9 +24,9 @@ def make(number, value):
 
 def test_round_trip_and_only_two_are_kept(tmp_path):
     for number in (1, 2, 3):
-        checkpoints.save(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
+        checkpoints.save_checkpoint(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["round-000002", "round-000003"]
-    loaded, notes = checkpoints.load(tmp_path)
+    loaded, notes = checkpoints.load_newest_checkpoint(tmp_path)
     assert notes == []
     assert (loaded.round, loaded.state["list"]) == (3, [1, 2.5, "x", None, True])
     assert torch.equal(loaded.state["model"]["w"], torch.full((2, 2), 3.0))
@@ -36,7 +36,7 @@ def test_round_trip_and_only_two_are_kept(tmp_path):
 
 
 def weights(folder):
-    return float(checkpoints.load(folder)[0].client_states["a/b"]["model"]["w"][0])
+    return float(checkpoints.load_newest_checkpoint(folder)[0].client_states["a/b"]["model"]["w"][0])
 
 
 def inodes(folder):
@@ -46,65 +46,67 @@ def inodes(folder):
 def test_unchanged_private_state_is_linked_but_never_shared_by_the_two_that_are_kept(tmp_path):
     seen = []
     for number in (1, 2, 3, 4):
-        checkpoints.save(tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1)
+        checkpoints.save_checkpoint(tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1)
         seen.append(inodes(tmp_path)[-1])
         assert len(set(inodes(tmp_path))) == min(number, 2)
     assert seen[0] == seen[2] != seen[1] == seen[3]
-    checkpoints.save(tmp_path, make(5, 9.0), {"a/b"}, 4)
+    checkpoints.save_checkpoint(tmp_path, make(5, 9.0), {"a/b"}, 4)
     assert weights(tmp_path) == 9.0
-    checkpoints.save(tmp_path, make(6, 9.0), set(), 5)  # the one before the previous has another state: not to be taken
+    checkpoints.save_checkpoint(
+        tmp_path, make(6, 9.0), set(), 5
+    )  # the one before the previous has another state: not to be taken
     assert weights(tmp_path) == 9.0
 
 
 @pytest.mark.parametrize("older", [0, 1])
 def test_one_damaged_file_of_an_idle_client_takes_one_checkpoint_and_is_not_carried_on(tmp_path, older):
     for number in (1, 2, 3):
-        checkpoints.save(tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1)
+        checkpoints.save_checkpoint(tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1)
     path = sorted(tmp_path.glob(f"round-*/{FILE}"))[older]
     data = path.read_bytes()
     with path.open("r+b") as file:  # in place, as a disk does it
         file.seek(len(data) - 3)
         file.write(bytes([data[-3] ^ 1]))
-    loaded, notes = checkpoints.load(tmp_path)
+    loaded, notes = checkpoints.load_newest_checkpoint(tmp_path)
     assert (loaded.round, len(notes)) == ((3, 0), (2, 1))[older]
     for number in (4, 5):  # the run that is in memory goes on
-        checkpoints.save(tmp_path, make(number, 1.0), set(), number - 1)
-        assert checkpoints.load(tmp_path)[1] == []
+        checkpoints.save_checkpoint(tmp_path, make(number, 1.0), set(), number - 1)
+        assert checkpoints.load_newest_checkpoint(tmp_path)[1] == []
     (tmp_path / "round-000005" / "complete.json").unlink()
-    assert checkpoints.load(tmp_path)[0].round == 4
+    assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 4
 
 
 def test_nothing_is_taken_from_a_newer_damaged_checkpoint_and_it_does_not_count(tmp_path):
     for number in (3, 6):
-        checkpoints.save(tmp_path, make(number, float(number)), {"a/b"}, number - 3)
+        checkpoints.save_checkpoint(tmp_path, make(number, float(number)), {"a/b"}, number - 3)
     (tmp_path / "round-000006" / "server.safetensors").write_bytes(b"")
-    assert checkpoints.load(tmp_path)[0].round == 3
-    checkpoints.save(tmp_path, make(4, 3.0), set(), 3)
+    assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 3
+    checkpoints.save_checkpoint(tmp_path, make(4, 3.0), set(), 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["round-000003", "round-000004"]
-    assert checkpoints.load(tmp_path)[0].round == 4
+    assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 4
     assert weights(tmp_path) == 3.0
 
 
 def test_newer_checkpoints_can_be_dropped(tmp_path):
     for number in (9, 10):
-        checkpoints.save(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
-    checkpoints.drop_newer(tmp_path, 9)
+        checkpoints.save_checkpoint(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
+    checkpoints.remove_newer_checkpoints(tmp_path, 9)
     assert [p.name for p in tmp_path.iterdir()] == ["round-000009"]
 
 
 def test_a_checkpoint_ahead_of_the_metrics_is_not_used(tmp_path):
     for number in (1, 2):
-        checkpoints.save(tmp_path / "checkpoint", make(number, float(number)), {"a/b"}, number - 1)
-    loaded, (note,) = checkpoints.load(tmp_path / "checkpoint", covered=1)
+        checkpoints.save_checkpoint(tmp_path / "checkpoint", make(number, float(number)), {"a/b"}, number - 1)
+    loaded, (note,) = checkpoints.load_newest_checkpoint(tmp_path / "checkpoint", last_metrics_round=1)
     assert loaded.round == 1
     assert "metrics.jsonl does not hold rounds 1 to 2, which checkpoint" in note
-    assert checkpoints.load(tmp_path / "checkpoint", covered=0)[0] is None
+    assert checkpoints.load_newest_checkpoint(tmp_path / "checkpoint", last_metrics_round=0)[0] is None
 
 
 def test_a_checkpoint_under_another_name_is_not_whole(tmp_path):
-    checkpoints.save(tmp_path, make(1, 1.0), {"a/b"}, 0)
+    checkpoints.save_checkpoint(tmp_path, make(1, 1.0), {"a/b"}, 0)
     (tmp_path / "round-000001").rename(tmp_path / "round-000002")
-    loaded, (note,) = checkpoints.load(tmp_path)
+    loaded, (note,) = checkpoints.load_newest_checkpoint(tmp_path)
     assert loaded is None
     assert "it is of round 1" in note
 
@@ -115,23 +117,23 @@ def test_where_links_are_not_to_be_had_files_are_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoints.os, "link", refuse)
     for number in (1, 2, 3):
-        checkpoints.save(tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1)
-    assert checkpoints.load(tmp_path)[0].round == 3
+        checkpoints.save_checkpoint(tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1)
+    assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 3
 
 
 def test_file_names_are_short_and_differ_where_case_does_not_count():
     ids = ["a", "A", "é", "É", "a.b", "a%2Fb", "a/b", "a/B", "", "医" * 29, "医" * 30, "x" * 100, "x" * 101, "x" * 300]
-    found = [file_name(i) for i in ids]
+    found = [safe_file_name(i) for i in ids]
     assert len({name.lower() for name in found}) == len(ids)
     assert all(len(f".partial-client-{name}.safetensors".encode()) <= 255 for name in found)
-    assert [i for i in ids if file_name(i) == i] == ["a", "a.b", "x" * 100]
+    assert [i for i in ids if safe_file_name(i) == i] == ["a", "a.b", "x" * 100]
 
 
 @pytest.mark.parametrize("name", ["server.safetensors", FILE, "complete.json"])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(tmp_path, name, damage):
     for number in (1, 2):
-        checkpoints.save(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
+        checkpoints.save_checkpoint(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
     path = tmp_path / "round-000002" / name
     data = path.read_bytes()
     if damage == "truncate":
@@ -140,50 +142,50 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(tmp_path, name
         path.write_bytes(data[:-10] + bytes([data[-10] ^ 1]) + data[-9:])
     else:
         path.unlink()
-    loaded, notes = checkpoints.load(tmp_path)
+    loaded, notes = checkpoints.load_newest_checkpoint(tmp_path)
     assert loaded.round == 1
     assert len(notes) == 1
     assert "round-000002 is damaged" in notes[0]
 
 
 def test_a_half_written_checkpoint_is_not_seen_and_is_cleaned_up(tmp_path):
-    checkpoints.save(tmp_path, make(1, 1.0), {"a/b"}, 0)
+    checkpoints.save_checkpoint(tmp_path, make(1, 1.0), {"a/b"}, 0)
     partial = tmp_path / ".partial-round-000002"
     partial.mkdir()
     (partial / "server.safetensors").write_bytes(b"half")
-    assert checkpoints.load(tmp_path)[0].round == 1
-    checkpoints.save(tmp_path, make(2, 2.0), {"a/b"}, 1)
+    assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 1
+    checkpoints.save_checkpoint(tmp_path, make(2, 2.0), {"a/b"}, 1)
     assert not partial.exists()
-    assert checkpoints.load(tmp_path)[0].round == 2
+    assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 2
 
 
 def test_a_failure_while_writing_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
-    checkpoints.save(tmp_path, make(1, 1.0), {"a/b"}, 0)
+    checkpoints.save_checkpoint(tmp_path, make(1, 1.0), {"a/b"}, 0)
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoints.save(tmp_path, make(2, 2.0), {"a/b"}, 1)
-    assert checkpoints.load(tmp_path)[0].round == 1
+        checkpoints.save_checkpoint(tmp_path, make(2, 2.0), {"a/b"}, 1)
+    assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 1
 
 
 def test_nothing_to_load(tmp_path):
-    assert checkpoints.load(tmp_path / "nowhere") == (None, [])
+    assert checkpoints.load_newest_checkpoint(tmp_path / "nowhere") == (None, [])
 
 
 def test_metrics_after_the_checkpoint_and_half_lines_are_dropped(tmp_path):
     directory = RunDirectory.create(tmp_path / "run")
     for number in (1, 2, 3):
-        directory.append({"round": number})
+        directory.append_record({"round": number})
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"round": 4, "se')
     assert [r["round"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
-    assert [r["round"] for r in directory.keep_rounds(2)] == [1, 2]
+    assert [r["round"] for r in directory.truncate_after(2)] == [1, 2]
     assert [r["round"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     with pytest.raises(UserError, match="does not hold rounds 1 to 5"):
-        directory.keep_rounds(5)
+        directory.truncate_after(5)
     directory.close()
 
 
@@ -205,16 +207,16 @@ def test_a_run_directory_has_one_writer(tmp_path):
 def test_rounds_told_are_those_without_a_gap(tmp_path, content):
     directory = RunDirectory.create(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(content)
-    assert directory.rounds_told() == int(content.startswith('{"round": 1}'))
+    assert directory.last_complete_round() == int(content.startswith('{"round": 1}'))
     directory.close()
 
 
 def test_a_round_is_on_the_disk_when_it_has_been_appended(tmp_path, monkeypatch):
     directory, synced = RunDirectory.create(tmp_path), []
     monkeypatch.setattr(checkpoints.os, "fsync", lambda d: synced.append(os.readlink(f"/proc/self/fd/{d}")))
-    directory.append({"round": 1})
+    directory.append_record({"round": 1})
     assert synced == [str(tmp_path / "metrics.jsonl"), str(tmp_path)]
-    directory.append({"round": 2})
+    directory.append_record({"round": 2})
     assert synced[2:] == [str(tmp_path / "metrics.jsonl")]
     directory.close()
 
@@ -236,10 +238,12 @@ class Odd:
 @pytest.mark.parametrize("value", [Odd(), torch.zeros(1), Path("a"), {1, 2}, np.zeros(2), 1j])
 def test_what_yaml_cannot_hold_is_refused_with_its_place(value):
     with pytest.raises(UserError, match=r"method.steps\[1\] is a .*, which config.yaml cannot hold"):
-        plain({"steps": (1, value)}, "method")
+        to_plain_values({"steps": (1, value)}, "method")
 
 
 def test_numpy_scalars_and_tuples_become_plain():
-    value = plain({"a": np.float32(0.5), "b": (np.int64(2), np.bool_(True), None), "c": np.str_("x")}, "method")
+    value = to_plain_values(
+        {"a": np.float32(0.5), "b": (np.int64(2), np.bool_(True), None), "c": np.str_("x")}, "method"
+    )
     assert value == {"a": 0.5, "b": [2, True, None], "c": "x"}
     assert [type(v) for v in (value["a"], *value["b"], value["c"])] == [float, int, bool, type(None), str]

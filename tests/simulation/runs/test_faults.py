@@ -16,9 +16,9 @@ from polyfed.algorithms import FedAvg, FedProx, Local
 from polyfed.core.errors import UserError
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.directory import RunDirectory, read_config
-from polyfed.simulation.runs.paths import file_name
-from polyfed.simulation.runs.progress import Lines
-from polyfed.testing import assert_same_run, small_clients, without_times
+from polyfed.simulation.runs.paths import safe_file_name
+from polyfed.simulation.runs.progress import LineProgress
+from polyfed.testing import assert_runs_equal, small_clients, without_durations
 
 
 class Killed(BaseException):
@@ -83,9 +83,9 @@ def test_killed_at_any_write_and_started_or_resumed_it_ends_as_if_it_had_not_bee
                     resumed += (out / "config.yaml").exists()
         if run is None:
             run = go_on(out)
-        assert_same_run(run, whole)
+        assert_runs_equal(run, whole)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        assert without_times(lines) == without_times(whole.history)
+        assert without_durations(lines) == without_durations(whole.history)
         for folder, kind in (("models", "safetensors"), ("predictions", "parquet")):
             names = [f"client-{k}.{kind}" for k in range(3)]
             assert sorted(p.name for p in (out / folder).iterdir() if not p.name.endswith(".signature.json")) == names
@@ -104,8 +104,8 @@ def test_a_run_goes_on_past_newer_damaged_checkpoints(tmp_path, monkeypatch):
     method, out = Local(lr=0.1), tmp_path / "run"
     options = {"rounds": 8, "workers": 0, "clients_per_round": 1, "evaluate_every": 8, "checkpoint_every": 3}
     whole = pf.federate(small_clients(), method, **options)
-    good, last = Federation.flaw, 5
-    monkeypatch.setattr(Federation, "flaw", lambda *given: good(*given) if len(read(out)) < last else "stop")
+    good, last = Federation.reply_error, 5
+    monkeypatch.setattr(Federation, "reply_error", lambda *given: good(*given) if len(read(out)) < last else "stop")
     with pytest.raises(pf.ClientError):
         pf.federate(small_clients(), method, out=out, **options)
     (out / "checkpoint" / "round-000005" / "server.safetensors").write_bytes(b"")
@@ -115,7 +115,7 @@ def test_a_run_goes_on_past_newer_damaged_checkpoints(tmp_path, monkeypatch):
         pf.resume(out, clients=small_clients())
     assert sorted(p.name for p in (out / "checkpoint").iterdir()) == ["round-000003", "round-000004"]
     last = 8
-    assert_same_run(pf.resume(out, clients=small_clients()), whole)
+    assert_runs_equal(pf.resume(out, clients=small_clients()), whole)
 
 
 def read(out):
@@ -127,7 +127,7 @@ def test_damaged_newer_checkpoints_are_removed_before_a_run_goes_on(tmp_path, mo
     out = tmp_path / "run"
     pf.federate(small_clients(), Local(lr=0.1), rounds=6, workers=0, checkpoint_every=3, out=out)
     (out / "checkpoint" / "round-000006" / "server.safetensors").write_bytes(b"")
-    monkeypatch.setattr(Federation, "flaw", lambda self, *given: "refused")
+    monkeypatch.setattr(Federation, "reply_error", lambda self, *given: "refused")
     warned = pytest.warns(RuntimeWarning, match="is damaged")
     with warned, pytest.raises(pf.ClientError):
         pf.resume(out, clients=small_clients())
@@ -140,7 +140,7 @@ def test_a_lost_line_of_metrics_costs_a_round_not_the_run(tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:2]))
     with pytest.warns(RuntimeWarning, match=r"does not hold rounds 1 to 3, which .*; the one before it is used"):
         run = pf.resume(tmp_path / "run", clients=small_clients())
-    assert_same_run(run, whole)
+    assert_runs_equal(run, whole)
     (tmp_path / "run" / "metrics.jsonl").write_text(lines[0])
     with pytest.raises(UserError, match=r"metrics.jsonl reaches: .*does not hold rounds 1 to 3.*rounds 1 to 2"):
         pf.resume(tmp_path / "run", clients=small_clients())
@@ -154,8 +154,8 @@ def test_numpy_numbers_are_written_as_numbers(tmp_path):
     )
     config = read_config(tmp_path / "run")
     assert (config["algorithm"]["lr"], config["clients_per_round"]) == (0.1, 0.5)
-    assert_same_run(pf.resume(tmp_path / "run", clients=small_clients()), run)
-    assert_same_run(pf.resume(tmp_path / "run", clients=small_clients(), algorithm=method), run)
+    assert_runs_equal(pf.resume(tmp_path / "run", clients=small_clients()), run)
+    assert_runs_equal(pf.resume(tmp_path / "run", clients=small_clients(), algorithm=method), run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,7 @@ def test_a_model_that_cannot_be_exported_costs_no_other(tmp_path, capsys):
             workers=0,
             on_error="skip",
             out=tmp_path / "run",
-            progress=Lines(),
+            progress=LineProgress(),
         )
     assert run.last.round == 1
     assert "its model is not written" in capsys.readouterr().err
@@ -255,6 +255,6 @@ def test_ids_that_are_no_file_names(tmp_path):
     clients = [replace(c, id=i) for c, i in zip(small_clients(4), ids, strict=True)]
     run = pf.federate(clients, Local(), rounds=2, workers=0, out=tmp_path / "run")
     names = {p.name for p in (tmp_path / "run" / "models").glob("*.safetensors")}
-    assert names == {f"{file_name(i)}.safetensors" for i in ids}
+    assert names == {f"{safe_file_name(i)}.safetensors" for i in ids}
     assert len({name.lower() for name in names}) == 4
-    assert_same_run(pf.resume(tmp_path / "run", clients=clients), run)
+    assert_runs_equal(pf.resume(tmp_path / "run", clients=clients), run)

@@ -12,9 +12,9 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, Local, PFedMe
-from polyfed.core.evaluation import scores
+from polyfed.core.evaluation import compute_metrics
 from polyfed.core.examples import Examples
-from polyfed.core.metrics import metrics_of
+from polyfed.core.metrics import resolve_metrics
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.runs import predictions
 from polyfed.testing import small_clients
@@ -57,15 +57,15 @@ def test_every_evaluated_number_can_be_computed_again(tmp_path, clients, method,
     run = pf.federate(clients(), method, out=tmp_path / "run", evaluate_every=3, metrics=metrics, **OPTIONS)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for client in clients():
-        assert predictions.rounds(tmp_path / "run", client.id) == [3, 4]
+        assert predictions.list_predicted_rounds(tmp_path / "run", client.id) == [3, 4]
         for number in (3, 4):
             row = lines[number - 1]["clients"][client.id]
             for split, prefix in (("test", ""), ("val", "val_")):
                 if getattr(client, split) is None:
                     continue
-                kept = predictions.read(tmp_path / "run", client.id, split=split, round=number)
+                kept = predictions.read_predictions(tmp_path / "run", client.id, split=split, round=number)
                 assert torch.equal(kept.targets, getattr(client, split).labels)
-                found = scores(kept.outputs, kept.targets, client.task, metrics_of(metrics, client.task))
+                found = compute_metrics(kept.outputs, kept.targets, client.task, resolve_metrics(metrics, client.task))
                 assert len(found) == 1 + len(metrics or ["accuracy"])
                 assert {f"{prefix}{name}": value for name, value in found.items()}.items() <= row.items()
                 assert torch.equal(run.predictions(client.id, split, number).outputs, kept.outputs)
@@ -125,7 +125,7 @@ def test_a_stopped_run_ends_with_the_same_files(tmp_path, monkeypatch, limit):
     monkeypatch.setattr(predictions, "LIMIT_BYTES", limit)
     options = {"rounds": 6, "workers": 0, "seed": 11}
     whole = pf.federate(small_clients(), FedAvg(lr=0.5), out=tmp_path / "whole", **options)
-    known = predictions.rounds(tmp_path / "whole", "client-0")
+    known = predictions.list_predicted_rounds(tmp_path / "whole", "client-0")
     assert whole.best_round == 4
     assert known == ([1, 2, 3, 4, 5, 6] if limit > 1000 else [4, 6])
     for stop in range(1, 6):
@@ -205,8 +205,8 @@ def test_a_client_that_cannot_be_evaluated_has_none_of_that_round(tmp_path):
 
     run = pf.federate(clients, Local(), rounds=2, workers=0, out=tmp_path / "run", metrics=sometimes, on_error="skip")
     assert [f["phase"] for f in run.history[0]["failures"]] == ["evaluate"]
-    assert predictions.rounds(tmp_path / "run", "client-0") == [1, 2]
-    assert predictions.rounds(tmp_path / "run", "client-1") == [2]
+    assert predictions.list_predicted_rounds(tmp_path / "run", "client-0") == [1, 2]
+    assert predictions.list_predicted_rounds(tmp_path / "run", "client-1") == [2]
     with pytest.raises(pf.UserError, match="client 'client-1' after round 1 were kept; give one of 2"):
         run.predictions("client-1", round=1)
 
@@ -222,13 +222,13 @@ def test_what_is_missing_or_damaged_is_said(tmp_path):
         with pytest.raises(pf.UserError, match="no client 'client-9'"):
             of.predictions("client-9")
     with pytest.raises(pf.UserError, match=r"nobody.parquet is missing"):
-        predictions.read(tmp_path / "run", "nobody")
+        predictions.read_predictions(tmp_path / "run", "nobody")
     file = tmp_path / "run" / "predictions" / "client-0.parquet"
     whole = file.read_bytes()
     for content in (b"", whole[:-9], whole[:4] + bytes(200) + whole[204:]):
         file.write_bytes(content)
         with pytest.raises(pf.UserError, match=r"client-0.parquet holds no predictions that can be read"):
-            predictions.read(tmp_path / "run", "client-0")
+            predictions.read_predictions(tmp_path / "run", "client-0")
     pq.write_table(pa.table({"round": [1, 2], "split": ["test", "test"], "output": [1, 2]}), file)
     with pytest.raises(pf.UserError, match="holds no predictions"):
-        predictions.read(tmp_path / "run", "client-0")
+        predictions.read_predictions(tmp_path / "run", "client-0")

@@ -4,19 +4,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
-from polyfed.cli.commands.words import flag, number, take
-from polyfed.cli.outlines import outline
+from polyfed.cli.commands.words import parse_number, pop_flag, pop_option
+from polyfed.cli.outlines import resolve_without_import
 from polyfed.comparison.directory import DESCRIPTION
-from polyfed.comparison.reading import Budget, Reading
+from polyfed.comparison.reading import Budget, ResultCriteria
 from polyfed.core.code import trust_code
-from polyfed.core.files import user_path
+from polyfed.core.files import expand_user_path
 
-HERE = frozenset({"data.test_fraction", "data.augment"})  # of the split, what one unseen client alone can have
+UNSEEN_CLIENT_KEYS = frozenset(
+    {"data.test_fraction", "data.augment"}
+)  # of the split, what one unseen client alone can have
 
 
 @final
 @dataclass(frozen=True)
-class Asked:
+class CompareOptions:
     """What the command line asks for beside the experiment.
 
     Args:
@@ -49,59 +51,65 @@ class Asked:
     quiet: bool = False
     logger: tuple[str, ...] = ()
 
-    def reading(self, before: Reading | None = None) -> Reading:
+    def budget_and_target(self, stored: ResultCriteria | None = None) -> ResultCriteria:
         """Budget and target, over those that the directory has."""
-        found = before or Reading()
-        budget = found.budget if self.budget is None else Budget.parse(self.budget)
-        return Reading(budget, found.target if self.target is None else self.target)
+        defaults = stored or ResultCriteria()
+        budget = defaults.budget if self.budget is None else Budget.parse(self.budget)
+        return ResultCriteria(budget, defaults.target if self.target is None else self.target)
 
 
-def read_words(words: list[str]) -> Asked:
+def pop_compare_options(argv: list[str]) -> CompareOptions:
     """Takes the command's own options from the words of the command line.
 
     Raises:
         UserError: a value that is none.
 
-    >>> read_words(["--algorithms=local,fedavg", "--seeds", "4,5", "--quiet"]).seeds
+    >>> pop_compare_options(["--algorithms=local,fedavg", "--seeds", "4,5", "--quiet"]).seeds
     (4, 5)
     """
-    algorithms, seeds, target = take(words, "--algorithms"), take(words, "--seeds"), take(words, "--target")
-    method_config, parallel = take(words, "--method-config"), take(words, "--parallel") or "auto"
-    trials, resplit, logger = take(words, "--trials"), take(words, "--resplit"), take(words, "--logger")
-    if own := [name.strip() for name in (algorithms or "").split(",") if ":" in name]:
-        trust_code(*own)
+    algorithms, seeds, target = (
+        pop_option(argv, "--algorithms"),
+        pop_option(argv, "--seeds"),
+        pop_option(argv, "--target"),
+    )
+    method_config, parallel = pop_option(argv, "--method-config"), pop_option(argv, "--parallel") or "auto"
+    trials, resplit, logger = pop_option(argv, "--trials"), pop_option(argv, "--resplit"), pop_option(argv, "--logger")
+    if code_names := [name.strip() for name in (algorithms or "").split(",") if ":" in name]:
+        trust_code(*code_names)
     several = "whole numbers with commas between, such as 0,1,2"
-    return Asked(
+    return CompareOptions(
         algorithms=tuple(name.strip() for name in algorithms.split(",")) if algorithms else (),
-        seeds=None if seeds is None else tuple(number("--seeds", part, int, several) for part in seeds.split(",")),
-        resplit=None if resplit is None else number("--resplit", resplit, int, "a whole number"),
-        method_config=None if method_config is None else user_path(method_config, "--method-config"),
-        budget=take(words, "--budget"),
-        target=None if target is None else number("--target", target, float, "a number"),
-        tune=take(words, "--tune"),
-        trials=None if trials is None else number("--trials", trials, int, "a whole number"),
-        same_data=flag(words, "--same-data"),
-        no_references=flag(words, "--no-references"),
-        parallel="auto" if parallel == "auto" else number("--parallel", parallel, int, "a whole number, or auto"),
-        quiet=flag(words, "--quiet"),
+        seeds=None
+        if seeds is None
+        else tuple(parse_number("--seeds", part, int, several) for part in seeds.split(",")),
+        resplit=None if resplit is None else parse_number("--resplit", resplit, int, "a whole number"),
+        method_config=None if method_config is None else expand_user_path(method_config, "--method-config"),
+        budget=pop_option(argv, "--budget"),
+        target=None if target is None else parse_number("--target", target, float, "a number"),
+        tune=pop_option(argv, "--tune"),
+        trials=None if trials is None else parse_number("--trials", trials, int, "a whole number"),
+        same_data=pop_flag(argv, "--same-data"),
+        no_references=pop_flag(argv, "--no-references"),
+        parallel="auto" if parallel == "auto" else parse_number("--parallel", parallel, int, "a whole number, or auto"),
+        quiet=pop_flag(argv, "--quiet"),
         logger=tuple(name.strip() for name in logger.split(",")) if logger else (),
     )
 
 
-def is_comparison(folder: str) -> bool:
+def is_comparison_folder(folder: str) -> bool:
     """Whether a folder holds a comparison."""
-    return bool(folder) and (user_path(folder) / DESCRIPTION).exists()
+    return bool(folder) and (expand_user_path(folder) / DESCRIPTION).exists()
 
 
-def offered(key: str) -> bool:
+def is_warmstart_key(key: str) -> bool:
     """Whether a key of a configuration is an option of this command: the fields of networks and sources, and what of the
     split one unseen client alone can have.
 
-    >>> [offered(key) for key in ("model.name", "data.path", "data.clients", "data.partition.alpha", "rounds")]
+    >>> [is_warmstart_key(key) for key in ("model.name", "data.path", "data.clients", "data.partition.alpha", "rounds")]
     [True, True, False, False, False]
     """
-    split = outline("polyfed.data.split", "Split")
+    split = resolve_without_import("polyfed.data.split", "Split")
     section, _, field = key.rpartition(".")
     if section == "data":
-        return key in HERE or field not in {*split.__dataclass_fields__, "shifts"}
+        return key in UNSEEN_CLIENT_KEYS or field not in {*split.__dataclass_fields__, "shifts"}
     return section == "model" or key == "model"

@@ -1,13 +1,13 @@
 """`polyfed export`: a client's network of a run as a folder to take away."""
 
-from polyfed.cli.commands.words import asked_for_help, help_of, take
-from polyfed.core.code import named, trust_code
-from polyfed.core.errors import UserError, nearest
+from polyfed.cli.commands.words import has_help_flag, help_text, pop_option
+from polyfed.core.code import import_object, trust_code
+from polyfed.core.errors import UserError, did_you_mean
 
 _OPTIONS = ("client", "to", "format", "model")
 
 
-def command(words: list[str]) -> None:
+def export_command(argv: list[str]) -> None:
     """usage: polyfed export RUN --client ID --to FOLDER [--format FORMAT] [--model MODULE:FACTORY]
 
     Writes a trained network to a new folder, which needs neither polyfed nor the data: the network with its preprocessing,
@@ -23,22 +23,22 @@ def command(words: list[str]) -> None:
       --model MODULE:FACTORY
                        builds the network, where RUN does not say how: of clients that were made in Python, or of a site
     """
-    if asked_for_help(words):
-        print(help_of(command))
+    if has_help_flag(argv):
+        print(help_text(export_command))
         return
-    given = {name: take(words, f"--{name}") for name in _OPTIONS}
-    if unknown := [word for word in words if word.startswith("-")]:
-        raise UserError(f"unknown option {unknown[0]}; {nearest(unknown[0], [f'--{name}' for name in _OPTIONS])}")
-    if len(words) != 1:
-        raise UserError(f"polyfed export takes one run directory, got {' and '.join(words) or 'none'}")
-    if given["to"] is None:
+    options = {name: pop_option(argv, f"--{name}") for name in _OPTIONS}
+    if unknown := [word for word in argv if word.startswith("-")]:
+        raise UserError(f"unknown option {unknown[0]}; {did_you_mean(unknown[0], [f'--{name}' for name in _OPTIONS])}")
+    if len(argv) != 1:
+        raise UserError(f"polyfed export takes one run directory, got {' and '.join(argv) or 'none'}")
+    if options["to"] is None:
         raise UserError("polyfed export needs a folder to create: --to FOLDER")
     from polyfed.report.export.folder import export_model
 
-    model = given["model"]
+    model = options["model"]
     if model is not None:
         trust_code(model)  # the user's own word
-    factory = None if model is None else named(model)
-    chosen = given["format"] or "torchscript"
-    folder = export_model(words[0], given["client"], given["to"], format=chosen, network=factory)  # type: ignore[arg-type]
+    factory = None if model is None else import_object(model)
+    format_name = options["format"] or "torchscript"
+    folder = export_model(argv[0], options["client"], options["to"], format=format_name, network=factory)  # type: ignore[arg-type]
     print(f"{folder} has {', '.join(sorted(path.name for path in folder.iterdir()))}; README.md says how to use it")

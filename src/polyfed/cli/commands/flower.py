@@ -13,13 +13,13 @@ from typing import Any
 
 from rich.console import Console
 
-from polyfed.cli.commands.terminal import Table
-from polyfed.cli.commands.words import flag, number, take, take_all
-from polyfed.core.errors import Interrupted, RoundError, UserError, check_extra, nearest
-from polyfed.core.files import read_text_file, user_path
-from polyfed.core.text import clean
+from polyfed.cli.commands.terminal import PlainTable
+from polyfed.cli.commands.words import parse_number, pop_flag, pop_option, pop_option_values
+from polyfed.core.errors import RoundError, RunInterrupt, UserError, check_extra_installed, did_you_mean
+from polyfed.core.files import expand_user_path, read_text_file
+from polyfed.core.text import sanitise_for_terminal
 from polyfed.deploy import trial as trials
-from polyfed.deploy.project import Project, create, names_of
+from polyfed.deploy.project import Project, create_project, parse_site_names
 from polyfed.simulation.runs.directory import read_config, read_manifest, read_metrics
 
 _OPTIONS = {
@@ -28,79 +28,82 @@ _OPTIONS = {
 }  # fmt: skip
 
 
-def main(words: list[str]) -> None:
+def flower_command(argv: list[str]) -> None:
     """Carries out `polyfed flower`; see its help.
 
     Raises:
         UserError: words that do not fit.
     """
-    kind = words.pop(0) if words else ""
+    kind = argv.pop(0) if argv else ""
     if kind not in _OPTIONS:
-        raise UserError(f"polyfed flower takes a command, got {kind or 'nothing'!r}; {nearest(kind, _OPTIONS)}")
-    given = {name: take(words, f"--{name}") for name in sorted(set().union(*_OPTIONS.values()))}
-    changes, allowed = take_all(words, "--set"), flag(words, "--allow-disclosure")
-    used = {name for name, value in given.items() if value is not None}
+        raise UserError(f"polyfed flower takes a command, got {kind or 'nothing'!r}; {did_you_mean(kind, _OPTIONS)}")
+    options = {name: pop_option(argv, f"--{name}") for name in sorted(set().union(*_OPTIONS.values()))}
+    changes, allowed = pop_option_values(argv, "--set"), pop_flag(argv, "--allow-disclosure")
+    used = {name for name, value in options.items() if value is not None}
     used |= {name for name, value in {"set": changes, "allow-disclosure": allowed}.items() if value}
-    suits = _OPTIONS[kind] | ({"set", "allow-disclosure"} if kind == "run" else set())
-    if unsuited := sorted(used - suits):
-        raise UserError(f"polyfed flower {kind} has no --{unsuited[0]}; polyfed flower --help tells what it has")
-    if len(words) != 1 or words[0].startswith("-"):
-        raise UserError(f"polyfed flower {kind} takes one folder, got {' and '.join(words) or 'none'}")
-    folder = user_path(words[0], "the project")
+    allowed_options = _OPTIONS[kind] | ({"set", "allow-disclosure"} if kind == "run" else set())
+    if misplaced := sorted(used - allowed_options):
+        raise UserError(f"polyfed flower {kind} has no --{misplaced[0]}; polyfed flower --help tells what it has")
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise UserError(f"polyfed flower {kind} takes one folder, got {' and '.join(argv) or 'none'}")
+    folder = expand_user_path(argv[0], "the project")
     if kind == "init":
-        init(folder, given["sites"] or "4")
+        write_project(folder, options["sites"] or "4")
     elif kind == "up":
-        port = number("--port", given["port"] or "8000", int, "a number")
-        loss = "" if given["loss"] is None else f' loss="{given["loss"]}"'
-        up(folder, given["sites"], port, f"{given['node-config'] or ''}{loss}")
+        port = parse_number("--port", options["port"] or "8000", int, "a number")
+        loss = "" if options["loss"] is None else f' loss="{options["loss"]}"'
+        run_trial(folder, options["sites"], port, f"{options['node-config'] or ''}{loss}")
     elif kind == "doctor":
         from polyfed.cli.commands import doctor
 
-        doctor.run(folder, number("--port", given["port"] or "8000", int, "a number"), given["address"])
+        doctor.run_doctor(
+            folder, parse_number("--port", options["port"] or "8000", int, "a number"), options["address"]
+        )
     elif kind == "run":
         out, resume = (
-            None if given[name] is None else user_path(str(given[name]), f"--{name}") for name in ("out", "resume")
+            None if options[name] is None else expand_user_path(str(options[name]), f"--{name}")
+            for name in ("out", "resume")
         )
-        run(
+        submit_run(
             folder, out=out, resume=resume, allow_disclosure=allowed, changes=changes,
-            connection=given["connection"] or "fed",
+            connection=options["connection"] or "fed",
         )  # fmt: skip
     else:
-        status(folder, given["connection"] or "fed")
+        show_status(folder, options["connection"] or "fed")
 
 
-def check_installed() -> None:
+def require_flower() -> None:
     """Raises a `UserError` if Flower is missing."""
-    check_extra("flwr", "flower", "polyfed flower")
+    check_extra_installed("flwr", "flower", "polyfed flower")
 
 
-def init(folder: Path, sites: str) -> None:
+def write_project(folder: Path, sites: str) -> None:
     """Writes a project."""
-    check_installed()
-    project = create(folder, names_of(sites))
-    print(f"{project.path} is ready for {', '.join(project.sites())}; its README.md tells how to go on:")
+    require_flower()
+    project = create_project(folder, parse_site_names(sites))
+    print(f"{project.path} is ready for {', '.join(project.read_site_names())}; its README.md tells how to go on:")
     print(f"  polyfed flower up {folder}       a trial of it on this machine, until Ctrl-C")
     print(f"  polyfed flower run {folder}      the run, in another terminal")
 
 
-def up(folder: Path, sites: str | None, port: int, node_config: str) -> None:
+def run_trial(folder: Path, sites: str | None, port: int, node_config: str) -> None:
     """Runs SuperLink and SuperNodes on this machine until Ctrl-C or SIGTERM."""
-    check_installed()
+    require_flower()
     project = Project(folder.resolve())
-    names = project.sites() if sites is None else names_of(sites)
-    trials.stop_on_signals()
+    names = project.read_site_names() if sites is None else parse_site_names(sites)
+    trials.interrupt_on_signals()
     try:
-        with trials.trial(project, names, port, node_config) as trial:
-            told = f"the SuperLink listens on 127.0.0.1:{port}, SuperNodes of {', '.join(names)} run"
-            print(f"{told}; logs are in {trial.folder}; Ctrl-C ends them", file=sys.stderr, flush=True)
+        with trials.start_trial(project, names, port, node_config) as trial:
+            started_text = f"the SuperLink listens on 127.0.0.1:{port}, SuperNodes of {', '.join(names)} run"
+            print(f"{started_text}; logs are in {trial.folder}; Ctrl-C ends them", file=sys.stderr, flush=True)
             while True:
-                trial.watch()
+                trial.restart_ended_supernodes()
                 time.sleep(1.0)
     except KeyboardInterrupt:
-        raise Interrupted("the trial has ended") from None
+        raise RunInterrupt("the trial has ended") from None
 
 
-def run(
+def submit_run(
     folder: Path,
     *,
     out: Path | None = None,
@@ -120,66 +123,78 @@ def run(
         changes: words of the configuration with other values, as "rounds=3".
         connection: which of Flower's connections to SuperLinks; that of a running trial wins.
     """
-    check_installed()
+    require_flower()
     if resume is not None and changes:
         raise UserError(f"--set has no effect on a run that goes on; its configuration is {resume}/config.yaml")
     project = Project(folder.resolve())
-    running = trials.read_trial(project)
-    config, changed = _flat(project.configuration()), dict(_change(word) for word in changes)
+    running = trials.read_trial_file(project)
+    config, changed = (
+        _flatten_configuration(project.read_configuration()),
+        dict(_parse_change(word) for word in changes),
+    )
     if changed.get("algorithm.name", config.get("algorithm.name")) != config.get("algorithm.name"):
         # Another method begins with its own defaults.
         config = {key: value for key, value in config.items() if not key.startswith("algorithm.")}
     config |= changed
-    target = (resume or out or _fresh(project)).resolve()
+    target = (resume or out or _next_run_folder(project)).resolve()
     config |= {"out": str(target), "resume": resume is not None}
     if allow_disclosure:
         config["allow-disclosure"] = True
     if running is not None:
         config["sites"] = ",".join(running["sites"])
-    wanted = int(read_config(target)["rounds"]) if resume is not None else int(config.get("rounds", 0))
-    home = trials.folder_of(project) / "home" if running is not None else None
+    planned_rounds = int(read_config(target)["rounds"]) if resume is not None else int(config.get("rounds", 0))
+    home = trials.trial_folder_of(project) / "home" if running is not None else None
     with tempfile.TemporaryDirectory() as temporary:
         app = Path(temporary) / "app"
-        shutil.copytree(project.app, app, ignore=shutil.ignore_patterns("__pycache__"))
-        _configure(app / "pyproject.toml", config)
-        command = [trials.program("flwr"), "run", str(app), connection, "--stream"]
-        status = _streamed(command, trials.environment(home))
+        shutil.copytree(project.app_folder, app, ignore=shutil.ignore_patterns("__pycache__"))
+        _write_app_configuration(app / "pyproject.toml", config)
+        command = [trials.find_flower_program("flwr"), "run", str(app), connection, "--stream"]
+        status = _run_flower_command(command, trials.flower_environment(home))
     records = read_metrics(target / "metrics.jsonl")
-    if not records or records[-1]["round"] < wanted:
-        raise RoundError(_unfinished(folder, target, records, wanted, status))
-    (console or Console()).print(_table(target, records))
+    if not records or records[-1]["round"] < planned_rounds:
+        raise RoundError(_unfinished_run_message(folder, target, records, planned_rounds, status))
+    (console or Console()).print(_last_round_table(target, records))
     print(f"{target}")
 
 
-def _unfinished(folder: Path, target: Path, records: Sequence[Mapping[str, Any]], wanted: int, status: int) -> str:
+def _unfinished_run_message(
+    folder: Path, target: Path, records: Sequence[Mapping[str, Any]], planned_rounds: int, status: int
+) -> str:
     """Of a run that ended early. Its first round may be in a checkpoint, and its record not yet written."""
-    done = records[-1]["round"] if records else 0
-    kept = bool(records) or any((target / "checkpoint").glob("round-*"))
-    again = f"; go on with `polyfed flower run {folder} --resume {target}`" if kept else ""
-    return f"the run has ended after {done} of {wanted} rounds (flwr: {status}); its log is above{again}"
+    rounds_done = records[-1]["round"] if records else 0
+    can_resume = bool(records) or any((target / "checkpoint").glob("round-*"))
+    resume_hint = f"; go on with `polyfed flower run {folder} --resume {target}`" if can_resume else ""
+    return (
+        f"the run has ended after {rounds_done} of {planned_rounds} rounds (flwr: {status}); its log is "
+        f"above{resume_hint}"
+    )
 
 
-def _streamed(command: Sequence[str], own: Mapping[str, str]) -> int:
+def _run_flower_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs Flower's command with its output on standard error. Ctrl-C leaves the run to the server."""
-    with subprocess.Popen(command, stdout=sys.stderr, env=dict(own)) as process:
+    with subprocess.Popen(command, stdout=sys.stderr, env=dict(environment)) as process:
         return process.wait()
 
 
-def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _flatten_configuration(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+        flat |= (
+            _flatten_configuration(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 
-def _change(word: str) -> tuple[str, Any]:
+def _parse_change(word: str) -> tuple[str, Any]:
     """A word of the configuration and its value, written as in TOML; text needs no quotes.
 
-    >>> _change("rounds=3"), _change("algorithm.name=fedavg")
+    >>> _parse_change("rounds=3"), _parse_change("algorithm.name=fedavg")
     (('rounds', 3), ('algorithm.name', 'fedavg'))
     """
-    key, found, text = word.partition("=")
-    if not found:
+    key, separator, text = word.partition("=")
+    if not separator:
         raise UserError(f"--set takes KEY=VALUE, got {word!r}")
     try:
         return key.strip(), tomllib.loads(f"value = {text}")["value"]
@@ -187,7 +202,7 @@ def _change(word: str) -> tuple[str, Any]:
         return key.strip(), text.strip()
 
 
-def _configure(file: Path, config: Mapping[str, Any]) -> None:
+def _write_app_configuration(file: Path, config: Mapping[str, Any]) -> None:
     """Writes the configuration of one run into the app's copy."""
     import tomli_w  # comes with Flower
 
@@ -196,18 +211,18 @@ def _configure(file: Path, config: Mapping[str, Any]) -> None:
     file.write_text(tomli_w.dumps(content), encoding="utf-8")
 
 
-def _fresh(project: Project) -> Path:
+def _next_run_folder(project: Project) -> Path:
     """The next free folder for a run."""
     return next(path for n in range(1, 100_000) if not (path := project.path / "runs" / f"run-{n}").exists())
 
 
-def _table(out: Path, records: Sequence[Mapping[str, Any]]) -> Table:
+def _last_round_table(out: Path, records: Sequence[Mapping[str, Any]]) -> PlainTable:
     """What the sites disclosed of the last round."""
     last, sites = records[-1], read_manifest(out).get("sites", [])
     names = sorted(
         {name for values in last["clients"].values() for name in values} - {"bytes_down", "bytes_up", "seconds"}
     )
-    table = Table(title=f"round {last['round']}", title_justify="left", box=None, pad_edge=False)
+    table = PlainTable(title=f"round {last['round']}", title_justify="left", box=None, pad_edge=False)
     for column in ("site", *names, "MB down", "MB up"):
         table.add_column(column, justify="left" if column == "site" else "right")
     for site in sites:
@@ -217,47 +232,49 @@ def _table(out: Path, records: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def status(folder: Path, connection: str = "fed", console: Console | None = None) -> None:
+def show_status(folder: Path, connection: str = "fed", console: Console | None = None) -> None:
     """Prints which nodes are connected, which runs there are, and how the newest run directory stands."""
-    check_installed()
+    require_flower()
     console = console or Console()
     project = Project(folder.resolve())
-    running = trials.read_trial(project)
-    home = trials.folder_of(project) / "home" if running is not None else None
+    running = trials.read_trial_file(project)
+    home = trials.trial_folder_of(project) / "home" if running is not None else None
     print(f"trial: {'SuperLink on port ' + str(running['port']) if running else 'none runs'}")
-    for words, key, columns in (
+    for flower_arguments, key, columns in (
         (["supernode", "list", connection], "nodes", ("node-id", "status", "online-at", "offline-at")),
         (["list", connection], "runs", ("run-id", "status", "elapsed")),
     ):
-        done = trials.flwr(home, [*words, "--format", "json"])
+        process = trials.run_flwr(home, [*flower_arguments, "--format", "json"])
         try:
-            rows = json.loads(done.stdout)[key]
+            rows = json.loads(process.stdout)[key]
         except (ValueError, KeyError, TypeError):
             print(
-                clean(f"{key}: the SuperLink does not answer ({' '.join((done.stderr or done.stdout).split())[:200]})")
+                sanitise_for_terminal(
+                    f"{key}: the SuperLink does not answer ({' '.join((process.stderr or process.stdout).split())[:200]})"
+                )
             )
             continue
-        table = Table(title=key, title_justify="left", box=None, pad_edge=False)
+        table = PlainTable(title=key, title_justify="left", box=None, pad_edge=False)
         for column in columns:
             table.add_column(column)
         for row in rows:
             table.add_row(*(str(row.get(column, "")) for column in columns))
         console.print(table)
-    show_newest(project.path / "runs", console)
+    show_newest_run(project.path / "runs", console)
 
 
-def show_newest(runs: Path, console: Console) -> None:
+def show_newest_run(runs: Path, console: Console) -> None:
     """Prints how the newest run directory of a folder stands: its last round, failures and warnings of it, and what the
     sites disclosed, with the norm of each update where the server sees single ones."""
-    found = sorted(runs.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    if not found or not (records := read_metrics(found[-1])):
+    files = sorted(runs.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not files or not (records := read_metrics(files[-1])):
         return
-    config = read_config(found[-1].parent)
-    print(clean(f"{found[-1].parent}: round {records[-1]['round']} of {config.get('rounds')}"))
+    config = read_config(files[-1].parent)
+    print(sanitise_for_terminal(f"{files[-1].parent}: round {records[-1]['round']} of {config.get('rounds')}"))
     for failure in records[-1]["failures"]:
-        print(clean(f"  {failure['client']}, {failure['phase']}: {failure['reason']}"))
+        print(sanitise_for_terminal(f"  {failure['client']}, {failure['phase']}: {failure['reason']}"))
     for sentence in records[-1].get("warnings", ()):
-        print(clean(f"  warning: {sentence}"))
+        print(sanitise_for_terminal(f"  warning: {sentence}"))
     if config.get("secure") is True:
         print("  secure sums hide the norms of single updates")
-    console.print(_table(found[-1].parent, records))
+    console.print(_last_round_table(files[-1].parent, records))

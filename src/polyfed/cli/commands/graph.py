@@ -8,18 +8,18 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from polyfed.cli.commands.terminal import Table, say
+from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import new_module
+from polyfed.core.scratch import build_module
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, extract
-from polyfed.graphs.catalogue import graph_of_file
+from polyfed.graphs.catalogue import read_graph_variant
 from polyfed.graphs.contraction import Contraction
 from polyfed.graphs.draw import draw_graph
 from polyfed.models import ModelSpec
 
 
-def show(
+def show_layer_graph(
     spec: ModelSpec,
     contraction: Contraction,
     *,
@@ -41,53 +41,53 @@ def show(
     Raises:
         UserError: the network cannot be built or followed, or a file cannot be read or written.
     """
-    graph = contraction.of(extract(new_module(spec, seed=0), _example(spec.input_shape, integer)))
-    draw_graph(graph, plot, title=f"{spec.name} {'×'.join(map(str, spec.input_shape))}: {_coverage(graph)}")
+    graph = contraction.apply(extract(build_module(spec, seed=0), _random_example(spec.input_shape, integer)))
+    draw_graph(graph, plot, title=f"{spec.name} {'×'.join(map(str, spec.input_shape))}: {_coverage_text(graph)}")
     lines = [f"drawn in {plot}"]
     if catalogue is not None:
-        lines.append(_added(graph, catalogue, contraction))
+        lines.append(_extend_catalogue(graph, catalogue, contraction))
     console = console or Console()
-    for table in (_nodes(graph), _types(graph), _local(graph)):
+    for table in (_nodes_table(graph), _types_table(graph), _local_parameters_table(graph)):
         if table.row_count:
             console.print(table)
-    for line in (f"{_coverage(graph)}; the network was followed by {graph.tracer}", *lines):
-        say(console, line)
+    for line in (f"{_coverage_text(graph)}; the network was followed by {graph.tracer}", *lines):
+        print_line(console, line)
 
 
-def _example(shape: Sequence[int], integer: bool) -> Tensor:
+def _random_example(shape: Sequence[int], integer: bool) -> Tensor:
     generator = torch_generator(0)
     if integer:
         return torch.randint(0, 2, (2, *shape), generator=generator)  # 0 and 1 are tokens of any vocabulary
     return torch.randn(2, *shape, generator=generator)
 
 
-def _added(graph: ArchitectureGraph, path: Path, contraction: Contraction) -> str:
+def _extend_catalogue(graph: ArchitectureGraph, path: Path, contraction: Contraction) -> str:
     """Writes the union of the file's catalogue and the graph's types; returns what to say about it."""
-    known = LayerCatalogue.read(path).types if path.exists() else ()
+    catalogue_types = LayerCatalogue.read(path).types if path.exists() else ()
     nodes = "layers_and_norms" if contraction.norms == "nodes" else "layers"
-    if known and (stated := graph_of_file(path)) != nodes:
-        part = "part of the layer before it" if stated == "layers" else "a layer type of its own"
+    if catalogue_types and (stated_graph := read_graph_variant(path)) != nodes:
+        part = "part of the layer before it" if stated_graph == "layers" else "a layer type of its own"
         raise UserError(
-            f"in the layer catalogue {path} a norm is {part}; add to it with --graph {stated}, or write another file"
+            f"in the layer catalogue {path} a norm is {part}; add to it with --graph {stated_graph}, or write another file"
         )
-    union = LayerCatalogue((*known, *graph.types))
+    union = LayerCatalogue((*catalogue_types, *graph.layer_types))
     if not union.types:
         raise UserError(f"the network has no layer that can be generated, so there is nothing to write to {path}")
     try:
         union.write(path, nodes)
     except OSError as error:
         raise UserError(f"cannot write the layer catalogue {str(path)!r} ({error.strerror})") from error
-    return f"{len(union.types)} layer types in {path}, {len(union.types) - len(known)} of them new"
+    return f"{len(union.types)} layer types in {path}, {len(union.types) - len(catalogue_types)} of them new"
 
 
-def _coverage(graph: ArchitectureGraph) -> str:
-    of = f"{graph.coverage:.1%} of {sum(graph.sizes.values()):,} parameters are generated"
-    return f"{of}, as {len(graph.generated)} layers of {len(graph.types)} types"
+def _coverage_text(graph: ArchitectureGraph) -> str:
+    share_text = f"{graph.coverage:.1%} of {sum(graph.parameter_sizes.values()):,} parameters are generated"
+    return f"{share_text}, as {len(graph.generated_weights)} layers of {len(graph.layer_types)} types"
 
 
-def _table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> Table:
+def _build_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> PlainTable:
     """A table with the columns' names and where their text stands."""
-    table = Table(title=title, title_justify="left")
+    table = PlainTable(title=title, title_justify="left")
     for name, justify in columns.items():
         table.add_column(name, justify=justify, overflow="fold")
     for row in rows:
@@ -95,27 +95,27 @@ def _table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]
     return table
 
 
-def _nodes(graph: ArchitectureGraph) -> Table:
+def _nodes_table(graph: ArchitectureGraph) -> PlainTable:
     rows = []
     for position, node in enumerate(graph.nodes):
-        size = sum(graph.sizes[name] for name in node.parameters.values())
+        size = sum(graph.parameter_sizes[name] for name in node.parameters.values())
         kind = node.type.key if isinstance(node.type, LayerType) else node.type
         fate = "generated" if isinstance(node.type, LayerType) else "local" if node.type == "other" else ""
         before = " ".join(str(a) for a, b in graph.edges if b == position)
         rows.append((position, before, node.name, kind, f"{size:,}" if size else "", fate))
     columns = {"node": "right", "after": "left", "name": "left", "type": "left", "parameters": "right", "": "left"}
-    return _table(f"{len(graph.nodes)} nodes and {len(graph.edges)} edges", columns, rows)
+    return _build_table(f"{len(graph.nodes)} nodes and {len(graph.edges)} edges", columns, rows)
 
 
-def _types(graph: ArchitectureGraph) -> Table:
+def _types_table(graph: ArchitectureGraph) -> PlainTable:
     rows = []
-    for kind in graph.types:
-        sets = [one for one in graph.generated if one.type == kind]
-        size = sum(graph.sizes[name] for one in sets for name in one.parameters.values())
-        rows.append((kind.key, len(sets), f"{size:,}"))
-    return _table("layer types", {"type": "left", "layers": "right", "parameters": "right"}, rows)
+    for kind in graph.layer_types:
+        nodes = [node for node in graph.generated_weights if node.type == kind]
+        size = sum(graph.parameter_sizes[name] for node in nodes for name in node.parameters.values())
+        rows.append((kind.key, len(nodes), f"{size:,}"))
+    return _build_table("layer types", {"type": "left", "layers": "right", "parameters": "right"}, rows)
 
 
-def _local(graph: ArchitectureGraph) -> Table:
-    rows = [(name, f"{graph.sizes[name]:,}", reason) for name, reason in graph.local.items()]
-    return _table("parameters that stay with the client", {"name": "left", "size": "right", "why": "left"}, rows)
+def _local_parameters_table(graph: ArchitectureGraph) -> PlainTable:
+    rows = [(name, f"{graph.parameter_sizes[name]:,}", reason) for name, reason in graph.local_reasons.items()]
+    return _build_table("parameters that stay with the client", {"name": "left", "size": "right", "why": "left"}, rows)

@@ -8,37 +8,42 @@ from typing import Any
 
 from rich.console import Console
 
-from polyfed.cli.commands.recipes import read, recipes
-from polyfed.cli.commands.terminal import Table, say
+from polyfed.cli.commands.recipes import read_recipe, recipe_files
+from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.cli.outlines import ALGORITHMS, MODELS, PARTITIONS, SOURCES
-from polyfed.core.errors import UserError, nearest
+from polyfed.core.errors import UserError, did_you_mean
 
 
-def show(kinds: Sequence[str], console: Console | None = None) -> None:
+def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
     """Prints an overview of everything, or the details of the kinds asked for.
 
     Raises:
         UserError: an unknown kind.
     """
-    details = {"algorithms": _algorithms, "data": _data, "models": _models, "recipes": _recipes}
+    details = {
+        "algorithms": _algorithm_tables,
+        "data": _data_tables,
+        "models": _model_tables,
+        "recipes": _recipe_tables,
+    }
     for kind in kinds:
         if kind not in details:
-            raise UserError(f"cannot list {kind!r}; {nearest(kind, details)}")
+            raise UserError(f"cannot list {kind!r}; {did_you_mean(kind, details)}")
     console = console or Console()
-    for table in [table for kind in kinds for table in details[kind]()] if kinds else _overview(console.width):
+    for table in [table for kind in kinds for table in details[kind]()] if kinds else _overview_tables(console.width):
         console.print(table)
     if not kinds:
         more = ", ".join(f"polyfed list {kind}" for kind in details)
-        say(console, f"More of each: {more}")
+        print_line(console, f"More of each: {more}")
 
 
-def summary(thing: Any) -> str:
+def first_sentence(thing: Any) -> str:
     """The first sentence of a docstring, on one line.
 
-    >>> summary(ALGORITHMS["local"])
+    >>> first_sentence(ALGORITHMS["local"])
     'Each client alone, with any architecture.'
     >>> def method(): "Weights, e.g. by Adam (eq. 3 of Smith et al. 2020; cf. Fig. 2). And more."
-    >>> summary(method)
+    >>> first_sentence(method)
     'Weights, e.g. by Adam (eq. 3 of Smith et al. 2020; cf. Fig. 2).'
     """
     text = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
@@ -50,7 +55,7 @@ def summary(thing: Any) -> str:
 
 
 _ABBREVIATIONS = frozenset({"al", "app", "cf", "e.g", "eq", "eqs", "fig", "figs", "i.e", "resp", "sec", "tab", "vs"})
-_IN_SHORT: Mapping[str, str] = {  # where the first sentence of the docstring is a formula, or long
+_SHORT_DESCRIPTIONS: Mapping[str, str] = {  # where the first sentence of the docstring is a formula, or long
     "fedavg": "The average of the clients' models, weighted by examples",
     "fedavg_ft": "FedAvg, then fine-tuning on the client's data",
     "fedprox": "FedAvg with a proximal term in the local loss",
@@ -94,7 +99,7 @@ _IN_SHORT: Mapping[str, str] = {  # where the first sentence of the docstring is
 }
 
 
-def _overview(width: int) -> list[Table]:
+def _overview_tables(width: int) -> list[PlainTable]:
     """Every name with a line of so many characters, of recipes the names alone, those of one paper together."""
     tables = []
     registries: Mapping[str, Mapping[str, Any]] = {
@@ -104,28 +109,33 @@ def _overview(width: int) -> list[Table]:
         "models": MODELS,
     }
     for title, registry in registries.items():
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+        table = PlainTable(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
         table.add_column(no_wrap=True)
         table.add_column()
-        room = max(20, width - max(map(len, registry)) - 2)
+        line_width = max(20, width - max(map(len, registry)) - 2)
         for name, thing in registry.items():
             table.add_row(
                 name,
-                shorten(_IN_SHORT.get(name) or summary(thing), room, placeholder=" …", break_on_hyphens=False),
+                shorten(
+                    _SHORT_DESCRIPTIONS.get(name) or first_sentence(thing),
+                    line_width,
+                    placeholder=" …",
+                    break_on_hyphens=False,
+                ),
             )
         tables.append(table)
     groups: dict[str, list[str]] = {}
-    for name in recipes():
+    for name in recipe_files():
         groups.setdefault(name.split("_")[0], []).append(name)
-    alone = [names[0] for names in groups.values() if len(names) == 1]
-    together = Table(title="recipes", title_justify="left", box=None, pad_edge=False, show_header=False)
-    for names in [alone, *(names for names in groups.values() if len(names) > 1)]:
-        together.add_row("  ".join(names))
-    return [*tables, together]
+    single_names = [names[0] for names in groups.values() if len(names) == 1]
+    recipes_table = PlainTable(title="recipes", title_justify="left", box=None, pad_edge=False, show_header=False)
+    for names in [single_names, *(names for names in groups.values() if len(names) > 1)]:
+        recipes_table.add_row("  ".join(names))
+    return [*tables, recipes_table]
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+def _build_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> PlainTable:
+    table = PlainTable(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column == "name")
     for row in rows:
@@ -133,36 +143,38 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     return table
 
 
-def _algorithms() -> list[Table]:
+def _algorithm_tables() -> list[PlainTable]:
     rows = [
         [
             name,
             ", ".join(sorted(method.requires - {"model"})) or "any architectures",
             ", ".join(sorted(method.discloses)) or "nothing",
-            summary(method),
+            first_sentence(method),
         ]
         for name, method in ALGORITHMS.items()
     ]
-    return [_table("algorithms", ("name", "requires", "discloses", ""), rows)]
+    return [_build_table("algorithms", ("name", "requires", "discloses", ""), rows)]
 
 
-def _data() -> list[Table]:
-    return [_documented("data", SOURCES), _documented("partitions", PARTITIONS)]
+def _data_tables() -> list[PlainTable]:
+    return [_registry_table("data", SOURCES), _registry_table("partitions", PARTITIONS)]
 
 
-def _models() -> list[Table]:
-    return [_documented("models", MODELS)]
+def _model_tables() -> list[PlainTable]:
+    return [_registry_table("models", MODELS)]
 
 
-def _documented(title: str, registry: Mapping[str, Any]) -> Table:
-    return _table(title, ("name", ""), [[name, summary(thing)] for name, thing in registry.items()])
+def _registry_table(title: str, registry: Mapping[str, Any]) -> PlainTable:
+    return _build_table(title, ("name", ""), [[name, first_sentence(thing)] for name, thing in registry.items()])
 
 
-def _recipes() -> list[Table]:
-    found = [read(name) for name in recipes()]
-    rows = [[r.name, r.description, ", ".join(r.scales) or "–", ", ".join(r.variants) or "–"] for r in found]
-    tables = [_table("recipes", ("name", "", "scales (--scale)", "variants (--variant)"), rows)]
-    reduced = [[r.name, scale, r.reduced(scale)] for r in found for scale in r.scales if r.reduced(scale)]
+def _recipe_tables() -> list[PlainTable]:
+    all_recipes = [read_recipe(name) for name in recipe_files()]
+    rows = [[r.name, r.description, ", ".join(r.scales) or "–", ", ".join(r.variants) or "–"] for r in all_recipes]
+    tables = [_build_table("recipes", ("name", "", "scales (--scale)", "variants (--variant)"), rows)]
+    reduced = [
+        [r.name, scale, r.reduction_note(scale)] for r in all_recipes for scale in r.scales if r.reduction_note(scale)
+    ]
     if reduced:
-        tables.append(_table("what the scales reduce against the paper", ("name", "scale", ""), reduced))
+        tables.append(_build_table("what the scales reduce against the paper", ("name", "scale", ""), reduced))
     return tables

@@ -3,13 +3,20 @@
 from dataclasses import replace
 from typing import get_args
 
-from polyfed.cli.commands.words import asked_for_help, flag, help_of, positive, take, value_of
+from polyfed.cli.commands.words import (
+    has_help_flag,
+    help_text,
+    parse_positive_integers,
+    parse_yaml_value,
+    pop_flag,
+    pop_option,
+)
 from polyfed.core.code import trust_code
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.files import user_path
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.files import expand_user_path
 
 
-def data(words: list[str]) -> None:
+def data_command(argv: list[str]) -> None:
     """usage: polyfed data [RECIPE|config.yaml] [OPTIONS]
 
     Prints how many training examples of each class, or with each label, every client has, and draws it; of regression their
@@ -20,22 +27,22 @@ def data(words: list[str]) -> None:
                     of a recipe that has them, as for polyfed run
       the other options are those of polyfed run
     """
-    if asked_for_help(words):
-        print(help_of(data))
+    if has_help_flag(argv):
+        print(help_text(data_command))
         return
     from polyfed.cli.commands import options
-    from polyfed.cli.commands.recipes import chosen
+    from polyfed.cli.commands.recipes import pop_recipe_configuration
 
-    plot = take(words, "--plot") or "data.png"
-    _, config, _ = chosen(words)
-    config = options.parse(words, config, "polyfed data")
+    plot = pop_option(argv, "--plot") or "data.png"
+    _, config, _ = pop_recipe_configuration(argv)
+    config = options.parse_configuration(argv, config, "polyfed data")
     from polyfed.cli.commands import running
-    from polyfed.simulation.experiment import from_config
+    from polyfed.simulation.experiment import build_experiment
 
-    running.show_data(from_config(config), user_path(plot, "--plot"))
+    running.show_class_counts(build_experiment(config), expand_user_path(plot, "--plot"))
 
 
-def graph(words: list[str]) -> None:
+def graph_command(argv: list[str]) -> None:
     """usage: polyfed graph MODEL --input SHAPE [OPTIONS]
 
     Prints and draws the graph of a network's layers: which of them FLHA-GHN's hypernetwork can generate, and which stay
@@ -52,16 +59,16 @@ def graph(words: list[str]) -> None:
                          of flha_ghn, whose default is the default here
       --no-joins         no nodes for sums and concatenations, as joins=false of flha_ghn
     """
-    if asked_for_help(words):
-        print(help_of(graph))
+    if has_help_flag(argv):
+        print(help_text(graph_command))
         return
-    shape, classes = take(words, "--input"), take(words, "--classes")
-    plot, catalogue = take(words, "--plot") or "graph.png", take(words, "--catalogue")
-    integer, edges, form = flag(words, "--integer"), flag(words, "--no-joins"), take(words, "--graph")
+    shape, classes = pop_option(argv, "--input"), pop_option(argv, "--classes")
+    plot, catalogue = pop_option(argv, "--plot") or "graph.png", pop_option(argv, "--catalogue")
+    integer, no_joins, form = pop_flag(argv, "--integer"), pop_flag(argv, "--no-joins"), pop_option(argv, "--graph")
     arguments = {}
-    while given := next((word.partition("=")[0] for word in words if word.startswith("--model.")), None):
-        arguments[given.removeprefix("--model.")] = value_of(given, str(take(words, given)))
-    if unknown := [word for word in words if word.startswith("-")]:
+    while option := next((word.partition("=")[0] for word in argv if word.startswith("--model.")), None):
+        arguments[option.removeprefix("--model.")] = parse_yaml_value(option, str(pop_option(argv, option)))
+    if unknown := [word for word in argv if word.startswith("-")]:
         options = (
             "--input",
             "--integer",
@@ -72,24 +79,29 @@ def graph(words: list[str]) -> None:
             "--no-joins",
             "--model.NAME",
         )
-        raise UserError(f"unknown option {unknown[0]}; {nearest(unknown[0].partition('=')[0], options)}")
-    if len(words) != 1:
-        raise UserError(f"polyfed graph takes one model, got {' and '.join(words) or 'none'}")
+        raise UserError(f"unknown option {unknown[0]}; {did_you_mean(unknown[0].partition('=')[0], options)}")
+    if len(argv) != 1:
+        raise UserError(f"polyfed graph takes one model, got {' and '.join(argv) or 'none'}")
     if shape is None:
         raise UserError("polyfed graph needs the shape of an example, for instance --input 3,32,32")
-    sizes = positive("--input", shape, "3,32,32"), positive("--classes", classes or "10", "10")
+    sizes = (
+        parse_positive_integers("--input", shape, "3,32,32"),
+        parse_positive_integers("--classes", classes or "10", "10"),
+    )
     if len(sizes[1]) != 1:
         raise UserError(f"--classes must be one whole number of at least 1, got {classes!r}")
-    from polyfed.algorithms.flha_ghn import FLHAGHN, Graph
+    from polyfed.algorithms.flha_ghn import FLHAGHN, GraphForm
     from polyfed.cli.commands import graph as graphs
     from polyfed.models import ModelSpec
 
-    trust_code(words[0])
-    spec = ModelSpec(words[0], arguments, sizes[0], sizes[1][0])
-    method = FLHAGHN(joins=not edges)
+    trust_code(argv[0])
+    spec = ModelSpec(argv[0], arguments, sizes[0], sizes[1][0])
+    method = FLHAGHN(joins=not no_joins)
     if form is not None:
-        if form not in (forms := get_args(Graph)):
+        if form not in (forms := get_args(GraphForm)):
             raise UserError(f"--graph must be {' or '.join(forms)}, got {form!r}")
         method = replace(method, graph=form)  # type: ignore[arg-type]
-    file = None if catalogue is None else user_path(catalogue, "--catalogue")
-    graphs.show(spec, method.contraction, integer=integer, plot=user_path(plot, "--plot"), catalogue=file)
+    file = None if catalogue is None else expand_user_path(catalogue, "--catalogue")
+    graphs.show_layer_graph(
+        spec, method.contraction, integer=integer, plot=expand_user_path(plot, "--plot"), catalogue=file
+    )

@@ -16,23 +16,25 @@ from typing import Any, Literal, Union, final, get_args, get_origin, get_type_hi
 import yaml
 from docstring_parser import parse as parse_docstring
 
-from polyfed.cli.commands.sites import by_site, implied_partition, typed_by_site, value_of_option
-from polyfed.cli.commands.words import asked_for_help, hyphened, listed, typed_names
-from polyfed.cli.outlines import ALGORITHMS, MODELS, PARTITIONS, SOURCES, outline
-from polyfed.core.code import named, trust_code
-from polyfed.core.errors import UserError, nearest
+from polyfed.cli.commands.sites import (
+    find_option_value,
+    networks_by_site,
+    parse_networks_by_site,
+    partition_of_site_column,
+)
+from polyfed.cli.commands.words import bracket_metrics, has_help_flag, option_name, user_code_names
+from polyfed.cli.outlines import ALGORITHMS, MODELS, PARTITIONS, SOURCES, resolve_without_import
+from polyfed.core.code import import_object, trust_code
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.simulation.settings import Settings
 
 DEFAULTS = {"data": "digits", "data.partition": "dirichlet", "model": "mlp", "algorithm": "fedavg"}
 _REGISTRIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
-    "data": SOURCES,
-    "data.partition": PARTITIONS,
-    "model": MODELS,
-    "algorithm": ALGORITHMS,
-}
-_OWN = {"data": "source", "data.partition": "partition", "model": "network", "algorithm": "method"}
+    "data": SOURCES, "data.partition": PARTITIONS, "model": MODELS, "algorithm": ALGORITHMS,
+}  # fmt: skip
+_KIND_OF_SECTION = {"data": "source", "data.partition": "partition", "model": "network", "algorithm": "method"}
 _FROM_DATA = frozenset({"input_shape", "num_classes"})  # arguments of a network that the data decide
-_EXTRA: Mapping[str, tuple[Any, Any, str]] = {  # keys that belong to no class: type, default, help
+_EXTRA_OPTIONS: Mapping[str, tuple[Any, Any, str]] = {  # keys that belong to no class: type, default, help
     "data.shifts": (list[dict[str, float]], [], "shift of each client in turn, e.g. [{rotation: 0}, {rotation: 90}]"),
     "data.augment": (bool, False, "pad, crop and flip training images at random"),
     "loss": (
@@ -75,22 +77,19 @@ def options_of(choice: Callable[..., Any], section: str) -> list[Option]:
     prefix = f"{section}." if section else ""
     return [
         Option(
-            prefix + p.name,
-            hints.get(p.name, Any),
-            None if p.default is p.empty else p.default,
-            p.default is p.empty,
+            prefix + p.name, hints.get(p.name, Any), None if p.default is p.empty else p.default, p.default is p.empty,
             docs.get(p.name, "").replace("%", "%%"),
         )
         for p in inspect.signature(choice).parameters.values()
         if p.name not in _FROM_DATA and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
+    ]  # fmt: skip
 
 
-def parse(
+def parse_configuration(
     arguments: Sequence[str],
     config: Mapping[str, Any],
     program: str,
-    offered: Callable[[str], bool] = lambda key: True,
+    is_offered: Callable[[str], bool] = lambda key: True,
 ) -> dict[str, Any]:
     """The complete configuration.
 
@@ -104,96 +103,101 @@ def parse(
         UserError: an unknown name, option or key (with the nearest choices), or a value of the wrong type.
         SystemExit: after `--help` or `--print-config`.
 
-    >>> parse(["--algorithm", "fedprox", "--algorithm.mu", "1"], {}, "polyfed run")["algorithm"]["mu"]
+    >>> parse_configuration(["--algorithm", "fedprox", "--algorithm.mu", "1"], {}, "polyfed run")["algorithm"]["mu"]
     1.0
     """
-    networks = by_site(config.get("model"))
+    networks = networks_by_site(config.get("model"))
     config = config if networks is None else {**config, "model": "mlp"}  # put back below
-    given = {key: value for key, value in _flat(config).items() if offered(key)}
-    if isinstance(given.get("metrics"), str):
-        given["metrics"] = given["metrics"].split(",")
-    words = listed(_with_names(arguments))
-    print_config = "--print_config" in words
-    if given_value := [word for word in words if word.startswith("--print_config=")]:
-        raise UserError(f"--print-config takes no value, got {given_value[0]!r}")
-    words = [word for word in words if word != "--print_config"]
-    if typed := typed_names(words):
-        trust_code(*typed)
-    chosen = {section: _by_option(section, words) for section in DEFAULTS}
-    if chosen["model"] is not None:
-        networks = typed_by_site(chosen["model"])
+    config_values = {key: value for key, value in _flatten_configuration(config).items() if is_offered(key)}
+    if isinstance(config_values.get("metrics"), str):
+        config_values["metrics"] = config_values["metrics"].split(",")
+    argv = bracket_metrics(_normalize_options(arguments))
+    print_config = "--print_config" in argv
+    if valued_flags := [word for word in argv if word.startswith("--print_config=")]:
+        raise UserError(f"--print-config takes no value, got {valued_flags[0]!r}")
+    argv = [word for word in argv if word != "--print_config"]
+    if code_names := user_code_names(argv):
+        trust_code(*code_names)
+    names_by_option = {section: _name_by_option(section, argv) for section in DEFAULTS}
+    if names_by_option["model"] is not None:
+        networks = parse_networks_by_site(names_by_option["model"])
     if networks is not None:
-        chosen["model"], words = None, _without_model(words)
-        given = {key: value for key, value in given.items() if not key.startswith("model.")}
-    given = _carried_over(given, chosen)
-    names = {s: _known(s, chosen[s] or given.get(f"{s}.name", default)) for s, default in DEFAULTS.items()}
-    if offered("data.partition.name"):
-        fields_of_it = [option.key for option in options_of(_choice_of("data", names["data"]), "data")]
-        asked = chosen["data.partition"] or given.get("data.partition.name")
-        implied = implied_partition(fields_of_it, given, words, asked)
+        names_by_option["model"], argv = None, _drop_model_choice(argv)
+        config_values = {key: value for key, value in config_values.items() if not key.startswith("model.")}
+    config_values = _drop_replaced_choices(config_values, names_by_option)
+    names = {
+        s: _validate_choice(s, names_by_option[s] or config_values.get(f"{s}.name", default))
+        for s, default in DEFAULTS.items()
+    }
+    if is_offered("data.partition.name"):
+        source_fields = [option.key for option in options_of(_class_of_choice("data", names["data"]), "data")]
+        partition_name = names_by_option["data.partition"] or config_values.get("data.partition.name")
+        implied = partition_of_site_column(source_fields, config_values, argv, partition_name)
         names["data.partition"] = implied.pop("data.partition.name", names["data.partition"])
-        given |= implied
-    mixture = given.pop("model", None)
+        config_values |= implied
+    mixture = config_values.pop("model", None)
     if "," in names["model"]:
-        mixture, words = names["model"].split(","), _without_model(words)
-    one = mixture is None and networks is None
-    offers = [option for option in _options(names, with_model=one) if offered(option.key)]
-    resolved = _parsed(offers, given, words, program)
+        mixture, argv = names["model"].split(","), _drop_model_choice(argv)
+    single_network = mixture is None and networks is None
+    options = [option for option in _all_options(names, with_model=single_network) if is_offered(option.key)]
+    resolved = _parse_values(options, config_values, argv, program)
     if mixture is not None:
-        resolved["model"] = [_one_model(entry, program) for entry in mixture]
+        resolved["model"] = [_complete_model(entry, program) for entry in mixture]
     if networks is not None:
-        resolved["model"] = {site: _one_model(entry, program) for site, entry in networks.items()}
+        resolved["model"] = {site: _complete_model(entry, program) for site, entry in networks.items()}
     if "baselines" in resolved:
-        resolved["baselines"] = [_one_baseline(entry, program) for entry in resolved["baselines"]]
+        resolved["baselines"] = [_complete_baseline(entry, program) for entry in resolved["baselines"]]
     if print_config:
         print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
         raise SystemExit(0)
     return resolved
 
 
-def _without_model(words: Sequence[str]) -> list[str]:
+def _drop_model_choice(argv: Sequence[str]) -> list[str]:
     """The words without the choice of a network."""
-    kept = [w for w, before in zip(words, ["", *words], strict=False) if "--model.name" not in (w, before)]
-    return [word for word in kept if not word.startswith("--model.name=")]
+    remaining = [w for w, before in zip(argv, ["", *argv], strict=False) if "--model.name" not in (w, before)]
+    return [word for word in remaining if not word.startswith("--model.name=")]
 
 
-def _options(names: Mapping[str, str], *, with_model: bool) -> list[Option]:
-    found = [*options_of(Settings, "")]
+def _all_options(names: Mapping[str, str], *, with_model: bool) -> list[Option]:
+    options = [*options_of(Settings, "")]
     for section, registry in _REGISTRIES.items():
         if section == "model" and not with_model:
             continue
         name = names[section]
         text = "a network of the zoo, several separated by commas, or module:factory" if section == "model" else ""
-        found.append(Option(f"{section}.name", str, name, False, text or f"one of {', '.join(registry)}"))
-        found += options_of(_choice_of(section, name), section)
+        options.append(Option(f"{section}.name", str, name, False, text or f"one of {', '.join(registry)}"))
+        options += options_of(_class_of_choice(section, name), section)
         if section == "data":
-            found += options_of(_split(), "data")
-    return found + [Option(key, kind, value, False, text) for key, (kind, value, text) in _EXTRA.items()]
+            options += options_of(_split_class(), "data")
+    return options + [Option(key, kind, value, False, text) for key, (kind, value, text) in _EXTRA_OPTIONS.items()]
 
 
-def _split() -> Any:
-    return outline("polyfed.data.split", "Split")
+def _split_class() -> Any:
+    return resolve_without_import("polyfed.data.split", "Split")
 
 
-def _choice_of(section: str, name: str) -> Callable[..., Any]:
+def _class_of_choice(section: str, name: str) -> Callable[..., Any]:
     """What a name means: an outline of a registry's entry, or the user's own, whose arguments only an import can say."""
     if name in _REGISTRIES[section]:
         return _REGISTRIES[section][name]
-    found, what = named(name, _OWN[section]), _OWN[section]
-    if section != "model" and not inspect.isclass(found):
-        raise UserError(f"{what} {name!r}: it must be a dataclass on {what.title()}, got {type(found).__name__}")
-    return found
+    choice, kind = import_object(name, _KIND_OF_SECTION[section]), _KIND_OF_SECTION[section]
+    if section != "model" and not inspect.isclass(choice):
+        raise UserError(f"{kind} {name!r}: it must be a dataclass on {kind.title()}, got {type(choice).__name__}")
+    return choice
 
 
-def _parsed(options: Sequence[Option], given: Mapping[str, Any], words: Sequence[str], program: str) -> dict[str, Any]:
+def _parse_values(
+    options: Sequence[Option], config_values: Mapping[str, Any], argv: Sequence[str], program: str
+) -> dict[str, Any]:
     """Values of all options: the configuration's become options before the user's, so that both are checked alike."""
-    known = {option.key: option for option in options}
-    if unknown := sorted(given.keys() - known):
-        raise UserError(f"unknown key {_unknown(unknown[0], known)}")
-    for word in words:
+    option_by_key = {option.key: option for option in options}
+    if unknown := sorted(config_values.keys() - option_by_key):
+        raise UserError(f"unknown key {_unknown_key_message(unknown[0], option_by_key)}")
+    for word in argv:
         key = word.partition("=")[0].removeprefix("--")
-        if word.startswith("--") and key != "help" and not _leads_to(key.rstrip("+"), known):
-            raise UserError(f"unknown option {_unknown(key, known, '--')}")
+        if word.startswith("--") and key != "help" and not _is_option_or_entry(key.rstrip("+"), option_by_key):
+            raise UserError(f"unknown option {_unknown_key_message(key, option_by_key, '--')}")
     from jsonargparse import ArgumentError, ArgumentParser  # which takes as long as all before
 
     parser = ArgumentParser(prog=program, usage=SUPPRESS, exit_on_error=False,
@@ -202,44 +206,46 @@ def _parsed(options: Sequence[Option], given: Mapping[str, Any], words: Sequence
     for option in options:
         parser.add_argument(f"--{option.key}", type=option.type, default=option.default, required=option.required,
                             help=option.help or None)  # fmt: skip
-    if asked_for_help(words):
-        print(re.sub(r"(?<!\S)--[\w.]+", lambda found: hyphened(found[0]), parser.format_help()), end="")
+    if has_help_flag(argv):
+        print(re.sub(r"(?<!\S)--[\w.]+", lambda found: option_name(found[0]), parser.format_help()), end="")
         raise SystemExit(0)
     try:
-        parsed = parser.parse_args([*(f"--{key}={_as_text(value)}" for key, value in given.items()), *words])
+        parsed = parser.parse_args([*(f"--{key}={_as_text(value)}" for key, value in config_values.items()), *argv])
     except (ArgumentError, TypeError, ValueError, KeyError) as error:
-        raise UserError(_sentence(str(error), known)) from error
-    plain: dict[str, Any] = parsed.as_dict()
-    return plain
+        raise UserError(_rewrite_parser_error(str(error), option_by_key)) from error
+    values: dict[str, Any] = parsed.as_dict()
+    return values
 
 
-def _leads_to(key: str, known: Mapping[str, Option]) -> bool:
+def _is_option_or_entry(key: str, option_by_key: Mapping[str, Option]) -> bool:
     """Whether a key is an option, or an entry of one that is a mapping: `algorithm.teacher.name`."""
-    owner = known.get(key.rpartition(".")[0])
-    return key in known or (owner is not None and _is_mapping(owner.type))
+    owner = option_by_key.get(key.rpartition(".")[0])
+    return key in option_by_key or (owner is not None and _is_mapping(owner.type))
 
 
 def _is_mapping(kind: Any) -> bool:
     return any(get_origin(part) in (dict, Mapping) for part in (kind, *get_args(kind)))
 
 
-def _unknown(key: str, known: Mapping[str, Option], prefix: str = "") -> str:
+def _unknown_key_message(key: str, option_by_key: Mapping[str, Option], prefix: str = "") -> str:
     """What to do about a key that nothing has: another choice that has it, or the nearest fields of its section."""
-    shown = hyphened(f"{prefix}{key}")
+    shown = option_name(f"{prefix}{key}")
     section, _, field = key.rpartition(".")
-    if section not in _REGISTRIES or (section != "model" and f"{section}.name" not in known):
-        top = {hyphened(f"{prefix}{k.partition('.')[0]}") for k in known}
-        return f"{shown}; {nearest(shown, top)}"
-    if f"{section}.name" not in known:
+    if section not in _REGISTRIES or (section != "model" and f"{section}.name" not in option_by_key):
+        top = {option_name(f"{prefix}{k.partition('.')[0]}") for k in option_by_key}
+        return f"{shown}; {did_you_mean(shown, top)}"
+    if f"{section}.name" not in option_by_key:
         return f"{shown}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
-    name, registry = known[f"{section}.name"].default, _REGISTRIES[section]
-    others = [n for n, choice in registry.items() if key in {option.key for option in options_of(choice, section)}]
-    if others:
-        how = f"--{section} {others[0]}" if prefix else f"{section}: {{name: {others[0]}}}"
-        verb = "have" if others[1:] else "has"
-        return f"{shown}; {name} has no {field!r}, but {', '.join(others)} {verb}: give {how}, for example"
-    fields_of_it = {k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section}
-    return f"{shown}; {name} has no {field!r}: {nearest(field, fields_of_it)}"
+    name, registry = option_by_key[f"{section}.name"].default, _REGISTRIES[section]
+    other_choices = [
+        n for n, choice in registry.items() if key in {option.key for option in options_of(choice, section)}
+    ]
+    if other_choices:
+        example = f"--{section} {other_choices[0]}" if prefix else f"{section}: {{name: {other_choices[0]}}}"
+        verb = "have" if other_choices[1:] else "has"
+        return f"{shown}; {name} has no {field!r}, but {', '.join(other_choices)} {verb}: give {example}, for example"
+    section_fields = {k.rpartition(".")[2] for k in option_by_key if k.rpartition(".")[0] == section}
+    return f"{shown}; {name} has no {field!r}: {did_you_mean(field, section_fields)}"
 
 
 def _as_text(value: Any) -> str:
@@ -250,21 +256,23 @@ def _as_text(value: Any) -> str:
     )
 
 
-def _sentence(message: str, known: Mapping[str, Option]) -> str:
+def _rewrite_parser_error(message: str, option_by_key: Mapping[str, Option]) -> str:
     """jsonargparse's report as one sentence in plain words, with the value that it saw."""
     text = " ".join(message.split())
-    if found := re.match(r'Parser key "([^"]+)": .*Got value: (.*)', text) or re.match(
+    if matched := re.match(r'Parser key "([^"]+)": .*Got value: (.*)', text) or re.match(
         r'Parser key "([^"]+)": .*Given value: (.*)', text
     ):
-        key, value = found.groups()
-        wanted = in_words(known[key].type) if key in known else "of another type"
-        return f"{hyphened(f'--{key}')} must be {wanted}, got {value!r}"
-    if found := re.match(r"argument --(\S+): expected one argument", text):
-        return f"{hyphened(f'--{found[1]}')} needs a value"
-    if found := re.match(r"unrecognized arguments: (.*)", text, re.IGNORECASE):
-        return f"unexpected argument {found[1]!r}; options begin with --, and a recipe or config.yaml comes before them"
-    if found := re.match(r"the following arguments are required: ([\w.]+)", text):
-        return f"{hyphened(f'--{found[1]}')} is missing: give it a value"
+        key, value = matched.groups()
+        expected = describe_type(option_by_key[key].type) if key in option_by_key else "of another type"
+        return f"{option_name(f'--{key}')} must be {expected}, got {value!r}"
+    if matched := re.match(r"argument --(\S+): expected one argument", text):
+        return f"{option_name(f'--{matched[1]}')} needs a value"
+    if matched := re.match(r"unrecognized arguments: (.*)", text, re.IGNORECASE):
+        return (
+            f"unexpected argument {matched[1]!r}; options begin with --, and a recipe or config.yaml comes before them"
+        )
+    if matched := re.match(r"the following arguments are required: ([\w.]+)", text):
+        return f"{option_name(f'--{matched[1]}')} is missing: give it a value"
     return text
 
 
@@ -276,12 +284,12 @@ _LISTS: Mapping[Any, str] = {
 }
 
 
-def in_words(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """What a value of a type looks like.
 
-    >>> in_words(int | None), in_words(Literal["sgd", "adam"]), in_words(tuple[int, ...])
+    >>> describe_type(int | None), describe_type(Literal["sgd", "adam"]), describe_type(tuple[int, ...])
     ('a whole number or null', 'sgd or adam', 'a list such as [1, 2]')
-    >>> in_words(tuple[tuple[int, ...], ...])
+    >>> describe_type(tuple[tuple[int, ...], ...])
     'a list such as [[0, 1], [2, 3]]'
     """
     plain: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
@@ -293,7 +301,7 @@ def in_words(kind: Any) -> str:
         return " or ".join(filter(None, (", ".join(map(str, inner[:-1])), str(inner[-1]))))
     if origin in (Union, UnionType):
         inner = tuple(part for part in inner if part is not int or float not in inner)
-        return " or ".join(in_words(part) for part in inner)
+        return " or ".join(describe_type(part) for part in inner)
     if origin in (dict, Mapping):
         return "a mapping such as {name: mlp, hidden: [32]}"
     if origin in (list, tuple):
@@ -301,35 +309,35 @@ def in_words(kind: Any) -> str:
     return "a value of another type"
 
 
-def _with_names(arguments: Sequence[str]) -> list[str]:
+def _normalize_options(arguments: Sequence[str]) -> list[str]:
     """`--algorithm fedprox` means `--algorithm.name fedprox`, and so for each section; `--ray-address` is `--ray_address`.
 
-    >>> _with_names(["--algorithm=fedavg", "--evaluate-every", "2"])
+    >>> _normalize_options(["--algorithm=fedavg", "--evaluate-every", "2"])
     ['--algorithm.name=fedavg', '--evaluate_every', '2']
     """
-    words = []
+    argv = []
     for word in arguments:
         option, equals, value = word.partition("=")
         if option.startswith("--"):
             option = f"--{option[2:].replace('-', '_')}"
         long = f"{option}.name" if option.removeprefix("--") in _REGISTRIES else option
-        words.append(long + equals + value)
-    return words
+        argv.append(long + equals + value)
+    return argv
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten_configuration(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Keys of nested sections with dots; `algorithm: fedprox` is short for its name. A mapping elsewhere is a value.
 
-    >>> _flat({"rounds": 3, "algorithm": "fedprox", "data": {"partition": {"alpha": 0.1}}})
+    >>> _flatten_configuration({"rounds": 3, "algorithm": "fedprox", "data": {"partition": {"alpha": 0.1}}})
     {'rounds': 3, 'algorithm.name': 'fedprox', 'data.partition.alpha': 0.1}
-    >>> _flat({"algorithm": {"name": "fedavg_kd", "teacher": {"name": "mlp"}}})
+    >>> _flatten_configuration({"algorithm": {"name": "fedavg_kd", "teacher": {"name": "mlp"}}})
     {'algorithm.name': 'fedavg_kd', 'algorithm.teacher': {'name': 'mlp'}}
     """
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and name in _REGISTRIES:
-            flat |= _flat(value, f"{name}.")
+            flat |= _flatten_configuration(value, f"{name}.")
         elif name in _REGISTRIES and not (isinstance(value, str) or (name == "model" and isinstance(value, list))):
             raise UserError(f"{name} must be a name, or a mapping with a name, got {value!r}")
         else:
@@ -337,63 +345,67 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _by_option(section: str, words: Sequence[str]) -> str | None:
+def _name_by_option(section: str, argv: Sequence[str]) -> str | None:
     """The name that the options choose for a section, if they do."""
-    return value_of_option(f"--{section}.name", words)
+    return find_option_value(f"--{section}.name", argv)
 
 
-def _known(section: str, name: Any) -> str:
+def _validate_choice(section: str, name: Any) -> str:
     """The name of a choice, checked."""
     for part in str(name).split(",") if section == "model" else [str(name)]:
         if part not in _REGISTRIES[section] and ":" not in part:
-            raise UserError(f"unknown {section} {part!r}; {nearest(part, _REGISTRIES[section])}")
+            raise UserError(f"unknown {section} {part!r}; {did_you_mean(part, _REGISTRIES[section])}")
     return str(name)
 
 
-def _carried_over(given: Mapping[str, Any], chosen: Mapping[str, str | None]) -> dict[str, Any]:
+def _drop_replaced_choices(config_values: Mapping[str, Any], chosen: Mapping[str, str | None]) -> dict[str, Any]:
     """What still holds of a configuration when options choose another method, data set, partition or network: the local
     training and the split, not what belonged to the choice that was replaced."""
     shared = {
-        "algorithm": {f.name for f in fields(outline("polyfed.core.training", "LocalTraining"))} - {"buffers"},
-        "data": {f.name for f in fields(_split())},
+        "algorithm": {f.name for f in fields(resolve_without_import("polyfed.core.training", "LocalTraining"))}
+        - {"buffers"},
+        "data": {f.name for f in fields(_split_class())},
     }
-    kept = dict(given)
+    remaining = dict(config_values)
     for section, name in chosen.items():
-        mixture = section in given  # `model` as a list, which any name replaces
-        if name is None or (not mixture and name == given.get(f"{section}.name", DEFAULTS[section])):
+        mixture = section in config_values  # `model` as a list, which any name replaces
+        if name is None or (not mixture and name == config_values.get(f"{section}.name", DEFAULTS[section])):
             continue
-        kept.pop(section, None)
-        for key in given:
+        remaining.pop(section, None)
+        for key in config_values:
             owner, _, field = key.rpartition(".")
             if owner == section and field not in shared.get(section, set()):
-                kept.pop(key)
-    return kept
+                remaining.pop(key)
+    return remaining
 
 
-def _one_model(entry: Any, program: str) -> dict[str, Any]:
+def _complete_model(entry: Any, program: str) -> dict[str, Any]:
     """One network of a mixture, complete."""
     entry = {"name": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, Mapping) or "name" not in entry:
         raise UserError(f"each entry of `model` is a name or a mapping with a name, got {entry!r}")
-    given = _flat({"model": dict(entry)})
-    name = _known("model", given["model.name"])
+    config_values = _flatten_configuration({"model": dict(entry)})
+    name = _validate_choice("model", config_values["model.name"])
     options = [Option("model.name", str, name, False, "")]
-    options += options_of(_choice_of("model", name), "model")
-    model: dict[str, Any] = _parsed(options, given, [], program)["model"]
+    options += options_of(_class_of_choice("model", name), "model")
+    model: dict[str, Any] = _parse_values(options, config_values, [], program)["model"]
     return model
 
 
-def _one_baseline(entry: Any, program: str) -> Any:
+def _complete_baseline(entry: Any, program: str) -> Any:
     """A name, or a mapping with the fields that it gives, in the types that the method declares."""
     if isinstance(entry, str):
-        return _known("algorithm", entry)
+        return _validate_choice("algorithm", entry)
     if "name" not in entry:
         raise UserError(f"each entry of `baselines` is a name or a mapping with a name, got {entry!r}")
-    given = _flat({"algorithm": entry})
-    name = _known("algorithm", given["algorithm.name"])
-    options = [Option("algorithm.name", str, name, False, ""), *options_of(_choice_of("algorithm", name), "algorithm")]
+    config_values = _flatten_configuration({"algorithm": entry})
+    name = _validate_choice("algorithm", config_values["algorithm.name"])
+    options = [
+        Option("algorithm.name", str, name, False, ""),
+        *options_of(_class_of_choice("algorithm", name), "algorithm"),
+    ]
     try:
-        typed = _parsed(options, given, [], program)["algorithm"]
+        typed = _parse_values(options, config_values, [], program)["algorithm"]
     except UserError as error:
         raise UserError(f"baseline {name}: {error}") from error
     return {field: typed[field] for field in entry}

@@ -17,15 +17,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
-from polyfed.cli.commands.recipes import RECIPES, shipped
-from polyfed.core.errors import UserError, nearest
+from polyfed.cli.commands.recipes import RECIPE_FOLDER, load_shipped_yaml
+from polyfed.core.errors import UserError, did_you_mean
 
-_OWN = ("recipe", "variant", "method", "metric", "unit", "cells", "title", "also", "note", "columns", "rows")
+_CELL_KEYS = ("recipe", "variant", "method", "metric", "unit", "cells", "title", "also", "note", "columns", "rows")
 
 
 @final
 @dataclass(frozen=True)
-class Cell:
+class PaperCell:
     """One cell of a table.
 
     Args:
@@ -36,7 +36,7 @@ class Cell:
         recipe: which recipe gives ours; empty for what needs no run.
         variant: of the recipe; None for a recipe without variants.
         method: name of the method whose run it is, the recipe's own or a baseline; empty for the recipe's own.
-        metric: what is measured, see `polyfed.cli.commands.measures.METRICS`.
+        metric: what is measured, see `polyfed.cli.commands.measures.CELL_METRICS`.
         unit: "%", "fraction", "count", "MB", "s" or "ratio".
         part: which clients, layers and so on.
     """
@@ -63,51 +63,54 @@ class Cell:
 @dataclass(frozen=True)
 class PaperTable:
     """A table or figure, or a sweep of ours: its short name (`table1`), other names, title, a note for its readers, and its
-    cells in the order of rows and columns. One that cannot be run has `elsewhere` instead, a sentence that says what to do.
+    cells in the order of rows and columns. One that cannot be run has `reason_not_run` instead, a sentence that says
+    what to do.
     """
 
     paper: str
     name: str
-    also: tuple[str, ...]
+    aliases: tuple[str, ...]
     title: str
     note: str
-    elsewhere: str
-    cells: tuple[Cell, ...]
+    reason_not_run: str
+    cells: tuple[PaperCell, ...]
 
     @property
-    def number(self) -> str:
+    def printed_name(self) -> str:
         """Its name as the paper writes it.
 
-        >>> [find("flha", name).number for name in ("table1", "fig7", "appendix b")], find("fedhenn", "effects").number
+        >>> ([find_table("flha", name).printed_name for name in ("table1", "fig7", "appendix b")],
+        ...  find_table("fedhenn", "effects").printed_name)
         (['Table 1', 'Fig. 7', 'Appendix B'], 'Effects')
-        >>> find("fedpnas", "fig. 3c").number, find("pfedla", "sweep_hn_lr").number, find("flha", "table 1 forms").number
+        >>> (find_table("fedpnas", "fig. 3c").printed_name, find_table("pfedla", "sweep_hn_lr").printed_name,
+        ...  find_table("flha", "table 1 forms").printed_name)
         ('Fig. 3c', 'sweep of hn_lr', 'Table 1 forms')
-        >>> find("fedpnas", "proposition1").number, find("flha", "drop").number
+        >>> find_table("fedpnas", "proposition1").printed_name, find_table("flha", "drop").printed_name
         ('Proposition 1', 'Section 5.4')
         """
-        words = {
+        prefixes = {
             "table": "Table", "fig": "Fig.", "appendix_": "Appendix", "effects": "Effects", "sweep_": "sweep of",
             "proposition": "Proposition", "drop": "Section 5.4",
         }  # fmt: skip
-        kind = next(kind for kind in words if self.name.startswith(kind))
-        rest = self.name.removeprefix(kind)
+        kind = next(kind for kind in prefixes if self.name.startswith(kind))
+        suffix = self.name.removeprefix(kind)
         if kind == "appendix_":
-            rest = rest.upper()
+            suffix = suffix.upper()
         elif kind != "sweep_":  # of a field, whose name has its "_"
-            rest = rest.replace("_", " ")
-        return f"{words[kind]} {rest}".rstrip()
+            suffix = suffix.replace("_", " ")
+        return f"{prefixes[kind]} {suffix}".rstrip()
 
-    def variants(self) -> dict[str, tuple[str | None, ...]]:
+    def variants_by_recipe(self) -> dict[str, tuple[str | None, ...]]:
         """The variants that make a cell, by recipe, in the order of the cells.
 
-        >>> find("fedhenn", "table 3").variants()["fedhenn_table3"][:2]
+        >>> find_table("fedhenn", "table 3").variants_by_recipe()["fedhenn_table3"][:2]
         ('cifar10-linear', 'cifar10-rbf')
         """
-        found: dict[str, dict[str | None, None]] = {}
+        names_by_recipe: dict[str, dict[str | None, None]] = {}
         for cell in self.cells:
             if cell.recipe:
-                found.setdefault(cell.recipe, {}).update(dict.fromkeys(cell.variants))
-        return {recipe: tuple(names) for recipe, names in found.items()}
+                names_by_recipe.setdefault(cell.recipe, {}).update(dict.fromkeys(cell.variants))
+        return {recipe: tuple(names) for recipe, names in names_by_recipe.items()}
 
 
 @final
@@ -117,18 +120,20 @@ class Paper:
 
     name: str
     title: str
-    also: tuple[str, ...]
+    aliases: tuple[str, ...]
     tables: Mapping[str, PaperTable]
 
 
 @cache
-def papers() -> Mapping[str, Paper]:
+def load_papers() -> Mapping[str, Paper]:
     """The papers by their short names.
 
-    >>> list(papers())
+    >>> list(load_papers())
     ['fedhenn', 'fedpnas', 'flha', 'pfedla']
     """
-    return MappingProxyType({path.stem: _paper(path) for path in sorted((RECIPES / "papers").glob("*.yaml"))})
+    return MappingProxyType(
+        {path.stem: _read_paper(path) for path in sorted((RECIPE_FOLDER / "papers").glob("*.yaml"))}
+    )
 
 
 def find_paper(name: str) -> Paper:
@@ -140,73 +145,79 @@ def find_paper(name: str) -> Paper:
     >>> find_paper("FLHA-GHN").name
     'flha'
     """
-    known = papers()
-    for paper in known.values():
-        if _plain(name) in {_plain(each) for each in (paper.name, *paper.also)}:
+    paper_by_name = load_papers()
+    for paper in paper_by_name.values():
+        if _normalize_name(name) in {_normalize_name(each) for each in (paper.name, *paper.aliases)}:
             return paper
-    raise UserError(f"there is no paper {name!r}; {nearest(_plain(name), known)}")
+    raise UserError(f"there is no paper {name!r}; {did_you_mean(_normalize_name(name), paper_by_name)}")
 
 
-def find(paper: str, table: str) -> PaperTable:
+def find_table(paper: str, table: str) -> PaperTable:
     """A table or figure of a paper: "table1", "Table 1", "1", "Fig. 3", "appendix B", or its recipe's name. A bare number is
     the table, or where there is no such table the figure.
 
     Raises:
         UserError: there is no such paper or table.
 
-    >>> [find("flha", name).name for name in ("Table 1", "1", "Fig. 3", "figure 7", "flha_table1", "Appendix B")]
+    >>> [find_table("flha", name).name for name in ("Table 1", "1", "Fig. 3", "figure 7", "flha_table1", "Appendix B")]
     ['table1', 'table1', 'table6', 'fig7', 'table1', 'appendix_b']
     """
-    found = find_paper(paper)
+    publication = find_paper(paper)
     # Of the tables of one recipe the first has its name.
-    names = {_plain(n): t for t in reversed([*found.tables.values()]) for n in (t.name, *t.also, *t.variants())}
-    asked = re.sub(r"^(figure|fig)", "fig", _plain(table))
-    asked = re.sub(r"^(tab|t)(?=\d)", "table", asked)
-    tries = (asked, f"table{asked}", f"fig{asked}") if asked.isdecimal() else (asked,)
-    for name in tries:
+    names = {
+        _normalize_name(n): t
+        for t in reversed([*publication.tables.values()])
+        for n in (t.name, *t.aliases, *t.variants_by_recipe())
+    }
+    table_name = re.sub(r"^(figure|fig)", "fig", _normalize_name(table))
+    table_name = re.sub(r"^(tab|t)(?=\d)", "table", table_name)
+    candidates = (table_name, f"table{table_name}", f"fig{table_name}") if table_name.isdecimal() else (table_name,)
+    for name in candidates:
         if name in names:
             return names[name]
-    raise UserError(f"{found.name} has no table or figure {table!r}; {nearest(asked, found.tables)}")
+    raise UserError(
+        f"{publication.name} has no table or figure {table!r}; {did_you_mean(table_name, publication.tables)}"
+    )
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _paper(path: Path) -> Paper:
-    content = shipped(path)
-    tables = {name: _table(path.stem, name, table) for name, table in content["tables"].items()}
+def _read_paper(path: Path) -> Paper:
+    content = load_shipped_yaml(path)
+    tables = {name: _parse_table(path.stem, name, table) for name, table in content["tables"].items()}
     return Paper(path.stem, content["title"], tuple(content.get("also", ())), tables)
 
 
-def _table(paper: str, name: str, content: Mapping[str, Any]) -> PaperTable:
+def _parse_table(paper: str, name: str, content: Mapping[str, Any]) -> PaperTable:
     of_paper, ours, rows = content.get("columns", {}), content.get("columns_ours", {}), content.get("rows", {})
     columns = {**of_paper, **ours}
     shared = {key: value for key, value in content.items() if key not in ("columns", "columns_ours", "rows")}
 
-    def figures(row: Mapping[str, Any]) -> list[Any]:
+    def row_figures(row: Mapping[str, Any]) -> list[Any]:
         """Of all columns. Those that the paper does not have may be left out."""
-        given = row["cells"]
-        return [*given, *[None] * len(ours)] if len(given) == len(of_paper) else given
+        row_cells = row["cells"]
+        return [*row_cells, *[None] * len(ours)] if len(row_cells) == len(of_paper) else row_cells
 
     cells = tuple(
-        _cell(row, column, figure, {**shared, **columns[column], **rows[row]})
+        _parse_cell(row, column, figure, {**shared, **columns[column], **rows[row]})
         for row in rows
-        for column, figure in zip(columns, figures(rows[row]), strict=True)
+        for column, figure in zip(columns, row_figures(rows[row]), strict=True)
         if figure != "-"
     )
     note, elsewhere = (" ".join(str(content.get(key, "")).split()) for key in ("note", "elsewhere"))
     return PaperTable(paper, name, tuple(content.get("also", ())), content["title"], note, elsewhere, cells)
 
 
-def _cell(row: str, column: str, figure: Any, told: Mapping[str, Any]) -> Cell:
+def _parse_cell(row: str, column: str, figure: Any, description: Mapping[str, Any]) -> PaperCell:
     number, _, spread = str(figure).partition("±")
-    variant = told.get("variant")
-    return Cell(
+    variant = description.get("variant")
+    return PaperCell(
         row, column,
         None if figure is None else float(number), float(spread) if spread else None,
         "not stated" if figure is None else " ± ".join(part.strip() for part in str(figure).split("±")),
-        told.get("recipe", ""), None if variant is None else str(variant).format_map(told),
-        told.get("method", ""), told["metric"], told.get("unit", "%"),
-        {key: value for key, value in told.items() if key not in _OWN},
+        description.get("recipe", ""), None if variant is None else str(variant).format_map(description),
+        description.get("method", ""), description["metric"], description.get("unit", "%"),
+        {key: value for key, value in description.items() if key not in _CELL_KEYS},
     )  # fmt: skip

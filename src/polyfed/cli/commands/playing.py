@@ -21,7 +21,7 @@ _BUSY = 0.85
 
 @final
 @dataclass(frozen=True)
-class Job:
+class PaperJob:
     """An experiment that the table needs, with its baselines, and the folder that it gets."""
 
     title: str
@@ -31,10 +31,10 @@ class Job:
 
 @final
 @dataclass(frozen=True)
-class _Part:
+class _MethodRun:
     """The run of one method of a job."""
 
-    job: Job
+    job: PaperJob
     method: str
     folder: Path
 
@@ -42,80 +42,86 @@ class _Part:
         return f"{self.job.title}, {self.method}"
 
 
-def has_all_rounds(folder: Path) -> bool:
+def is_complete_run(folder: Path) -> bool:
     """Whether there is a run, and complete."""
     if not (folder / "config.yaml").exists():
         return False
     return len(read_metrics(folder / "metrics.jsonl")) == int(read_config(folder)["rounds"])
 
 
-def complete(job: Job) -> bool:
+def is_complete_job(job: PaperJob) -> bool:
     """Whether a job's run and its baselines have all of their rounds."""
-    return not _missing(job)
+    return not _unfinished_runs(job)
 
 
-def play(jobs: Sequence[Job], *, quiet: bool) -> list[str]:
+def run_paper_jobs(jobs: Sequence[PaperJob], *, quiet: bool) -> list[str]:
     """Runs what is missing of the jobs, and goes on with what was stopped. A method that cannot finish its run does not keep
     the others from theirs; returned is why, a sentence each.
 
     Raises:
         UserError: clients whom a method does not suit, or data that cannot be read.
     """
-    from polyfed.comparison.several import side_by_side  # imported late, here and below: torch takes a second
+    from polyfed.comparison.several import run_in_processes  # imported late, here and below: torch takes a second
 
-    missing = [part for job in jobs for part in _missing(job)]
-    if not missing:
+    unfinished = [method_run for job in jobs for method_run in _unfinished_runs(job)]
+    if not unfinished:
         return []
-    processes = min(_processes(part.job, len(missing)) for part in missing)
+    processes = min(_process_count(method_run.job, len(unfinished)) for method_run in unfinished)
     if not quiet and processes > 1:
-        print(f"{len(missing)} runs, {processes} at once", file=sys.stderr, flush=True)
-    failed, results = [], side_by_side(_tasks(missing, quiet, alone=processes == 1), processes)
-    for done, (part, result) in enumerate(results, 1):
+        print(f"{len(unfinished)} runs, {processes} at once", file=sys.stderr, flush=True)
+    failed, results = [], run_in_processes(_tasks(unfinished, quiet, single_process=processes == 1), processes)
+    for finished_count, (method_run, result) in enumerate(results, 1):
         if isinstance(result, Exception):
-            failed.append(f"{part} could not be finished: {result}")
+            failed.append(f"{method_run} could not be finished: {result}")
         if not quiet:
-            how = "failed" if isinstance(result, Exception) else "done"
-            print(f"[{done}/{len(missing)}] {part}: {how}", file=sys.stderr, flush=True)
+            outcome = "failed" if isinstance(result, Exception) else "done"
+            print(f"[{finished_count}/{len(unfinished)}] {method_run}: {outcome}", file=sys.stderr, flush=True)
     return failed
 
 
-def _missing(job: Job) -> list[_Part]:
-    from polyfed.cli.commands.running import parts
+def _unfinished_runs(job: PaperJob) -> list[_MethodRun]:
+    from polyfed.cli.commands.running import run_folders_by_method
 
-    every = [_Part(job, method, folder) for method, folder in parts(job.experiment, job.folder).items()]
-    return [part for part in every if not has_all_rounds(part.folder)]
+    every = [
+        _MethodRun(job, method, folder) for method, folder in run_folders_by_method(job.experiment, job.folder).items()
+    ]
+    return [part for part in every if not is_complete_run(part.folder)]
 
 
-def _processes(job: Job, runs: int) -> int:
+def _process_count(job: PaperJob, runs: int) -> int:
     """How many of `runs` go at once. Some end sooner than others, so that few are sooner done one after another, each on all
     cores."""
-    from polyfed.comparison.several import at_once
+    from polyfed.comparison.several import default_parallel_runs
 
     settings, clients = job.experiment.settings, job.experiment.split.clients
     if clients is None:  # as many as the data have
         return 1
-    processes = at_once(settings, clients)
+    processes = default_parallel_runs(settings, clients)
     one_by_one = runs / (_BUSY * min(processes, settings.cohort_size(clients)))  # in runs on one core, alike in length
     at_worst = (runs - 1) / processes + 1  # the last run goes alone, when all others have ended
     return processes if at_worst < one_by_one else 1
 
 
-def _tasks(missing: Sequence[_Part], quiet: bool, *, alone: bool) -> Iterator[tuple[_Part, Callable[[], None]]]:
-    from polyfed.cli.commands.running import checked
+def _tasks(
+    missing: Sequence[_MethodRun], quiet: bool, *, single_process: bool
+) -> Iterator[tuple[_MethodRun, Callable[[], None]]]:
+    from polyfed.cli.commands.running import load_checked_participants
 
     for job, parts in groupby(missing, key=lambda part: part.job):
-        found, experiment = checked(job.experiment), job.experiment
-        if not alone:
-            here = dataclasses.replace(experiment.settings, engine="inprocess", workers=0)
-            experiment = dataclasses.replace(experiment, settings=here)
+        experiment_data, experiment = load_checked_participants(job.experiment), job.experiment
+        if not single_process:
+            local_settings = dataclasses.replace(experiment.settings, engine="inprocess", workers=0)
+            experiment = dataclasses.replace(experiment, settings=local_settings)
         for part in parts:
-            yield part, partial(_carry_out, part, experiment, found, quiet or not alone)
+            yield part, partial(_run_one_method, part, experiment, experiment_data, quiet or not single_process)
 
 
-def _carry_out(part: _Part, experiment: "Experiment", found: "Participants", quiet: bool) -> None:
+def _run_one_method(part: _MethodRun, experiment: "Experiment", experiment_data: "Participants", quiet: bool) -> None:
     from polyfed.cli.commands import running
-    from polyfed.simulation.runs.progress import for_terminal
+    from polyfed.simulation.runs.progress import build_terminal_progress
 
     if not quiet:
         print(part, file=sys.stderr, flush=True)
-    running.part(experiment, part.method, found, part.folder, for_terminal(quiet=quiet))
+    running.run_or_resume_method(
+        experiment, part.method, experiment_data, part.folder, build_terminal_progress(quiet=quiet)
+    )

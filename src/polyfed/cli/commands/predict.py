@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyfed.cli.commands.words import asked_for_help, help_of, take
+from polyfed.cli.commands.words import has_help_flag, help_text, pop_option
 from polyfed.core.errors import UserError
-from polyfed.core.files import user_path
+from polyfed.core.files import expand_user_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _SHOWN = 10
 
 
-def command(words: list[str]) -> None:
+def predict_command(argv: list[str]) -> None:
     """usage: polyfed predict RUN|FOLDER FILE [--client ID] [--out FILE.csv]
 
     What the network of a client says of new rows, after a run whose data were a table (polyfed run --data table), or from a
@@ -23,20 +23,22 @@ def command(words: list[str]) -> None:
       --client ID     whose network (needed if the run has several)
       --out FILE.csv  all rows, in their order; without it the first are printed
     """
-    if asked_for_help(words):
-        print(help_of(command))
+    if has_help_flag(argv):
+        print(help_text(predict_command))
         return
-    client, out = take(words, "--client"), take(words, "--out")
-    if unknown := [word for word in words if word.startswith("-")]:
+    client, out = pop_option(argv, "--client"), pop_option(argv, "--out")
+    if unknown := [word for word in argv if word.startswith("-")]:
         raise UserError(f"unknown option {unknown[0]}; polyfed predict has --client and --out")
-    if len(words) != 2:
+    if len(argv) != 2:
         raise UserError(
-            f"polyfed predict takes a run directory and a CSV or Parquet file, got {' and '.join(words) or 'none'}"
+            f"polyfed predict takes a run directory and a CSV or Parquet file, got {' and '.join(argv) or 'none'}"
         )
-    run(user_path(words[0]), client, words[1], None if out is None else user_path(out, "--out"))
+    predict_file(expand_user_path(argv[0]), client, argv[1], None if out is None else expand_user_path(out, "--out"))
 
 
-def run(folder: Path, client: str | None, file: str, out: Path | None, console: "Console | None" = None) -> None:
+def predict_file(
+    folder: Path, client: str | None, file: str, out: Path | None, console: "Console | None" = None
+) -> None:
     """Writes a CSV file with a line for each row of `file`, or prints the first rows.
 
     Raises:
@@ -49,55 +51,61 @@ def run(folder: Path, client: str | None, file: str, out: Path | None, console: 
     import pyarrow.csv
     from rich.console import Console
 
-    from polyfed.cli.commands.terminal import Table, say
-    from polyfed.core.files import replaced
-    from polyfed.core.text import defuse
-    from polyfed.report.export.folder import Opened, is_exported
-    from polyfed.simulation.kept import KeptModel, load_model
+    from polyfed.cli.commands.terminal import PlainTable, print_line
+    from polyfed.core.files import open_atomic_file
+    from polyfed.core.text import escape_spreadsheet_formula
+    from polyfed.report.export.folder import ExportedModel, is_exported_folder
+    from polyfed.simulation.kept import SavedModel, load_saved_model
     from polyfed.simulation.runs.directory import read_config
 
-    model: Opened | KeptModel
-    if is_exported(folder):
+    model: ExportedModel | SavedModel
+    if is_exported_folder(folder):
         if client is not None:
             raise UserError(f"{folder} is the exported network of one client; leave --client {client} out")
-        opened = model = Opened(folder)
-        reading = opened.reading
+        exported_model = model = ExportedModel(folder)
+        table_options = exported_model.reading
     else:
-        model = load_model(folder, client)
+        model = load_saved_model(folder, client)
         data = read_config(folder).get("data")
-        reading = data if isinstance(data, dict) and data.get("name") == "table" else {}
-    table = _read(file, reading)
-    found = {"row": list(range(1, table.num_rows + 1)), **model.predict(table)}
+        table_options = data if isinstance(data, dict) and data.get("name") == "table" else {}
+    table = _read_rows(file, table_options)
+    columns = {"row": list(range(1, table.num_rows + 1)), **model.predict(table)}
     console = console or Console()
     if out is not None:
-        cells = [[defuse(v) if isinstance(v, str) else v for v in column] for column in found.values()]
-        with replaced(out) as stream:
-            pyarrow.csv.write_csv(pyarrow.table(cells, names=[defuse(name) for name in found]), stream)
-        say(console, f"{table.num_rows} rows in {out}")
+        cells = [
+            [escape_spreadsheet_formula(v) if isinstance(v, str) else v for v in column] for column in columns.values()
+        ]
+        with open_atomic_file(out) as stream:
+            pyarrow.csv.write_csv(
+                pyarrow.table(cells, names=[escape_spreadsheet_formula(name) for name in columns]), stream
+            )
+        print_line(console, f"{table.num_rows} rows in {out}")
         return
-    many = table.num_rows > _SHOWN
-    shown = Table(title=f"the first of {table.num_rows} rows" if many else None, title_justify="left")
-    for name in found:
+    is_shortened = table.num_rows > _SHOWN
+    shown = PlainTable(title=f"the first of {table.num_rows} rows" if is_shortened else None, title_justify="left")
+    for name in columns:
         shown.add_column(name, justify="left" if name == "predicted" else "right")
     for row in range(min(_SHOWN, table.num_rows)):
-        values = [column[row] for column in found.values()]
+        values = [column[row] for column in columns.values()]
         shown.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in values))
     console.print(shown)
-    if many:
-        say(console, "--out FILE.csv writes all")
+    if is_shortened:
+        print_line(console, "--out FILE.csv writes all")
 
 
-def _read(file: str, reading: dict[str, Any]) -> Any:
+def _read_rows(file: str, table_options: dict[str, Any]) -> Any:
     """The file, read as that of the run was."""
-    from polyfed.core.typed import made
+    from polyfed.core.typed import build_dataclass
     from polyfed.data.frames import read_table
-    from polyfed.data.tables import TableFile, listed
+    from polyfed.data.tables import TableFile, parse_names
 
-    known = {"missing", "delimiter", "decimal", "encoding"}
-    source = made(TableFile, {name: value for name, value in reading.items() if name in known}, "data")
+    option_names = {"missing", "delimiter", "decimal", "encoding"}
+    source = build_dataclass(
+        TableFile, {name: value for name, value in table_options.items() if name in option_names}, "data"
+    )
     return read_table(
         file,
-        missing=listed(source.missing),
+        missing=parse_names(source.missing),
         delimiter=source.delimiter,
         decimal=source.decimal,
         encoding=source.encoding,

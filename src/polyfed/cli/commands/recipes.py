@@ -11,12 +11,12 @@ from typing import Any, final
 
 import yaml
 
-from polyfed.cli.commands.words import take
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.files import user_path
+from polyfed.cli.commands.words import pop_option
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.files import expand_user_path
 from polyfed.simulation.runs.directory import read_config
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPE_FOLDER = Path(__file__).parent.parent / "recipes"
 SCALES = ("paper", "cpu", "smoke")
 _TABLE = "--data table --data.path {} --data.target COLUMN --data.site COLUMN"
 _AS_DATA = dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), _TABLE) | {".npz": "--data npz --data.path {}"}
@@ -34,10 +34,11 @@ class Recipe:
         description: one line; empty if the file has none.
         base: what holds for all variants and scales.
         variants: partial configurations by name, laid over `base`; the first is the default.
-        scales: partial configurations by name, laid over that; each may hold `reduced`, a sentence, and `variants`, what
+        scales: partial configurations by name, laid over that; each may hold `reduction_note`, a sentence, and
+        `variants`, what
             it says of one variant only. The default is "cpu", or the first if there is no such scale.
 
-    >>> read("quickstart").configuration()["algorithm"]["name"]
+    >>> read_recipe("quickstart").configuration()["algorithm"]["name"]
     'flha_ghn'
     """
 
@@ -47,22 +48,22 @@ class Recipe:
     variants: Mapping[str, Mapping[str, Any]]
     scales: Mapping[str, Mapping[str, Any]]
 
-    def variant(self, asked: str | None = None) -> str | None:
+    def resolve_variant(self, name: str | None = None) -> str | None:
         """The name of the variant to run; None for a recipe without variants.
 
         Raises:
             UserError: there is none of this name.
         """
-        return _chosen(self.name, "variant", asked, self.variants, next(iter(self.variants), None))
+        return _resolve_choice(self.name, "variant", name, self.variants, next(iter(self.variants), None))
 
-    def scale(self, asked: str | None = None) -> str | None:
+    def resolve_scale(self, name: str | None = None) -> str | None:
         """The name of the scale to run; None for a recipe without scales.
 
         Raises:
             UserError: there is none of this name.
         """
         default = _DEFAULT_SCALE if _DEFAULT_SCALE in self.scales else next(iter(self.scales), None)
-        return _chosen(self.name, "scale", asked, self.scales, default)
+        return _resolve_choice(self.name, "scale", name, self.scales, default)
 
     def configuration(self, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
         """What is run: base, variant and scale merged, without the sections that offer the choice.
@@ -70,92 +71,94 @@ class Recipe:
         Raises:
             UserError: there is no such scale or variant.
         """
-        chosen_scale, chosen_variant = self.scale(scale), self.variant(variant)
+        chosen_scale, chosen_variant = self.resolve_scale(scale), self.resolve_variant(variant)
         config = dict(self.base)
         if chosen_variant is not None:
-            config = merged(config, self.variants[chosen_variant])
+            config = merge_configurations(config, self.variants[chosen_variant])
         if chosen_scale is not None:
             layer = dict(self.scales[chosen_scale])
             layer.pop("reduced", None)
             by_variant = layer.pop("variants", {})
-            config = merged(config, layer)
+            config = merge_configurations(config, layer)
             if chosen_variant in by_variant:
-                config = merged(config, by_variant[chosen_variant])
+                config = merge_configurations(config, by_variant[chosen_variant])
         return config
 
-    def reduced(self, scale: str | None = None) -> str:
+    def reduction_note(self, scale: str | None = None) -> str:
         """What a scale leaves out of the paper's experiment; empty if nothing is known to be."""
-        chosen = self.scale(scale)
-        return "" if chosen is None else " ".join(str(self.scales[chosen].get("reduced") or "").split())
+        chosen_scale = self.resolve_scale(scale)
+        return "" if chosen_scale is None else " ".join(str(self.scales[chosen_scale].get("reduced") or "").split())
 
     def title(self, scale: str | None = None, variant: str | None = None) -> str:
         """Name, variant and scale, for people.
 
-        >>> read("quickstart").title()
+        >>> read_recipe("quickstart").title()
         'quickstart'
         """
-        parts = {"variant": self.variant(variant), "scale": self.scale(scale)}
+        parts = {"variant": self.resolve_variant(variant), "scale": self.resolve_scale(scale)}
         return ", ".join([self.name, *(f"{kind} {name}" for kind, name in parts.items() if name is not None)])
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merge_configurations(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """`above` laid over `below`: mappings key by key, all else replaced. A mapping that names another choice than the one
     below replaces it whole, since the fields belong to the choice.
 
-    >>> merged({"data": {"name": "mnist", "path": "x"}, "rounds": 9}, {"data": {"name": "digits"}})
+    >>> merge_configurations({"data": {"name": "mnist", "path": "x"}, "rounds": 9}, {"data": {"name": "digits"}})
     {'data': {'name': 'digits'}, 'rounds': 9}
-    >>> merged({"algorithm": {"name": "fedprox", "mu": 1}}, {"algorithm": {"lr": 0.1}})
+    >>> merge_configurations({"algorithm": {"name": "fedprox", "mu": 1}}, {"algorithm": {"lr": 0.1}})
     {'algorithm': {'name': 'fedprox', 'mu': 1, 'lr': 0.1}}
     """
     result = dict(below)
     for key, value in above.items():
-        under, over = _as_choice(key, result.get(key)), _as_choice(key, value)
+        under, over = _expand_name(key, result.get(key)), _expand_name(key, value)
         if isinstance(under, Mapping) and isinstance(over, Mapping):
             replaces = "name" in under and over.get("name", under["name"]) != under["name"]
-            result[key] = dict(over) if replaces else merged(under, over)
+            result[key] = dict(over) if replaces else merge_configurations(under, over)
         else:
             result[key] = value
     return result
 
 
-def recipes() -> dict[str, Path]:
+def recipe_files() -> dict[str, Path]:
     """The recipes that polyfed ships, by name."""
-    return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(RECIPE_FOLDER.glob("*.yaml"))}
 
 
-def shipped(file: Path) -> Any:
+def load_shipped_yaml(file: Path) -> Any:
     """The content of a YAML file of polyfed's own, by the parser in C where there is one, which is six times as fast."""
     return yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def read(name: str) -> Recipe:
+def read_recipe(name: str) -> Recipe:
     """A recipe by its name, a YAML file, or a run directory's `config.yaml` (which has no variants and scales).
 
     Raises:
         UserError: there is no such recipe or file, or its variants or scales are not what they should be, or it is of a run
             and does not say its data.
     """
-    known = recipes()
-    if name in known:
-        return _recipe(name, shipped(known[name]))
-    if as_data := _AS_DATA.get(Path(name).suffix.lower()):
-        raise UserError(f"{name} is no recipe or config.yaml; if it holds data, give {as_data.format(name)}")
+    recipe_paths = recipe_files()
+    if name in recipe_paths:
+        return _parse_recipe(name, load_shipped_yaml(recipe_paths[name]))
+    if data_options := _AS_DATA.get(Path(name).suffix.lower()):
+        raise UserError(f"{name} is no recipe or config.yaml; if it holds data, give {data_options.format(name)}")
     if not name.strip():
-        raise UserError(f"there is no recipe or file {name!r}; {nearest(name, known)}")
-    place = user_path(name, "the recipe or file")
+        raise UserError(f"there is no recipe or file {name!r}; {did_you_mean(name, recipe_paths)}")
+    place = expand_user_path(name, "the recipe or file")
     if place.is_dir() and not (place / "config.yaml").exists():
-        how = (
+        data_hint = (
             f"or if it holds data, say of which kind (polyfed list data), such as --data imagefolder --data.path {name}"
         )
-        raise UserError(f"{name} is a folder without config.yaml; give a run directory, a YAML file or a recipe; {how}")
+        raise UserError(
+            f"{name} is a folder without config.yaml; give a run directory, a YAML file or a recipe; {data_hint}"
+        )
     if name.endswith((".yaml", ".yml")) or place.exists():
         config = read_config(place)
-        _check_says_its_data(place, config)
-        return _recipe(name, config)
-    raise UserError(f"there is no recipe or file {name!r}; {nearest(name, known)}")
+        _require_data_section(place, config)
+        return _parse_recipe(name, config)
+    raise UserError(f"there is no recipe or file {name!r}; {did_you_mean(name, recipe_paths)}")
 
 
-def _check_says_its_data(path: Path, config: Mapping[str, Any]) -> None:
+def _require_data_section(path: Path, config: Mapping[str, Any]) -> None:
     """A run made in Python, or of a comparison in which another seed dealt the data, does not say which examples its clients
     had. Run as a file, it would take the default data instead."""
     folder = path if path.is_dir() else path.parent
@@ -168,54 +171,56 @@ def _check_says_its_data(path: Path, config: Mapping[str, Any]) -> None:
     )
 
 
-def load_recipe(name: str, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
+def load_recipe_configuration(name: str, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
     """The configuration of a recipe at a scale, with its `description` if it has one.
 
     Raises:
         UserError: there is no such recipe, file, scale or variant.
 
-    >>> load_recipe("pfedla_table1", scale="paper", variant="cifar10-100")["rounds"]
+    >>> load_recipe_configuration("pfedla_table1", scale="paper", variant="cifar10-100")["rounds"]
     2500
     """
-    recipe = read(name)
+    recipe = read_recipe(name)
     described = {"description": recipe.description} if recipe.description else {}
     return described | recipe.configuration(scale, variant)
 
 
-def chosen(words: list[str]) -> tuple[str | None, dict[str, Any], str]:
+def pop_recipe_configuration(argv: list[str]) -> tuple[str | None, dict[str, Any], str]:
     """Takes recipe, scale and variant from the words: the recipe's name (quickstart if there are no options either), what
     it configures, and which scale and variant that is, with what was reduced."""
-    scale, variant = take(words, "--scale"), take(words, "--variant")
-    name = words.pop(0) if words and not words[0].startswith("-") else None
+    scale, variant = pop_option(argv, "--scale"), pop_option(argv, "--variant")
+    name = argv.pop(0) if argv and not argv[0].startswith("-") else None
     if name is None:
         if scale is not None or variant is not None:
             option = "--variant" if scale is None else "--scale"
             raise UserError(f"{option} needs a recipe before it; `polyfed list recipes` shows which have one")
-        if any(word not in ("-h", "--help") for word in words):
+        if any(word not in ("-h", "--help") for word in argv):
             return None, {}, ""
         name = "quickstart"
-    recipe = read(name)
-    config, reduced = recipe.configuration(scale, variant), recipe.reduced(scale)
+    recipe = read_recipe(name)
+    config, reduced = recipe.configuration(scale, variant), recipe.reduction_note(scale)
     if not (recipe.scales or recipe.variants):
         return name, config, ""
     return name, config, recipe.title(scale, variant) + (f"; against the paper: {reduced}" if reduced else "")
 
 
-def _recipe(name: str, content: Mapping[str, Any]) -> Recipe:
+def _parse_recipe(name: str, content: Mapping[str, Any]) -> Recipe:
     base = dict(content)
     description = " ".join(str(base.pop("description", None) or "").split())
-    variants = _named_parts(name, "variants", base.pop("variants", None))
-    scales = _named_parts(name, "scales", base.pop("scales", None))
+    variants = _partial_configurations(name, "variants", base.pop("variants", None))
+    scales = _partial_configurations(name, "scales", base.pop("scales", None))
     for scale, layer in scales.items():
         if scale not in SCALES:
-            raise UserError(f"{name}: unknown scale {scale!r}; {nearest(scale, SCALES)}")
-        for variant in _named_parts(name, f"scales.{scale}.variants", layer.get("variants")):
+            raise UserError(f"{name}: unknown scale {scale!r}; {did_you_mean(scale, SCALES)}")
+        for variant in _partial_configurations(name, f"scales.{scale}.variants", layer.get("variants")):
             if variant not in variants:
-                raise UserError(f"{name}: scale {scale} speaks of a variant {variant!r}; {nearest(variant, variants)}")
+                raise UserError(
+                    f"{name}: scale {scale} speaks of a variant {variant!r}; {did_you_mean(variant, variants)}"
+                )
     return Recipe(name, description, base, variants, scales)
 
 
-def _named_parts(name: str, section: str, content: Any) -> dict[str, Mapping[str, Any]]:
+def _partial_configurations(name: str, section: str, content: Any) -> dict[str, Mapping[str, Any]]:
     """A section as partial configurations by name; an empty one (`emnist:` and nothing more) changes nothing."""
     if content is None:
         return {}
@@ -227,15 +232,17 @@ def _named_parts(name: str, section: str, content: Any) -> dict[str, Mapping[str
     return {str(key): part or {} for key, part in content.items()}
 
 
-def _chosen(recipe: str, kind: str, asked: str | None, known: Mapping[str, Any], default: str | None) -> str | None:
-    if asked is None:
+def _resolve_choice(
+    recipe: str, kind: str, name: str | None, choices: Mapping[str, Any], default: str | None
+) -> str | None:
+    if name is None:
         return default
-    if not known:
-        raise UserError(f"{recipe} has no {kind}s; leave --{kind} {asked} out")
-    if asked not in known:
-        raise UserError(f"{recipe} has no {kind} {asked!r}; {nearest(asked, known)}")
-    return asked
+    if not choices:
+        raise UserError(f"{recipe} has no {kind}s; leave --{kind} {name} out")
+    if name not in choices:
+        raise UserError(f"{recipe} has no {kind} {name!r}; {did_you_mean(name, choices)}")
+    return name
 
 
-def _as_choice(key: str, value: Any) -> Any:
+def _expand_name(key: str, value: Any) -> Any:
     return {"name": value} if key in _CHOICES and isinstance(value, str) else value

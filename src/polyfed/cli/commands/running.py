@@ -1,4 +1,5 @@
-"""What the commands `run`, `resume` and `data` do: an experiment with its baselines, its directory, and its table."""
+"""What the commands `run_experiment`, `resume` and `data` do: an experiment with its baselines, its directory, and
+its table."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,26 +11,33 @@ import numpy as np
 from rich.console import Console
 from rich.measure import Measurement
 
-from polyfed.algorithms import name_of
-from polyfed.cli.commands.terminal import Table, say
-from polyfed.core.algorithm import Algorithm, Client, evaluated_network
+from polyfed.algorithms import registry_name
+from polyfed.cli.commands.terminal import PlainTable, print_line
+from polyfed.core.algorithm import Algorithm, Client, describe_evaluated_network
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.files import make_folder
-from polyfed.core.metrics import Metric, metrics_of
-from polyfed.data import draw_class_table
-from polyfed.data.columns import in_order
-from polyfed.data.features import Prepared
+from polyfed.core.files import create_private_folder
+from polyfed.core.metrics import Metric, resolve_metrics
+from polyfed.data import draw_class_counts
+from polyfed.data.columns import sorted_unique_texts
+from polyfed.data.features import TablePreprocessor
 from polyfed.simulation import federation
-from polyfed.simulation.checks import check_models, check_requirements
-from polyfed.simulation.experiment import Experiment, Participants, check_cluster, facts_of, from_config, participants
-from polyfed.simulation.runs.directory import BASELINES, read_config, refuse_taken
-from polyfed.simulation.runs.progress import Progress, for_terminal
+from polyfed.simulation.checks import check_networks_run, check_requirements
+from polyfed.simulation.experiment import (
+    Experiment,
+    Participants,
+    build_experiment,
+    check_ray_cluster_trusted,
+    describe_participants,
+    load_participants,
+)
+from polyfed.simulation.runs.directory import BASELINES, check_not_taken, read_config
+from polyfed.simulation.runs.progress import Progress, build_terminal_progress
 from polyfed.simulation.runs.results import Run
-from polyfed.simulation.secure import can_be_secure
-from polyfed.simulation.tracking import check, kept, tracked
+from polyfed.simulation.secure import supports_secure_sum
+from polyfed.simulation.tracking import build_tracker, list_loggers_of_run, validate_logger_names
 
 
-def run(
+def run_experiment(
     experiment: Experiment,
     out: Path,
     *,
@@ -43,60 +51,64 @@ def run(
         UserError: what `federate` refuses; nothing has been computed.
         RoundError: a baseline could not be finished; all others were, and the table has them.
     """
-    for folder in parts(experiment, out).values():  # a baseline's too: found before the first run, not after it
-        refuse_taken(folder)
-    found = checked(experiment)
+    for folder in run_folders_by_method(
+        experiment, out
+    ).values():  # a baseline's too: found before the first run, not after it
+        check_not_taken(folder)
+    experiment_data = load_checked_participants(experiment)
     runs = {
-        name_of(experiment.algorithm): _federate(
-            experiment, experiment.algorithm, found, out, _progress(out, quiet, logger)
+        registry_name(experiment.algorithm): _run_method(
+            experiment, experiment.algorithm, experiment_data, out, _new_progress(out, quiet, logger)
         )
     }
     failed: dict[str, str] = {}
     for name, baseline in experiment.baselines.items():
-        folder = make_folder(out / BASELINES) / name
+        folder = create_private_folder(out / BASELINES) / name
         try:
-            runs[name] = _federate(experiment, baseline, found, folder, _progress(folder, quiet, logger))
+            runs[name] = _run_method(
+                experiment, baseline, experiment_data, folder, _new_progress(folder, quiet, logger)
+            )
         except (ClientError, RoundError) as error:  # the others are worth having
             failed[name] = str(error)
-    show(runs, found, out, console or Console())
-    _hand_over(out, logger, console)
-    _tell(failed)
+    show_run(runs, experiment_data, out, console or Console())
+    _log_networks_to_mlflow(out, logger, console)
+    _raise_if_failed(failed)
 
 
-def _tell(failed: Mapping[str, str]) -> None:
+def _raise_if_failed(failed: Mapping[str, str]) -> None:
     """Raises if baselines could not be finished."""
     if failed:
-        raise RoundError("; ".join(f"{name} could not be finished: {why}" for name, why in failed.items()))
+        raise RoundError("; ".join(f"{name} could not be finished: {reason}" for name, reason in failed.items()))
 
 
-def _hand_over(out: Path, logger: Sequence[str], console: Console | None) -> None:
+def _log_networks_to_mlflow(out: Path, logger: Sequence[str], console: Console | None) -> None:
     """Logs the networks of a run to MLflow, if it is tracked there. What fails there costs no run."""
     if "mlflow" not in logger:
         return
     # imported late: most runs do without
-    from polyfed.report.export.tracked import log_models
+    from polyfed.report.export.tracked import log_models_to_mlflow
 
     try:
-        logged = log_models(out)
+        logged = log_models_to_mlflow(out)
     except Exception as error:  # of whatever kind the package has
         warnings.warn(
             f"the networks are not in MLflow: {error}; polyfed resume {out} tries again", RuntimeWarning, stacklevel=2
         )
     else:
         if logged:
-            say(console or Console(), f"MLflow has {logged} networks of this run, as models with a signature")
+            print_line(console or Console(), f"MLflow has {logged} networks of this run, as models with a signature")
 
 
-def _check(experiment: Experiment, found: Participants) -> None:
+def _check_methods_and_models(experiment: Experiment, experiment_data: Participants) -> None:
     """Finds before the first round what would be found wrong only after it: a baseline that does not suit the clients, and
     a network whose outputs are not the classes."""
-    metrics_of(experiment.settings.metrics, found.pool.task)
-    check_models((*found.clients, *found.unseen), found.pool.num_classes)
+    resolve_metrics(experiment.settings.metrics, experiment_data.pool.task)
+    check_networks_run((*experiment_data.clients, *experiment_data.unseen), experiment_data.pool.num_classes)
     for method in (experiment.algorithm, *experiment.baselines.values()):
-        check_requirements(found.clients, method, found.public)
+        check_requirements(experiment_data.clients, method, experiment_data.public)
 
 
-def go_on(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
+def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
     """Goes on with the run in `out` and with its baselines, tracked as it was, and prints the table.
 
     Raises:
@@ -108,143 +120,173 @@ def go_on(out: Path, *, quiet: bool = False, console: Console | None = None) -> 
     config = read_config(out)
     if "data" not in config:
         federation.resume(out)  # explains that its clients are needed
-    experiment = from_config(config)
-    check_cluster(experiment.settings)
-    found = participants(experiment)
-    clients, public = found.clients, found.public
-    logger = check(kept(out))
-    main = federation.resume(out, clients=clients, public=public, progress=_progress(out, quiet, logger))
-    runs = {name_of(experiment.algorithm): main}
+    experiment = build_experiment(config)
+    check_ray_cluster_trusted(experiment.settings)
+    experiment_data = load_participants(experiment)
+    clients, public = experiment_data.clients, experiment_data.public
+    logger = validate_logger_names(list_loggers_of_run(out))
+    main = federation.resume(out, clients=clients, public=public, progress=_new_progress(out, quiet, logger))
+    runs = {registry_name(experiment.algorithm): main}
     failed: dict[str, str] = {}
     for name, baseline in experiment.baselines.items():
-        folder = make_folder(out / BASELINES) / name
-        progress = _progress(folder, quiet, logger)
+        folder = create_private_folder(out / BASELINES) / name
+        progress = _new_progress(folder, quiet, logger)
         try:
             if (folder / "config.yaml").exists():
                 runs[name] = federation.resume(folder, clients=clients, public=public, progress=progress)
             else:
-                runs[name] = _federate(experiment, baseline, found, folder, progress)
+                runs[name] = _run_method(experiment, baseline, experiment_data, folder, progress)
         except (ClientError, RoundError) as error:
             failed[name] = str(error)
-    show(runs, found, out, console or Console())
-    _hand_over(out, logger, console)
-    _tell(failed)
+    show_run(runs, experiment_data, out, console or Console())
+    _log_networks_to_mlflow(out, logger, console)
+    _raise_if_failed(failed)
 
 
-def parts(experiment: Experiment, out: Path) -> dict[str, Path]:
+def run_folders_by_method(experiment: Experiment, out: Path) -> dict[str, Path]:
     """Folders of the runs of an experiment in `out`, by method: its own, and then the baselines."""
-    others = {name: out / BASELINES / name for name in experiment.baselines}
-    return {name_of(experiment.algorithm): out, **others}
+    baseline_folders = {name: out / BASELINES / name for name in experiment.baselines}
+    return {registry_name(experiment.algorithm): out, **baseline_folders}
 
 
-def part(experiment: Experiment, name: str, found: Participants, folder: Path, progress: Progress) -> Run:
-    """Runs one method of an experiment, or goes on with it if it is in `folder`. `checked` belongs before it."""
+def run_or_resume_method(
+    experiment: Experiment, name: str, experiment_data: Participants, folder: Path, progress: Progress
+) -> Run:
+    """Runs one method of an experiment, or goes on with it if it is in `folder`. `load_checked_participants` belongs
+    before it."""
     if not (folder / "config.yaml").exists():
         method = experiment.baselines.get(name, experiment.algorithm)
-        return _federate(experiment, method, found, make_folder(folder.parent, parents=True) / folder.name, progress)
-    s = experiment.settings
+        return _run_method(
+            experiment,
+            method,
+            experiment_data,
+            create_private_folder(folder.parent, parents=True) / folder.name,
+            progress,
+        )
+    settings = experiment.settings
     return federation.resume(
-        folder, clients=found.clients, public=found.public, progress=progress, engine=s.engine, workers=s.workers,
-        ray_address=s.ray_address, gpus_per_worker=s.gpus_per_worker, device=s.device,
-    )  # fmt: skip
+        folder,
+        clients=experiment_data.clients,
+        public=experiment_data.public,
+        progress=progress,
+        engine=settings.engine,
+        workers=settings.workers,
+        ray_address=settings.ray_address,
+        gpus_per_worker=settings.gpus_per_worker,
+        device=settings.device,
+    )
 
 
-def checked(experiment: Experiment) -> Participants:
+def load_checked_participants(experiment: Experiment) -> Participants:
     """Who takes part in an experiment, once it is known that all of its methods suit them.
 
     Raises:
         UserError: they do not.
     """
-    check_cluster(experiment.settings)
-    found = participants(experiment)
-    _check(experiment, found)
-    return found
+    check_ray_cluster_trusted(experiment.settings)
+    experiment_data = load_participants(experiment)
+    _check_methods_and_models(experiment, experiment_data)
+    return experiment_data
 
 
-def _progress(out: Path, quiet: bool, logger: Sequence[str]) -> Progress:
-    return tracked(logger, out, for_terminal(quiet=quiet)) if logger else for_terminal(quiet=quiet)
+def _new_progress(out: Path, quiet: bool, logger: Sequence[str]) -> Progress:
+    return (
+        build_tracker(logger, out, build_terminal_progress(quiet=quiet))
+        if logger
+        else build_terminal_progress(quiet=quiet)
+    )
 
 
-def _federate(
-    experiment: Experiment, method: Algorithm[Any, Any], found: Participants, out: Path, progress: Progress
+def _run_method(
+    experiment: Experiment, method: Algorithm[Any, Any], experiment_data: Participants, out: Path, progress: Progress
 ) -> Run:
-    s = experiment.settings
-    own = method is experiment.algorithm
-    kept = {k: v for k, v in experiment.config.items() if own or k != "baselines"}
+    settings = experiment.settings
+    is_main_method = method is experiment.algorithm
+    run_config = {k: v for k, v in experiment.config.items() if is_main_method or k != "baselines"}
     return federation.federate(
-        found.clients, method, rounds=s.rounds, seed=s.seed, clients_per_round=s.clients_per_round,
-        public=found.public, engine=s.engine,
-        workers=s.workers, ray_address=s.ray_address, gpus_per_worker=s.gpus_per_worker, device=s.device,
-        evaluate_every=s.evaluate_every, checkpoint_every=s.checkpoint_every, on_error=s.on_error,
-        min_replies=s.min_replies, metrics=s.metrics or None, keep=s.keep,
-        compress=s.compress, compress_down=s.compress_down, secure=s.secure and (own or can_be_secure(method)),
-        out=out, config=kept,
-        facts={**facts_of(found), **_preparation(found)}, progress=progress,
+        experiment_data.clients, method, rounds=settings.rounds, seed=settings.seed,
+        clients_per_round=settings.clients_per_round, public=experiment_data.public, engine=settings.engine,
+        workers=settings.workers, ray_address=settings.ray_address, gpus_per_worker=settings.gpus_per_worker,
+        device=settings.device, evaluate_every=settings.evaluate_every, checkpoint_every=settings.checkpoint_every,
+        on_error=settings.on_error, min_replies=settings.min_replies, metrics=settings.metrics or None,
+        keep=settings.keep, compress=settings.compress, compress_down=settings.compress_down,
+        secure=settings.secure and (is_main_method or supports_secure_sum(method)), out=out, config=run_config,
+        facts={**describe_participants(experiment_data), **_preparation_facts(experiment_data)}, progress=progress,
     )  # fmt: skip
 
 
-def _preparation(found: Participants) -> dict[str, Mapping[str, int]]:
-    return {"preparation": found.preparation} if found.preparation else {}
+def _preparation_facts(experiment_data: Participants) -> dict[str, Mapping[str, int]]:
+    return {"preparation": experiment_data.preparation} if experiment_data.preparation else {}
 
 
-def show(runs: Mapping[str, Run], found: Participants, out: Path, console: Console) -> None:
+def show_run(runs: Mapping[str, Run], experiment_data: Participants, out: Path, console: Console) -> None:
     """Prints the table of a run and its baselines: per client and overall, with the gain over the first baseline; overall
     only where so many methods do not fit the terminal."""
-    main, *others = runs
+    main, *baseline_names = runs
     score = runs[main].federation.metrics[0]
-    at: Literal["last", "best"] = (
+    at_round: Literal["last", "best"] = (
         "best"
         if all(run.best is not None and run.federation.settings.keep in ("best", "loss") for run in runs.values())
         else "last"
     )
-    tables = {name: {row["client"]: row for row in run.table(at)} for name, run in runs.items()}
-    by = "lowest validation loss" if runs[main].federation.settings.keep == "loss" else "best validation score"
-    when = f"after round {runs[main].last.round}" if at == "last" else f"after the round with the {by}"
+    tables = {name: {row["client"]: row for row in run.table(at_round)} for name, run in runs.items()}
+    criterion = "lowest validation loss" if runs[main].federation.settings.keep == "loss" else "best validation score"
+    when = f"after round {runs[main].last.round}" if at_round == "last" else f"after the round with the {criterion}"
     title = f"{score.label} on each client's own test examples, {when}"
-    table = Table(title=title, title_justify="left")
+    table = PlainTable(title=title, title_justify="left")
     table.add_column("client")
-    for column in ("examples", *(["classes"] if found.classes else []), *others, main, *(["gain"] if others else [])):
+    for column in (
+        "examples",
+        *(["classes"] if experiment_data.classes else []),
+        *baseline_names,
+        main,
+        *(["gain"] if baseline_names else []),
+    ):
         table.add_column(column, justify="right")
     for client, row in tables[main].items():
-        last = client == "mean"
-        if last:
+        uses_default_mean = client == "mean"
+        if uses_default_mean:
             table.add_section()
         cells = [f"{row['num_examples']:.0f}"]
-        if found.classes:
-            shown = [c.id for c in found.clients] if last else [client]
-            counts = [sum(n > 0 for n in found.classes[c]) for c in shown]
-            cells.append(f"{sum(counts) / len(counts):.1f}" if last else str(counts[0]))
-        scores = [tables[name][client][score.name] for name in (*others, main)]
-        cells += [_shown(value, score) for value in scores]
-        if others:
-            cells.append(_gain(scores[-1], scores[0], score))
+        if experiment_data.classes:
+            client_ids = [c.id for c in experiment_data.clients] if uses_default_mean else [client]
+            counts = [sum(n > 0 for n in experiment_data.classes[c]) for c in client_ids]
+            cells.append(f"{sum(counts) / len(counts):.1f}" if uses_default_mean else str(counts[0]))
+        scores = [tables[name][client][score.name] for name in (*baseline_names, main)]
+        cells += [_format_score(value, score) for value in scores]
+        if baseline_names:
+            cells.append(_format_gain(scores[-1], scores[0], score))
         table.add_row(client, *cells)
-    if others and Measurement.get(console, console.options.update(max_width=10**4), table).maximum > console.width:
-        table = _by_method(tables, main, score, when)
+    if (
+        baseline_names
+        and Measurement.get(console, console.options.update(max_width=10**4), table).maximum > console.width
+    ):
+        table = _table_by_method(tables, main, score, when)
     console.print(table)
     for name, run in runs.items():
         record = run.history[-1]
-        down, up = (record[f"bytes_{way}_total"] / 2**20 for way in ("down", "up"))
-        told = f"{name}: {down:.1f} MB down, {up:.1f} MB up in {len(run.history)} rounds"
-        say(console, f"{told}{_pace(run)}")
-        if evaluated := evaluated_network(run.federation.algorithm):
-            say(console, f"{name}: scores are of {evaluated}")
-    if cost := found.preparation:
-        told = f"{cost['bytes_up'] / 1024:.1f} kB up, {cost['bytes_down'] / 1024:.1f} kB down"
-        say(console, f"preprocessing from sums over all clients: {told} in {cost['rounds']} rounds")
-    say(console, f"Everything about this run is in {out}")
-    if found.unseen:
-        absent = f"{', '.join(c.id for c in found.unseen)} took no part"
+        megabytes_down, megabytes_up = (record[f"bytes_{way}_total"] / 2**20 for way in ("down", "up"))
+        traffic_text = f"{name}: {megabytes_down:.1f} MB down, {megabytes_up:.1f} MB up in {len(run.history)} rounds"
+        print_line(console, f"{traffic_text}{_seconds_text(run)}")
+        if network_text := describe_evaluated_network(run.federation.algorithm):
+            print_line(console, f"{name}: scores are of {network_text}")
+    if cost := experiment_data.preparation:
+        traffic_text = f"{cost['bytes_up'] / 1024:.1f} kB up, {cost['bytes_down'] / 1024:.1f} kB down"
+        print_line(console, f"preprocessing from sums over all clients: {traffic_text} in {cost['rounds']} rounds")
+    print_line(console, f"Everything about this run is in {out}")
+    if experiment_data.unseen:
+        unseen_text = f"{', '.join(c.id for c in experiment_data.unseen)} took no part"
         if "flha_ghn" in runs:
             folder = out if main == "flha_ghn" else out / BASELINES / "flha_ghn"
-            absent += f"; `polyfed warmstart {folder}` gives unseen clients their networks"
-        say(console, absent)
+            unseen_text += f"; `polyfed warmstart {folder}` gives unseen clients their networks"
+        print_line(console, unseen_text)
 
 
-def _shown(value: float | None, metric: Metric) -> str:
+def _format_score(value: float | None, metric: Metric) -> str:
     """A value as people read it.
 
-    >>> _shown(0.871, metrics_of("accuracy", "classification")[0]), _shown(0.871, metrics_of("auc", "classification")[0])
+    >>> (_format_score(0.871, resolve_metrics("accuracy", "classification")[0]),
+    ...  _format_score(0.871, resolve_metrics("auc", "classification")[0]))
     ('87.1 %', '0.871')
     """
     if value is None:
@@ -252,7 +294,7 @@ def _shown(value: float | None, metric: Metric) -> str:
     return f"{100 * value:.1f} %" if metric.unit == "%" else f"{value:.3f}"
 
 
-def _gain(value: float | None, base: float | None, metric: Metric) -> str:
+def _format_gain(value: float | None, base: float | None, metric: Metric) -> str:
     """By how much a value is better than another; of shares in points."""
     if value is None or base is None:
         return "–"
@@ -260,25 +302,27 @@ def _gain(value: float | None, base: float | None, metric: Metric) -> str:
     return f"{100 * gain:+.1f}" if metric.unit == "%" else f"{gain:+.3f}"
 
 
-def _by_method(tables: Mapping[str, Mapping[str, Mapping[str, Any]]], main: str, score: Metric, when: str) -> Table:
+def _table_by_method(
+    tables: Mapping[str, Mapping[str, Mapping[str, Any]]], main: str, score: Metric, when: str
+) -> PlainTable:
     """One row a method, for so many methods that the columns of one row a client do not fit the terminal."""
-    others = [name for name in tables if name != main]
-    table = Table(title=f"{score.label} on each client's own test examples, {when}; metrics.jsonl has each client's",
+    baseline_names = [name for name in tables if name != main]
+    table = PlainTable(title=f"{score.label} on each client's own test examples, {when}; metrics.jsonl has each client's",
                   title_justify="left")  # fmt: skip
     table.add_column("method")
-    for column in ("mean", "worst client", "best client", f"gain over {others[0]}"):
+    for column in ("mean", "worst client", "best client", f"gain over {baseline_names[0]}"):
         table.add_column(column, justify="right")
     means = {name: rows["mean"][score.name] for name, rows in tables.items()}
-    base = means[others[0]]
-    for name in (*others, main):
+    base = means[baseline_names[0]]
+    for name in (*baseline_names, main):
         values = [row[score.name] for client, row in tables[name].items() if client != "mean"]
-        known = sorted((v for v in values if v is not None), reverse=not score.higher_is_better)
-        cells = [means[name], *((known[0], known[-1]) if known else (None, None))]
-        table.add_row(name, *(_shown(value, score) for value in cells), _gain(means[name], base, score))
+        defined_scores = sorted((v for v in values if v is not None), reverse=not score.higher_is_better)
+        cells = [means[name], *((defined_scores[0], defined_scores[-1]) if defined_scores else (None, None))]
+        table.add_row(name, *(_format_score(value, score) for value in cells), _format_gain(means[name], base, score))
     return table
 
 
-def _pace(run: Run) -> str:
+def _seconds_text(run: Run) -> str:
     """Mean seconds of a round; empty for a run that did not record them."""
     if not all("seconds_clients" in record and "seconds_server" in record for record in run.history):
         return ""
@@ -286,7 +330,7 @@ def _pace(run: Run) -> str:
     return f"; a round took {clients:.2f} s on clients, {server:.2f} s on the server"
 
 
-def show_data(experiment: Experiment, plot: Path, console: Console | None = None) -> None:
+def show_class_counts(experiment: Experiment, plot: Path, console: Console | None = None) -> None:
     """Prints and draws the number of training examples per client and class, or that have each label; of regression prints
     how many there are, and mean and standard deviation of their targets.
 
@@ -294,38 +338,50 @@ def show_data(experiment: Experiment, plot: Path, console: Console | None = None
         UserError: a picture that cannot be written.
     """
     console = console or Console()
-    found = participants(experiment)
-    names, task = found.pool.class_names, found.pool.task
-    everyone, first = (*_by_name(found.clients), *_by_name(found.unseen)), len(found.clients)
-    what = {"classification": "by class", "multilabel": "that have each label", "regression": "and their targets"}[task]
-    table = Table(title=f"training examples {what} (partition {found.partition_fingerprint})", title_justify="left")
+    experiment_data = load_participants(experiment)
+    names, task = experiment_data.pool.class_names, experiment_data.pool.task
+    all_clients, participant_count = (
+        (*_sorted_by_name(experiment_data.clients), *_sorted_by_name(experiment_data.unseen)),
+        len(experiment_data.clients),
+    )
+    grouping_text = {
+        "classification": "by class",
+        "multilabel": "that have each label",
+        "regression": "and their targets",
+    }[task]
+    table = PlainTable(
+        title=f"training examples {grouping_text} (partition {experiment_data.partition_fingerprint})",
+        title_justify="left",
+    )
     table.add_column("client")
     for name in (*names, "all", "test"):
         table.add_column(name, justify="right")
-    counts = {c.id: found.classes.get(c.id) or tuple(c.train.labels.sum(0).long().tolist()) for c in everyone}
-    for position, client in enumerate(everyone):
+    counts = {
+        c.id: experiment_data.classes.get(c.id) or tuple(c.train.labels.sum(0).long().tolist()) for c in all_clients
+    }
+    for position, client in enumerate(all_clients):
         cells = [str(n) if n else "·" for n in counts[client.id]]
-        mark = " (unseen client)" if position >= first else ""
+        mark = " (unseen client)" if position >= participant_count else ""
         if task == "regression":
-            cells = [f"{mean:.4g} ± {spread:.2g}" for mean, spread in _targets(client)]
+            cells = [f"{mean:.4g} ± {spread:.2g}" for mean, spread in _target_moments(client)]
         table.add_row(f"{client.id}{mark}", *cells, str(len(client.train)), str(len(client.test)))
     # Drawn first: if the picture cannot be written, there is an error and nothing else.
     if task != "regression":
-        draw_class_table(np.array([counts[c.id] for c in everyone]), names, plot, unseen=len(found.unseen),
-                         clients=[c.id for c in everyone])  # fmt: skip
+        draw_class_counts(np.array([counts[c.id] for c in all_clients]), names, plot, unseen=len(experiment_data.unseen),
+                         clients=[c.id for c in all_clients])  # fmt: skip
     console.print(table)
     if task != "regression":
-        say(console, f"drawn in {plot}")
+        print_line(console, f"drawn in {plot}")
 
 
-def _by_name(clients: Sequence[Client]) -> list[Client]:
+def _sorted_by_name(clients: Sequence[Client]) -> list[Client]:
     """Clients in the order of their names; names that are numbers as numbers."""
-    place = {name: position for position, name in enumerate(in_order([client.id for client in clients]))}
+    place = {name: position for position, name in enumerate(sorted_unique_texts([client.id for client in clients]))}
     return sorted(clients, key=lambda client: place[client.id])
 
 
-def _targets(client: Client) -> list[tuple[float, float]]:
+def _target_moments(client: Client) -> list[tuple[float, float]]:
     """Mean and standard deviation of each target of the training examples, in the unit of the data."""
-    y, ready = client.train.labels.double(), client.train.transform
-    y = ready.outputs(y).double() if isinstance(ready, Prepared) else y
+    y, transform = client.train.labels.double(), client.train.transform
+    y = transform.unscale_outputs(y).double() if isinstance(transform, TablePreprocessor) else y
     return list(zip(y.mean(0).tolist(), y.std(0, correction=0).tolist(), strict=True))

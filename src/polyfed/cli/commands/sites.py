@@ -9,18 +9,18 @@ from polyfed.cli.outlines import MODELS
 from polyfed.core.errors import UserError
 
 
-def by_site(model: Any) -> dict[str, Any] | None:
+def networks_by_site(model: Any) -> dict[str, Any] | None:
     """Networks by the names of sites, where a section `model` gives them; None where it is one network.
 
-    >>> by_site({"north": "mlp", "south": {"name": "mlp", "hidden": [8]}})
+    >>> networks_by_site({"north": "mlp", "south": {"name": "mlp", "hidden": [8]}})
     {'north': 'mlp', 'south': {'name': 'mlp', 'hidden': [8]}}
-    >>> by_site({"name": "mlp", "hidden": [8]}), by_site("mlp"), by_site({"hidden": [8]})
+    >>> networks_by_site({"name": "mlp", "hidden": [8]}), networks_by_site("mlp"), networks_by_site({"hidden": [8]})
     (None, None, None)
     """
     if not isinstance(model, Mapping) or not model or isinstance(model.get("name"), str):
         return None
-    named = all(_is_network(entry) for entry in model.values())
-    return {str(site): entry for site, entry in model.items()} if named else None
+    all_networks = all(_is_network(entry) for entry in model.values())
+    return {str(site): entry for site, entry in model.items()} if all_networks else None
 
 
 def _is_network(entry: Any) -> bool:
@@ -29,32 +29,32 @@ def _is_network(entry: Any) -> bool:
     return isinstance(entry, str) and (entry in MODELS or ":" in entry)
 
 
-def typed_by_site(name: str) -> dict[str, Any] | None:
+def parse_networks_by_site(name: str) -> dict[str, Any] | None:
     """The same of what follows `--model`; None for one name, or several with commas.
 
     Raises:
         UserError: it begins as a mapping and is none of networks.
 
-    >>> typed_by_site("{north: mlp, south: my_nets:make}"), typed_by_site("mlp")
+    >>> parse_networks_by_site("{north: mlp, south: my_nets:make}"), parse_networks_by_site("mlp")
     ({'north': 'mlp', 'south': 'my_nets:make'}, None)
     """
     if not name.lstrip().startswith("{"):
         return None
     try:
-        found = by_site(yaml.safe_load(name))
+        networks = networks_by_site(yaml.safe_load(name))
     except yaml.YAMLError:
-        found = None
-    if found is None:
+        networks = None
+    if networks is None:
         raise UserError(
             f"--model takes a network, or one for each site, such as '{{north: mlp, south: my_nets:make}}', got {name!r}"
         )
-    return found
+    return networks
 
 
-def value_of_option(option: str, words: Sequence[str]) -> str | None:
+def find_option_value(option: str, argv: Sequence[str]) -> str | None:
     """The last value of an option among the words, which stay as they are."""
     value = None
-    for word, following in zip(words, [*words[1:], None], strict=False):
+    for word, following in zip(argv, [*argv[1:], None], strict=False):
         if word == option and following is not None:
             value = following
         elif word.startswith(f"{option}="):
@@ -62,8 +62,8 @@ def value_of_option(option: str, words: Sequence[str]) -> str | None:
     return value
 
 
-def implied_partition(
-    fields: Sequence[str], given: Mapping[str, Any], words: Sequence[str], asked: str | None
+def partition_of_site_column(
+    fields: Sequence[str], config_values: Mapping[str, Any], argv: Sequence[str], partition_name: str | None
 ) -> dict[str, Any]:
     """What a source with a column of sites implies of the partition: natural, by this column.
 
@@ -76,17 +76,17 @@ def implied_partition(
     Raises:
         UserError: neither a column nor a partition is given: rows would be dealt to simulated clients unasked.
     """
-    if not {"data.site", "data.layout"} & set(fields) or asked not in (None, "natural"):
+    if not {"data.site", "data.layout"} & set(fields) or partition_name not in (None, "natural"):
         return {}
-    site = value_of_option("--data.site", words) or given.get("data.site")
+    site = find_option_value("--data.site", argv) or config_values.get("data.site")
     if "data.layout" in fields:
-        layout = value_of_option("--data.layout", words) or given.get("data.layout")
+        layout = find_option_value("--data.layout", argv) or config_values.get("data.layout")
         if layout in (None, "class"):
             return {}
         site = "site"  # as the source calls the column
-    column = value_of_option("--data.partition.column", words) or given.get("data.partition.column")
+    column = find_option_value("--data.partition.column", argv) or config_values.get("data.partition.column")
     if site is None and column is None:
-        if {"-h", "--help"} & set(words):
+        if {"-h", "--help"} & set(argv):
             return {"data.partition.name": "natural"}
         raise UserError(
             "give --data.site with the column that says which client a row belongs to; or, to divide rows among simulated "

@@ -7,26 +7,26 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
-from polyfed.core.text import clean
+from polyfed.core.text import sanitise_for_terminal
 
 
-def plain(value: Any) -> Any:
+def plain_text(value: Any) -> Any:
     """Text that is not read as markup; other renderables stay.
 
-    >>> plain("[/b]\\x1b[31m")
+    >>> plain_text("[/b]\\x1b[31m")
     <text '[/b]�[31m' [] ''>
     """
-    return Text(clean(value)) if isinstance(value, str) else value
+    return Text(sanitise_for_terminal(value)) if isinstance(value, str) else value
 
 
 @final
-class Table(rich.table.Table):
+class PlainTable(rich.table.Table):
     """A table of rich's, of plain text: title, caption, headers and cells."""
 
     def __init__(self, *headers: str, title: str | None = None, caption: str | None = None, **options: Any) -> None:
         super().__init__(
-            title=None if title is None else Text(clean(title), style="table.title"),
-            caption=None if caption is None else Text(clean(caption), style="table.caption"),
+            title=None if title is None else Text(sanitise_for_terminal(title), style="table.title"),
+            caption=None if caption is None else Text(sanitise_for_terminal(caption), style="table.caption"),
             **options,
         )
         for header in headers:
@@ -34,13 +34,13 @@ class Table(rich.table.Table):
 
     def add_column(self, header: Any = "", footer: Any = "", **options: Any) -> None:
         """Another column."""
-        super().add_column(plain(header), plain(footer), **options)
+        super().add_column(plain_text(header), plain_text(footer), **options)
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         """Another row."""
-        super().add_row(*map(plain, cells), **options)
+        super().add_row(*map(plain_text, cells), **options)
 
 
-def say(console: Console, sentence: object) -> None:
+def print_line(console: Console, sentence: object) -> None:
     """Prints a line, which the terminal may wrap."""
-    console.print(Text(clean(sentence)), highlight=False, soft_wrap=True)
+    console.print(Text(sanitise_for_terminal(sentence)), highlight=False, soft_wrap=True)

@@ -31,16 +31,16 @@ Findings = Iterator[Finding]
 """What a check yields."""
 
 
-def ok(part: str, text: str) -> Finding:
+def ok_finding(part: str, text: str) -> Finding:
     """All is well."""
     return Finding("ok", part, text)
 
 
-def note(part: str, text: str) -> Finding:
+def note_finding(part: str, text: str) -> Finding:
     """Worth knowing."""
     return Finding("note", part, text)
 
 
-def wrong(part: str, text: str) -> Finding:
+def problem_finding(part: str, text: str) -> Finding:
     """To be mended."""
     return Finding("wrong", part, text)

@@ -7,100 +7,104 @@ from importlib import metadata
 from pathlib import Path
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import MOST_TEXT, check_file, read_file
-from polyfed.deploy.doctor import Finding, Findings, note, ok, wrong
+from polyfed.core.files import MAX_TEXT_BYTES, check_file, read_file
+from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
 
-LEAST_ROOM = 2**30
+MIN_FREE_BYTES = 2**30
 """Bytes that a folder with checkpoints or private states should have left at least."""
-_STATES = (
+_STATE_PATTERNS = (
     "*/private/*.state",
     "*/checkpoint/*/*.safetensors",
     "runs/*/checkpoint/*/*.safetensors",
     "sites/*/*/private/*.state",
 )
-PACKAGES = ("torch", "numpy", "safetensors", "flwr", "cryptography", "tomli-w")
+CHECKED_PACKAGES = ("torch", "numpy", "safetensors", "flwr", "cryptography", "tomli-w")
 """What is compared with the versions that polyfed asks for."""
 
 
-def readable(part: str, file: Path) -> Finding | None:
+def find_read_obstacle(part: str, file: Path) -> Finding | None:
     """What keeps a file from being read; None if nothing does."""
     if not file.exists():
-        return wrong(part, f"{file} does not exist; put it there, or name another file")
+        return problem_finding(part, f"{file} does not exist; put it there, or name another file")
     if not file.is_file():
-        return wrong(part, f"{file} is no file")
+        return problem_finding(part, f"{file} is no file")
     if not os.access(file, os.R_OK):
-        return wrong(
+        return problem_finding(
             part,
-            f"{file} cannot be read by {_me()}; run this as the user of the service (sudo -u polyfed ...), or "
+            f"{file} cannot be read by {_describe_user()}; run this as the user of the service (sudo -u polyfed ...), or "
             "give the file to it (chown)",
         )
     try:
-        check_file(file, MOST_TEXT)
+        check_file(file, MAX_TEXT_BYTES)
     except UserError as error:  # of no such size, say
-        return wrong(part, str(error))
+        return problem_finding(part, str(error))
     return None
 
 
-def closed_file(part: str, file: Path) -> Findings:
+def check_secret_file_mode(part: str, file: Path) -> Findings:
     """Whether others can read or write a file that is secret."""
     if (mode := file.stat().st_mode) & 0o077:
-        yield wrong(part, f"others can read or write {file} (mode {mode & 0o777:o}); chmod 600 {file}")
+        yield problem_finding(part, f"others can read or write {file} (mode {mode & 0o777:o}); chmod 600 {file}")
 
 
-def check_token(part: str, file: Path) -> Findings:
+def check_token_file(part: str, file: Path) -> Findings:
     """Whether the token of the control interface is there, long enough, and closed."""
-    if unreadable := readable(part, file):
+    if unreadable := find_read_obstacle(part, file):
         yield unreadable
         return
-    yield from closed_file(part, file)
+    yield from check_secret_file_mode(part, file)
     token = read_file(file).strip()
     if len(token) < 32 or not token.isascii() or b" " in token:
-        yield wrong(
+        yield problem_finding(
             part, f"{file} must hold at least 32 letters and digits; (umask 077; openssl rand -hex 32 > {file})"
         )
     else:
-        yield ok(part, f"{file} holds a token")
+        yield ok_finding(part, f"{file} holds a token")
 
 
-def check_state(part: str, folder: Path) -> Findings:
+def check_state_folder(part: str, folder: Path) -> Findings:
     """Whether a folder for states can be written to, by nobody else, and has room."""
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    existing_folder = folder
+    while not existing_folder.exists() and existing_folder != existing_folder.parent:
+        existing_folder = existing_folder.parent
     if folder.exists() and not folder.is_dir():
-        yield wrong(part, f"{folder} is no folder; name another one")
+        yield problem_finding(part, f"{folder} is no folder; name another one")
         return
-    if not os.access(there, os.W_OK | os.X_OK):
-        yield wrong(
-            part, f"{_me()} cannot write to {there}; run this as the user of the service, or give it the folder (chown)"
+    if not os.access(existing_folder, os.W_OK | os.X_OK):
+        yield problem_finding(
+            part,
+            f"{_describe_user()} cannot write to {existing_folder}; run this as the user of the service, or give it "
+            "the folder (chown)",
         )
     if folder.exists() and (mode := folder.stat().st_mode) & 0o077:
-        yield wrong(part, f"others can enter {folder} (mode {mode & 0o777:o}), where states are; chmod 700 {folder}")
-    found = os.statvfs(there)
-    free, needed = found.f_bavail * found.f_frsize, max(LEAST_ROOM, 3 * _newest(folder))
-    if free < needed:
-        yield wrong(
-            part,
-            f"{folder} has {_size(free)} left on its disk, and should have {_size(needed)} for checkpoints and "
-            "states; make room, or name a folder on another disk",
+        yield problem_finding(
+            part, f"others can enter {folder} (mode {mode & 0o777:o}), where states are; chmod 700 {folder}"
         )
-    elif found.f_files and not found.f_favail:
-        yield wrong(part, f"the disk of {folder} can hold no more files (inodes); delete some")
+    disk = os.statvfs(existing_folder)
+    free, needed = disk.f_bavail * disk.f_frsize, max(MIN_FREE_BYTES, 3 * _largest_state_bytes(folder))
+    if free < needed:
+        yield problem_finding(
+            part,
+            f"{folder} has {_format_gibibytes(free)} left on its disk, and should have {_format_gibibytes(needed)} for "
+            "checkpoints and states; make room, or name a folder on another disk",
+        )
+    elif disk.f_files and not disk.f_favail:
+        yield problem_finding(part, f"the disk of {folder} can hold no more files (inodes); delete some")
     else:
-        yield ok(part, f"{folder} has {_size(free)} left on its disk")
+        yield ok_finding(part, f"{folder} has {_format_gibibytes(free)} left on its disk")
 
 
-def _newest(folder: Path) -> int:
+def _largest_state_bytes(folder: Path) -> int:
     """Bytes of the largest state or checkpoint that is there."""
-    sizes = [file.stat().st_size for pattern in _STATES for file in folder.glob(pattern) if file.is_file()]
+    sizes = [file.stat().st_size for pattern in _STATE_PATTERNS for file in folder.glob(pattern) if file.is_file()]
     return max(sizes, default=0)
 
 
-def _size(number: int) -> str:
+def _format_gibibytes(number: int) -> str:
     return f"{number / 2**30:.1f} GiB"
 
 
-def _me() -> str:
+def _describe_user() -> str:
     try:
         import pwd
 
@@ -109,61 +113,66 @@ def _me() -> str:
         return "this user"
 
 
-def check_program(part: str, program: Path) -> Findings:
+def check_unit_program(part: str, program: Path) -> Findings:
     """Whether the program that a unit starts is there; it may belong to another installation than this one."""
     if not program.exists():
-        yield wrong(
+        yield problem_finding(
             part,
             f"the unit starts {program}, which does not exist; install polyfed[flower] there, or mend its ExecStart",
         )
     elif not os.access(program, os.X_OK):
-        yield wrong(part, f"the unit starts {program}, which {_me()} cannot execute; chmod a+rx it and its folders")
+        yield problem_finding(
+            part, f"the unit starts {program}, which {_describe_user()} cannot execute; chmod a+rx it and its folders"
+        )
     elif program.parent != Path(sys.executable).parent:
-        yield note(
+        yield note_finding(
             part,
             f"the unit starts {program}; the versions below are those of {sys.executable}, so run that one's "
             "polyfed flower doctor",
         )
 
 
-def check_versions(part: str, protocol: int) -> Findings:
+def check_package_versions(part: str, protocol: int) -> Findings:
     """Whether what is installed is what polyfed asks for."""
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.specifiers import SpecifierSet
 
-    own, told = metadata.metadata("polyfed"), []
+    polyfed_metadata, checked_names = metadata.metadata("polyfed"), []
     python = ".".join(map(str, sys.version_info[:3]))
-    if not SpecifierSet(own["Requires-Python"] or "").contains(python, prereleases=True):
-        yield wrong(part, f"Python is {python}, and polyfed needs {own['Requires-Python']}; make another environment")
+    if not SpecifierSet(polyfed_metadata["Requires-Python"] or "").contains(python, prereleases=True):
+        yield problem_finding(
+            part,
+            f"Python is {python}, and polyfed needs {polyfed_metadata['Requires-Python']}; make another environment",
+        )
     for line in metadata.requires("polyfed") or []:
         try:
-            wanted = Requirement(line)
+            requirement = Requirement(line)
         except InvalidRequirement:
             continue
-        of_flower = wanted.marker is None or wanted.marker.evaluate({"extra": "flower"})
-        if wanted.name not in PACKAGES or not of_flower or (wanted.name in told):
+        applies_to_flower = requirement.marker is None or requirement.marker.evaluate({"extra": "flower"})
+        if requirement.name not in CHECKED_PACKAGES or not applies_to_flower or (requirement.name in checked_names):
             continue
-        told.append(wanted.name)
+        checked_names.append(requirement.name)
         try:
-            found = metadata.version(wanted.name)
+            installed = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            yield wrong(part, f"{wanted.name} is not installed; pip install 'polyfed[flower]'")
+            yield problem_finding(part, f"{requirement.name} is not installed; pip install 'polyfed[flower]'")
             continue
-        if not wanted.specifier.contains(re.sub(r"\+.*", "", found), prereleases=True):
-            yield wrong(
+        if not requirement.specifier.contains(re.sub(r"\+.*", "", installed), prereleases=True):
+            yield problem_finding(
                 part,
-                f"{wanted.name} is {found}, and polyfed needs {wanted.specifier}; pip install "
-                f"'{wanted.name}{wanted.specifier}'",
+                f"{requirement.name} is {installed}, and polyfed needs {requirement.specifier}; pip install "
+                f"'{requirement.name}{requirement.specifier}'",
             )
-    shown = ", ".join(f"{name} {_version(name)}" for name in ("polyfed", "flwr", "torch"))
-    yield note(
+    shown = ", ".join(f"{name} {_installed_version(name)}" for name in ("polyfed", "flwr", "torch"))
+    yield note_finding(
         part,
         f"{shown}, Python {python}, protocol {protocol}; server and sites need the same protocol, and best the "
         "same versions",
     )
 
 
-def _version(name: str) -> str:
+def _installed_version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -17,7 +17,7 @@ _START = re.compile(r"^ExecStart=[-@:+!]*(.*)$", re.MULTILINE)
 
 @final
 @dataclass(frozen=True)
-class Unit:
+class SystemdUnit:
     """What a systemd unit starts: a program and its options; of `Environment`, what is set there."""
 
     file: Path
@@ -25,15 +25,15 @@ class Unit:
     options: dict[str, str]
     environment: dict[str, str]
 
-    def path(self, option: str, otherwise: str) -> Path:
+    def option_path(self, option: str, default_name: str) -> Path:
         """The file that an option names. A file of that name beside the unit stands for one that is not there yet, so that a
         folder can be looked at before it is put into its place."""
-        named = Path(self.options.get(option) or self.file.parent / otherwise)
-        beside = self.file.parent / named.name
-        return beside if not named.exists() and beside.exists() else named
+        target = Path(self.options.get(option) or self.file.parent / default_name)
+        local_copy = self.file.parent / target.name
+        return local_copy if not target.exists() and local_copy.exists() else target
 
 
-def read_unit(file: Path) -> Unit:
+def read_systemd_unit(file: Path) -> SystemdUnit:
     """The unit in a file; without one, as in a container, a unit without options, whose files are beside it under their
     usual names.
 
@@ -41,11 +41,11 @@ def read_unit(file: Path) -> Unit:
         UserError: the file cannot be read, or starts nothing.
     """
     if not file.exists():
-        return Unit(file, None, {}, {name: os.environ[name] for name in ("FLWR_HOME",) if name in os.environ})
+        return SystemdUnit(file, None, {}, {name: os.environ[name] for name in ("FLWR_HOME",) if name in os.environ})
     try:
         text = re.sub(r"\\\n\s*", " ", read_text_file(file))
-        found = _START.search(text)
-        words = shlex.split(found.group(1)) if found else []
+        match = _START.search(text)
+        words = shlex.split(match.group(1)) if match else []
         environment = dict(
             word.split("=", 1)
             for line in re.findall(r"^Environment=(.*)$", text, re.MULTILINE)
@@ -56,24 +56,24 @@ def read_unit(file: Path) -> Unit:
         raise UserError(f"{file} cannot be read: {error}") from error
     if not words:
         raise UserError(f"{file} has no line ExecStart=; copy it from the project that polyfed flower init writes")
-    return Unit(file, Path(words[0]), _options(words[1:]), environment)
+    return SystemdUnit(file, Path(words[0]), _parse_options(words[1:]), environment)
 
 
-def _options(words: Sequence[str]) -> dict[str, str]:
+def _parse_options(words: Sequence[str]) -> dict[str, str]:
     """The options of a command line; those without a value have an empty one.
 
-    >>> _options(["-m", "x", "--port", "8000", "--enable-supernode-auth", "--host=a"])
+    >>> _parse_options(["-m", "x", "--port", "8000", "--enable-supernode-auth", "--host=a"])
     {'--port': '8000', '--enable-supernode-auth': '', '--host': 'a'}
     """
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            found[name] = value if equals else "" if following.startswith("--") else following
-    return found
+            options[name] = value if equals else "" if following.startswith("--") else following
+    return options
 
 
-def kinds_of(folder: Path) -> tuple[str, ...]:
+def detect_folder_kinds(folder: Path) -> tuple[str, ...]:
     """Which kind of folder: "project", "trial" (of the project around it), "server", "site", or both of the last.
 
     Raises:
@@ -88,8 +88,8 @@ def kinds_of(folder: Path) -> tuple[str, ...]:
     if folder.name == "trial" and (folder.parent / "app" / "pyproject.toml").is_file():
         return ("trial",)
     marks = {"server": (SERVER_UNIT, "server.pem", "control.token"), "site": (SITE_UNIT, "site.key", "site.py")}
-    if found := tuple(kind for kind, names in marks.items() if any((folder / name).exists() for name in names)):
-        return found
+    if kinds := tuple(kind for kind, names in marks.items() if any((folder / name).exists() for name in names)):
+        return kinds
     raise UserError(
         f"{folder} is none of a project (app/pyproject.toml), a server ({SERVER_UNIT} or server.pem) or a site "
         f"({SITE_UNIT}, site.key or site.py); name one of these folders, or write a project: polyfed flower init DIR"

@@ -18,26 +18,26 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.files import make_folder, read_file, replace_file
-from polyfed.core.fixed import as_message, from_message
+from polyfed.core.files import create_private_folder, read_file, write_file_atomically
+from polyfed.core.fixed import build_sum_message, parse_sum_message
 from polyfed.deploy.secure import RefusalError
-from polyfed.deploy.secure.keys import read_peers, read_private, signer
+from polyfed.deploy.secure.keys import read_peer_keys, read_registered_key, signing_function
 from polyfed.deploy.secure.masking import (
-    Advert,
-    Advertised,
-    Masked,
-    Shared,
-    Sum,
-    advertise,
-    hand_out,
-    mask,
-    share,
-    unseal_boxes,
+    AdvertisedState,
+    KeyAdvertisement,
+    MaskingState,
+    SharedState,
+    SumId,
+    advertise_keys,
+    decrypt_share_boxes,
+    mask_words,
+    release_unmasking_shares,
+    share_secrets,
 )
 
-BOXES = "boxes of the secure sum"
+BOXES_GROUP = "boxes of the secure sum"
 """The group in which sealed shares travel, as bytes: site -> box."""
-BUNDLE = "bundle of the secure sum"
+BUNDLE_GROUP = "bundle of the secure sum"
 _NO_KEYS = (
     "this site has no keys for secure sums; give its registered key and those of the others in its node-config: "
     'key="/path/site.key" peers="/path/of/public/keys"'
@@ -46,7 +46,7 @@ _NO_KEYS = (
 
 @final
 @dataclass(frozen=True)
-class Member:
+class SecureSumClient:
     """A site in the secure sums of a run.
 
     Args:
@@ -63,72 +63,79 @@ class Member:
     peers: Path | None
     threshold: int | None = None
 
-    def answer(self, run: str, head: Mapping[str, Any]) -> tuple[dict[str, Any], Message]:
+    def answer_sum_steps(self, run: str, head: Mapping[str, Any]) -> tuple[dict[str, Any], Message]:
         """Does what a letter of the kind "sum" asks for, in parts that do not depend on each other: "hand_out", "share" and
         "advertise". What the site refuses is told by part.
 
         Returns:
             what the head of the answer says, and its body.
         """
-        told: dict[str, Any] = {"refusals": {}}
+        head_fields: dict[str, Any] = {"refusals": {}}
         body: dict[str, dict[str, Tensor]] = {}
-        parts = {"hand_out": self._hand_out, "share": self._share, "advertise": self._advertise}
-        for part, take in parts.items():
-            if (asked := head.get(part)) is None:
+        parts = {"hand_out": self._release_shares, "share": self._share, "advertise": self._advertise}
+        for part, run_step in parts.items():
+            if (request := head.get(part)) is None:
                 continue
             try:
-                take(run, asked, told, body)
+                run_step(run, request, head_fields, body)
             except RefusalError as refusal:
-                told["refusals"][part] = str(refusal)
+                head_fields["refusals"][part] = str(refusal)
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
                 if isinstance(error, UserError):
                     raise
-                told["refusals"][part] = "this part of the letter is damaged"
-        return told, Message(body)
+                head_fields["refusals"][part] = "this part of the letter is damaged"
+        return head_fields, Message(body)
 
-    def _advertise(self, run: str, number: Any, told: dict[str, Any], body: dict[str, dict[str, Tensor]]) -> None:
-        told["advert"] = self.advert(Sum(run, number))
+    def _advertise(
+        self, run: str, round_number: Any, head_fields: dict[str, Any], body: dict[str, dict[str, Tensor]]
+    ) -> None:
+        head_fields["advert"] = self.create_key_advertisement(SumId(run, round_number))
 
-    def _share(self, run: str, asked: Any, told: dict[str, Any], body: dict[str, dict[str, Tensor]]) -> None:
+    def _share(self, run: str, request: Any, head_fields: dict[str, Any], body: dict[str, dict[str, Tensor]]) -> None:
         if self.peers is None:
             raise RefusalError(_NO_KEYS)
-        which = Sum(run, asked["round"])
-        state = self._read(which)
-        if not isinstance(state, Advertised):
+        sum_id = SumId(run, request["round"])
+        state = self._read_state(sum_id)
+        if not isinstance(state, AdvertisedState):
             raise RefusalError("this site has dealt its shares for this sum already")
-        adverts = [advert_of(advert) for advert in asked["adverts"]]
-        after, boxes = share(state, adverts, int(asked["threshold"]), read_peers(self.peers), self.threshold)
-        self._write(which, after)
-        body[BOXES] = {other: as_bytes(box) for other, box in boxes.items()}
-
-    def _hand_out(self, run: str, asked: Any, told: dict[str, Any], body: dict[str, dict[str, Tensor]]) -> None:
-        which = Sum(run, asked["round"])
-        state = self._read(which)
-        if not isinstance(state, Masked):
-            raise RefusalError("this site has sent no numbers for this sum")
-        opened = self._opened()
-        handed = hand_out(state, asked["survivors"], opened.get(str(which.round)))
-        replace_file(
-            self._folder / "opened.json", json.dumps({**opened, str(which.round): asked["survivors"]}).encode()
+        adverts = [parse_advert(advert) for advert in request["adverts"]]
+        shared_state, boxes = share_secrets(
+            state, adverts, int(request["threshold"]), read_peer_keys(self.peers), self.threshold
         )
-        self._file(which).unlink()
-        told["tokens"] = {v: format(token, "x") for v, token in handed.tokens.items()}
-        body[BUNDLE] = {"bundle": as_bytes(handed.bundle)}
+        self._write_state(sum_id, shared_state)
+        body[BOXES_GROUP] = {receiver: bytes_to_tensor(box) for receiver, box in boxes.items()}
 
-    def advert(self, which: Sum) -> dict[str, str]:
+    def _release_shares(
+        self, run: str, request: Any, head_fields: dict[str, Any], body: dict[str, dict[str, Tensor]]
+    ) -> None:
+        sum_id = SumId(run, request["round"])
+        state = self._read_state(sum_id)
+        if not isinstance(state, MaskingState):
+            raise RefusalError("this site has sent no numbers for this sum")
+        survivors_by_round = self._read_opened_rounds()
+        shares = release_unmasking_shares(state, request["survivors"], survivors_by_round.get(str(sum_id.round)))
+        write_file_atomically(
+            self._folder / "opened.json",
+            json.dumps({**survivors_by_round, str(sum_id.round): request["survivors"]}).encode(),
+        )
+        self._state_file(sum_id).unlink()
+        head_fields["tokens"] = {v: format(token, "x") for v, token in shares.tokens.items()}
+        body[BUNDLE_GROUP] = {"bundle": bytes_to_tensor(shares.bundle)}
+
+    def create_key_advertisement(self, sum_id: SumId) -> dict[str, str]:
         """New keys for a sum, in place of any that it had; for the head of a letter."""
         if self.key is None:
             raise RefusalError(_NO_KEYS)
-        state, advert = advertise(which, self.name, signer(read_private(self.key)))
-        make_folder(self._folder, parents=True)
+        state, advert = advertise_keys(sum_id, self.name, signing_function(read_registered_key(self.key)))
+        create_private_folder(self._folder, parents=True)
         for file in self._folder.glob("round-*.json"):
-            if int(file.stem.removeprefix("round-")) not in (which.round - 1, which.round):
+            if int(file.stem.removeprefix("round-")) not in (sum_id.round - 1, sum_id.round):
                 file.unlink()
-        self._write(which, state)
+        self._write_state(sum_id, state)
         return {"name": advert.name, **{n: getattr(advert, n).hex() for n in ("cipher", "mask", "signature")}}
 
-    def place(self, which: Sum, boxes: Mapping[str, Tensor]) -> "Place":
-        """The site's place in a sum for which it has dealt shares; `Place.take` uses it up.
+    def join_sum(self, sum_id: SumId, boxes: Mapping[str, Tensor]) -> "SumParticipation":
+        """The site's place in a sum for which it has dealt shares; `Place.mark_used` uses it up.
 
         Args:
             which: the sum.
@@ -139,12 +146,16 @@ class Member:
         """
         if self.peers is None:
             raise RefusalError(_NO_KEYS)
-        opened = unseal_boxes(self._shared(which), {other: box.numpy().tobytes() for other, box in boxes.items()})
-        return Place(opened, len(read_peers(self.peers)), lambda: self._write(which, opened))
+        masking_state = decrypt_share_boxes(
+            self._read_shared_state(sum_id), {sender: box.numpy().tobytes() for sender, box in boxes.items()}
+        )
+        return SumParticipation(
+            masking_state, len(read_peer_keys(self.peers)), lambda: self._write_state(sum_id, masking_state)
+        )
 
-    def _shared(self, which: Sum) -> Shared:
-        state = self._read(which)
-        if not isinstance(state, Shared):
+    def _read_shared_state(self, sum_id: SumId) -> SharedState:
+        state = self._read_state(sum_id)
+        if not isinstance(state, SharedState):
             raise RefusalError("this site has not dealt shares for this sum, or has sent numbers for it before")
         return state
 
@@ -152,26 +163,26 @@ class Member:
     def _folder(self) -> Path:
         return self.folder / "secure"
 
-    def _file(self, which: Sum) -> Path:
-        return self._folder / f"round-{which.round:06d}.json"
+    def _state_file(self, sum_id: SumId) -> Path:
+        return self._folder / f"round-{sum_id.round:06d}.json"
 
-    def _opened(self) -> dict[str, list[str]]:
+    def _read_opened_rounds(self) -> dict[str, list[str]]:
         file = self._folder / "opened.json"
         return dict(json.loads(read_file(file))) if file.exists() else {}
 
-    def _write(self, which: Sum, state: Advertised | Shared | Masked) -> None:
-        replace_file(self._file(which), json.dumps(_plain(state)).encode())
+    def _write_state(self, sum_id: SumId, state: AdvertisedState | SharedState | MaskingState) -> None:
+        write_file_atomically(self._state_file(sum_id), json.dumps(_state_to_json(state)).encode())
 
-    def _read(self, which: Sum) -> Advertised | Shared | Masked:
-        file = self._file(which)
+    def _read_state(self, sum_id: SumId) -> AdvertisedState | SharedState | MaskingState:
+        file = self._state_file(sum_id)
         if not file.exists():
-            raise RefusalError(f"this site has no keys for the secure sum of round {which.round}, or has used them")
-        return _restored(which, self.name, json.loads(read_file(file)))
+            raise RefusalError(f"this site has no keys for the secure sum of round {sum_id.round}, or has used them")
+        return _state_from_json(sum_id, self.name, json.loads(read_file(file)))
 
 
 @final
 @dataclass(frozen=True)
-class Place:
+class SumParticipation:
     """A site's place in one sum: with which keys it masks. It is taken once, before the site looks at its data, and is used
     up then, whether or not numbers go up.
 
@@ -183,66 +194,77 @@ class Place:
         take: writes down that the place is taken.
     """
 
-    state: Masked
-    parties: int
-    take: Callable[[], None]
+    state: MaskingState
+    max_sites: int
+    mark_used: Callable[[], None]
 
     @property
     def threshold(self) -> int:
         """t: the site hands out no shares for fewer survivors."""
-        return self.state.before.threshold
+        return self.state.shared.threshold
 
-    def masked(self, part: Message) -> Message:
-        """A part, as `polyfed.simulation.secure.part_of` makes it, with its words masked."""
-        words, layout = from_message(part)
-        return as_message(mask(self.state, words), layout)
+    def mask_part(self, part: Message) -> Message:
+        """A part, as `polyfed.simulation.secure.encode_sum_part` makes it, with its words masked."""
+        words, layout = parse_sum_message(part)
+        return build_sum_message(mask_words(self.state, words), layout)
 
 
-def as_bytes(data: bytes) -> Tensor:
+def bytes_to_tensor(data: bytes) -> Tensor:
     """Bytes as a tensor."""
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
 
 
-def advert_of(told: Mapping[str, Any]) -> Advert:
+def parse_advert(fields: Mapping[str, Any]) -> KeyAdvertisement:
     """An advert from the head of a letter.
 
     Raises:
         ValueError, TypeError, KeyError: it is none.
     """
-    cipher, key, signature = (bytes.fromhex(told[name]) for name in ("cipher", "mask", "signature"))
-    if not isinstance(told["name"], str) or len(cipher) != 32 or len(key) != 32 or len(signature) > 256:
+    cipher, mask_key, signature = (bytes.fromhex(fields[name]) for name in ("cipher", "mask", "signature"))
+    if not isinstance(fields["name"], str) or len(cipher) != 32 or len(mask_key) != 32 or len(signature) > 256:
         raise ValueError("it is no advert")
-    return Advert(told["name"], cipher, key, signature)
+    return KeyAdvertisement(fields["name"], cipher, mask_key, signature)
 
 
-def _plain(state: Advertised | Shared | Masked) -> dict[str, Any]:
-    if isinstance(state, Advertised):
+def _state_to_json(state: AdvertisedState | SharedState | MaskingState) -> dict[str, Any]:
+    if isinstance(state, AdvertisedState):
         return {"cipher": state.cipher.hex(), "mask": state.mask.hex()}
-    if isinstance(state, Shared):
+    if isinstance(state, SharedState):
         adverts = [
             {"name": a.name, "cipher": a.cipher.hex(), "mask": a.mask.hex(), "signature": a.signature.hex()}
             for a in state.adverts
         ]
-        numbers = {"agreement": _hex(state.agreement), "own": _hex(state.own), "seed": state.seed.hex()}
-        return {**_plain(state.before), "adverts": adverts, "threshold": state.threshold, **numbers}
-    return {**_plain(state.before), "held": {name: _hex(shares) for name, shares in state.held.items()}}
+        numbers = {
+            "agreement": _numbers_to_hex(state.agreement),
+            "own": _numbers_to_hex(state.own_shares),
+            "seed": state.seed.hex(),
+        }
+        return {**_state_to_json(state.advertised), "adverts": adverts, "threshold": state.threshold, **numbers}
+    return {
+        **_state_to_json(state.shared),
+        "held": {name: _numbers_to_hex(shares) for name, shares in state.held_shares.items()},
+    }
 
 
-def _restored(which: Sum, name: str, kept: Mapping[str, Any]) -> Advertised | Shared | Masked:
-    first = Advertised(which, name, bytes.fromhex(kept["cipher"]), bytes.fromhex(kept["mask"]))
-    if "adverts" not in kept:
-        return first
-    adverts = tuple(advert_of(advert) for advert in kept["adverts"])
-    agreement, own = (_numbers(kept[part]) for part in ("agreement", "own"))
-    second = Shared(first, adverts, kept["threshold"], bytes.fromhex(kept["seed"]), agreement, own)
-    if "held" not in kept:
-        return second
-    return Masked(second, {other: _numbers(shares) for other, shares in kept["held"].items()})
+def _state_from_json(
+    sum_id: SumId, name: str, content: Mapping[str, Any]
+) -> AdvertisedState | SharedState | MaskingState:
+    advertised = AdvertisedState(sum_id, name, bytes.fromhex(content["cipher"]), bytes.fromhex(content["mask"]))
+    if "adverts" not in content:
+        return advertised
+    adverts = tuple(parse_advert(advert) for advert in content["adverts"])
+    agreement, own_shares = (_numbers_from_hex(content[part]) for part in ("agreement", "own"))
+    shared = SharedState(
+        advertised, adverts, content["threshold"], bytes.fromhex(content["seed"]), agreement, own_shares
+    )
+    if "held" not in content:
+        return shared
+    return MaskingState(shared, {sender: _numbers_from_hex(shares) for sender, shares in content["held"].items()})
 
 
-def _hex(numbers: tuple[int, ...]) -> list[str]:
+def _numbers_to_hex(numbers: tuple[int, ...]) -> list[str]:
     return [format(number, "x") for number in numbers]
 
 
-def _numbers(texts: list[str]) -> tuple[int, ...]:
+def _numbers_from_hex(texts: list[str]) -> tuple[int, ...]:
     return tuple(int(text, 16) for text in texts)

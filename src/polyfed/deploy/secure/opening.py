@@ -6,18 +6,26 @@ from collections.abc import Collection, Mapping, Sequence
 from polyfed.core.errors import RoundError
 from polyfed.deploy.secure import RefusalError, keys
 from polyfed.deploy.secure.keys import Words
-from polyfed.deploy.secure.masking import Advert, Handed, Sum, bundle_key, digest_of, pair_key, self_key
-from polyfed.deploy.secure.shamir import PRIME, SIZE, combine, elements
+from polyfed.deploy.secure.masking import (
+    KeyAdvertisement,
+    SumId,
+    UnmaskingShares,
+    compute_context_digest,
+    derive_bundle_key,
+    derive_pairwise_mask_key,
+    derive_self_mask_key,
+)
+from polyfed.deploy.secure.shamir import ELEMENT_BYTES, PRIME, elements_from_bytes, recover_secret
 
 
-def unmasked(
-    which: Sum,
-    adverts: Sequence[Advert],
+def unmask_sum(
+    sum_id: SumId,
+    adverts: Sequence[KeyAdvertisement],
     threshold: int,
-    shared: Collection[str],
+    sharing_sites: Collection[str],
     survivors: Collection[str],
     total: Words,
-    handed: Mapping[str, Handed],
+    unmasking_shares: Mapping[str, UnmaskingShares],
 ) -> Words:
     """The sum over the survivors of what they masked.
 
@@ -33,40 +41,53 @@ def unmasked(
     """
     adverts = sorted(adverts, key=lambda advert: advert.name)
     points = {advert.name: k for k, advert in enumerate(adverts, start=1)}
-    digest, listed, everyone = digest_of(which, adverts, threshold), sorted(survivors), sorted(shared)
-    if len(handed) < threshold:
-        raise RoundError(f"{len(handed)} sites have handed out shares for the secure sum, which needs {threshold}")
-    shares: dict[str, dict[int, int]] = {v: {} for v in everyone}
-    for w in sorted(handed):
-        tokens = {points[v]: handed[v].tokens[w] for v in sorted(handed)[:threshold] if w in handed[v].tokens}
-        key = bundle_key(combine(tokens) % PRIME, digest, w, listed)
-        if len(handed[w].bundle) != SIZE * len(everyone) + keys.TAG:
+    digest, survivor_names, sharing_names = (
+        compute_context_digest(sum_id, adverts, threshold),
+        sorted(survivors),
+        sorted(sharing_sites),
+    )
+    if len(unmasking_shares) < threshold:
+        raise RoundError(
+            f"{len(unmasking_shares)} sites have handed out shares for the secure sum, which needs {threshold}"
+        )
+    shares: dict[str, dict[int, int]] = {v: {} for v in sharing_names}
+    for w in sorted(unmasking_shares):
+        tokens = {
+            points[v]: unmasking_shares[v].tokens[w]
+            for v in sorted(unmasking_shares)[:threshold]
+            if w in unmasking_shares[v].tokens
+        }
+        key = derive_bundle_key(recover_secret(tokens) % PRIME, digest, w, survivor_names)
+        if len(unmasking_shares[w].bundle) != ELEMENT_BYTES * len(sharing_names) + keys.TAG_BYTES:
             continue
         try:
-            bundle = elements(keys.unseal(key, handed[w].bundle, digest))
+            bundle = elements_from_bytes(keys.decrypt(key, unmasking_shares[w].bundle, digest))
         except ValueError:
             continue  # of a site that lies, or was told something else
-        for v, value in zip(everyone, bundle, strict=True):
+        for v, value in zip(sharing_names, bundle, strict=True):
             shares[v][points[w]] = value
-    if lacking := sorted(v for v in everyone if len(shares[v]) < threshold):
+    if lacking := sorted(v for v in sharing_names if len(shares[v]) < threshold):
         raise RoundError(
             f"the masks of {lacking[0]!r} cannot be taken off the secure sum: the sites' shares do not fit together"
         )
-    secrets = {v: combine(dict(list(found.items())[:threshold])) for v, found in shares.items()}
+    secrets = {v: recover_secret(dict(list(site_shares.items())[:threshold])) for v, site_shares in shares.items()}
     if any(secret >= 2**256 for secret in secrets.values()):
         raise RoundError("the masks cannot be taken off the secure sum: a site has handed out wrong shares")
     by_name = {advert.name: advert for advert in adverts}
     total = total.copy()
-    for v in listed:
-        total -= keys.stream(self_key(secrets[v].to_bytes(32, "big"), digest, v), len(total))
-    for gone in sorted(set(everyone) - set(listed)):
-        private = secrets[gone].to_bytes(32, "big")
-        if keys.public_of(private) != by_name[gone].mask:
-            raise RoundError(f"the key of {gone!r} that sites have handed out is not the one it has advertised")
-        for v in listed:
+    for v in survivor_names:
+        total -= keys.generate_key_stream(derive_self_mask_key(secrets[v].to_bytes(32, "big"), digest, v), len(total))
+    for dropout in sorted(set(sharing_names) - set(survivor_names)):
+        private = secrets[dropout].to_bytes(32, "big")
+        if keys.public_key_of(private) != by_name[dropout].mask:
+            raise RoundError(f"the key of {dropout!r} that sites have handed out is not the one it has advertised")
+        for v in survivor_names:
             try:
-                pad = keys.stream(pair_key(keys.agree(private, by_name[v].mask), digest, gone, v), len(total))
+                pad = keys.generate_key_stream(
+                    derive_pairwise_mask_key(keys.compute_shared_secret(private, by_name[v].mask), digest, dropout, v),
+                    len(total),
+                )
             except RefusalError as error:
                 raise RoundError(str(error)) from error
-            total = total - pad if v < gone else total + pad
+            total = total - pad if v < dropout else total + pad
     return total

@@ -8,10 +8,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 PRIME = 2**257 - 93  # the largest below 2^257: secrets are 32 bytes
-SIZE = 33  # bytes of an element
+ELEMENT_BYTES = 33  # bytes of an element
 
 
-def deal(values: Sequence[int], holders: int, threshold: int) -> list[list[int]]:
+def split_secrets(values: Sequence[int], holders: int, threshold: int) -> list[list[int]]:
     """Shares each value among `holders`, so that any `threshold` of them can put it together, and fewer know nothing of it.
 
     Returns:
@@ -20,8 +20,8 @@ def deal(values: Sequence[int], holders: int, threshold: int) -> list[list[int]]
     Raises:
         ValueError: a threshold that cannot be, or a value outside the field.
 
-    >>> shares = deal([7, 8], holders=3, threshold=2)
-    >>> [combine({1: shares[0][k], 3: shares[2][k]}) for k in (0, 1)]
+    >>> shares = split_secrets([7, 8], holders=3, threshold=2)
+    >>> [recover_secret({1: shares[0][k], 3: shares[2][k]}) for k in (0, 1)]
     [7, 8]
     """
     if not 1 <= threshold <= holders:
@@ -29,58 +29,58 @@ def deal(values: Sequence[int], holders: int, threshold: int) -> list[list[int]]
     if not all(0 <= value < PRIME for value in values):
         raise ValueError("a value is not an element of the field")
     polynomials = [[value, *(secrets.randbelow(PRIME) for _ in range(threshold - 1))] for value in values]
-    return [[_at(polynomial, x) for polynomial in polynomials] for x in range(1, holders + 1)]
+    return [[_evaluate(polynomial, x) for polynomial in polynomials] for x in range(1, holders + 1)]
 
 
-def _at(polynomial: Sequence[int], x: int) -> int:
+def _evaluate(polynomial: Sequence[int], x: int) -> int:
     value = 0
     for coefficient in reversed(polynomial):
         value = (value * x + coefficient) % PRIME
     return value
 
 
-def combine(shares: Mapping[int, int]) -> int:
+def recover_secret(shares: Mapping[int, int]) -> int:
     """The value from shares at as many points as the threshold was (or more): the polynomial through them at 0.
 
     Args:
         shares: point, from 1 -> share.
     """
-    return sum(weight * shares[x] for x, weight in lagrange(tuple(shares)).items()) % PRIME
+    return sum(weight * shares[x] for x, weight in lagrange_weights(tuple(shares)).items()) % PRIME
 
 
-def lagrange(points: Sequence[int]) -> dict[int, int]:
+def lagrange_weights(points: Sequence[int]) -> dict[int, int]:
     """The weights of shares at these points.
 
-    >>> lagrange((1, 2)) == {1: 2, 2: PRIME - 1}
+    >>> lagrange_weights((1, 2)) == {1: 2, 2: PRIME - 1}
     True
     """
     if len(set(points)) < len(points) or not all(0 < x < PRIME for x in points):
         raise ValueError(f"points must differ and be positive, got {points}")
     weights = {}
     for x in points:
-        above = below = 1
-        for other in points:
-            if other != x:
-                above, below = above * other % PRIME, below * (other - x) % PRIME
-        weights[x] = above * pow(below, -1, PRIME) % PRIME
+        numerator = denominator = 1
+        for point in points:
+            if point != x:
+                numerator, denominator = numerator * point % PRIME, denominator * (point - x) % PRIME
+        weights[x] = numerator * pow(denominator, -1, PRIME) % PRIME
     return weights
 
 
-def element(number: int) -> bytes:
+def element_to_bytes(number: int) -> bytes:
     """An element of the field as bytes."""
-    return number.to_bytes(SIZE, "big")
+    return number.to_bytes(ELEMENT_BYTES, "big")
 
 
-def elements(data: bytes) -> list[int]:
+def elements_from_bytes(data: bytes) -> list[int]:
     """Elements from their bytes.
 
     Raises:
         ValueError: bytes that are none.
 
-    >>> elements(element(3) + element(4))
+    >>> elements_from_bytes(element_to_bytes(3) + element_to_bytes(4))
     [3, 4]
     """
-    found = [int.from_bytes(data[at : at + SIZE], "big") for at in range(0, len(data), SIZE)]
-    if len(data) % SIZE or any(number >= PRIME for number in found):
+    numbers = [int.from_bytes(data[at : at + ELEMENT_BYTES], "big") for at in range(0, len(data), ELEMENT_BYTES)]
+    if len(data) % ELEMENT_BYTES or any(number >= PRIME for number in numbers):
         raise ValueError("these bytes are no elements of the field")
-    return found
+    return numbers

@@ -11,31 +11,38 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Architecture
-from polyfed.core.code import trusted
+from polyfed.core.code import is_trusted
 from polyfed.core.errors import UserError
-from polyfed.core.files import check_file, make_folder, new_file, read_file, sync_folder, user_path
-from polyfed.core.stored import read_tensors
-from polyfed.core.threads import one_thread
-from polyfed.core.typed import conforms, from_json
-from polyfed.data.features import Prepared, encode
-from polyfed.report.export.card import card
-from polyfed.report.export.formats import FILES, Format, check_format, written
-from polyfed.report.export.trained import (
-    Trained,
-    built,
-    of_directory,
-    of_run,
-    read_description,
-    read_prepared,
+from polyfed.core.files import (
+    check_file,
+    create_private_folder,
+    expand_user_path,
+    open_new_file,
+    read_file,
+    sync_folder,
 )
-from polyfed.simulation.kept import KeptModel, answers
-from polyfed.simulation.runs.configuration import described, method_of
-from polyfed.simulation.runs.directory import as_json, versions
+from polyfed.core.stored import read_safetensors
+from polyfed.core.threads import single_torch_thread
+from polyfed.core.typed import parse_json, validation_error
+from polyfed.data.features import TablePreprocessor, encode_table
+from polyfed.report.export.card import model_card
+from polyfed.report.export.formats import NETWORK_FILES, Format, serialize_network, validate_format
+from polyfed.report.export.trained import (
+    TrainedModel,
+    build_network,
+    read_architecture_description,
+    read_preprocessor,
+    read_trained_model,
+    trained_model_of_run,
+)
+from polyfed.simulation.kept import SavedModel, prediction_columns
+from polyfed.simulation.runs.configuration import build_method, describe_method_and_settings
+from polyfed.simulation.runs.directory import encode_json, package_versions
 from polyfed.simulation.runs.results import Run
-from polyfed.simulation.runs.signature import Input, Network
+from polyfed.simulation.runs.signature import BuiltInNetwork, ModelInput
 from polyfed.simulation.settings import Settings
 
-SIGNATURE, PREPROCESSING, WEIGHTS, CARD, ROWS = (
+SIGNATURE, PREPROCESSING, WEIGHTS, CARD, INPUTS_SCRIPT = (
     "signature.json", "preprocessing.json", "weights.safetensors", "README.md", "inputs.py"
 )  # fmt: skip
 DESCRIPTION = "description.json"
@@ -46,13 +53,13 @@ _MEANINGS = {
 }
 
 
-class Exported(TypedDict):
+class ExportedSignature(TypedDict):
     """What `signature.json` of an exported folder holds, as far as polyfed reads it again."""
 
     client: str
     task: str
-    inputs: list[Input]
-    network: Network | None
+    inputs: list[ModelInput]
+    network: BuiltInNetwork | None
     algorithm: dict[str, Any] | None
     file: str | None
     reading: dict[str, Any]
@@ -93,8 +100,8 @@ def export_model(
     >>> sorted(path.name for path in folder.iterdir())
     ['README.md', 'network.ts', 'signature.json', 'weights.safetensors']
     """
-    target = user_path(to, "the folder to create")
-    check_format(format)
+    target = expand_user_path(to, "the folder to create")
+    validate_format(format)
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists; choose another folder")
     if isinstance(run, Run):
@@ -103,54 +110,63 @@ def export_model(
         ids = list(run.federation.clients)
         if client is None and len(ids) != 1:
             raise UserError(f"the run has several clients; name one of {', '.join(ids)}")
-        trained = of_run(run, ids[0] if client is None else client)
+        trained = trained_model_of_run(run, ids[0] if client is None else client)
     else:
-        trained = of_directory(user_path(run, "the run directory"), client, network)
-    contents = _contents(trained, format)
-    _write(target, contents)
+        trained = read_trained_model(expand_user_path(run, "the run directory"), client, network)
+    contents = _folder_contents(trained, format)
+    _write_folder(target, contents)
     return target
 
 
-def _contents(trained: Trained, format: Format) -> dict[str, bytes]:
+def _folder_contents(trained: TrainedModel, format: Format) -> dict[str, bytes]:
     """Files by name."""
-    content, shape, checked = written(trained, format)
-    file, known = FILES[format], versions()
+    content, shape, checked = serialize_network(trained, format)
+    file, version_by_package = NETWORK_FILES[format], package_versions()
     meaning = _MEANINGS[trained.signature["task"]]
-    if trained.prepared is not None and trained.prepared.target:
+    if trained.preprocessor is not None and trained.preprocessor.target:
         meaning = "the targets, in the unit of the table."
     outputs = {"name": "outputs", "shape": list(shape), "dtype": "float32", "meaning": meaning}
     # By which method polyfed builds a network that the method brought.
     algorithm = None
-    if trained.description is not None and trained.algorithm is not None:
-        algorithm = described(trained.algorithm, Settings())["algorithm"]
-    told = {
-        **trained.signature, "format": 1, "method": trained.method, "outputs": outputs, "classes": list(trained.class_names),
-        "file": file, "reading": dict(trained.reading), "algorithm": algorithm, "versions": known,
-    }  # fmt: skip
+    if trained.architecture_description is not None and trained.algorithm is not None:
+        algorithm = describe_method_and_settings(trained.algorithm, Settings())["algorithm"]
+    signature = {
+        **trained.signature,
+        "format": 1,
+        "method": trained.method_name,
+        "outputs": outputs,
+        "classes": list(trained.class_names),
+        "file": file,
+        "reading": dict(trained.table_options),
+        "algorithm": algorithm,
+        "versions": version_by_package,
+    }
     weights = {name: tensor.detach().contiguous().clone() for name, tensor in trained.network.state_dict().items()}
-    found = {
-        SIGNATURE: as_json(told),
+    file_contents = {
+        SIGNATURE: encode_json(signature),
         WEIGHTS: safetensors.torch.save(weights),
-        CARD: card(trained, file, outputs, checked=checked, versions=known).encode(),
+        CARD: model_card(trained, file, outputs, checked=checked, versions=version_by_package).encode(),
     }
     if file is not None and content is not None:
-        found[file] = content
-    if trained.prepared is not None:
-        found[PREPROCESSING] = as_json(trained.prepared.described())
-        found[ROWS] = files("polyfed.report.export").joinpath("templates", "inputs.py.txt").read_bytes()
-    if trained.description is not None:
-        found[DESCRIPTION] = as_json(trained.description)
-    return found
+        file_contents[file] = content
+    if trained.preprocessor is not None:
+        file_contents[PREPROCESSING] = encode_json(trained.preprocessor.to_json_dict())
+        file_contents[INPUTS_SCRIPT] = (
+            files("polyfed.report.export").joinpath("templates", "inputs.py.txt").read_bytes()
+        )
+    if trained.architecture_description is not None:
+        file_contents[DESCRIPTION] = encode_json(trained.architecture_description)
+    return file_contents
 
 
-def _write(target: Path, contents: dict[str, bytes]) -> None:
+def _write_folder(target: Path, contents: dict[str, bytes]) -> None:
     """Writes a folder beside its place and gives it its name when all is on the disk."""
     partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
     try:
-        make_folder(partial, parents=True)
+        create_private_folder(partial, parents=True)
         try:
             for name, content in contents.items():
-                with new_file(partial / name, private=False) as file:
+                with open_new_file(partial / name, private=False) as file:
                     file.write(content)
             sync_folder(partial)
             partial.rename(target)
@@ -162,13 +178,13 @@ def _write(target: Path, contents: dict[str, bytes]) -> None:
         raise UserError(f"cannot write {target} ({error.strerror}); choose another folder") from error
 
 
-def is_exported(folder: Path) -> bool:
+def is_exported_folder(folder: Path) -> bool:
     """Whether a folder is one that `export_model` wrote."""
     return (folder / SIGNATURE).is_file()
 
 
 @final
-class Opened:
+class ExportedModel:
     """An exported folder of a network on a table, opened for predictions. Its network is built as in a run: by polyfed, or
     as code that the caller allowed.
 
@@ -181,50 +197,55 @@ class Opened:
 
     def __init__(self, folder: Path) -> None:
         try:
-            content = from_json(read_file(folder / SIGNATURE))
+            content = parse_json(read_file(folder / SIGNATURE))
         except (OSError, ValueError) as error:
             raise UserError(f"{folder / SIGNATURE} cannot be read ({error}); export again") from error
-        if wrong := conforms(content, Exported):
-            raise UserError(f"{folder / SIGNATURE} is damaged: {wrong}; export again")
+        if error_text := validation_error(content, ExportedSignature):
+            raise UserError(f"{folder / SIGNATURE} is damaged: {error_text}; export again")
         self.reading: dict[str, Any] = content["reading"]
-        prepared = read_prepared(folder / PREPROCESSING)
-        if prepared is None:
-            kinds = ", ".join(one["name"] for one in content["inputs"])
+        preprocessor = read_preprocessor(folder / PREPROCESSING)
+        if preprocessor is None:
+            kinds = ", ".join(input_spec["name"] for input_spec in content["inputs"])
             raise UserError(
                 f"{folder} takes {kinds}, and polyfed predict reads tables; {folder / CARD} shows how to use it"
             )
-        self._prepared: Prepared = prepared
+        self._prepared: TablePreprocessor = preprocessor
         self._client: str = content["client"]
         self._script: Any = None
         self._network: nn.Module | None = None
-        script = folder / FILES["torchscript"]  # type: ignore[operator]  # which is a name
-        known = content["network"]
-        own = known is not None and ":" in known["name"]
-        if content["algorithm"] is None and (known is None or own) and script.is_file() and trusted(str(script)):
+        script = folder / NETWORK_FILES["torchscript"]  # type: ignore[operator]  # which is a name
+        network_spec = content["network"]
+        is_user_code = network_spec is not None and ":" in network_spec["name"]
+        if (
+            content["algorithm"] is None
+            and (network_spec is None or is_user_code)
+            and script.is_file()
+            and is_trusted(str(script))
+        ):
             self._script = _load_script(script)
             return
-        if content["algorithm"] is None and known is None:
+        if content["algorithm"] is None and network_spec is None:
             raise UserError(
                 f"{folder} holds its network as {script.name} alone, which is code; if you trust who wrote it, give "
                 "--trust-code"
             )
         try:
-            weights = read_tensors(folder / WEIGHTS)
+            weights = read_safetensors(folder / WEIGHTS)
         except (OSError, ValueError) as error:
             raise UserError(f"{folder / WEIGHTS} cannot be read ({error}); export again") from error
-        method = None if content["algorithm"] is None else method_of(content["algorithm"])
-        description = None if method is None else read_description(folder / DESCRIPTION)
-        self._network = built(known, weights, folder, None, method, description)
+        method = None if content["algorithm"] is None else build_method(content["algorithm"])
+        description = None if method is None else read_architecture_description(folder / DESCRIPTION)
+        self._network = build_network(network_spec, weights, folder, None, method, description)
 
     def predict(self, table: Any) -> dict[str, list[Any]]:
-        """As `polyfed.simulation.kept.KeptModel.predict`."""
+        """As `polyfed.simulation.kept.SavedModel.predict`."""
         if self._network is not None:
-            return KeptModel(self._network, self._prepared, self._client).predict(table)
-        stored = encode(table, self._prepared.columns)
-        self._prepared.warn_of_constants(stored, f"the rows for client {self._client!r}")
-        with one_thread(), torch.inference_mode():
-            found: Tensor = self._script(stored)
-        return answers(found, self._prepared)
+            return SavedModel(self._network, self._prepared, self._client).predict(table)
+        stored = encode_table(table, self._prepared.columns)
+        self._prepared.warn_of_changed_constants(stored, f"the rows for client {self._client!r}")
+        with single_torch_thread(), torch.inference_mode():
+            outputs: Tensor = self._script(stored)
+        return prediction_columns(outputs, self._prepared)
 
 
 def _load_script(script: Path) -> Any:

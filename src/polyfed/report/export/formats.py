@@ -11,39 +11,39 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import UserError, check_extra, nearest
-from polyfed.core.threads import one_thread
-from polyfed.report.export.trained import Trained
-from polyfed.report.export.whole import BATCHES, Whole, examples_of, onnx_names
+from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
+from polyfed.core.threads import single_torch_thread
+from polyfed.report.export.trained import TrainedModel
+from polyfed.report.export.whole import CHECKED_BATCH_SIZES, StandaloneModule, onnx_input_names, random_inputs
 
 Format = Literal["torchscript", "onnx", "weights"]
-FILES: dict[str, str | None] = {"torchscript": "network.ts", "onnx": "network.onnx", "weights": None}
+NETWORK_FILES: dict[str, str | None] = {"torchscript": "network.ts", "onnx": "network.onnx", "weights": None}
 _OUTPUT = "outputs"
 
 
-def check_format(name: str) -> None:
+def validate_format(name: str) -> None:
     """Raises if a format is unknown, or its packages are missing.
 
     Raises:
         UserError: which, and what to do.
 
-    >>> check_format("onxx")
+    >>> validate_format("onxx")
     Traceback (most recent call last):
     polyfed.core.errors.UserError: unknown format 'onxx'; did you mean onnx? Choices: onnx, torchscript, weights
     """
-    if name not in FILES:
-        raise UserError(f"unknown format {name!r}; {nearest(name, FILES)}")
+    if name not in NETWORK_FILES:
+        raise UserError(f"unknown format {name!r}; {did_you_mean(name, NETWORK_FILES)}")
     if name == "onnx":
-        check_extra("onnx", "export", "format onnx")
+        check_extra_installed("onnx", "export", "format onnx")
 
 
 @final
-class _DiffersError(Exception):
+class _OutputsDifferError(Exception):
     """What was written gives other outputs than the network."""
 
 
-@one_thread()
-def written(trained: Trained, name: str) -> tuple[bytes | None, tuple[int, ...], bool]:
+@single_torch_thread()
+def serialize_network(trained: TrainedModel, name: str) -> tuple[bytes | None, tuple[int, ...], bool]:
     """A network in a format.
 
     Args:
@@ -57,10 +57,10 @@ def written(trained: Trained, name: str) -> tuple[bytes | None, tuple[int, ...],
     Raises:
         UserError: the network cannot be written in this format.
     """
-    whole = Whole(trained).eval()
+    module = StandaloneModule(trained).eval()
     with torch.no_grad():
         try:
-            shape = tuple(whole(*examples_of(trained, 2, 0)).shape[1:])
+            shape = tuple(module(*random_inputs(trained, 2, 0)).shape[1:])
         except Exception as error:  # of the user's own network
             raise UserError(
                 f"the network of {trained.signature['client']!r} fails on inputs of its signature "
@@ -68,48 +68,48 @@ def written(trained: Trained, name: str) -> tuple[bytes | None, tuple[int, ...],
             ) from error
         if name == "weights":
             return None, shape, False
-        way = _torchscript if name == "torchscript" else _onnx
+        serializer = _to_torchscript if name == "torchscript" else _to_onnx
         try:
-            content, again = way(whole, trained)
-            if again is not None:
-                _compare(whole, again, trained)
+            content, run_exported = serializer(module, trained)
+            if run_exported is not None:
+                _check_same_outputs(module, run_exported, trained)
         except Exception as error:  # whatever torch raises for what it cannot trace
-            told = str(error).strip().split("\n")[0][:200]
-            reason = told if isinstance(error, _DiffersError) else f"{type(error).__name__}: {told}"
+            message = str(error).strip().split("\n")[0][:200]
+            reason = message if isinstance(error, _OutputsDifferError) else f"{type(error).__name__}: {message}"
             raise UserError(
                 f"the network of {trained.signature['client']!r} cannot be written as {name} ({reason}); give --format "
                 "weights, which writes everything but that"
             ) from error
-    return content, shape, again is not None
+    return content, shape, run_exported is not None
 
 
-Runs = Callable[..., Tensor]
+NetworkFunction = Callable[..., Tensor]
 
 
-def _compare(whole: Whole, again: Runs, trained: Trained) -> None:
+def _check_same_outputs(module: StandaloneModule, run_exported: NetworkFunction, trained: TrainedModel) -> None:
     """Raises unless what was written gives the network's outputs, also for batches of other sizes than it was traced on."""
-    for number in BATCHES:
-        inputs = examples_of(trained, number, seed=number)
-        wanted, found = whole(*inputs), again(*inputs)
-        if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-4, atol=1e-5, equal_nan=True):
-            raise _DiffersError(
+    for number in CHECKED_BATCH_SIZES:
+        inputs = random_inputs(trained, number, seed=number)
+        expected, actual = module(*inputs), run_exported(*inputs)
+        if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True):
+            raise _OutputsDifferError(
                 f"read back, it gives other outputs for {number} examples: its way depends on the inputs"
             )
 
 
-def _torchscript(whole: Whole, trained: Trained) -> tuple[bytes, Runs]:
+def _to_torchscript(module: StandaloneModule, trained: TrainedModel) -> tuple[bytes, NetworkFunction]:
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         # Of tracing, whose result is compared; and of torch, which calls all of TorchScript deprecated.
         warnings.simplefilter("ignore")
-        traced = torch.jit.trace(whole, examples_of(trained, 2, 0), check_trace=False)  # type: ignore[no-untyped-call]
+        traced = torch.jit.trace(module, random_inputs(trained, 2, 0), check_trace=False)  # type: ignore[no-untyped-call]
         torch.jit.save(traced, buffer)
-        again: Runs = torch.jit.load(io.BytesIO(buffer.getvalue()))  # type: ignore[no-untyped-call]
-    return buffer.getvalue(), again
+        run_exported: NetworkFunction = torch.jit.load(io.BytesIO(buffer.getvalue()))  # type: ignore[no-untyped-call]
+    return buffer.getvalue(), run_exported
 
 
 @contextmanager
-def _plain_attention() -> Iterator[None]:
+def _without_fused_attention() -> Iterator[None]:
     """Layers of transformers by operations that ONNX has, not by torch's fused one."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -119,13 +119,13 @@ def _plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _onnx(whole: Whole, trained: Trained) -> tuple[bytes, Runs | None]:
-    buffer, names = io.BytesIO(), onnx_names(trained.signature)
+def _to_onnx(module: StandaloneModule, trained: TrainedModel) -> tuple[bytes, NetworkFunction | None]:
+    buffer, names = io.BytesIO(), onnx_input_names(trained.signature)
     axes = {name: {0: "n"} for name in (*names, _OUTPUT)}
-    with warnings.catch_warnings(), _plain_attention():
+    with warnings.catch_warnings(), _without_fused_attention():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            whole, examples_of(trained, 2, 0), buffer,  # type: ignore[arg-type]  # it takes a stream
+            module, random_inputs(trained, 2, 0), buffer,  # type: ignore[arg-type]  # it takes a stream
             input_names=names, output_names=[_OUTPUT], dynamic_axes=axes, dynamo=False,
         )  # fmt: skip
     importlib.import_module("onnx").checker.check_model(buffer.getvalue())
@@ -134,8 +134,8 @@ def _onnx(whole: Whole, trained: Trained) -> tuple[bytes, Runs | None]:
     runtime: Any = importlib.import_module("onnxruntime")
     session = runtime.InferenceSession(buffer.getvalue(), providers=["CPUExecutionProvider"])
 
-    def again(*inputs: Tensor) -> Tensor:
-        given = {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
-        return torch.from_numpy(session.run([_OUTPUT], given)[0])
+    def run_exported(*inputs: Tensor) -> Tensor:
+        feeds = {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
+        return torch.from_numpy(session.run([_OUTPUT], feeds)[0])
 
-    return buffer.getvalue(), again
+    return buffer.getvalue(), run_exported

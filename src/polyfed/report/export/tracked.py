@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import read_file, replace_file
-from polyfed.core.typed import from_json
+from polyfed.core.files import read_file, write_file_atomically
+from polyfed.core.typed import parse_json
 from polyfed.report.export.folder import PREPROCESSING, SIGNATURE, export_model
 from polyfed.simulation.runs.directory import read_metrics
-from polyfed.simulation.runs.paths import file_name
-from polyfed.simulation.runs.progress import Silent
-from polyfed.simulation.runs.signature import ENDING, read_signature
-from polyfed.simulation.tracking import LINK, experiment_of, run_of, tracked
+from polyfed.simulation.runs.paths import safe_file_name
+from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.runs.signature import SIGNATURE_SUFFIX, read_signature
+from polyfed.simulation.tracking import MLFLOW_LINK_FILE, build_tracker, ensure_mlflow_experiment, read_mlflow_run_id
 
-MARK = "polyfed.models"  # tag of MLflow's run: how many networks it has
+MODELS_TAG = "polyfed.models"  # tag of MLflow's run: how many networks it has
 _PARENT = "mlflow.parentRunId"
 
 
-def log_models(folder: Path) -> int:
+def log_models_to_mlflow(folder: Path) -> int:
     """Logs the clients' networks of a run directory that MLflow tracks, unless its run there has them.
 
     Args:
@@ -37,32 +37,32 @@ def log_models(folder: Path) -> int:
     Returns:
         How many were logged. One that cannot be exported is left out, with a warning.
     """
-    run_id = run_of(folder)
+    run_id = read_mlflow_run_id(folder)
     if run_id is None:
         return 0
     mlflow: Any = importlib.import_module("mlflow")
     server = mlflow.MlflowClient()
-    if MARK in server.get_run(run_id).data.tags:
+    if MODELS_TAG in server.get_run(run_id).data.tags:
         return 0
-    clients = [read_signature(path)["client"] for path in sorted((folder / "models").glob(f"*{ENDING}"))]
+    clients = [read_signature(path)["client"] for path in sorted((folder / "models").glob(f"*{SIGNATURE_SUFFIX}"))]
     logged = 0
     with tempfile.TemporaryDirectory() as temporary:
         code = Path(temporary) / "polyfed_network.py"
         code.write_bytes(files("polyfed.report.export").joinpath("templates", "mlflow_model.py.txt").read_bytes())
         for client in clients:
             try:
-                exported = export_model(folder, client, Path(temporary) / "networks" / file_name(client))
+                exported = export_model(folder, client, Path(temporary) / "networks" / safe_file_name(client))
             except UserError as error:
                 warnings.warn(f"the network of {client!r} is not in MLflow: {error}", RuntimeWarning, stacklevel=2)
                 continue
             with mlflow.start_run(run_id=run_id):
-                _log_one(exported, code, f"network-{file_name(client)}".replace("%", "_"))
+                _log_exported_model(exported, code, f"network-{safe_file_name(client)}".replace("%", "_"))
             logged += 1
-    server.set_tag(run_id, MARK, str(logged))
+    server.set_tag(run_id, MODELS_TAG, str(logged))
     return logged
 
 
-def _log_one(exported: Path, code: Path, name: str) -> None:
+def _log_exported_model(exported: Path, code: Path, name: str) -> None:
     pyfunc: Any = importlib.import_module("mlflow.pyfunc")
     new = "name" in inspect.signature(pyfunc.log_model).parameters  # since MLflow 3
     requirements = [f"{package}=={version(package).partition('+')[0]}" for package in ("torch", "numpy")]
@@ -70,36 +70,37 @@ def _log_one(exported: Path, code: Path, name: str) -> None:
         **{"name" if new else "artifact_path": name},
         python_model=str(code),
         artifacts={"network": str(exported)},
-        signature=signature_of_export(exported),
+        signature=mlflow_signature(exported),
         pip_requirements=requirements,
     )
 
 
-def signature_of_export(exported: Path) -> Any:
+def mlflow_signature(exported: Path) -> Any:
     """An exported folder's signature as MLflow's: a column each of a table, numbers as double and categories as string; a
     tensor each of other inputs, the batch being the first axis; and a tensor of outputs."""
     models: Any = importlib.import_module("mlflow.models")
     schemas: Any = importlib.import_module("mlflow.types.schema")
-    told = from_json(read_file(exported / SIGNATURE))
+    signature = parse_json(read_file(exported / SIGNATURE))
     table = exported / PREPROCESSING
     if table.is_file():
-        columns = from_json(read_file(table))["columns"]
+        columns = parse_json(read_file(table))["columns"]
         kinds = schemas.DataType
         inputs = [
-            schemas.ColSpec(kinds.double if one["categories"] is None else kinds.string, one["name"]) for one in columns
+            schemas.ColSpec(kinds.double if entry["categories"] is None else kinds.string, entry["name"])
+            for entry in columns
         ]
     else:
-        alone = len(told["inputs"]) == 1
+        single_input = len(signature["inputs"]) == 1
         inputs = [
-            schemas.TensorSpec(np.dtype(one["dtype"]), (-1, *one["shape"]), None if alone else one["name"])
-            for one in told["inputs"]
+            schemas.TensorSpec(np.dtype(entry["dtype"]), (-1, *entry["shape"]), None if single_input else entry["name"])
+            for entry in signature["inputs"]
         ]
-    out = told["outputs"]
+    out = signature["outputs"]
     outputs = [schemas.TensorSpec(np.dtype(out["dtype"]), (-1, *out["shape"]))]
     return models.ModelSignature(inputs=schemas.Schema(inputs), outputs=schemas.Schema(outputs))
 
 
-def log_comparison(content: Mapping[str, Any], folder: Path, names: Sequence[str]) -> None:
+def track_comparison(results: Mapping[str, Any], folder: Path, names: Sequence[str]) -> None:
     """Tracks a finished comparison: the rounds of each run; with MLflow also a run for the comparison, the mean scores and
     gains of the methods, the results, and the networks of the first seed's runs.
 
@@ -108,34 +109,34 @@ def log_comparison(content: Mapping[str, Any], folder: Path, names: Sequence[str
         folder: its directory.
         names: "tensorboard", "mlflow".
     """
-    first = str(content["seeds"][0])
-    parent = _parent(content, folder) if "mlflow" in names else None
-    for label, method in content["methods"].items():
+    first = str(results["seeds"][0])
+    parent = _parent_run_id(results, folder) if "mlflow" in names else None
+    for label, method in results["methods"].items():
         for seed, run in method["runs"].items():
             path = None if run["path"] is None else folder / run["path"]
             if path is None or not (path / "metrics.jsonl").is_file():
                 continue
-            done = len(read_metrics(path / "metrics.jsonl"))
-            progress = tracked(list(names), path, Silent())
-            progress.start(label, done, done)
+            round_count = len(read_metrics(path / "metrics.jsonl"))
+            progress = build_tracker(list(names), path, SilentProgress())
+            progress.start(label, round_count, round_count)
             progress.stop()
-            if parent is not None and (run_id := run_of(path)) is not None:
+            if parent is not None and (run_id := read_mlflow_run_id(path)) is not None:
                 importlib.import_module("mlflow").MlflowClient().set_tag(run_id, _PARENT, parent)
                 if seed == first:
-                    log_models(path)
+                    log_models_to_mlflow(path)
 
 
-def _parent(content: Mapping[str, Any], folder: Path) -> str:
+def _parent_run_id(results: Mapping[str, Any], folder: Path) -> str:
     """MLflow's run of a comparison, with its results."""
     mlflow: Any = importlib.import_module("mlflow")
     server = mlflow.MlflowClient()
-    run_id = run_of(folder)
+    run_id = read_mlflow_run_id(folder)
     if run_id is None:
-        tags = {"polyfed.comparison": str(content["title"]), "polyfed.directory": str(folder.resolve())}
-        run_id = str(server.create_run(experiment_of(server), tags=tags, run_name=str(folder)).info.run_id)
-        replace_file(folder / LINK, json.dumps({"run_id": run_id}).encode())
-    server.set_tag(run_id, "polyfed.best", str(content["best"]))
-    for label, method in content["methods"].items():
+        tags = {"polyfed.comparison": str(results["title"]), "polyfed.directory": str(folder.resolve())}
+        run_id = str(server.create_run(ensure_mlflow_experiment(server), tags=tags, run_name=str(folder)).info.run_id)
+        write_file_atomically(folder / MLFLOW_LINK_FILE, json.dumps({"run_id": run_id}).encode())
+    server.set_tag(run_id, "polyfed.best", str(results["best"]))
+    for label, method in results["methods"].items():
         for name in ("mean", "gain", "worst"):
             if (value := method["statistics"][name]) is not None:
                 server.log_metric(run_id, f"{label}/{name}", value)

@@ -7,51 +7,51 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.inputs import call, logits_of
-from polyfed.data.features import Prepared, from_description
-from polyfed.report.export.trained import Trained
-from polyfed.simulation.runs.signature import Input, Signature
+from polyfed.core.inputs import call_network, logits_of
+from polyfed.data.features import TablePreprocessor, preprocessor_from_json
+from polyfed.report.export.trained import TrainedModel
+from polyfed.simulation.runs.signature import ModelInput, Signature
 
-BATCHES = (1, 3, 5)  # of the examples on which a written network is compared; it is traced on two
+CHECKED_BATCH_SIZES = (1, 3, 5)  # of the examples on which a written network is compared; it is traced on two
 
 
 @final
-class Whole(nn.Module):
+class StandaloneModule(nn.Module):
     """The client's network from stored inputs to its outputs: images of uint8 are normalised, rows of a table are scaled,
     filled in and encoded, and targets of regression come in the table's unit."""
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: TrainedModel) -> None:
         super().__init__()
         self.network, self.tree = trained.network, trained.signature["tree"]
         self.unit: nn.Module | None = None
-        if trained.prepared is not None:
-            ready: list[nn.Module] = [_Rows(trained.prepared)]
-            self.unit = _Unit(trained.prepared) if trained.prepared.target else None
+        if trained.preprocessor is not None:
+            ready: list[nn.Module] = [_Rows(trained.preprocessor)]
+            self.unit = _Unit(trained.preprocessor) if trained.preprocessor.target else None
         else:
-            ready = [_ready(one) for one in trained.signature["inputs"]]
+            ready = [_input_module(input_spec) for input_spec in trained.signature["inputs"]]
         self.ready = nn.ModuleList(ready)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Outputs, shape (batch, ...), of the tensors of the signature in their order."""
-        given = tuple(ready(one) for ready, one in zip(self.ready, inputs, strict=True))
-        outputs = logits_of(call(self.network, _built(self.tree, given)))
+        ready_inputs = tuple(ready(tensor) for ready, tensor in zip(self.ready, inputs, strict=True))
+        outputs = logits_of(call_network(self.network, _build_input_tree(self.tree, ready_inputs)))
         return outputs if self.unit is None else self.unit(outputs)
 
 
-def _ready(form: Input) -> nn.Module:
+def _input_module(input_spec: ModelInput) -> nn.Module:
     """What makes an input of a stored tensor."""
-    if (table := form.get("prepared")) is not None:
-        return _Rows(from_description(table))
-    scale = form["normalise"]
-    return nn.Identity() if scale is None else _Pixels(scale["mean"], scale["std"], len(form["shape"]))
+    if (table := input_spec.get("prepared")) is not None:
+        return _Rows(preprocessor_from_json(table))
+    scale = input_spec["normalise"]
+    return nn.Identity() if scale is None else _Pixels(scale["mean"], scale["std"], len(input_spec["shape"]))
 
 
-def _built(tree: Any, tensors: tuple[Tensor, ...]) -> Any:
+def _build_input_tree(tree: Any, tensors: tuple[Tensor, ...]) -> Any:
     if isinstance(tree, int):
         return tensors[tree]
     if isinstance(tree, Mapping):
-        return {name: _built(part, tensors) for name, part in tree.items()}
-    return tuple(_built(part, tensors) for part in tree)
+        return {name: _build_input_tree(part, tensors) for name, part in tree.items()}
+    return tuple(_build_input_tree(part, tensors) for part in tree)
 
 
 @final
@@ -83,18 +83,20 @@ class _Rows(nn.Module):
     mean: Tensor
     spread: Tensor
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, preprocessor: TablePreprocessor) -> None:
         super().__init__()
-        own = [i for i, c in enumerate(prepared.columns) if c.categories is None]
-        marked = [i for i in own if prepared.columns[i].missing]
-        sizes = {i: len(c.categories) + c.missing for i, c in enumerate(prepared.columns) if c.categories is not None}
-        shares = [(i, float(code)) for i, size in sizes.items() for code in range(size)]
-        self.register_buffer("own", torch.tensor(own, dtype=torch.int64))
-        self.register_buffer("marked", torch.tensor(marked, dtype=torch.int64))
-        self.register_buffer("owners", torch.tensor([i for i, _ in shares], dtype=torch.int64))
-        self.register_buffer("codes", torch.tensor([code for _, code in shares], dtype=torch.float64))
-        self.register_buffer("mean", torch.tensor(prepared.mean, dtype=torch.float64))
-        self.register_buffer("spread", torch.tensor(prepared.divisors, dtype=torch.float64))
+        numeric_columns = [i for i, c in enumerate(preprocessor.columns) if c.categories is None]
+        columns_with_missing = [i for i in numeric_columns if preprocessor.columns[i].missing]
+        sizes = {
+            i: len(c.categories) + c.missing for i, c in enumerate(preprocessor.columns) if c.categories is not None
+        }
+        category_codes = [(i, float(code)) for i, size in sizes.items() for code in range(size)]
+        self.register_buffer("own", torch.tensor(numeric_columns, dtype=torch.int64))
+        self.register_buffer("marked", torch.tensor(columns_with_missing, dtype=torch.int64))
+        self.register_buffer("owners", torch.tensor([i for i, _ in category_codes], dtype=torch.int64))
+        self.register_buffer("codes", torch.tensor([code for _, code in category_codes], dtype=torch.float64))
+        self.register_buffer("mean", torch.tensor(preprocessor.mean, dtype=torch.float64))
+        self.register_buffer("spread", torch.tensor(preprocessor.divisors, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         scaled = (x.index_select(1, self.own) - self.mean) / self.spread
@@ -114,9 +116,9 @@ class _Unit(nn.Module):
     mean: Tensor
     spread: Tensor
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, preprocessor: TablePreprocessor) -> None:
         super().__init__()
-        mean, spread = torch.tensor(prepared.target, dtype=torch.float64).T
+        mean, spread = torch.tensor(preprocessor.target, dtype=torch.float64).T
         self.register_buffer("mean", mean.clone())
         self.register_buffer("spread", spread.clone())
 
@@ -125,44 +127,44 @@ class _Unit(nn.Module):
         return scaled
 
 
-def examples_of(trained: Trained, number: int, seed: int) -> tuple[Tensor, ...]:
+def random_inputs(trained: TrainedModel, number: int, seed: int) -> tuple[Tensor, ...]:
     """Inputs of the signature's form, of no client's data: random numbers; 0 and 1 where whole numbers are, which every
     vocabulary has; missing cells and unknown categories too in rows of a table."""
     generator = torch.Generator().manual_seed(seed)
-    if trained.prepared is not None:
-        return (_rows(trained.prepared, number, generator),)
-    return tuple(_tensor(one, number, generator) for one in trained.signature["inputs"])
+    if trained.preprocessor is not None:
+        return (_random_rows(trained.preprocessor, number, generator),)
+    return tuple(_random_tensor(input_spec, number, generator) for input_spec in trained.signature["inputs"])
 
 
-def _tensor(form: Input, number: int, generator: torch.Generator) -> Tensor:
-    if (table := form.get("prepared")) is not None:
-        return _rows(from_description(table), number, generator)
-    shape, dtype = (number, *form["shape"]), getattr(torch, form["dtype"])
+def _random_tensor(input_spec: ModelInput, number: int, generator: torch.Generator) -> Tensor:
+    if (table := input_spec.get("prepared")) is not None:
+        return _random_rows(preprocessor_from_json(table), number, generator)
+    shape, dtype = (number, *input_spec["shape"]), getattr(torch, input_spec["dtype"])
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
-    most = 256 if dtype == torch.uint8 and len(shape) > 3 else 2
-    return torch.randint(most, shape, generator=generator).to(dtype)
+    upper_bound = 256 if dtype == torch.uint8 and len(shape) > 3 else 2
+    return torch.randint(upper_bound, shape, generator=generator).to(dtype)
 
 
-def _rows(prepared: Prepared, number: int, generator: torch.Generator) -> Tensor:
-    found, plain = [], iter(zip(prepared.mean, prepared.spread, strict=True))
-    for column in prepared.columns:
+def _random_rows(preprocessor: TablePreprocessor, number: int, generator: torch.Generator) -> Tensor:
+    columns, numeric_scales = [], iter(zip(preprocessor.mean, preprocessor.spread, strict=True))
+    for column in preprocessor.columns:
         draw = torch.randn(number, generator=generator, dtype=torch.float64)
         if column.categories is None:
-            mean, spread = next(plain)
+            mean, spread = next(numeric_scales)
             cells = mean + (spread or 1.0) * draw
-            found.append(torch.where(draw > 1, math.nan, cells) if column.missing else cells)
+            columns.append(torch.where(draw > 1, math.nan, cells) if column.missing else cells)
         else:
             size = len(column.categories) + column.missing + 1
-            found.append(torch.randint(size, (number,), generator=generator).double() - 1)
-    return torch.stack(found, dim=1)
+            columns.append(torch.randint(size, (number,), generator=generator).double() - 1)
+    return torch.stack(columns, dim=1)
 
 
-def onnx_names(signature: Signature) -> list[str]:
+def onnx_input_names(signature: Signature) -> list[str]:
     """What inputs are called in ONNX, whose exporter takes no name that begins with a figure, as those of a tuple do.
 
-    >>> onnx_names({"inputs": [{"name": "0"}, {"name": "image"}]})
+    >>> onnx_input_names({"inputs": [{"name": "0"}, {"name": "image"}]})
     ['input_0', 'image']
     """
-    names = [one["name"] for one in signature["inputs"]]
+    names = [input_spec["name"] for input_spec in signature["inputs"]]
     return [f"input_{name}" if name[:1].isdigit() else name for name in names]

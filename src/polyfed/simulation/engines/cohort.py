@@ -7,28 +7,29 @@ than one. What a client computes is what it computes alone, up to rounding.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
 
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.compression import Compression
-from polyfed.core.gathered import Fit, FitCall, Half, Parked, PredictCall, gathering
+from polyfed.core.compression import Compressor
+from polyfed.core.gathered import CallDeferred, DeferredRun, FitCall, FitCallResult, PredictCall, deferring_calls
 from polyfed.core.metrics import Metric
-from polyfed.core.scratch import scratch
+from polyfed.core.scratch import cached_module
 from polyfed.core.stacked import CannotStackError
-from polyfed.core.together import FEWEST, groups, outputs_of, same_form, train
+from polyfed.core.together import MIN_COHORT_SIZE, group_fit_calls, group_predict_calls, predict_cohort, train_cohort
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.engines.work import Engine, Result, Task
+from polyfed.simulation.engines.work import ClientTask, Engine, TaskResult
 
 
 @final
 @dataclass(eq=False)
-class _Waiting:
+class _PendingTask:
     """A task whose client half is run until it is through, and the seconds that were spent on it."""
 
-    task: Task
-    half: Half = field(default_factory=Half)
+    task: ClientTask
+    deferred_run: DeferredRun = field(default_factory=DeferredRun)
     seconds: float = 0.0
 
 
@@ -46,7 +47,7 @@ class CohortEngine(Engine):
         apart: architectures whose clients are computed one by one.
     """
 
-    block_bytes: ClassVar[int] = 256 * 2**20
+    max_block_bytes: ClassVar[int] = 256 * 2**20
 
     def __init__(
         self,
@@ -54,81 +55,95 @@ class CohortEngine(Engine):
         clients: Sequence[Client],
         device: torch.device,
         metrics: Sequence[Metric] = (),
-        compression: Compression | None = None,
-        told: Callable[[str], None] | None = None,
-        apart: Sequence[str] = (),
+        compression: Compressor | None = None,
+        on_fallback: Callable[[str], None] | None = None,
+        sequential: Sequence[str] = (),
     ) -> None:
-        self._alone = InProcessEngine(algorithm, clients, device, metrics, compression)
-        self._told, self._reasons = told, set[str]()
-        self._apart = {
-            client.id for client in clients if apart and client.model and scratch(client.model).architecture in apart
+        self._single_engine = InProcessEngine(algorithm, clients, device, metrics, compression)
+        self._on_fallback, self._reasons = on_fallback, set[str]()
+        self._sequential_ids = {
+            client.id
+            for client in clients
+            if sequential and client.model and cached_module(client.model).architecture in sequential
         }
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Result]:
+    def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
         """All tasks together, in the order of their clients' ids; each result when its client is through."""
         waiting = [
-            _Waiting(task, Half(alone=task.client in self._apart))
+            _PendingTask(task, DeferredRun(runs_alone=task.client in self._sequential_ids))
             for task in sorted(tasks, key=lambda task: task.client)
         ]
         while waiting:
-            parked = []
-            for one in waiting:
-                if (result := self._advance(one)) is None:
-                    parked.append(one)
+            still_pending = []
+            for pending in waiting:
+                if (result := self._advance(pending)) is None:
+                    still_pending.append(pending)
                 else:
                     yield result
-            self._carry_out(parked)
-            waiting = parked
+            self._compute_deferred_calls(still_pending)
+            waiting = still_pending
 
-    def _advance(self, one: _Waiting) -> Result | None:
+    def _advance(self, pending: _PendingTask) -> TaskResult | None:
         """The client's result, or None if it waits for others."""
         started = time.perf_counter()
-        one.half.begin()
+        pending.deferred_run.restart()
         try:
-            with gathering(one.half):
-                (result,) = self._alone.run([one.task])
-        except Parked:
-            one.seconds += time.perf_counter() - started
+            with deferring_calls(pending.deferred_run):
+                (result,) = self._single_engine.run([pending.task])
+        except CallDeferred:
+            pending.seconds += time.perf_counter() - started
             return None
-        return result.after(one.seconds + time.perf_counter() - started)
+        return result.with_seconds(pending.seconds + time.perf_counter() - started)
 
-    def _carry_out(self, waiting: Sequence[_Waiting]) -> None:
-        training = [one for one in waiting if isinstance(one.half.waiting, FitCall)]
-        calls = [one.half.waiting for one in training if isinstance(one.half.waiting, FitCall)]
-        for places in groups(calls):
-            self._at_once([training[p] for p in places], lambda ps=places: train([calls[p] for p in ps]))  # type: ignore[misc]
-        evaluated = [one for one in waiting if isinstance(one.half.waiting, PredictCall)]
-        asked = [one.half.waiting for one in evaluated if isinstance(one.half.waiting, PredictCall)]
-        for places in same_form(asked):
-            self._at_once([evaluated[p] for p in places], lambda ps=places: outputs_of([asked[p] for p in ps]))  # type: ignore[misc]
+    def _compute_deferred_calls(self, waiting: Sequence[_PendingTask]) -> None:
+        training = [pending for pending in waiting if isinstance(pending.deferred_run.pending_call, FitCall)]
+        fit_calls = [
+            pending.deferred_run.pending_call
+            for pending in training
+            if isinstance(pending.deferred_run.pending_call, FitCall)
+        ]
+        for places in group_fit_calls(fit_calls):
+            self._compute_together([training[p] for p in places], partial(train_cohort, [fit_calls[p] for p in places]))
+        predicting = [pending for pending in waiting if isinstance(pending.deferred_run.pending_call, PredictCall)]
+        predict_calls = [
+            pending.deferred_run.pending_call
+            for pending in predicting
+            if isinstance(pending.deferred_run.pending_call, PredictCall)
+        ]
+        for places in group_predict_calls(predict_calls):
+            self._compute_together(
+                [predicting[p] for p in places], partial(predict_cohort, [predict_calls[p] for p in places])
+            )
 
-    def _at_once(self, members: Sequence[_Waiting], compute: Callable[[], Sequence[Fit | list[torch.Tensor]]]) -> None:
+    def _compute_together(
+        self, members: Sequence[_PendingTask], compute: Callable[[], Sequence[FitCallResult | list[torch.Tensor]]]
+    ) -> None:
         """Puts what is found for each of these clients where its half will find it."""
         started = time.perf_counter()
-        found: Sequence[Fit | list[torch.Tensor]] = ()
-        if len(members) >= FEWEST:
+        outputs: Sequence[FitCallResult | list[torch.Tensor]] = ()
+        if len(members) >= MIN_COHORT_SIZE:
             try:
-                found = compute()
+                outputs = compute()
             except CannotStackError as reason:
-                self._say(f"clients are computed one by one: {reason}")
+                self._report_fallback(f"clients are computed one by one: {reason}")
             except Exception as error:  # one client's; it is found out which when each is computed alone
-                self._say(f"clients are computed one by one: {type(error).__name__}: {error}")
-        each = (time.perf_counter() - started) / len(members)
-        for place, one in enumerate(members):
-            one.seconds += each
-            if found:
-                one.half.found.append(found[place])
+                self._report_fallback(f"clients are computed one by one: {type(error).__name__}: {error}")
+        share_of_seconds = (time.perf_counter() - started) / len(members)
+        for place, pending in enumerate(members):
+            pending.seconds += share_of_seconds
+            if outputs:
+                pending.deferred_run.results.append(outputs[place])
             else:
-                one.half.alone = True
+                pending.deferred_run.runs_alone = True
 
-    def _say(self, reason: str) -> None:
-        if self._told is not None and reason not in self._reasons:
+    def _report_fallback(self, reason: str) -> None:
+        if self._on_fallback is not None and reason not in self._reasons:
             self._reasons.add(reason)
-            self._told(reason)
+            self._on_fallback(reason)
 
-    def predict(self, task: Task, examples: Any) -> torch.Tensor:
+    def predict(self, task: ClientTask, examples: Any) -> torch.Tensor:
         """As `InProcessEngine.predict`."""
-        return self._alone.predict(task, examples)
+        return self._single_engine.predict(task, examples)
 
     def close(self) -> None:
         """Nothing to give back."""

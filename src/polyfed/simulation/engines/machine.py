@@ -2,17 +2,17 @@
 
 import torch
 
-from polyfed.core.errors import UserError, check_extra
+from polyfed.core.errors import UserError, check_extra_installed
 from polyfed.simulation.settings import Settings
 
 
-def check_installed(engine: str) -> None:
+def check_engine_installed(engine: str) -> None:
     """Raises a `UserError` if the engine needs a package that is missing."""
     if engine == "ray":
-        check_extra("ray", "ray", "engine='ray'", "take engine='auto'")
+        check_extra_installed("ray", "ray", "engine='ray'", "take engine='auto'")
 
 
-def device_of_clients(settings: Settings) -> torch.device:
+def client_device(settings: Settings) -> torch.device:
     """Where the clients of a run compute. With Ray that is not for this machine to say.
 
     Raises:

@@ -23,16 +23,16 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from polyfed.core.algorithm import Algorithm, Client, Message
-from polyfed.core.code import granted, inherit
-from polyfed.core.compression import Compression
+from polyfed.core.code import inherit_trust, trusted_names
+from polyfed.core.compression import Compressor
 from polyfed.core.errors import ClientError
 from polyfed.core.metrics import Metric
-from polyfed.core.together import MOST
-from polyfed.core.tree import decode, encode, tensors_of
+from polyfed.core.together import MAX_COHORT_SIZE
+from polyfed.core.tree import deserialize_state, iter_tensors, serialize_state
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.parcel import pack_result, unpack_result
-from polyfed.simulation.engines.work import Engine, Result, Task, longest_first
+from polyfed.simulation.engines.work import ClientTask, Engine, TaskResult, sort_longest_first
 
 _ATTEMPTS = 2
 _AHEAD_BYTES = 32 * 1024  # half of a Linux pipe
@@ -45,22 +45,22 @@ def can_fork(device: torch.device) -> bool:
 
 
 @dataclass
-class _Work:
+class _TaskBatch:
     """Tasks that a worker is given at once, in the order in which it answers, and the number of the attempt."""
 
-    tasks: deque[Task]
+    tasks: deque[ClientTask]
     attempt: int = 1
 
 
 @dataclass
-class _Worker:
+class _PoolWorker:
     """A process, our end of its pipe, the tensors it holds in this call of `run`, and its work; the first is what it
     works on."""
 
     process: Any  # multiprocessing's types differ between fork and spawn
     pipe: Connection
-    holds: dict[int, str] = field(default_factory=dict)
-    work: deque[_Work] = field(default_factory=deque)
+    tensor_names: dict[int, str] = field(default_factory=dict)
+    batches: deque[_TaskBatch] = field(default_factory=deque)
 
 
 @final
@@ -85,113 +85,113 @@ class PoolEngine(Engine):
         workers: int,
         start_method: str | None = None,
         metrics: Sequence[Metric] = (),
-        compression: Compression | None = None,
-        together: bool = False,
-        apart: Sequence[str] = (),
+        compression: Compressor | None = None,
+        uses_cohorts: bool = False,
+        sequential: Sequence[str] = (),
     ) -> None:
         self._algorithm, self._clients, self._device = algorithm, {c.id: c for c in clients}, device
-        self._together, self._apart = together, tuple(apart)
+        self._uses_cohorts, self._sequential = uses_cohorts, tuple(sequential)
         self._metrics, self._compression = tuple(metrics), compression
         method = start_method or ("fork" if can_fork(device) else "spawn")
         self._context: Any = multiprocessing.get_context(method)
         self._incidents: dict[str, list[str]] = {}  # client -> deaths of workers that are not reported yet
-        self._workers: list[_Worker] = []
+        self._workers: list[_PoolWorker] = []
         for _ in range(workers):
-            self._workers.append(self._start())
+            self._workers.append(self._start_worker())
 
     @property
-    def pids(self) -> list[int]:
+    def worker_pids(self) -> list[int]:
         """Process ids of the workers that run now."""
         return [worker.process.pid for worker in self._workers]
 
-    def _start(self) -> _Worker:
-        ours, theirs = self._context.Pipe()
+    def _start_worker(self) -> _PoolWorker:
+        parent_end, worker_end = self._context.Pipe()
         forked = self._context.get_start_method() == "fork"
         # A forked worker inherits our ends of all pipes; it closes them, so that it sees when we are gone.
-        inherited = [*(worker.pipe for worker in self._workers), ours] if forked else []
+        inherited = [*(worker.pipe for worker in self._workers), parent_end] if forked else []
         arguments = (
-            theirs,
+            worker_end,
             inherited,
             self._algorithm,
             tuple(self._clients.values()),
             self._device,
             self._metrics,
             self._compression,
-            granted(),
-            self._together,
-            self._apart,
+            trusted_names(),
+            self._uses_cohorts,
+            self._sequential,
         )
-        process = self._context.Process(target=_serve, args=arguments, daemon=True, name="polyfed-worker")
+        process = self._context.Process(target=_run_worker, args=arguments, daemon=True, name="polyfed-worker")
         with warnings.catch_warnings():
             # Python 3.12 warns of forking beside threads. Ours are torch's idle OpenMP threads and the progress bar's;
             # the worker uses one thread, and takes no lock that either could hold.
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
             process.start()
-        theirs.close()
-        return _Worker(process, ours)
+        worker_end.close()
+        return _PoolWorker(process, parent_end)
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Result]:
+    def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
         """Yields results as workers finish. A task whose worker died twice is a failure."""
-        ordered = longest_first(tasks, self._clients)
+        ordered = sort_longest_first(tasks, self._clients)
         # Every so-manieth of them, so that cohorts take equally long; one task each where each is computed alone.
-        number = max(len(self._workers), -(-len(ordered) // MOST)) if self._together else len(ordered)
-        waiting = deque(_Work(deque(part)) for i in range(number) if (part := ordered[i::number]))
+        number = max(len(self._workers), -(-len(ordered) // MAX_COHORT_SIZE)) if self._uses_cohorts else len(ordered)
+        waiting = deque(_TaskBatch(deque(part)) for i in range(number) if (part := ordered[i::number]))
         for position, worker in enumerate(self._workers):
-            worker.holds.clear()
-            if worker.work:  # an earlier call was abandoned: what the worker still sends is no answer to us
+            worker.tensor_names.clear()
+            if worker.batches:  # an earlier call was abandoned: what the worker still sends is no answer to us
                 worker.process.kill()
-                self._exchange(position)
-        while waiting or any(worker.work for worker in self._workers):
+                self._restart_worker(position)
+        while waiting or any(worker.batches for worker in self._workers):
             for worker in self._workers:
-                _feed(worker, waiting)
-            busy = {worker.pipe: i for i, worker in enumerate(self._workers) if worker.work}
+                _send_tasks(worker, waiting)
+            busy = {worker.pipe: i for i, worker in enumerate(self._workers) if worker.batches}
             for pipe in wait(list(busy)):
                 position = busy[pipe]  # type: ignore[index]
                 worker = self._workers[position]
                 try:
                     data = worker.pipe.recv_bytes()
                 except (EOFError, OSError):  # also when it died in the middle of its reply
-                    yield from self._replace(position, waiting)
+                    yield from self._handle_dead_worker(position, waiting)
                     continue
-                task = worker.work[0].tasks.popleft()
-                if not worker.work[0].tasks:
-                    worker.work.popleft()
-                _feed(worker, waiting)  # before anything else, so that it does not wait for us
-                yield replace(unpack_result(data, task), incidents=self._told(task))
+                task = worker.batches[0].tasks.popleft()
+                if not worker.batches[0].tasks:
+                    worker.batches.popleft()
+                _send_tasks(worker, waiting)  # before anything else, so that it does not wait for us
+                yield replace(unpack_result(data, task), incidents=self._take_incidents(task))
 
-    def _replace(self, position: int, waiting: deque[_Work]) -> Iterator[Result]:
+    def _handle_dead_worker(self, position: int, waiting: deque[_TaskBatch]) -> Iterator[TaskResult]:
         """A new worker in the place of one that died. The task it worked on waits again, or fails after the last
         attempt; those that it had not begun just wait again. Those of a cohort wait again one by one, so that the client
         that is to blame is alone."""
-        dead = self._exchange(position)
+        dead = self._restart_worker(position)
         code = dead.process.exitcode
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        died = dead.work.popleft()
-        waiting.extendleft(reversed(dead.work))
-        if len(died.tasks) > 1:
-            waiting.extendleft(_Work(deque([task])) for task in reversed(died.tasks))
+        lost_batch = dead.batches.popleft()
+        waiting.extendleft(reversed(dead.batches))
+        if len(lost_batch.tasks) > 1:
+            waiting.extendleft(_TaskBatch(deque([task])) for task in reversed(lost_batch.tasks))
             return
-        task, attempt = died.tasks[0], died.attempt
+        task, attempt = lost_batch.tasks[0], lost_batch.attempt
         incident = (
             f"worker process {dead.process.pid} died ({cause}), phase {task.phase!r}, attempt {attempt} of {_ATTEMPTS}"
         )
         self._incidents.setdefault(task.client, []).append(incident)
         if attempt < _ATTEMPTS:
-            waiting.appendleft(_Work(died.tasks, attempt + 1))
+            waiting.appendleft(_TaskBatch(lost_batch.tasks, attempt + 1))
         else:
             reason = f"its worker process died {_ATTEMPTS} times, last by {cause} (out of memory ends as SIGKILL)"
             failure = ClientError(task.round, task.client, task.phase, reason)
-            yield Result(task, failure=failure, incidents=self._told(task))
+            yield TaskResult(task, failure=failure, incidents=self._take_incidents(task))
 
-    def _exchange(self, position: int) -> _Worker:
+    def _restart_worker(self, position: int) -> _PoolWorker:
         """Puts a new worker in the place of a dead one, and returns the dead."""
         dead = self._workers.pop(position)  # before the fork, which must not inherit a closed pipe
         dead.pipe.close()
         dead.process.join()
-        self._workers.insert(position, self._start())
+        self._workers.insert(position, self._start_worker())
         return dead
 
-    def _told(self, task: Task) -> tuple[str, ...]:
+    def _take_incidents(self, task: ClientTask) -> tuple[str, ...]:
         return tuple(self._incidents.pop(task.client, ()))
 
     def close(self) -> None:
@@ -206,46 +206,48 @@ class PoolEngine(Engine):
         self._workers.clear()
 
 
-def _feed(worker: _Worker, waiting: deque[_Work]) -> None:
+def _send_tasks(worker: _PoolWorker, waiting: deque[_TaskBatch]) -> None:
     """Gives a worker its next task, and one more ahead if that message is small. A large one would not fit the pipe while
     the worker is busy: we would wait to write for a worker that waits to write to us."""
-    while waiting and len(worker.work) < 2:
+    while waiting and len(worker.batches) < 2:
         tasks = waiting[0].tasks
-        if worker.work and len(tasks) > 1:
+        if worker.batches and len(tasks) > 1:
             return  # a cohort's message is large, and would be written anew at each reply only to find that
-        sent = [tensor for task in tasks for tensor in tensors_of(task.down.tensors)]
-        fresh = {id(t): t for t in sent if id(t) not in worker.holds}
-        own = [tensor for task in tasks for tensor in tensors_of(task.own)]
-        if worker.work and sum(t.nbytes for t in (*fresh.values(), *own)) > _AHEAD_BYTES:
+        message_tensors = [tensor for task in tasks for tensor in iter_tensors(task.message.tensors)]
+        new_tensors = {id(t): t for t in message_tensors if id(t) not in worker.tensor_names}
+        state_tensors = [tensor for task in tasks for tensor in iter_tensors(task.client_state)]
+        if worker.batches and sum(t.nbytes for t in (*new_tensors.values(), *state_tensors)) > _AHEAD_BYTES:
             return  # known without encoding it
-        message = _message(tasks, fresh, worker.holds)
-        if worker.work and len(message) > _AHEAD_BYTES:
+        message = _encode_tasks(tasks, new_tensors, worker.tensor_names)
+        if worker.batches and len(message) > _AHEAD_BYTES:
             return
-        worker.work.append(waiting.popleft())
-        worker.holds.update(_names(fresh))
+        worker.batches.append(waiting.popleft())
+        worker.tensor_names.update(_tensor_names(new_tensors))
         try:
             worker.pipe.send_bytes(message)
         except OSError:
             return  # it is dead, which `run` notices when it waits for the reply
 
 
-def _names(tensors: Mapping[int, torch.Tensor]) -> dict[int, str]:
+def _tensor_names(tensors: Mapping[int, torch.Tensor]) -> dict[int, str]:
     return {key: f"t{key}" for key in tensors}
 
 
-def _message(tasks: Sequence[Task], fresh: Mapping[int, torch.Tensor], holds: Mapping[int, str]) -> bytes:
+def _encode_tasks(
+    tasks: Sequence[ClientTask], new_tensors: Mapping[int, torch.Tensor], held_names: Mapping[int, str]
+) -> bytes:
     """Tasks as bytes. Tensors that the worker does not hold yet are in them; the others go by name."""
-    names = {**holds, **_names(fresh)}
-    return encode(
+    names = {**held_names, **_tensor_names(new_tensors)}
+    return serialize_state(
         {
-            "forget": not holds,
-            "fresh": {names[key]: tensor for key, tensor in fresh.items()},
+            "forget": not held_names,
+            "fresh": {names[key]: tensor for key, tensor in new_tensors.items()},
             "tasks": {
                 f"{number:06}": {
-                    "down": {g: {n: names[id(t)] for n, t in tree.items()} for g, tree in task.down.tensors.items()},
+                    "down": {g: {n: names[id(t)] for n, t in tree.items()} for g, tree in task.message.tensors.items()},
                     "task": [task.phase, task.round, task.client, task.seed, task.run_seed],
-                    "scalars": dict(task.down.scalars),
-                    "own": task.own,
+                    "scalars": dict(task.message.scalars),
+                    "own": task.client_state,
                 }
                 for number, task in enumerate(tasks)
             },
@@ -253,45 +255,45 @@ def _message(tasks: Sequence[Task], fresh: Mapping[int, torch.Tensor], holds: Ma
     )
 
 
-def _task(part: Any, held: Mapping[str, torch.Tensor]) -> Task:
-    arrays = {group: {name: held[key] for name, key in tree.items()} for group, tree in part["down"].items()}
+def _decode_task(part: Any, tensor_by_name: Mapping[str, torch.Tensor]) -> ClientTask:
+    arrays = {group: {name: tensor_by_name[key] for name, key in tree.items()} for group, tree in part["down"].items()}
     phase, number, client, seed, run_seed = part["task"]
-    return Task(phase, number, client, Message(arrays, part["scalars"]), part["own"], seed, run_seed)
+    return ClientTask(phase, number, client, Message(arrays, part["scalars"]), part["own"], seed, run_seed)
 
 
-def _serve(
+def _run_worker(
     pipe: Connection,
     inherited: Sequence[Connection],
     algorithm: Algorithm[Any, Any],
     clients: Sequence[Client],
     device: torch.device,
     metrics: Sequence[Metric],
-    compression: Compression | None,
+    compression: Compressor | None,
     allowed: Sequence[str],
-    together: bool,
-    apart: Sequence[str],
+    uses_cohorts: bool,
+    sequential: Sequence[str],
 ) -> None:
     """A worker's life: take tasks, carry them out, answer in their order; leave when the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which saves the run and closes the pipe
     for connection in inherited:
         connection.close()
     parent = os.getppid()
-    inherit(allowed)
+    inherit_trust(allowed)
     torch.set_num_threads(1)
-    engine: Engine = (partial(CohortEngine, apart=apart) if together else InProcessEngine)(
+    engine: Engine = (partial(CohortEngine, sequential=sequential) if uses_cohorts else InProcessEngine)(
         algorithm, clients, device, metrics, compression
     )
-    held: dict[str, torch.Tensor] = {}
+    tensor_by_name: dict[str, torch.Tensor] = {}
     try:
         while True:
             while not pipe.poll(_ORPHAN_CHECK_SECONDS):
                 if os.getppid() != parent:
                     raise EOFError
-            body = decode(pipe.recv_bytes())
+            body = deserialize_state(pipe.recv_bytes())
             if body["forget"]:
-                held.clear()
-            held.update(body["fresh"])
-            tasks = [_task(part, held) for _, part in sorted(body["tasks"].items())]
+                tensor_by_name.clear()
+            tensor_by_name.update(body["fresh"])
+            tasks = [_decode_task(part, tensor_by_name) for _, part in sorted(body["tasks"].items())]
             results = {result.task.client: result for result in engine.run(tasks)}
             for task in tasks:
                 pipe.send_bytes(pack_result(results[task.client]))

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.compression import Compression, compression
+from polyfed.core.compression import Compressor, parse_compressor
 from polyfed.core.errors import UserError
 from polyfed.core.metrics import Metric
-from polyfed.core.metrics import unsendable as unsendable_metric
-from polyfed.core.threads import usable_cores
-from polyfed.simulation.engines.choice import Choice
+from polyfed.core.metrics import unpicklable_metric_error as unsendable_metric
+from polyfed.core.threads import num_usable_cores
+from polyfed.simulation.engines.choice import EngineChoice
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.engines.machine import check_installed, device_of_clients
+from polyfed.simulation.engines.machine import check_engine_installed, client_device
 from polyfed.simulation.engines.pool import PoolEngine, can_fork
 from polyfed.simulation.engines.work import Engine
 from polyfed.simulation.settings import Settings
 
 
-def start(
+def build_engine(
     name: str,
     algorithm: Algorithm[Any, Any],
     clients: Sequence[Client],
@@ -31,8 +31,8 @@ def start(
     ray_address: str = "local",
     gpus_per_worker: float = 0.0,
     metrics: Sequence[Metric] = (),
-    compressed: Compression | None = None,
-    choice: Choice | None = None,
+    reply_compression: Compressor | None = None,
+    choice: EngineChoice | None = None,
 ) -> Engine:
     """An engine with these clients.
 
@@ -47,63 +47,72 @@ def start(
         choice: how "auto" was settled; None is one by one.
     """
     if name == "ray":
-        check_installed(name)
+        check_engine_installed(name)
         from polyfed.simulation.engines.ray import RayEngine  # imported late: Ray is an extra, and takes a second
 
-        return RayEngine(algorithm, clients, workers, ray_address, gpus_per_worker, metrics, compressed)
-    count = min(usable_cores(), len(clients)) if workers == "auto" else int(workers)
-    alone = count == 0 or (workers == "auto" and (count == 1 or device.type != "cpu"))
-    together = name == "cohort" or (name == "auto" and choice is not None and choice.together)
-    apart = choice.apart if choice is not None and name == "auto" else ()
-    if name == "inprocess" or (name != "pool" and alone):
-        return _here(algorithm, clients, device, metrics, compressed, together, apart)
-    obstacle = None if can_fork(device) else unsendable(clients) or unsendable_metric(metrics)
-    if obstacle and name == "pool":
-        raise UserError(f"{obstacle}; define it at the top level of a module, or use engine='inprocess'")
-    if obstacle:
-        warnings.warn(f"{obstacle}, so all clients run in this process", RuntimeWarning, stacklevel=2)
-        return _here(algorithm, clients, device, metrics, compressed, together, apart)
+        return RayEngine(algorithm, clients, workers, ray_address, gpus_per_worker, metrics, reply_compression)
+    count = min(num_usable_cores(), len(clients)) if workers == "auto" else int(workers)
+    in_this_process = count == 0 or (workers == "auto" and (count == 1 or device.type != "cpu"))
+    uses_cohorts = name == "cohort" or (name == "auto" and choice is not None and choice.uses_cohorts)
+    sequential = choice.apart if choice is not None and name == "auto" else ()
+    if name == "inprocess" or (name != "pool" and in_this_process):
+        return _build_local_engine(algorithm, clients, device, metrics, reply_compression, uses_cohorts, sequential)
+    pickle_error = None if can_fork(device) else unpicklable_client_error(clients) or unsendable_metric(metrics)
+    if pickle_error and name == "pool":
+        raise UserError(f"{pickle_error}; define it at the top level of a module, or use engine='inprocess'")
+    if pickle_error:
+        warnings.warn(f"{pickle_error}, so all clients run in this process", RuntimeWarning, stacklevel=2)
+        return _build_local_engine(algorithm, clients, device, metrics, reply_compression, uses_cohorts, sequential)
     return PoolEngine(
-        algorithm, clients, device, count, metrics=metrics, compression=compressed, together=together, apart=apart
+        algorithm,
+        clients,
+        device,
+        count,
+        metrics=metrics,
+        compression=reply_compression,
+        uses_cohorts=uses_cohorts,
+        sequential=sequential,
     )
 
 
-def _here(
+def _build_local_engine(
     algorithm: Algorithm[Any, Any],
     clients: Sequence[Client],
     device: torch.device,
     metrics: Sequence[Metric],
-    compressed: Compression | None,
-    together: bool,
-    apart: Sequence[str],
+    reply_compression: Compressor | None,
+    uses_cohorts: bool,
+    sequential: Sequence[str],
 ) -> Engine:
     """The engine in this process."""
-    if together:
-        return CohortEngine(algorithm, clients, device, metrics, compressed, apart=apart)
-    return InProcessEngine(algorithm, clients, device, metrics, compressed)
+    if uses_cohorts:
+        return CohortEngine(algorithm, clients, device, metrics, reply_compression, sequential=sequential)
+    return InProcessEngine(algorithm, clients, device, metrics, reply_compression)
 
 
-def start_for(
+def build_engine_for_settings(
     settings: Settings,
     algorithm: Algorithm[Any, Any],
     clients: Sequence[Client],
     metrics: Sequence[Metric] = (),
-    choice: Choice | None = None,
+    choice: EngineChoice | None = None,
 ) -> Engine:
     """The engine that a run's settings ask for, `choice` saying how "auto" was settled."""
-    device = device_of_clients(settings)
-    ray = settings.ray_address, settings.gpus_per_worker
-    how = compression(settings.compress)
-    return start(settings.engine, algorithm, clients, device, settings.workers, *ray, metrics, how, choice)
+    device = client_device(settings)
+    ray_options = settings.ray_address, settings.gpus_per_worker
+    reply_compression = parse_compressor(settings.compress)
+    return build_engine(
+        settings.engine, algorithm, clients, device, settings.workers, *ray_options, metrics, reply_compression, choice
+    )
 
 
-def unsendable(clients: Sequence[Client]) -> str | None:
+def unpicklable_client_error(clients: Sequence[Client]) -> str | None:
     """Why a client cannot be given to a process that was not forked: a sentence about the first model factory or loss that
     cannot be pickled, or None."""
     owned = [("model factory", client.model) for client in clients] + [("loss", client.loss) for client in clients]
-    for what, thing in {id(thing): (what, thing) for what, thing in owned}.values():
+    for kind, thing in {id(thing): (kind, thing) for kind, thing in owned}.values():
         try:
             pickle.dumps(thing)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            return f"the {what} {getattr(thing, '__qualname__', thing)} cannot be sent to another process ({error})"
+            return f"the {kind} {getattr(thing, '__qualname__', thing)} cannot be sent to another process ({error})"
     return None

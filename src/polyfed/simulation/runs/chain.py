@@ -15,56 +15,56 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import ANY_SIZE, MOST_ROUNDS, open_file, read_file
-from polyfed.core.typed import from_json
+from polyfed.core.files import MAX_ROUNDS_BYTES, UNLIMITED_BYTES, open_file, read_file
+from polyfed.core.typed import parse_json
 
-COMPLETE = "complete.json"  # of a checkpoint
+COMPLETE_FILE = "complete.json"  # of a checkpoint
 _WHERE = {"engine", "workers", "ray_address", "gpus_per_worker", "device"}  # where a run goes on changes no result
 _MOST_BYTES = 2**31  # of models and predictions that are read to see whether they were changed
 Binding = Mapping[str, str]  # "config", "data" and, of a checkpoint, "metrics" -> SHA-256 or fingerprint
 
 
-def of_config(config: Mapping[str, Any]) -> str:
+def hash_config(config: Mapping[str, Any]) -> str:
     """The hash of what decides the results of a configuration.
 
-    >>> of_config({"rounds": 3, "workers": 0}) == of_config({"workers": 8, "rounds": 3}) != of_config({"rounds": 4})
+    >>> hash_config({"rounds": 3, "workers": 0}) == hash_config({"workers": 8, "rounds": 3}) != hash_config({"rounds": 4})
     True
     """
-    kept = {str(key): value for key, value in config.items() if key not in _WHERE}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+    deciding_fields = {str(key): value for key, value in config.items() if key not in _WHERE}
+    return hashlib.sha256(json.dumps(deciding_fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def of_lines(text: str) -> list[str]:
+def running_hashes_of_lines(text: str) -> list[str]:
     """The running hash of the lines of a `metrics.jsonl`: after none, after the first, after the second, ...
 
-    >>> of_lines("")[0] == hashlib.sha256().hexdigest(), len(of_lines("a\\nb\\n"))
+    >>> running_hashes_of_lines("")[0] == hashlib.sha256().hexdigest(), len(running_hashes_of_lines("a\\nb\\n"))
     (True, 3)
     """
     running = hashlib.sha256()
-    found = [running.hexdigest()]
+    hashes = [running.hexdigest()]
     for line in text.split("\n")[:-1]:
         running.update(f"{line}\n".encode(errors="surrogatepass"))
-        found.append(running.hexdigest())
-    return found
+        hashes.append(running.hexdigest())
+    return hashes
 
 
-def of_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """The hash of a file.
 
     Raises:
         OSError: it cannot be read.
     """
-    with open_file(path, ANY_SIZE) as file:
+    with open_file(path, UNLIMITED_BYTES) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it can be read into
 
 
-def binding(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Binding:
+def run_binding(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Binding:
     """What every checkpoint of a run is bound to: its configuration, and its data (of real sites, the run's id)."""
     data = manifest.get("data_fingerprint") or manifest.get("deployment") or ""
-    return {"config": of_config(config), "data": str(data)}
+    return {"config": hash_config(config), "data": str(data)}
 
 
-def differs(bound: Binding, expected: Binding, checkpoint: Path, round_number: int) -> str:
+def binding_error(bound: Binding, expected: Binding, checkpoint: Path, round_number: int) -> str:
     """Why a checkpoint does not belong to a run, as a sentence; empty if it does."""
     folder = checkpoint.parent.parent
     if bound.get("config") != expected["config"]:
@@ -82,13 +82,18 @@ def differs(bound: Binding, expected: Binding, checkpoint: Path, round_number: i
     return ""
 
 
-def expected_at(config: Mapping[str, Any], manifest: Mapping[str, Any], metrics: str) -> Callable[[int], Binding]:
+def expected_binding_by_round(
+    config: Mapping[str, Any], manifest: Mapping[str, Any], metrics: str
+) -> Callable[[int], Binding]:
     """What a checkpoint after a round must be bound to, of a run with these metrics."""
-    fixed, lines = binding(config, manifest), of_lines(metrics)
-    return lambda round_number: {**fixed, "metrics": lines[round_number] if round_number < len(lines) else ""}
+    constant_binding, lines = run_binding(config, manifest), running_hashes_of_lines(metrics)
+    return lambda round_number: {
+        **constant_binding,
+        "metrics": lines[round_number] if round_number < len(lines) else "",
+    }
 
 
-def check_config(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
     """Raises if the configuration is not the one with which the run began, or nothing says so.
 
     Raises:
@@ -99,25 +104,25 @@ def check_config(folder: Path, config: Mapping[str, Any], manifest: Mapping[str,
             f"{folder / 'manifest.json'} is missing or damaged, so that nothing says which run this is; put back a copy of "
             "it, or start another run with another --out"
         )
-    if sentence := _changed_config(folder, config, manifest):
+    if sentence := _config_change(folder, config, manifest):
         raise UserError(sentence)
 
 
-def check_data(folder: Path, fingerprint: str) -> None:
+def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
     """Raises if these are the data to which the checkpoints of a run are bound, so that its manifest is what differs.
 
     Raises:
         UserError: `manifest.json` was changed.
     """
-    if newest_binding(folder / "checkpoint").get("data") == fingerprint:
+    if read_newest_binding(folder / "checkpoint").get("data") == fingerprint:
         raise UserError(
             f"{folder / 'manifest.json'} was changed since the run began: its data_fingerprint is not that of the run, to "
             "which the checkpoints are bound; put back a copy of it"
         )
 
 
-def _changed_config(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
-    if manifest.get("config_sha256") in (None, of_config(config)):
+def _config_change(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    if manifest.get("config_sha256") in (None, hash_config(config)):
         return ""
     return (
         f"{folder / 'config.yaml'} was changed since the run began; put it back as it was, or start another run with it: "
@@ -125,8 +130,8 @@ def _changed_config(folder: Path, config: Mapping[str, Any], manifest: Mapping[s
     )
 
 
-def changes(
-    folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any], newest: Binding, made: bool
+def describe_changed_files(
+    folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any], newest: Binding, include_outputs: bool
 ) -> list[str]:
     """What was changed in a run directory since it was written, a sentence for each file.
 
@@ -136,38 +141,44 @@ def changes(
         newest: what its newest checkpoint is bound to, with "round"; empty without one.
         made: whether models and predictions count, which are made of the others.
     """
-    found = [sentence] if (sentence := _changed_config(folder, config, manifest)) else []
+    sentences = [sentence] if (sentence := _config_change(folder, config, manifest)) else []
     if newest:
         try:
-            lines = of_lines(read_file(folder / "metrics.jsonl", MOST_ROUNDS).decode(errors="surrogateescape"))
+            lines = running_hashes_of_lines(
+                read_file(folder / "metrics.jsonl", MAX_ROUNDS_BYTES).decode(errors="surrogateescape")
+            )
         except OSError:
-            lines = of_lines("")  # before the first round has been evaluated there is none
-        told = newest.get("records", "")
-        number = int(told if told.isdecimal() and len(told) < 10 else newest["round"])
+            lines = running_hashes_of_lines("")  # before the first round has been evaluated there is none
+        records_text = newest.get("records", "")
+        number = int(records_text if records_text.isdecimal() and len(records_text) < 10 else newest["round"])
         if number >= len(lines) or lines[number] != newest.get("metrics"):
-            found.append(
+            sentences.append(
                 f"{folder / 'metrics.jsonl'} was changed in rounds 1 to {number} since they were written; put back a copy "
                 "of it, or make the run again"
             )
-        if newest.get("config") != of_config(config) and not found:
-            found.append(f"the checkpoints of {folder} are of a run with another configuration; put back the run's own")
-    return found + (_changed_files(folder, manifest.get("files")) if made else [])
+        if newest.get("config") != hash_config(config) and not sentences:
+            sentences.append(
+                f"the checkpoints of {folder} are of a run with another configuration; put back the run's own"
+            )
+    return sentences + (_file_changes(folder, manifest.get("files")) if include_outputs else [])
 
 
-def _changed_files(folder: Path, files: Any) -> list[str]:
+def _file_changes(folder: Path, files: Any) -> list[str]:
     if not isinstance(files, Mapping):
         return []
-    here = {path: expected for name, expected in files.items() if _within(path := folder / str(name), folder)}
-    if sum(path.stat().st_size for path in here) > _MOST_BYTES:
+    hash_by_path = {
+        path: expected for name, expected in files.items() if _is_file_within(path := folder / str(name), folder)
+    }
+    if sum(path.stat().st_size for path in hash_by_path) > _MOST_BYTES:
         return []
     return [
         f"{path} was changed since the run wrote it; `polyfed resume {folder}` writes it again"
-        for path, expected in here.items()
-        if of_file(path) != expected
+        for path, expected in hash_by_path.items()
+        if hash_file(path) != expected
     ]
 
 
-def _within(path: Path, folder: Path) -> bool:
+def _is_file_within(path: Path, folder: Path) -> bool:
     """Whether there is such a file in a folder, not only by its name."""
     try:
         return path.is_file() and path.resolve().is_relative_to(folder.resolve())
@@ -175,27 +186,27 @@ def _within(path: Path, folder: Path) -> bool:
         return False
 
 
-def of_files(folder: Path, parts: Sequence[str]) -> dict[str, str]:
+def hash_files(folder: Path, parts: Sequence[str]) -> dict[str, str]:
     """The hashes of the files in these folders of a run, by their place in it."""
     paths = [path for part in parts for path in sorted((folder / part).glob("[!.]*")) if path.is_file()]
-    return {path.relative_to(folder).as_posix(): of_file(path) for path in paths}
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in paths}
 
 
-def complete(folder: Path, part: str) -> dict[str, str]:
+def read_checkpoint_hashes(folder: Path, part: str) -> dict[str, str]:
     """A part of `complete.json`, names and hashes; empty where it is not that."""
     try:
-        content = from_json(read_file(folder / COMPLETE))
+        content = parse_json(read_file(folder / COMPLETE_FILE))
     except (OSError, ValueError):
         return {}
-    found = content.get(part) if isinstance(content, dict) else None
-    sound = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
-    return found if isinstance(found, dict) and sound else {}
+    hashes = content.get(part) if isinstance(content, dict) else None
+    sound = isinstance(hashes, dict) and all(isinstance(value, str) for value in hashes.values())
+    return hashes if isinstance(hashes, dict) and sound else {}
 
 
-def newest_binding(folder: Path) -> Binding:
+def read_newest_binding(folder: Path) -> Binding:
     """What the newest checkpoint in this folder that says so is bound to, with its "round"; empty without one."""
     for candidate in sorted(folder.glob("round-*"), reverse=True):
         number = candidate.name.removeprefix("round-")
-        if number.isdecimal() and (bound := complete(candidate, "bound")):
+        if number.isdecimal() and (bound := read_checkpoint_hashes(candidate, "bound")):
             return {**bound, "round": number}
     return {}

@@ -19,20 +19,20 @@ from torch import Tensor
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples import Examples
-from polyfed.core.files import make_folder, open_file, replaced
-from polyfed.core.typed import UNREADABLE, conforms, from_json
+from polyfed.core.files import create_private_folder, open_atomic_file, open_file
+from polyfed.core.typed import DAMAGED_FILE_ERRORS, parse_json, validation_error
 
 if TYPE_CHECKING:
     import pyarrow
 
 SPLITS = ("test", "val")
-_OWN = ("round", "split", "example", "target", "output")
+_RESERVED = ("round", "split", "example", "target", "output")
 _KEY = b"polyfed"
 MOST_BYTES = 2 * 256 * 2**20  # of the predictions that a run keeps at most: those of two large rounds
 MOST_ROWS = 20_000_000  # of them; what has more takes minutes to read
 
 
-def write(path: Path, client: Client, found: Mapping[int, Mapping[str, Tensor]]) -> None:
+def write_outputs(path: Path, client: Client, outputs_by_round: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Writes the file of a client, so that it is the old one or the new one at any moment; `synced` sees to it that it is on
     the disk.
 
@@ -45,7 +45,12 @@ def write(path: Path, client: Client, found: Mapping[int, Mapping[str, Tensor]])
     import pyarrow.parquet as pq
 
     sets: dict[str, Examples | None] = {"test": client.test, "val": client.val}
-    parts = [(n, s, found[n][s], sets[s]) for n in sorted(found) for s in SPLITS if s in found[n]]
+    parts = [
+        (n, s, outputs_by_round[n][s], sets[s])
+        for n in sorted(outputs_by_round)
+        for s in SPLITS
+        if s in outputs_by_round[n]
+    ]
     rows = [(n, s, outputs, data) for n, s, outputs, data in parts if data is not None]
     number = np.concatenate([np.full(len(outputs), n, np.int32) for n, _, outputs, _ in rows])
     example = np.concatenate([np.arange(len(outputs), dtype=np.int32) for _, _, outputs, _ in rows])
@@ -58,32 +63,32 @@ def write(path: Path, client: Client, found: Mapping[int, Mapping[str, Tensor]])
         "output": _lists(outputs),
     }  # fmt: skip
     names = sorted({name for _, _, _, data in rows for name in data.columns or {}})
-    stored = {name: f"{name}_" if name in _OWN else name for name in names}
-    arrays |= {stored[name]: _column(name, [data for _, _, _, data in rows]) for name in names}
-    told = {
+    stored_names = {name: f"{name}_" if name in _RESERVED else name for name in names}
+    arrays |= {stored_names[name]: _column(name, [data for _, _, _, data in rows]) for name in names}
+    header = {
         "client": client.id, "output": list(outputs.shape[1:]), "target": list(targets.shape[1:]),
-        "columns": {short: name for name, short in stored.items()},
+        "columns": {short: name for name, short in stored_names.items()},
     }  # fmt: skip
-    table = pa.table(arrays).replace_schema_metadata({_KEY: json.dumps(told).encode()})
-    make_folder(path.parent)
-    with replaced(path, sync=False) as file:
+    table = pa.table(arrays).replace_schema_metadata({_KEY: json.dumps(header).encode()})
+    create_private_folder(path.parent)
+    with open_atomic_file(path, sync=False) as file:
         pq.write_table(table, file)
 
 
-def rounds(path: Path, split: str) -> list[int]:
+def list_rounds(path: Path, split: str) -> list[int]:
     """The rounds of which the file holds a set's predictions, in their order.
 
     Raises:
         UserError: it is damaged, or there is no such set.
     """
-    table = _read(path, split, None, ["round", "split"])
+    table = _read_table(path, split, None, ["round", "split"])
     numbers = table.column("round").unique().to_pylist()
-    if wrong := conforms(numbers, list[int], "round"):
+    if wrong := validation_error(numbers, list[int], "round"):
         raise UserError(_damaged(path, ValueError(wrong)))
     return sorted(set(numbers))
 
 
-def read(path: Path, split: str, round: int) -> tuple[Tensor, Tensor, dict[str, NDArray[Any]]]:
+def read_outputs_and_targets(path: Path, split: str, round: int) -> tuple[Tensor, Tensor, dict[str, NDArray[Any]]]:
     """Outputs, targets and columns of a round, as they were when they were written.
 
     Raises:
@@ -91,50 +96,50 @@ def read(path: Path, split: str, round: int) -> tuple[Tensor, Tensor, dict[str, 
     """
     import pyarrow as pa
 
-    table = _read(path, split, round, None)
-    told = _told(path, table)
+    table = _read_table(path, split, round, None)
+    header = _read_header(path, table)
     try:  # NumPy and Arrow alone read here
-        outputs = _tensor(table.column("output"), told["output"])
-        targets = _tensor(table.column("target"), told["target"])
-        columns = {name: np.asarray(table.column(short)) for short, name in told["columns"].items()}
+        outputs = _tensor(table.column("output"), header["output"])
+        targets = _tensor(table.column("target"), header["target"])
+        columns = {name: np.asarray(table.column(short)) for short, name in header["columns"].items()}
         if len(targets) != len(outputs) or outputs.dim() < 2 or not outputs.is_floating_point():
             raise ValueError("outputs and targets do not fit")
-    except (*UNREADABLE, pa.ArrowException) as error:
+    except (*DAMAGED_FILE_ERRORS, pa.ArrowException) as error:
         raise UserError(_damaged(path, error)) from error
     return outputs, targets, columns
 
 
-def _read(path: Path, split: str, round: int | None, columns: list[str] | None) -> "pyarrow.Table":
+def _read_table(path: Path, split: str, round: int | None, columns: list[str] | None) -> "pyarrow.Table":
     if split not in SPLITS:
         raise UserError(f"split must be 'test' or 'val', got {split!r}")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    wanted = [("split", "=", split)] + ([] if round is None else [("round", "=", round)])
+    filters = [("split", "=", split)] + ([] if round is None else [("round", "=", round)])
     try:  # Arrow alone reads here
         with open_file(path, MOST_BYTES) as file:
-            _check_amount(pq.ParquetFile(file).metadata)
-            return pq.read_table(file, columns=columns, filters=wanted)
-    except (OSError, MemoryError, *UNREADABLE, pa.ArrowException) as error:
+            _check_size(pq.ParquetFile(file).metadata)
+            return pq.read_table(file, columns=columns, filters=filters)
+    except (OSError, MemoryError, *DAMAGED_FILE_ERRORS, pa.ArrowException) as error:
         raise UserError(_damaged(path, error)) from error
 
 
-def _check_amount(told: "pyarrow.parquet.FileMetaData") -> None:
+def _check_size(metadata: "pyarrow.parquet.FileMetaData") -> None:
     """Refuses more than a run can have kept. Equal values take no room in a file, and all that they take in memory.
 
     Raises:
         ValueError: there is more.
     """
-    groups = [told.row_group(k) for k in range(told.num_row_groups)]
+    groups = [metadata.row_group(k) for k in range(metadata.num_row_groups)]
     outputs = [
         g.column(c) for g in groups for c in range(g.num_columns) if g.column(c).path_in_schema.startswith("output.")
     ]
     numbers = sum(column.num_values for column in outputs)
-    if told.num_rows > MOST_ROWS or 4 * numbers > MOST_BYTES:
-        raise ValueError(f"it claims {told.num_rows} rows with {numbers} outputs, more than a run keeps")
+    if metadata.num_rows > MOST_ROWS or 4 * numbers > MOST_BYTES:
+        raise ValueError(f"it claims {metadata.num_rows} rows with {numbers} outputs, more than a run keeps")
 
 
-class _Told(TypedDict):
+class _ParquetHeader(TypedDict):
     """What the file says of itself: shapes of an example's outputs and targets, and whose column is which."""
 
     output: list[int]
@@ -142,14 +147,14 @@ class _Told(TypedDict):
     columns: dict[str, str]
 
 
-def _told(path: Path, table: "pyarrow.Table") -> _Told:
+def _read_header(path: Path, table: "pyarrow.Table") -> _ParquetHeader:
     try:
-        told: _Told = from_json((table.schema.metadata or {}).get(_KEY, b"null"))
-        if wrong := conforms(told, _Told):
+        header: _ParquetHeader = parse_json((table.schema.metadata or {}).get(_KEY, b"null"))
+        if wrong := validation_error(header, _ParquetHeader):
             raise ValueError(wrong)
     except ValueError as error:
         raise UserError(_damaged(path, error)) from error
-    return told
+    return header
 
 
 def _damaged(path: Path, error: Exception) -> str:
@@ -186,15 +191,15 @@ def _column(name: str, sets: Sequence[Examples]) -> "pyarrow.Array":
     """Values of all sets one after the other; null for a set without such a column."""
     import pyarrow as pa
 
-    known = {id(data): data.column(name) for data in sets if name in (data.columns or {})}
-    text = any(values.dtype.kind in "UO" for values in known.values())
-    plain = {key: pa.array(_texts(values)) if text else pa.array(values) for key, values in known.items()}
-    kind = pa.string() if text else pa.concat_arrays(_alike(list(known.values()))).type
+    values_by_set = {id(data): data.column(name) for data in sets if name in (data.columns or {})}
+    text = any(values.dtype.kind in "UO" for values in values_by_set.values())
+    plain = {key: pa.array(_texts(values)) if text else pa.array(values) for key, values in values_by_set.items()}
+    kind = pa.string() if text else pa.concat_arrays(_to_common_type(list(values_by_set.values()))).type
     parts = [plain[id(data)].cast(kind) if id(data) in plain else pa.nulls(len(data), kind) for data in sets]
     return pa.concat_arrays(parts)
 
 
-def _alike(columns: Sequence[NDArray[Any]]) -> "list[pyarrow.Array]":
+def _to_common_type(columns: Sequence[NDArray[Any]]) -> "list[pyarrow.Array]":
     """Columns of numbers in the type that holds them all."""
     import pyarrow as pa
 

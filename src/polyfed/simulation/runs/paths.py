@@ -10,11 +10,11 @@ _PLAIN = re.compile(r"[a-z0-9_.-]{1,100}")
 _LONGEST = 100  # file systems take 255 bytes, and something is put before and after
 
 
-def file_name(client: str) -> str:
+def safe_file_name(client: str) -> str:
     """A client's id as a safe file name. Short lower-case ASCII ids keep theirs; the others get a hash, so that names stay
     different where a file system ignores case, and where they had to be cut.
 
-    >>> file_name("client-007"), file_name("St. Mary's/north")
+    >>> safe_file_name("client-007"), safe_file_name("St. Mary's/north")
     ('client-007', 'St.%20Mary%27s%2Fnorth-582fa6f2')
     """
     if _PLAIN.fullmatch(client):
@@ -22,7 +22,7 @@ def file_name(client: str) -> str:
     return f"{quote(client, safe='')[:_LONGEST]}-{hashlib.sha256(client.encode()).hexdigest()[:8]}"
 
 
-def fresh_directory(name: str) -> Path:
+def choose_run_directory(name: str) -> Path:
     """A run directory that does not exist yet, `runs/NAME-DATE-TIME`, in the working directory."""
     base = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = (base if i == 0 else base.with_name(f"{base.name}-{i}") for i in range(1000))

@@ -19,18 +19,25 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.files import ANY_SIZE, make_folder, open_file, replace_file, synced, user_path
-from polyfed.core.stored import read_tensors
+from polyfed.core.files import (
+    UNLIMITED_BYTES,
+    create_private_folder,
+    expand_user_path,
+    open_file,
+    sync_files,
+    write_file_atomically,
+)
+from polyfed.core.stored import read_safetensors
 from polyfed.simulation.runs import parquet
 from polyfed.simulation.runs.directory import read_config, read_metrics
-from polyfed.simulation.runs.paths import file_name
+from polyfed.simulation.runs.paths import safe_file_name
 
 LIMIT_BYTES = 64 * 2**20  # of all evaluated rounds together
 LARGEST_BYTES = 256 * 2**20  # of one round
 FOLDER = "predictions"
 _SPOOL, _OLD, _NEW = ".rounds", ".rounds-old", ".rounds-new"
 
-Outputs = Mapping[str, Mapping[str, Tensor]]  # client -> "test" or "val" -> (n, ...)
+OutputsByClient = Mapping[str, Mapping[str, Tensor]]  # client -> "test" or "val" -> (n, ...)
 
 
 @final
@@ -51,7 +58,7 @@ class Predictions:
     columns: Mapping[str, NDArray[Any]]
 
 
-def read(folder: str | Path, client: str, *, split: str = "test", round: int | None = None) -> Predictions:
+def read_predictions(folder: str | Path, client: str, *, split: str = "test", round: int | None = None) -> Predictions:
     """The predictions that a run directory holds.
 
     Args:
@@ -63,34 +70,32 @@ def read(folder: str | Path, client: str, *, split: str = "test", round: int | N
     Raises:
         UserError: there are none of this client, split or round, or the file is damaged.
     """
-    file = _file(folder, client)
-    known = parquet.rounds(file, split)
-    chosen = _by_default(Path(folder), known) if round is None else round
-    if chosen not in known:
-        raise UserError(none_of(client, split, chosen, known))
-    outputs, targets, columns = parquet.read(file, split, chosen)
-    return Predictions(chosen, outputs, targets, columns)
+    file = _predictions_file(folder, client)
+    available = parquet.list_rounds(file, split)
+    chosen_round = _default_round(Path(folder), available) if round is None else round
+    if chosen_round not in available:
+        raise UserError(missing_predictions_message(client, split, chosen_round, available))
+    outputs, targets, columns = parquet.read_outputs_and_targets(file, split, chosen_round)
+    return Predictions(chosen_round, outputs, targets, columns)
 
 
-def rounds(folder: str | Path, client: str, *, split: str = "test") -> list[int]:
+def list_predicted_rounds(folder: str | Path, client: str, *, split: str = "test") -> list[int]:
     """The rounds of which a run directory holds a client's predictions, in their order.
 
     Raises:
         UserError: there are none of this client, or the file is damaged.
     """
-    return parquet.rounds(_file(folder, client), split)
+    return parquet.list_rounds(_predictions_file(folder, client), split)
 
 
-def none_of(client: str, split: str, round: int | None, known: Sequence[int]) -> str:
+def missing_predictions_message(client: str, split: str, round: int | None, available: Sequence[int]) -> str:
     """A sentence for an error."""
-    if not known:
+    if not available:
         return f"no predictions of client {client!r} on its {split} examples were kept"
-    return (
-        f"no predictions of client {client!r} after round {round} were kept; give one of {', '.join(map(str, known))}"
-    )
+    return f"no predictions of client {client!r} after round {round} were kept; give one of {', '.join(map(str, available))}"
 
 
-def _by_default(folder: Path, known: Sequence[int]) -> int | None:
+def _default_round(folder: Path, available: Sequence[int]) -> int | None:
     keep = read_config(folder).get("keep") if (folder / "config.yaml").exists() else None
     if isinstance(keep, int):
         return keep
@@ -99,11 +104,11 @@ def _by_default(folder: Path, known: Sequence[int]) -> int | None:
         best = records[-1].get("best_round") if records else None
         if best is not None:
             return int(best)
-    return known[-1] if known else None
+    return available[-1] if available else None
 
 
-def _file(folder: str | Path, client: str) -> Path:
-    file = user_path(folder, "the run directory") / FOLDER / f"{file_name(client)}.parquet"
+def _predictions_file(folder: str | Path, client: str) -> Path:
+    file = expand_user_path(folder, "the run directory") / FOLDER / f"{safe_file_name(client)}.parquet"
     if not file.is_file():
         raise UserError(
             f"{file} is missing: predictions are written when a run ends, for clients that could be evaluated; see "
@@ -113,7 +118,7 @@ def _file(folder: str | Path, client: str) -> Path:
 
 
 @final
-class Kept:
+class PredictionStore:
     """The rounds whose predictions a run keeps: in its directory, or in memory if it has none.
 
     Args:
@@ -123,32 +128,32 @@ class Kept:
 
     def __init__(self, clients: Mapping[str, Client], folder: Path | None = None) -> None:
         self._clients = dict(clients)
-        self._memory: dict[int, Outputs] = {}
+        self._memory: dict[int, OutputsByClient] = {}
         self._folder = None if folder is None else folder / FOLDER
         self._sizes: dict[int, int] = {}
-        self._all = True  # evaluated rounds are kept
-        self._said = False
+        self._keeps_all = True  # evaluated rounds are kept
+        self._has_warned = False
 
-    def go_on(self, history: Sequence[Mapping[str, Any]]) -> None:
+    def resume_after(self, history: Sequence[Mapping[str, Any]]) -> None:
         """Takes up what the run directory holds of the rounds in `history`, and removes what is newer."""
         if self._folder is None:
             return
-        done = history[-1]["round"] if history else 0
+        last_round = history[-1]["round"] if history else 0
         for name in (_OLD, _NEW):
             shutil.rmtree(self._folder / name, ignore_errors=True)
         spool = self._folder / _SPOOL
         if not spool.is_dir() and history and self._folder.is_dir():
-            self._unfold(done)
+            self._restore_rounds(last_round)
         for file in sorted(spool.glob("round-*.safetensors")):
             number = file.stem.removeprefix("round-")
-            if not number.isdecimal() or int(number) > done:
+            if not number.isdecimal() or int(number) > last_round:
                 file.unlink()
             else:
                 self._sizes[int(number)] = _num_bytes(file)
         evaluated = {r["round"] for r in history if any("loss" in row for row in r["clients"].values())}
-        self._all = evaluated <= self._sizes.keys() and sum(self._sizes.values()) <= LIMIT_BYTES
+        self._keeps_all = evaluated <= self._sizes.keys() and sum(self._sizes.values()) <= LIMIT_BYTES
 
-    def add(self, number: int, found: Outputs, best: int | None) -> str | None:
+    def add(self, number: int, outputs_by_client: OutputsByClient, best: int | None) -> str | None:
         """Keeps a round that has been evaluated, and drops others if there is no room.
 
         Args:
@@ -159,39 +164,41 @@ class Kept:
         Returns:
             A sentence if the round is too large to keep, the first time.
         """
-        size = sum(t.nbytes for outputs in found.values() for t in outputs.values())
+        size = sum(t.nbytes for outputs in outputs_by_client.values() for t in outputs.values())
         if not size:
             return None
-        rows = max(len(t) for outputs in found.values() for t in outputs.values())
+        rows = max(len(t) for outputs in outputs_by_client.values() for t in outputs.values())
         if too_large := size > LARGEST_BYTES or rows > parquet.MOST_ROWS // 2:  # as the last and the best are kept
-            self._all = False
+            self._keeps_all = False
         else:
-            self._write(number, found)
+            self._write(number, outputs_by_client)
             self._sizes[number] = size
-            self._all = self._all and sum(self._sizes.values()) <= LIMIT_BYTES
-        if not self._all:
-            for other in [n for n in self._sizes if n not in (number, best)]:
-                self._drop(other)
-        if not too_large or self._said:
+            self._keeps_all = self._keeps_all and sum(self._sizes.values()) <= LIMIT_BYTES
+        if not self._keeps_all:
+            for dropped_round in [n for n in self._sizes if n not in (number, best)]:
+                self._drop(dropped_round)
+        if not too_large or self._has_warned:
             return None
-        self._said = True
+        self._has_warned = True
         return (
             f"the predictions of a round take {size / 2**20:.0f} MiB, with up to {rows} examples of one client, and at most "
             f"{LARGEST_BYTES >> 20} MiB or {parquet.MOST_ROWS // 2} examples are kept, so that there are none of this run"
         )
 
-    def finish(self) -> None:
+    def write_client_files(self) -> None:
         """Writes the clients' files, and removes what they are made of."""
         if self._folder is None or not (self._folder / _SPOOL).is_dir():
             return  # nothing was kept, or all is written
-        found = {number: self._read(number) for number in sorted(self._sizes)}
+        outputs_by_round = {number: self._read(number) for number in sorted(self._sizes)}
         files = []
         for client in self._clients.values():
-            own = {number: outputs[client.id] for number, outputs in found.items() if client.id in outputs}
-            if own:
-                files.append(self._folder / f"{file_name(client.id)}.parquet")
-                parquet.write(files[-1], client, own)
-        synced(files)
+            client_outputs = {
+                number: outputs[client.id] for number, outputs in outputs_by_round.items() if client.id in outputs
+            }
+            if client_outputs:
+                files.append(self._folder / f"{safe_file_name(client.id)}.parquet")
+                parquet.write_outputs(files[-1], client, client_outputs)
+        sync_files(files)
         # Renamed first: a folder that is half removed must not be taken for all that there was.
         (self._folder / _SPOOL).rename(self._folder / _OLD)
         shutil.rmtree(self._folder / _OLD)
@@ -203,12 +210,14 @@ class Kept:
             UserError: they were not kept, or their file is damaged.
         """
         if self._folder is not None:
-            return read(self._folder.parent, client, split=split, round=round)
+            return read_predictions(self._folder.parent, client, split=split, round=round)
         if split not in parquet.SPLITS:
             raise UserError(f"split must be 'test' or 'val', got {split!r}")
-        known = sorted(n for n, found in self._memory.items() if split in found.get(client, {}))
-        if round not in known:
-            raise UserError(none_of(client, split, round, known))
+        available = sorted(
+            n for n, outputs_by_client in self._memory.items() if split in outputs_by_client.get(client, {})
+        )
+        if round not in available:
+            raise UserError(missing_predictions_message(client, split, round, available))
         examples = getattr(self._clients[client], split)
         columns = {name: examples.column(name) for name in examples.columns or {}}
         return Predictions(round, self._memory[round][client][split], examples.labels.cpu(), columns)
@@ -219,26 +228,26 @@ class Kept:
         assert self._folder is not None
         return self._folder / _SPOOL / f"round-{number:06d}.safetensors"
 
-    def _write(self, number: int, found: Outputs) -> None:
+    def _write(self, number: int, outputs_by_client: OutputsByClient) -> None:
         if self._folder is None:
-            self._memory[number] = found
+            self._memory[number] = outputs_by_client
             return
         path = self._path(number)
-        make_folder(path.parent.parent)
-        make_folder(path.parent)
-        replace_file(path, _packed(found))
+        create_private_folder(path.parent.parent)
+        create_private_folder(path.parent)
+        write_file_atomically(path, _encode_outputs(outputs_by_client))
 
-    def _read(self, number: int) -> Outputs:
+    def _read(self, number: int) -> OutputsByClient:
         try:
-            tensors = read_tensors(self._path(number))
+            tensors = read_safetensors(self._path(number))
         except (OSError, ValueError) as error:
             warnings.warn(f"{self._path(number)} is damaged and left out ({error})", RuntimeWarning, stacklevel=4)
             return {}
-        found: dict[str, dict[str, Tensor]] = {}
+        outputs_by_client: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             split, _, client = name.partition("/")
-            found.setdefault(client, {})[split] = tensor
-        return found
+            outputs_by_client.setdefault(client, {})[split] = tensor
+        return outputs_by_client
 
     def _drop(self, number: int) -> None:
         del self._sizes[number]
@@ -247,35 +256,39 @@ class Kept:
         else:
             self._path(number).unlink(missing_ok=True)
 
-    def _unfold(self, done: int) -> None:
+    def _restore_rounds(self, last_round: int) -> None:
         """Makes the rounds' files of the clients', for a run that had ended and lost its last rounds since."""
         assert self._folder is not None
-        found: dict[int, dict[str, dict[str, Tensor]]] = {}
+        outputs_by_round: dict[int, dict[str, dict[str, Tensor]]] = {}
         for client in self._clients.values():
-            file = self._folder / f"{file_name(client.id)}.parquet"
+            file = self._folder / f"{safe_file_name(client.id)}.parquet"
             if not file.is_file():
                 continue
             try:
                 for split in parquet.SPLITS:
-                    for number in parquet.rounds(file, split):
-                        outputs = parquet.read(file, split, number)[0]
-                        found.setdefault(number, {}).setdefault(client.id, {})[split] = outputs
+                    for number in parquet.list_rounds(file, split):
+                        outputs = parquet.read_outputs_and_targets(file, split, number)[0]
+                        outputs_by_round.setdefault(number, {}).setdefault(client.id, {})[split] = outputs
             except UserError as error:
                 warnings.warn(f"{error}; its rounds are left out", RuntimeWarning, stacklevel=5)
-        if not found or max(found) <= done:
+        if not outputs_by_round or max(outputs_by_round) <= last_round:
             return  # it is complete
-        new = make_folder(self._folder / _NEW)
-        for number, of_round in found.items():
-            replace_file(new / self._path(number).name, _packed(of_round))
+        new = create_private_folder(self._folder / _NEW)
+        for number, round_outputs in outputs_by_round.items():
+            write_file_atomically(new / self._path(number).name, _encode_outputs(round_outputs))
         new.rename(self._folder / _SPOOL)
 
 
-def _packed(found: Outputs) -> bytes:
-    tensors = {f"{split}/{client}": t.contiguous() for client, outputs in found.items() for split, t in outputs.items()}
+def _encode_outputs(outputs_by_client: OutputsByClient) -> bytes:
+    tensors = {
+        f"{split}/{client}": t.contiguous()
+        for client, outputs in outputs_by_client.items()
+        for split, t in outputs.items()
+    }
     return bytes(safetensors.torch.save(tensors))
 
 
 def _num_bytes(file: Path) -> int:
     """Bytes of the tensors in a safetensors file: what its header, whose length comes first, leaves."""
-    with open_file(file, ANY_SIZE) as opened:
+    with open_file(file, UNLIMITED_BYTES) as opened:
         return max(0, os.fstat(opened.fileno()).st_size - 8 - int.from_bytes(opened.read(8), "little"))

@@ -8,24 +8,24 @@ from collections.abc import Mapping
 from typing import Any, TextIO, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation import SCORE
-from polyfed.core.text import clean
-from polyfed.simulation.norms import norms_of
+from polyfed.core.evaluation import DEFAULT_METRIC
+from polyfed.core.text import sanitise_for_terminal
+from polyfed.simulation.norms import norms_by_client
 
 
 class Progress(ABC):
     """Told about a run as it goes on; everything is written to standard error."""
 
     @abstractmethod
-    def start(self, title: str, rounds: int, done: int) -> None:
+    def start(self, title: str, rounds: int, rounds_done: int) -> None:
         """The run begins, or goes on after `done` rounds."""
 
     @abstractmethod
-    def client(self, phase: str, done: int, total: int) -> None:
+    def update_clients(self, phase: str, clients_done: int, total: int) -> None:
         """Another client of the current round has finished."""
 
     @abstractmethod
-    def round(self, record: Mapping[str, Any]) -> None:
+    def finish_round(self, record: Mapping[str, Any]) -> None:
         """A round is complete; `record` is what `metrics.jsonl` gets."""
 
     @abstractmethod
@@ -42,7 +42,7 @@ class Progress(ABC):
 
 
 def _mean_score(record: Mapping[str, Any]) -> str:
-    for score in [record["score"]] if "score" in record else SCORE.values():
+    for score in [record["score"]] if "score" in record else DEFAULT_METRIC.values():
         if score in record.get("summary", {}):
             return f"{score} {record['summary'][score]['mean']:.3f}"
     return ""
@@ -53,7 +53,7 @@ def _megabytes(record: Mapping[str, Any]) -> str:
 
 
 @final
-class Silent(Progress):
+class SilentProgress(Progress):
     """Says nothing.
 
     Args:
@@ -63,13 +63,13 @@ class Silent(Progress):
     def __init__(self, *, warns: bool = False) -> None:
         self._warns = warns
 
-    def start(self, title: str, rounds: int, done: int) -> None:
+    def start(self, title: str, rounds: int, rounds_done: int) -> None:
         """Nothing."""
 
-    def client(self, phase: str, done: int, total: int) -> None:
+    def update_clients(self, phase: str, clients_done: int, total: int) -> None:
         """Nothing."""
 
-    def round(self, record: Mapping[str, Any]) -> None:
+    def finish_round(self, record: Mapping[str, Any]) -> None:
         """Nothing."""
 
     def say(self, sentence: str) -> None:
@@ -85,7 +85,7 @@ class Silent(Progress):
 
 
 @final
-class Lines(Progress):
+class LineProgress(Progress):
     """A line a round, for logs.
 
     Args:
@@ -97,36 +97,36 @@ class Lines(Progress):
         self._stream, self._norms = stream or sys.stderr, norms
         self._title, self._rounds, self._done, self._start = "", 0, 0, 0.0
 
-    def start(self, title: str, rounds: int, done: int) -> None:
+    def start(self, title: str, rounds: int, rounds_done: int) -> None:
         """Remembers when the run began."""
-        self._title, self._rounds, self._done, self._start = title, rounds, done, time.monotonic()
+        self._title, self._rounds, self._done, self._start = title, rounds, rounds_done, time.monotonic()
 
-    def client(self, phase: str, done: int, total: int) -> None:
+    def update_clients(self, phase: str, clients_done: int, total: int) -> None:
         """Nothing: a line a client would drown the log."""
 
-    def round(self, record: Mapping[str, Any]) -> None:
+    def finish_round(self, record: Mapping[str, Any]) -> None:
         """Round, mean score, traffic and time left."""
-        played = record["round"] - self._done
-        left = (time.monotonic() - self._start) / played * (self._rounds - record["round"])
+        rounds_played = record["round"] - self._done
+        seconds_left = (time.monotonic() - self._start) / rounds_played * (self._rounds - record["round"])
         parts = [f"{self._title}: round {record['round']}/{self._rounds}"]
         if record["train_loss"] is not None:
             parts.append(f"train loss {record['train_loss']:.3f}")
-        parts += [_mean_score(record), _megabytes(record), f"{record['seconds']:.2f} s", f"{left:.0f} s left"]
-        print(clean(", ".join(part for part in parts if part)), file=self._stream, flush=True)
-        if self._norms and (known := norms_of(record)):
-            listed = ", ".join(f"{client} {norm:.4g}" for client, norm in sorted(known.items()))
+        parts += [_mean_score(record), _megabytes(record), f"{record['seconds']:.2f} s", f"{seconds_left:.0f} s left"]
+        print(sanitise_for_terminal(", ".join(part for part in parts if part)), file=self._stream, flush=True)
+        if self._norms and (norm_by_client := norms_by_client(record)):
+            listed = ", ".join(f"{client} {norm:.4g}" for client, norm in sorted(norm_by_client.items()))
             self.say(f"round {record['round']}: norms of updates: {listed}")
 
     def say(self, sentence: str) -> None:
         """The sentence on a line."""
-        print(clean(sentence), file=self._stream, flush=True)
+        print(sanitise_for_terminal(sentence), file=self._stream, flush=True)
 
     def stop(self) -> None:
         """Nothing."""
 
 
 @final
-class Bar(Progress):
+class ProgressBar(Progress):
     """A rich bar: round, clients done, mean score, traffic, time left."""
 
     def __init__(self) -> None:
@@ -142,51 +142,51 @@ class Bar(Progress):
         self._task = self._bar.add_task("", total=None, state="")
         self._summary = ""
 
-    def start(self, title: str, rounds: int, done: int) -> None:
+    def start(self, title: str, rounds: int, rounds_done: int) -> None:
         """Shows the bar."""
-        self._bar.update(self._task, description=clean(title), total=rounds, completed=done)
+        self._bar.update(self._task, description=sanitise_for_terminal(title), total=rounds, completed=rounds_done)
         self._bar.start()
 
-    def client(self, phase: str, done: int, total: int) -> None:
+    def update_clients(self, phase: str, clients_done: int, total: int) -> None:
         """Counts the clients of the round."""
-        self._bar.update(self._task, state=f"{phase} {done}/{total} clients  {self._summary}")
+        self._bar.update(self._task, state=f"{phase} {clients_done}/{total} clients  {self._summary}")
 
-    def round(self, record: Mapping[str, Any]) -> None:
+    def finish_round(self, record: Mapping[str, Any]) -> None:
         """Moves the bar."""
         self._summary = "  ".join(part for part in (_mean_score(record), _megabytes(record)) if part)
         self._bar.update(self._task, completed=record["round"], state=self._summary)
 
     def say(self, sentence: str) -> None:
         """The sentence above the bar."""
-        self._bar.console.print(clean(sentence), markup=False, highlight=False)
+        self._bar.console.print(sanitise_for_terminal(sentence), markup=False, highlight=False)
 
     def stop(self) -> None:
         """Removes the bar."""
         self._bar.stop()
 
 
-def for_terminal(*, quiet: bool = False, lines: bool = True, warns: bool = False) -> Progress:
+def build_terminal_progress(*, quiet: bool = False, lines: bool = True, warns: bool = False) -> Progress:
     """A bar if standard error is a terminal; otherwise lines, or nothing if `lines` is false or `quiet` is true; `warns` is
-    that of `Silent`."""
+    that of `SilentProgress`."""
     if quiet:
-        return Silent()
+        return SilentProgress()
     if sys.stderr.isatty():
-        return Bar()
-    return Lines() if lines else Silent(warns=warns)
+        return ProgressBar()
+    return LineProgress() if lines else SilentProgress(warns=warns)
 
 
-def progress_of(progress: Progress | bool | None, *, quiet: bool = False) -> Progress:
+def resolve_progress(progress: Progress | bool | None, *, quiet: bool = False) -> Progress:
     """Returns who is told of a run made in Python: `progress` itself, or a bar on a terminal, or nobody if it is False or
     `quiet` is True.
 
     Raises:
         UserError: `progress` is something else.
 
-    >>> type(progress_of(False)).__name__, type(progress_of(None, quiet=True)).__name__
-    ('Silent', 'Silent')
+    >>> type(resolve_progress(False)).__name__, type(resolve_progress(None, quiet=True)).__name__
+    ('SilentProgress', 'SilentProgress')
     """
     if isinstance(progress, Progress):
         return progress
     if progress not in (None, True, False):
         raise UserError(f"progress must be True, False or a Progress, got {progress!r}")
-    return for_terminal(quiet=quiet or progress is False, lines=False, warns=True)
+    return build_terminal_progress(quiet=quiet or progress is False, lines=False, warns=True)

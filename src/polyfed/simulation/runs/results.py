@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import MODEL_WORDS, Architecture, BringsNetwork
+from polyfed.core.algorithm import MODEL_REQUIREMENTS, Architecture, BringsNetwork
 from polyfed.core.copies import deep_copy
-from polyfed.core.errors import UserError, nearest
-from polyfed.core.evaluation import split_name
-from polyfed.core.examples import inputs_like
-from polyfed.core.scratch import fill, new_module, settled
-from polyfed.core.threads import one_thread
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.evaluation import split_metric_column
+from polyfed.core.examples import convert_inputs_like
+from polyfed.core.scratch import build_module, fill_module, reset_for_eval
+from polyfed.core.threads import single_torch_thread
 from polyfed.core.wrapping import wrap_network
-from polyfed.data.columns import in_order
-from polyfed.data.features import Prepared
+from polyfed.data.columns import sorted_unique_texts
+from polyfed.data.features import TablePreprocessor
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.machine import choose_device
-from polyfed.simulation.engines.work import Task
+from polyfed.simulation.engines.work import ClientTask
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.predictions import Kept, Predictions
+from polyfed.simulation.runs.predictions import Predictions, PredictionStore
 
 if TYPE_CHECKING:
     from polyfed.simulation.unseen import WarmStart
@@ -42,10 +42,10 @@ class Run:
     last: Checkpoint
     out: Path | None = None
     best: Checkpoint | None = None
-    kept_predictions: Kept | None = None
+    prediction_store: PredictionStore | None = None
 
     @property
-    def kept(self) -> Checkpoint:
+    def kept_checkpoint(self) -> Checkpoint:
         """The state that models, `predict` and by default `predictions` are of: that after the round of `keep`."""
         return self.best or self.last
 
@@ -72,22 +72,24 @@ class Run:
         if number is None:
             raise UserError("table(at='best') needs validation examples: give clients val=..., or --data.val-fraction")
         record = self.history[number - 1]
-        roster = self.federation.roster
-        known, scores = roster.num_examples, self.federation.metrics
-        metrics = {i: record["clients"].get(i, {}) for i in in_order(roster.ids)}
-        told = {name for values in metrics.values() for name in values}
-        beside = sorted(found[0] for name in told if (found := split_name(name, scores)))
+        roster = self.federation.client_registry
+        num_examples, scores = roster.num_examples, self.federation.metrics
+        metrics = {i: record["clients"].get(i, {}) for i in sorted_unique_texts(roster.ids)}
+        metric_names = {name for values in metrics.values() for name in values}
+        other_networks = sorted(
+            prefix_and_name[0] for name in metric_names if (prefix_and_name := split_metric_column(name, scores))
+        )
         names = [
             f"{part}{name}"
-            for part in dict.fromkeys(["", "val_", "global_", *beside])
+            for part in dict.fromkeys(["", "val_", "global_", *other_networks])
             for name in (*(score.name for score in scores), "loss")
-            if f"{part}{name}" in told or not part
+            if f"{part}{name}" in metric_names or not part
         ]
         rows: list[dict[str, Any]] = []
         for i, values in metrics.items():
-            rows.append({"client": i, **{n: values.get(n) for n in names}, "num_examples": known.get(i)})
+            rows.append({"client": i, **{n: values.get(n) for n in names}, "num_examples": num_examples.get(i)})
         means = {n: record["summary"].get(n, {}).get("mean") for n in names}
-        total = sum(known.values()) / len(rows) if len(known) == len(rows) else None
+        total = sum(num_examples.values()) / len(rows) if len(num_examples) == len(rows) else None
         rows.append({"client": "mean", **means, "num_examples": total})
         return rows
 
@@ -98,21 +100,27 @@ class Run:
         Raises:
             UserError: no client has this id.
         """
-        engine, task = self._one_client(client)
+        engine, task = self._engine_and_task(client)
         owner = self.federation.clients[client]
-        with one_thread():
+        with single_torch_thread():
             result = next(engine.run([task]))
             if result.failure is not None:
                 raise result.failure
             assert result.weights is not None  # of a task of the phase "export", in this process
             factory = owner.model
-            if factory is not None and self.federation.algorithm.requires & MODEL_WORDS:
-                network = wrap_network(self.federation.algorithm, new_module(factory, seed=0), result.weights)
-                return fill(network, result.weights).eval()
+            if factory is not None and self.federation.algorithm.requires & MODEL_REQUIREMENTS:
+                network = wrap_network(self.federation.algorithm, build_module(factory, seed=0), result.weights)
+                return fill_module(network, result.weights).eval()
             if isinstance(self.federation.algorithm, BringsNetwork):
-                return fill(self.federation.algorithm.build(result.description or {}), result.weights).eval()
-            own = self.federation.algorithm.client_init(owner, task.run_seed) if task.own is None else task.own
-            model = settled(self.federation.algorithm.personal_model(task.down, own, owner, task.seed))
+                return fill_module(self.federation.algorithm.build(result.description or {}), result.weights).eval()
+            client_state = (
+                self.federation.algorithm.client_init(owner, task.run_seed)
+                if task.client_state is None
+                else task.client_state
+            )
+            model = reset_for_eval(
+                self.federation.algorithm.personal_model(task.message, client_state, owner, task.seed)
+            )
             return deep_copy(model).eval()
 
     def predict(self, client: str, x: Any) -> Tensor:
@@ -140,11 +148,15 @@ class Run:
         >>> federate(small_clients(), FedAvg(), rounds=1, workers=0).predict("client-0", torch.zeros(5, 6)).shape
         torch.Size([5, 3])
         """
-        engine, task = self._one_client(client)
-        examples = inputs_like(self.federation.clients[client].train, x, f"the inputs for client {client!r}")
-        with one_thread():
+        engine, task = self._engine_and_task(client)
+        examples = convert_inputs_like(self.federation.clients[client].train, x, f"the inputs for client {client!r}")
+        with single_torch_thread():
             outputs = engine.predict(task, examples)
-        return examples.transform.outputs(outputs) if isinstance(examples.transform, Prepared) else outputs
+        return (
+            examples.transform.unscale_outputs(outputs)
+            if isinstance(examples.transform, TablePreprocessor)
+            else outputs
+        )
 
     def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
         """What the client's personal network gave for its own test or validation examples when a round was evaluated.
@@ -159,25 +171,25 @@ class Run:
             UserError: they were not kept, or the file of the run directory is missing or damaged.
         """
         self._check_client(client, "predictions")
-        if self.kept_predictions is None:
+        if self.prediction_store is None:
             raise UserError("no predictions of this run were kept")
-        return self.kept_predictions.get(client, split, self.kept.round if round is None else round)
+        return self.prediction_store.get(client, split, self.kept_checkpoint.round if round is None else round)
 
     def _check_client(self, client: str, folder: str) -> None:
         clients = self.federation.clients
         if client not in clients:
-            if client in self.federation.roster.ids:
+            if client in self.federation.client_registry.ids:
                 raise UserError(f"the {folder} of {client!r} are at its site, in the folder {folder} of its state-dir")
-            raise UserError(f"no client {client!r} in this run; {nearest(client, clients)}")
+            raise UserError(f"no client {client!r} in this run; {did_you_mean(client, clients)}")
 
-    def _one_client(self, client: str) -> tuple[InProcessEngine, Task]:
+    def _engine_and_task(self, client: str) -> tuple[InProcessEngine, ClientTask]:
         """An engine for one client, and the task to make its network of the state that is kept."""
         self._check_client(client, "models")
         federation = self.federation
         device = choose_device(federation.settings.device)
         engine = InProcessEngine(federation.algorithm, [federation.clients[client]], device, federation.metrics)
-        with one_thread():
-            return engine, federation.one_task("export", client, self.kept)
+        with single_torch_thread():
+            return engine, federation.build_single_task("export", client, self.kept_checkpoint)
 
     def warmstart(self, model: Architecture, data: Any, *, test: Any = None, id: str = "unseen") -> "WarmStart":
         """Weights at once for a network that took no part, from the hypernetwork of a run of `flha_ghn`: its score before
@@ -205,10 +217,14 @@ class Run:
           (2): Linear(in_features=8, out_features=3, bias=True)
         ))
         """
-        from polyfed.simulation.unseen import Server, as_unseen, warmstart  # imported late: it builds on this module
+        from polyfed.simulation.unseen import (  # imported late: it builds on this module
+            TrainedServer,
+            build_unseen_client,
+            compute_warm_start,
+        )
 
         federation = self.federation
-        server = Server(federation.algorithm, self.last.state, federation.settings, self.last.round)  # type: ignore[arg-type]
+        server = TrainedServer(federation.algorithm, self.last.state, federation.settings, self.last.round)  # type: ignore[arg-type]
         task = next(iter(federation.clients.values())).task
-        client, held_out = as_unseen(model, data, test=test, id=id, task=task, seed=federation.settings.seed)
-        return warmstart(server, client, held_out=held_out)
+        client, held_out = build_unseen_client(model, data, test=test, id=id, task=task, seed=federation.settings.seed)
+        return compute_warm_start(server, client, held_out=held_out)

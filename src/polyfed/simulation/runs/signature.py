@@ -11,20 +11,20 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Client, Task
 from polyfed.core.errors import UserError
-from polyfed.core.examples import ByPart, Examples, Normalise
+from polyfed.core.examples import Examples, Normalise, PartwiseTransform
 from polyfed.core.files import read_file
-from polyfed.core.typed import conforms, from_json
-from polyfed.data.features import Prepared
-from polyfed.data.lazy import Decoded
+from polyfed.core.typed import parse_json, validation_error
+from polyfed.data.features import TablePreprocessor
+from polyfed.data.lazy import LazyImageDecoder
 from polyfed.models import ModelSpec
-from polyfed.simulation.runs.directory import as_json, plain, replace_file, write_weights
+from polyfed.simulation.runs.directory import encode_json, to_plain_values, write_file_atomically, write_weights
 
-ENDING = ".signature.json"
-PREPROCESSING = ".preprocessing.json"
-_Known = Normalise | Decoded | Prepared  # transforms whose constants a signature holds
+SIGNATURE_SUFFIX = ".signature.json"
+PREPROCESSING_SUFFIX = ".preprocessing.json"
+_DescribedTransform = Normalise | LazyImageDecoder | TablePreprocessor  # transforms whose constants a signature holds
 
 
-class Input(TypedDict):
+class ModelInput(TypedDict):
     """One tensor that goes in: its name, its shape without the batch, its type without "torch."; and what follows: for
     images of uint8, (x / 255 − mean) / std per channel; for a part of several that holds rows of a table, `prepared`, which
     is `Prepared.described`."""
@@ -36,7 +36,7 @@ class Input(TypedDict):
     prepared: NotRequired[dict[str, Any]]
 
 
-class Network(TypedDict):
+class BuiltInNetwork(TypedDict):
     """A network that a `ModelSpec` builds."""
 
     name: str
@@ -56,79 +56,95 @@ class Signature(TypedDict):
 
     client: str
     task: Task
-    inputs: list[Input]
+    inputs: list[ModelInput]
     tree: Any
     transform: str | None
-    network: Network | None
+    network: BuiltInNetwork | None
     examples: dict[str, int]
 
 
-def signature_of(client: Client) -> Signature:
+def build_signature(client: Client) -> Signature:
     """Of a client's network, from its examples and its factory.
 
     >>> client = Client("north", None, (torch.zeros(3, 4), torch.tensor([0, 1, 1])), (torch.zeros(1, 4), torch.tensor([1])))
-    >>> signature_of(client)["inputs"], signature_of(client)["examples"]
+    >>> build_signature(client)["inputs"], build_signature(client)["examples"]
     ([{'name': 'x', 'shape': [4], 'dtype': 'float32', 'normalise': None}], {'train': 3, 'test': 1})
     """
-    train, other, name = client.train, None, "x"
+    train, transform_name, name = client.train, None, "x"
     transform: Any = train.transform
     x: Any = train.x
-    scaled: dict[str, _Known] = {"": transform} if isinstance(transform, _Known) else {}
-    if isinstance(transform, Prepared):
-        x, name, scaled = torch.empty((1, len(transform.columns)), dtype=torch.float64), "rows", {}
-    elif isinstance(transform, ByPart):
-        scaled = {part: how for part, how in transform.of.items() if isinstance(how, _Known)}
-        if own := {part: how for part, how in transform.of.items() if part not in scaled}:
-            one = replace(train, transform=ByPart(own), augment=None)
-            x = one.batch(torch.tensor([0], device=train.labels.device))[0]
-            other = ", ".join(f"{part}: {_called(how)}" for part, how in own.items())
-    elif transform is not None and not scaled:
+    described_transforms: dict[str, _DescribedTransform] = (
+        {"": transform} if isinstance(transform, _DescribedTransform) else {}
+    )
+    if isinstance(transform, TablePreprocessor):
+        x, name, described_transforms = torch.empty((1, len(transform.columns)), dtype=torch.float64), "rows", {}
+    elif isinstance(transform, PartwiseTransform):
+        described_transforms = {
+            part: how for part, how in transform.transforms.items() if isinstance(how, _DescribedTransform)
+        }
+        if custom_transforms := {
+            part: how for part, how in transform.transforms.items() if part not in described_transforms
+        }:
+            untransformed = replace(train, transform=PartwiseTransform(custom_transforms), augment=None)
+            x = untransformed.batch(torch.tensor([0], device=train.labels.device))[0]
+            transform_name = ", ".join(f"{part}: {_qualified_name(how)}" for part, how in custom_transforms.items())
+    elif transform is not None and not described_transforms:
         x = train.batch(torch.tensor([0], device=train.labels.device))[0]
-        other = _called(transform)
-    elif "" in scaled:
+        transform_name = _qualified_name(transform)
+    elif "" in described_transforms:
         name = "images"
-    inputs: list[Input] = []
-    tree = _walked(x, "", scaled, inputs)
-    if "" in (lone := [one["name"] for one in inputs]):
-        inputs[lone.index("")]["name"] = name
+    inputs: list[ModelInput] = []
+    tree = _describe_inputs(x, "", described_transforms, inputs)
+    if "" in (input_names := [entry["name"] for entry in inputs]):
+        inputs[input_names.index("")]["name"] = name
     sets = {"train": train, "val": client.val, "test": client.test, "global_test": client.global_test}
     counts = {name: len(part) for name, part in sets.items() if isinstance(part, Examples)}
     return {
-        "client": client.id, "task": client.task, "inputs": inputs, "tree": tree, "transform": other,
+        "client": client.id, "task": client.task, "inputs": inputs, "tree": tree, "transform": transform_name,
         "network": _network(client.model), "examples": counts,
     }  # fmt: skip
 
 
-def _called(function: Any) -> str:
+def _qualified_name(function: Any) -> str:
     """Where a function is from. The class of an object says nothing of what the object holds."""
     kind = type(function)
     return f"{kind.__module__}.{getattr(function, '__qualname__', kind.__qualname__)}"
 
 
-def _walked(x: Any, name: str, scaled: "Mapping[str, _Known]", found: list[Input]) -> Any:
+def _describe_inputs(
+    x: Any, name: str, described_transforms: "Mapping[str, _DescribedTransform]", inputs: list[ModelInput]
+) -> Any:
     """The tree of positions of the tensors in a batch, which are added to `found`."""
     if isinstance(x, Tensor):
-        how = scaled.get(name)
-        if isinstance(how, Decoded):  # what is stored are numbers of images
-            x, how = torch.empty((1, *how.shape), dtype=torch.uint8), how.normalise
-        if isinstance(how, Prepared):  # as rows of a table alone are
+        transform = described_transforms.get(name)
+        if isinstance(transform, LazyImageDecoder):  # what is stored are numbers of images
+            x, transform = torch.empty((1, *transform.shape), dtype=torch.uint8), transform.normalise
+        if isinstance(transform, TablePreprocessor):  # as rows of a table alone are
             x = x.double()
-        normalise = {"mean": list(how.mean), "std": list(how.std)} if isinstance(how, Normalise) else None
+        normalise = (
+            {"mean": list(transform.mean), "std": list(transform.std)} if isinstance(transform, Normalise) else None
+        )
         dtype = str(x.dtype).removeprefix("torch.")
-        one: Input = {"name": name, "shape": list(x.shape[1:]), "dtype": dtype, "normalise": normalise}
-        found.append({**one, "prepared": how.described()} if isinstance(how, Prepared) else one)
-        return len(found) - 1
-    below = f"{name}/" if name else ""
+        entry: ModelInput = {"name": name, "shape": list(x.shape[1:]), "dtype": dtype, "normalise": normalise}
+        inputs.append(
+            {**entry, "prepared": transform.to_json_dict()} if isinstance(transform, TablePreprocessor) else entry
+        )
+        return len(inputs) - 1
+    prefix = f"{name}/" if name else ""
     if isinstance(x, Mapping):
-        return {str(key): _walked(part, f"{below}{key}", scaled, found) for key, part in x.items()}
-    return [_walked(part, f"{below}{position}", scaled, found) for position, part in enumerate(x)]
+        return {
+            str(key): _describe_inputs(part, f"{prefix}{key}", described_transforms, inputs) for key, part in x.items()
+        }
+    return [
+        _describe_inputs(part, f"{prefix}{position}", described_transforms, inputs) for position, part in enumerate(x)
+    ]
 
 
-def _network(model: Any) -> Network | None:
+def _network(model: Any) -> BuiltInNetwork | None:
     if not isinstance(model, ModelSpec):
         return None
     try:
-        arguments = plain(dict(model.arguments), "model")
+        arguments = to_plain_values(dict(model.arguments), "model")
     except UserError:  # of objects that no file holds
         return None
     return {
@@ -137,7 +153,7 @@ def _network(model: Any) -> Network | None:
     }  # fmt: skip
 
 
-def spec_of(network: Network) -> ModelSpec:
+def spec_from_signature(network: BuiltInNetwork) -> ModelSpec:
     """What builds the network."""
     return ModelSpec(network["name"], network["arguments"], tuple(network["input_shape"]), network["num_classes"])
 
@@ -154,10 +170,10 @@ def write_model(path: Path, weights: Mapping[str, Tensor], description: Any, cli
     write_weights(path, weights, description)
     if client is None:
         return
-    replace_file(path.with_name(f"{path.stem}{ENDING}"), as_json(signature_of(client)))
-    if isinstance(client.train.transform, Prepared):
-        described = client.train.transform.described()
-        replace_file(path.with_name(f"{path.stem}{PREPROCESSING}"), as_json(described))
+    write_file_atomically(path.with_name(f"{path.stem}{SIGNATURE_SUFFIX}"), encode_json(build_signature(client)))
+    if isinstance(client.train.transform, TablePreprocessor):
+        described = client.train.transform.to_json_dict()
+        write_file_atomically(path.with_name(f"{path.stem}{PREPROCESSING_SUFFIX}"), encode_json(described))
 
 
 def read_signature(path: Path) -> Signature:
@@ -168,10 +184,10 @@ def read_signature(path: Path) -> Signature:
         OSError: it cannot be read.
     """
     try:
-        content: Signature = from_json(read_file(path))
+        content: Signature = parse_json(read_file(path))
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); run again, or put back a copy") from error
-    if wrong := conforms(content, Signature):
+    if wrong := validation_error(content, Signature):
         raise UserError(f"{path} is damaged: {wrong}; run again, or put back a copy")
     positions = sorted(_positions(content["tree"]))
     if positions != list(range(len(content["inputs"]))):

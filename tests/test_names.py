@@ -1,0 +1,94 @@
+"""Rules for names (CONTRIBUTING.md, "Names"): a name says what a thing does or holds."""
+
+import ast
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "polyfed"
+FILES = sorted(SOURCE.rglob("*.py"))
+SAY_NOTHING = {"found", "told", "given", "wanted", "asked", "known", "made", "one", "own", "down", "kept"}
+PARTICIPLE = re.compile(
+    r"^[a-z]+(ed|ing)$|^(built|found|given|held|kept|known|made|opened|put|seen|sent|taken|told|written)$"
+)
+# A property that the public API has, and functions whose word is an adjective of the field.
+PARTICIPLES = {
+    "skipped": "Comparison.skipped, methods that did not fit",
+    "failed": "Comparison.failed, methods that stopped",
+    "evaluated": "BringsNetwork.evaluated, which network is evaluated",
+    "weighted": "weighted(loss), the loss with weights of classes",
+}
+
+
+def local_names(function):
+    """Parameters, and names that the function binds itself, without those of functions within it."""
+    arguments = function.args
+    for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]:
+        if argument is not None:
+            yield argument.arg
+    nodes = list(function.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        nodes.extend(ast.iter_child_nodes(node))
+
+
+@cache
+def all_definitions():
+    """Each function and class of the package, with its file."""
+    return [
+        (file.relative_to(SOURCE).as_posix(), node)
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
+
+
+def definitions(kind):
+    return ((file, node) for file, node in all_definitions() if isinstance(node, kind))
+
+
+def test_locals_and_parameters_say_what_they_hold():
+    nameless = [
+        f"{file}:{function.lineno} {function.name}: {name}"
+        for file, function in definitions(ast.FunctionDef)
+        for name in sorted(SAY_NOTHING.intersection(local_names(function)))
+    ]
+    assert not nameless, "name a variable by what it holds"
+
+
+def test_no_public_function_is_a_participle_alone():
+    alone = [
+        f"{file}:{function.lineno} {function.name}"
+        for file, function in definitions(ast.FunctionDef)
+        if PARTICIPLE.match(function.name) and function.name not in PARTICIPLES
+    ]
+    assert not alone, "begin a function's name with a verb, or name the value that it gives"
+
+
+def test_the_exceptions_are_needed():
+    names = {function.name for _, function in definitions(ast.FunctionDef)}
+    assert names >= PARTICIPLES.keys()
+
+
+def test_no_two_classes_have_one_name():
+    counts = Counter(node.name for _, node in definitions(ast.ClassDef) if not node.name.startswith("_"))
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("def f(own, *, x=1):\n    found = own", {"own", "x", "found"}),
+        ("def f():\n    return [one for one in ()]", {"one"}),
+        ("def f():\n    def g():\n        made = 1", set()),
+    ],
+)
+def test_what_counts_as_a_local_name(text, names):
+    assert set(local_names(ast.parse(text).body[0])) == names
