@@ -223,10 +223,10 @@ heavy = set({heavy!r})
 assert not heavy & set(sys.modules), ("import polyfed", heavy & set(sys.modules))
 from polyfed.cli.commands import options, recipes, running
 from polyfed.simulation import experiment
-config = recipes.load_recipe("quickstart")
+config = recipes.load_recipe_configuration("quickstart")
 config.pop("description")
-found = experiment.participants(experiment.build_experiment(options.parse([], config, "polyfed run")))
-running._check(experiment.build_experiment(options.parse([], config, "polyfed run")), found)
+found = experiment.load_participants(experiment.build_experiment(options.parse_configuration([], config, "polyfed run")))
+running._check_methods_and_models(experiment.build_experiment(options.parse_configuration([], config, "polyfed run")), found)
 assert len(found.clients) == 8
 assert not heavy & set(sys.modules), ("quickstart", heavy & set(sys.modules))
 from polyfed.testing import small_clients

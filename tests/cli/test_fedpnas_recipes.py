@@ -303,7 +303,9 @@ def test_cells_of_proposition_1_are_the_analysis_of_the_run(polyfed):
     run = federation.resume(folder, clients=clients, progress=SilentProgress())
     ids, weights = measure_gradient_conflicts(run, draws=8)
     assert len(ids) == 5
-    assert ours == [pytest.approx(getattr(weights, name).mean().item()) for name in ("cosine", "federated", "gap")]
+    assert ours == [
+        pytest.approx(getattr(weights, name).mean().item()) for name in ("cosine", "federated_cosine", "cosine_gap")
+    ]
     (one,) = (
         c for c in find_table("fedpnas", "proposition1").cells if c.row.endswith("rotate 90") and c.column == "gap"
     )

@@ -123,7 +123,7 @@ def test_those_of_a_run_are_at_the_servers_theta():
     network.load_state_dict({**network.state_dict(), **state["base"], **state["personal"]})
     pairs = [by_autograd(network, c.train.x.double(), c.train.labels) for c in clients()]
     wanted = compute_step_weights(*(torch.stack(one) for one in zip(*pairs, strict=True)))
-    for name in ("alpha", "cosine", "federated"):
+    for name in ("alpha", "cosine", "federated_cosine"):
         assert torch.allclose(getattr(found, name), getattr(wanted, name), rtol=2e-3, atol=2e-5), name
     assert (found.cosine_gap > 1e-3).all(), "the clients' images differ"
 

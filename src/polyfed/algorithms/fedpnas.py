@@ -114,8 +114,8 @@ class FedPNAS(MetaSupernetMethod):
         sampler_lr: 0.2 (polyfed's choice): probabilities that hardly move leave weights that must suit all operations
             at once.
 
-    The other fields are those of `MetaSupernetMethod`, `SupernetMethod` and `LocalTraining`; clients' own networks
-    are not used.
+    The other fields are those of `MetaSupernetMethod`, `SupernetMethod` and `LocalTraining`; clients' own networks are
+    not used.
 
     >>> FedPNAS(eta=0.05).second_order
     'outer_product'
@@ -136,8 +136,8 @@ class CAFedPNAS(MetaSupernetMethod):
             its probabilities, which is faster (authors' code).
         sampler_lr: 0.05 (polyfed's choice), as for context-free samplers.
 
-    The other fields are those of `MetaSupernetMethod`, `SupernetMethod` and `LocalTraining`; clients' own networks
-    are not used.
+    The other fields are those of `MetaSupernetMethod`, `SupernetMethod` and `LocalTraining`; clients' own networks are
+    not used.
     """
 
     context: ClassVar[SamplerContext] = "aware"

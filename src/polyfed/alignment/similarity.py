@@ -14,7 +14,7 @@ def pairwise_cka(representations: Sequence[Tensor]) -> Tensor:
     constant representation).
 
     Args:
-        parts: representations, shapes (L, d_j); of more than 256 examples, 256 evenly spaced ones are compared.
+        representations: representations, shapes (L, d_j); of more than 256 examples, 256 evenly spaced ones are compared.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> pairwise_cka([a, 2 * a]).round(decimals=6)

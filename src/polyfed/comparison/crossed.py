@@ -41,9 +41,8 @@ class VarianceComponents:
 
     Attributes: `values`, the score or difference of each seed, shape (S,); `centres`, what intervals are around: the same,
     but drawn in a little for shares; `seed_variance`, the seeds' variance of their mean less the `residual_variance`,
-    which is that of seeds and
-    examples together; `example_variance`, the examples' variance of the mean; `degrees_of_freedom`, its degrees of
-    freedom; `num_examples` of examples.
+    which is that of seeds and examples together; `example_variance`, the examples' variance of the mean;
+    `degrees_of_freedom`, its degrees of freedom; `num_examples` of examples.
     """
 
     values: Values
@@ -105,8 +104,7 @@ class SeedScores:
     """The networks of one method on the examples of one site.
 
     Attributes: `metric`; `values`, the score of each seed, shape (S,); `pseudo_values`, the pseudo-values, shape (S,
-    n); `classes`
-    of the n; `combine_gains_over_rivals`, what the examples' variance is at least; `num_examples` of examples.
+    n); `classes` of the n; `min_example_variance`, what the examples' variance is at least; `num_examples` of examples.
     """
 
     metric: Metric
@@ -160,8 +158,8 @@ def _components_of_table(
     min_example_variance: float,
     num_examples: int,
 ) -> VarianceComponents:
-    """The mean squares of the table of S seeds and n pseudo-values; `combine_gains_over_rivals` is what the examples'
-    variance is at least.
+    """The mean squares of the table of S seeds and n pseudo-values; `min_example_variance` is what the examples' variance
+    is at least.
 
     Shares get pseudo-examples, `extra`: one that only the one method had right and one that only the other had (Bonett
     and Price 2012, after Agresti and Min 2005), or two right and two wrong (Agresti and Coull 1998). Without them, a few

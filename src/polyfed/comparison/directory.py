@@ -271,7 +271,7 @@ def load_finished_history(
         folder: of the run.
         rounds, clients, seed: of the run that is asked for.
         method: with its fields, as `config.yaml` has it.
-        data: the fingerprint of the clients, as `manifest.json` has it.
+        data_fingerprint: the fingerprint of the clients, as `manifest.json` has it.
 
     Raises:
         UserError: the folder has another run, or what says which is damaged.

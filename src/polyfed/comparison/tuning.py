@@ -187,9 +187,9 @@ def _extended_candidates(result: "SearchResult", label: str) -> list[Fields]:
 class SearchResult:
     """What a search found.
 
-    Attributes: `plan` and `methods`, of the search; `runs_by_label`, by label; `num_validation`, validation examples
-    by client; `held_out`,
-    whether validation examples were held out for it; `has_same_clients`, whether an id is the same client in each seed.
+    Attributes: `plan` and `methods`, of the search; `runs_by_label`, by label; `num_validation`, validation examples by
+    client; `held_out`, whether validation examples were held out for it; `has_same_clients`, whether an id is the same
+    client in each seed.
     """
 
     plan: ComparisonPlan
@@ -273,7 +273,8 @@ class SearchResult:
         """The methods with what was found best for each, and the search as `comparison.json` says it.
 
         Args:
-            places: of the methods and clients whose best diverged with another seed: which of the next is taken instead.
+            rank_by_choice: of the methods and clients whose best diverged with another seed: which of the next is
+            taken instead.
         """
         tuned_methods, entry_by_label = dict(self.methods), dict[str, Any]()
         rounds: dict[str, int | None] = {}

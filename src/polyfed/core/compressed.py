@@ -38,8 +38,8 @@ def compress_message(message: Message, reference: Message, compressor: Compresso
 
     Args:
         message: with tensors in this machine's memory.
-        known: what the receiver has already; nothing of it is changed.
-        how: as agreed with the receiver.
+        reference: what the receiver has already; nothing of it is changed.
+        compressor: as agreed with the receiver.
         seed: of all that is drawn; each tensor has a stream of its own.
 
     >>> from polyfed.core.compression import TopK
@@ -203,7 +203,7 @@ class BroadcastCompressor:
     get, as one global model, is compressed once and stays shared. Draws depend on the seed alone, not on who receives it.
 
     Args:
-        how: None sends messages as they are.
+        compressor: None sends messages as they are.
         seed: of this state of the server.
     """
 

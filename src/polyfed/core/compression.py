@@ -47,7 +47,7 @@ class Compressor(ABC):
 
         Args:
             tensor: to be sent.
-            before: its counterpart, which the receiver has.
+            reference: its counterpart, which the receiver has.
             seed: of what is drawn.
         """
 
@@ -55,8 +55,8 @@ class Compressor(ABC):
     def decompressed_form(
         self, kind: str, entry: TensorForm, reference: TensorForm | None
     ) -> tuple[TensorForm, int, torch.dtype]:
-        """The form of the tensor that `compress_tensor` made an entry of, how many numbers of the group's entry
-        belong to it, and the type that they need.
+        """The form of the tensor that `compress_tensor` made an entry of, how many numbers of the group's entry belong
+        to it, and the type that they need.
 
         Raises:
             ValueError: `compress_tensor` makes no such entry; half a sentence.

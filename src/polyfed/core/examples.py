@@ -317,7 +317,7 @@ def convert_inputs_like(reference: Examples, x: Any, name: str) -> Examples:
     """Inputs without labels in the form of other examples, transformed as they are.
 
     Args:
-        known: what the inputs must be like.
+        reference: what the inputs must be like.
         x: a tensor or array, shape (n, ...), or a tuple or dict of them, where the client's are; images of uint8 may lack
             the axis of their one channel. Where examples are rows of a table, raw rows: a pandas frame, a mapping of
             columns, or a list of {name: value}.

@@ -106,8 +106,8 @@ class FitCallResult:
 @dataclass(eq=False)
 class DeferredRun:
     """One client half that is run until it is through: what became of its calls, in their order. `runs_alone` is set
-    once one of
-    its calls must be carried out by itself; then all later ones are. With `stop_at_first_call` it is left there instead."""
+    once one of its calls must be carried out by itself; then all later ones are. With `stop_at_first_call` it is left
+    there instead."""
 
     results: list[FitCallResult | list[Tensor]] = field(default_factory=list)
     runs_alone: bool = False

@@ -45,7 +45,7 @@ class Metric:
         unit: "%" for shares, which are shown in per cent and whose differences are points; "" for all others.
         label: for people; empty takes the name.
         tasks: for which it is defined.
-        parts: where the score is the mean of one value an example, these values, shape (n,); None otherwise.
+        per_example: where the score is the mean of one value an example, these values, shape (n,); None otherwise.
 
     Raises:
         UserError: a name that cannot be a column.
@@ -92,7 +92,7 @@ def resolve_metrics(choice: Any, task: str) -> tuple[Metric, ...]:
     """The metrics that are asked for, the first of which decides.
 
     Args:
-        asked: None for the task's own; or a list of names (built in, or `module:name` of the user's code), functions
+        choice: None for the task's own; or a list of names (built in, or `module:name` of the user's code), functions
             `f(outputs, targets) -> float` and `Metric` objects, or one of these. A function's score is better the higher it
             is; give a `Metric` if it is not.
         task: "classification", "multilabel" or "regression".

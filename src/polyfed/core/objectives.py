@@ -31,7 +31,7 @@ def build_loss(
     Args:
         examples: the client's training examples, whose labels "balanced" counts.
         task: whose loss it is, unless `own` is given.
-        own: a client's own loss (`Client.loss`).
+        client_loss: a client's own loss (`Client.loss`).
         label_smoothing: of the cross-entropy.
         class_weights: w of the weighted mean Σ_i w(y_i)·l_i / Σ_i w(y_i) over the minibatch, one a class; "balanced" is
             w_c = n/(K·n_c), n_c of n examples being of class c and K the number of classes that occur (1 for others). With

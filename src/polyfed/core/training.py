@@ -285,7 +285,7 @@ def fit(
         seed: decides the order of examples, augmentation and dropout.
         task: which loss; of examples that come without a client.
         penalty: a further term of the loss, called once at every step; its gradient reaches what it depends on.
-        `PerClientTerm`s
+            `PerClientTerm`s
             are called with the trained parameters, and many can be computed at once.
         gradient: how the direction of a step is found, for methods in which it is not the gradient of a minibatch's loss.
             It is called with `loss_of`; `loss_of(k)` puts the gradient of the loss of the step's k-th minibatch (with
@@ -296,9 +296,10 @@ def fit(
             them.
         loss: the loss of a minibatch in place of the task's.
         representation: name of the module whose input `loss` gets as the representation, the last linear layer, say.
-        reported: which loss is reported: "task", the task's own, whatever is trained on; "loss", the one that is trained on,
+        reported_loss: which loss is reported: "task", the task's own, whatever is trained on; "loss", the one that is
+        trained on,
             without the penalty; "total", with it. It does not change what is trained.
-        rate: by what factor a parameter's learning rate differs from `lr`, by its name; None: none does.
+        lr_factor: by what factor a parameter's learning rate differs from `lr`, by its name; None: none does.
 
     >>> from polyfed.algorithms import Local
     >>> line = nn.Linear(1, 1)

@@ -40,7 +40,8 @@ class RunningMean:
     counters) are rounded to the nearest, up from the middle, and a boolean is whether any was true, as in a secure sum.
 
     Args:
-        expected: id -> weight of everyone who is expected. If all of them come with these weights, the mean is that of
+        expected_weights: id -> weight of everyone who is expected. If all of them come with these weights, the mean
+        is that of
             shares w_i/Σw, as `weighted_mean` takes it, bit for bit. If some do not, it is divided by the share that came,
             which may differ from that in the last bit.
 
@@ -150,7 +151,7 @@ def weighted_mean(
     It does not depend on the order of `trees`; see `RunningMean` for what is exact.
 
     Args:
-        trees: client id -> tree.
+        tensors_by_client: client id -> tree.
         weights: client id -> weight ≥ 0, not all zero; scaled to sum to 1.
 
     Raises:
@@ -274,7 +275,7 @@ def serialize_state(state: PyTree, shared: Mapping[int, str] | None = None) -> b
     """Nested state as safetensors bytes, its structure as JSON in the metadata. The inverse is `deserialize_state`.
 
     Args:
-        nested: dicts with string keys, lists, tuples (read back as lists), plain scalars and tensors.
+        state: dicts with string keys, lists, tuples (read back as lists), plain scalars and tensors.
         shared: `id(tensor)` -> name, for tensors that the reader already has: only the name is written.
 
     Raises:

@@ -2,10 +2,9 @@
 
 A table is stored as it was read, one number a cell: a number itself (NaN where there is none), or the position of a
 category. `TablePreprocessor` makes a batch of these ready. So one store serves all sites, equal rows are found, and a
-network can be
-given raw rows later. The arithmetic is that of scikit-learn's `StandardScaler`, `SimpleImputer(add_indicator=True)` and
-`OneHotEncoder(handle_unknown="ignore")` in a `ColumnTransformer` (tested), without the two seconds that they take to import
-and in a form that can be saved as JSON.
+network can be given raw rows later. The arithmetic is that of scikit-learn's `StandardScaler`,
+`SimpleImputer(add_indicator=True)` and `OneHotEncoder(handle_unknown="ignore")` in a `ColumnTransformer` (tested),
+without the two seconds that they take to import and in a form that can be saved as JSON.
 """
 
 import math

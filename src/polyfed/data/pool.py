@@ -34,7 +34,7 @@ class PooledDataset:
             (num, num_classes)), or "regression" (targets float, shape (num, num_classes)).
         columns: further columns of `train` (users, patients), each of shape (num_train,), for `Natural`.
         vocabulary: of text, the token of each number in the inputs; empty otherwise.
-        prepared: of a table, what makes inputs of its rows, not fitted yet: that needs training rows.
+        preprocessor: of a table, what makes inputs of its rows, not fitted yet: that needs training rows.
         group: the column whose equal values never go to different sets (the rows of a patient); None for none.
         test_set_in_train: the published test examples are in `train`, so that there is no common test set of them.
 

@@ -2,8 +2,8 @@
 
 "head" has the head as one JSON text. "body" has the numbers and the packed groups of tensors, each under its name after a
 letter that says which it is; all sites that are sent the same body share one object at the SuperLink. Groups of more than
-`MAX_INLINE_BYTES` bytes travel as arrays of bytes instead, in the record "arrays", which Flower cuts into pieces.
-(Not as arrays of tensors: Flower cannot carry bfloat16.) torch is not needed here.
+`MAX_INLINE_BYTES` bytes travel as arrays of bytes instead, in the record "arrays", which Flower cuts into pieces. (Not
+as arrays of tensors: Flower cannot carry bfloat16.) torch is not needed here.
 """
 
 import io

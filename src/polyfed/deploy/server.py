@@ -1,9 +1,8 @@
 """The server's half of a deployment: its configuration, the roster it makes of what sites tell, and the run.
 
-The rounds are those of the simulator (`federation.run_federation`), on an engine that sends tasks to sites. The
-private state of a
-site stays there; in its place the server keeps the round after which it was, so that a run that is resumed from a
-checkpoint asks for the state that belongs to it.
+The rounds are those of the simulator (`federation.run_federation`), on an engine that sends tasks to sites. The private
+state of a site stays there; in its place the server keeps the round after which it was, so that a run that is resumed
+from a checkpoint asks for the state that belongs to it.
 """
 
 import dataclasses

@@ -79,9 +79,8 @@ class GraphTensors:
     """A graph as the hypernetwork reads it.
 
     Attributes: `features` X, one-hot, (V, k); `edges`, int64 (2, E), from and to; `weight_sets`, by layer type, the
-    nodes that use
-    weights of this type (m,), to which of the n sets each belongs (m,), and of each set role -> parameter's name; `levels`,
-    the levels of asynchronous passing, empty for synchronous.
+    nodes that use weights of this type (m,), to which of the n sets each belongs (m,), and of each set role ->
+    parameter's name; `levels`, the levels of asynchronous passing, empty for synchronous.
     """
 
     features: Tensor

@@ -36,8 +36,8 @@ class CalibrationPoint:
 
 
 def roc_curve_and_area(predictions: BinaryPredictions) -> tuple[Floats, float] | None:
-    """Sensitivity at the shares of false alarms `FALSE_ALARM_GRID`, shape (61,), and the area under the curve; None
-    if all examples are yes, or all no. Examples of the same probability are decided together.
+    """Sensitivity at the shares of false alarms `FALSE_ALARM_GRID`, shape (61,), and the area under the curve; None if
+    all examples are yes, or all no. Examples of the same probability are decided together.
 
     >>> curve, area = roc_curve_and_area((np.array([0.9, 0.8, 0.3, 0.1]), np.array([True, False, True, False])))
     >>> curve[[0, 30]].tolist(), area

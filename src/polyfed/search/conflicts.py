@@ -36,8 +36,8 @@ def compute_step_weights(local_gradients: Tensor, lookahead_gradients: Tensor) -
     """α_i and the two sides of Proposition 1. A gradient of length 0 has cosine 0 with every other.
 
     Args:
-        local: g_i, one row per client, (M, size of θ_p).
-        ahead: g̃_i, the same shape.
+        local_gradients: g_i, one row per client, (M, size of θ_p).
+        lookahead_gradients: g̃_i, the same shape.
 
     Raises:
         UserError: they are not matrices of one shape.

@@ -163,13 +163,13 @@ def describe_network(module: nn.Module, probabilities: Sequence[Tensor | None]) 
 
     Args:
         module: a `Network` or `Sampled` of one.
-        known: the probabilities of the supernet's operations, as `operation_probabilities` gives them.
+        probabilities: the probabilities of the supernet's operations, as `operation_probabilities` gives them.
 
     Returns:
         `format`; `plan`, the fields of `Plan`; `cells`, base first, each with its `stack`, number of `inputs` and `edges`:
-        `from`, `to`, the `operations` that the network has, and with what `operation_probabilities` the `candidates`
-        of the supernet
-        were to be chosen (where there was a choice); of a `Sampled` also `sampled`, the shapes of its noise, and `mean`.
+        `from`, `to`, the `operations` that the network has, and with what `operation_probabilities` the `candidates` of
+        the supernet were to be chosen (where there was a choice); of a `Sampled` also `sampled`, the shapes of its
+        noise, and `mean`.
     """
     network = module.network if isinstance(module, Sampled) else module
     assert isinstance(network, Network)

@@ -38,9 +38,8 @@ class Federation:
     """Who takes part, by which method and settings: what stays the same from round to round.
 
     Attributes: `clients`, whom a simulation plays; in a deployment they are elsewhere, and the server has only the
-    `remote_clients`
-    roster of them; `metrics`, what is computed at evaluation, of which the first decides: if none are given, those that the
-    settings name, or the task's own.
+    `remote_clients` roster of them; `metrics`, what is computed at evaluation, of which the first decides: if none are
+    given, those that the settings name, or the task's own.
     """
 
     clients: Mapping[str, Client]

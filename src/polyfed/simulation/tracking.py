@@ -173,7 +173,7 @@ class Tracker(Progress):
     Args:
         loggers: places by name.
         folder: the run directory.
-        shown: who shows the run to the user.
+        display: who shows the run to the user.
     """
 
     def __init__(self, loggers: Mapping[str, Logger], folder: Path, display: Progress) -> None:
@@ -239,7 +239,7 @@ def build_tracker(names: str | Sequence[str], out: str | Path, display: Progress
     Args:
         names: "tensorboard" or "mlflow", or several of them, as a list or with commas between.
         out: the run directory.
-        shown: who shows the run beside; None shows a bar on a terminal and nothing elsewhere.
+        display: who shows the run beside; None shows a bar on a terminal and nothing elsewhere.
 
     Raises:
         UserError: an unknown name, a package that is not installed, or a server that cannot be reached.

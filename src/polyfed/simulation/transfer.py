@@ -53,7 +53,7 @@ def transfer_network(
 
     Args:
         run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.
-        like: id of the client whose network it is.
+        client_id: id of the client whose network it is.
         task: the new task: few training examples (the paper has 200) and test examples, of the form of the run's.
         steps: minibatches (100, paper).
         lr: learning rate; None takes the method's.
@@ -101,7 +101,7 @@ def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> Metr
 
     Args:
         run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.
-        like: id of the client.
+        client_id: id of the client.
         epochs: 0 is no adaptation.
 
     Raises:

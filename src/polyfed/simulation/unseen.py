@@ -2,8 +2,8 @@
 section 5.4).
 
 The server's state of a `flha_ghn` run, from a `Run` or a run directory, is all that is needed. `compute_warm_start`
-makes the
-weights and scores them, before and after the method's epoch on the head; `training_curve` trains on from any weights.
+makes the weights and scores them, before and after the method's epoch on the head; `training_curve` trains on from any
+weights.
 """
 
 import dataclasses

@@ -186,7 +186,7 @@ def timed(monkeypatch):
         work()
         return found["together"] if work.__name__ == "<lambda>" else 1.0
 
-    monkeypatch.setattr(choice, "_training_seconds", seconds)
+    monkeypatch.setattr(choice, "_seconds", seconds)
     monkeypatch.setattr(choice, "_LONGEST", 10.0)
     return found
 

@@ -191,10 +191,11 @@ def _step_weights(cell: PaperCell, run: RecipeRun) -> float | None:
             folder, clients=experiment_data.clients, public=experiment_data.public, progress=SilentProgress()
         )
         ids, weights = measure_gradient_conflicts(resumed_run, draws=_DRAWS)
+        by_name = {"cosine": weights.cosine, "federated": weights.federated_cosine, "gap": weights.cosine_gap}
         return {
             f"{client}, {name}": value
-            for name in ("cosine", "federated", "gap")
-            for client, value in zip(ids, getattr(weights, name).tolist(), strict=True)
+            for name, values in by_name.items()
+            for client, value in zip(ids, values.tolist(), strict=True)
         }
 
     values = [

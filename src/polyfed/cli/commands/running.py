@@ -1,5 +1,4 @@
-"""What the commands `run_experiment`, `resume` and `data` do: an experiment with its baselines, its directory, and
-its table."""
+"""What the commands `run`, `resume` and `data` do: an experiment with its baselines, its directory, and its table."""
 
 import warnings
 from collections.abc import Mapping, Sequence

@@ -115,10 +115,9 @@ def compute_context_digest(sum_id: SumId, adverts: Collection[KeyAdvertisement],
 
 
 def minimum_threshold(sites: int, owner_threshold: int | None = None) -> int:
-    """The smallest threshold at which a site takes part, for so many sites: `owner_threshold` by the wish of its
-    owner, but above the half,
-    which an active server needs (theorem 6.5 with no colluding site); by default above two thirds, which is safe
-    while fewer than a third of the sites collude with the server.
+    """The smallest threshold at which a site takes part, for so many sites: `owner_threshold` by the wish of its owner,
+    but above the half, which an active server needs (theorem 6.5 with no colluding site); by default above two thirds,
+    which is safe while fewer than a third of the sites collude with the server.
 
     >>> [minimum_threshold(n) for n in (2, 3, 4, 10)], minimum_threshold(3, owner_threshold=1)
     ([2, 3, 3, 7], 2)

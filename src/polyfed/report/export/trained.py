@@ -65,12 +65,10 @@ class TrainedModel:
     """What is exported.
 
     Attributes: `network`, in evaluation mode on the CPU; `signature`; `preprocessor`, of a table;
-    `architecture_description`, with which
-    the method builds its own kind of network, or None; `class_names`, empty if nobody knows them; `table_options`,
-    how files of a
-    table are read; `algorithm`, None at a site; `kept_round` of `planned_rounds`, 0 if unknown; `seed`; `scores`;
-    `disclosures`, words of
-    `DISCLOSURES`; `never_trained`, whether the client took part in no round up to that one (False where nobody knows).
+    `architecture_description`, with which the method builds its own kind of network, or None; `class_names`, empty if
+    nobody knows them; `table_options`, how files of a table are read; `algorithm`, None at a site; `kept_round` of
+    `planned_rounds`, 0 if unknown; `seed`; `scores`; `disclosures`, words of `DISCLOSURES`; `never_trained`,
+    whether the client took part in no round up to that one (False where nobody knows).
     """
 
     network: nn.Module

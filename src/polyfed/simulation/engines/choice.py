@@ -78,8 +78,8 @@ def benchmark_engines(
     tasks: Callable[[Sequence[str]], Sequence[ClientTask]],
 ) -> EngineChoice:
     """Whether "auto" computes the clients of this run together: where a round has many of one architecture, the method
-    trains them in a way that allows it, and two steps of its training that are timed here take at most
-    1/`MIN_SPEEDUP` of the time.
+    trains them in a way that allows it, and two steps of its training that are timed here take at most 1/`MIN_SPEEDUP`
+    of the time.
 
     Args:
         settings, algorithm, clients, device: of the run.

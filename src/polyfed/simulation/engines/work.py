@@ -24,9 +24,8 @@ class ClientTask:
     """One client's work: train ("local"), evaluate its personal model, or give its weights ("export").
 
     Attributes: `client_state` is the private state, None for a client that has none yet: then it is made from
-    `run_seed`. `seed`
-    is the one for this round, client and purpose. `message` is the message as it arrives; `compressed_message`, as it
-    travels, where it is compressed.
+    `run_seed`. `seed` is the one for this round, client and purpose. `message` is the message as it arrives;
+    `compressed_message`, as it travels, where it is compressed.
     """
 
     phase: Phase

@@ -158,7 +158,7 @@ class PredictionStore:
 
         Args:
             number: of the round.
-            found: of each client that could be evaluated.
+            outputs_by_client: of each client that could be evaluated.
             best: the round with the best validation score so far.
 
         Returns:
