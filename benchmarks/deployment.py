@@ -98,7 +98,7 @@ class Watch(threading.Thread):
             time.sleep(0.02)
 
     def by_kind(self):
-        link, *nodes = [process.running.pid for process in self.trial.processes]
+        link, *nodes = [process.popen.pid for process in self.trial.processes]
         below = cpu_seconds(link)
         of_link = cpu_seconds(link, alone=True)
         of_nodes = sum(cpu_seconds(node, alone=True) for node in nodes)

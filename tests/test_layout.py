@@ -211,9 +211,36 @@ def test_a_method_costs_at_most_seventy_lines(method):
     assert sum(token.type == tokenize.NEWLINE and token.start[0] not in left_out for token in tokens) <= 70
 
 
+OVERLONG = {
+    "src/polyfed/cli/commands/options.py": 411,
+    "src/polyfed/comparison/tuning.py": 460,
+    "src/polyfed/core/algorithm.py": 401,
+    "src/polyfed/core/examples.py": 408,
+    "src/polyfed/core/metrics.py": 414,
+    "src/polyfed/core/training.py": 409,
+    "src/polyfed/core/tree.py": 401,
+    "src/polyfed/data/frames.py": 401,
+    "src/polyfed/deploy/flower.py": 449,
+    "src/polyfed/deploy/server.py": 415,
+    "src/polyfed/deploy/site.py": 459,
+    "src/polyfed/simulation/engines/ray.py": 407,
+    "src/polyfed/simulation/federation.py": 434,
+    "src/polyfed/testing.py": 410,
+    "tests/comparison/test_references.py": 401,
+    "tests/deploy/test_riding.py": 411,
+    "tests/report/test_page.py": 402,
+}
+"""Files of 400 lines or more, which may only become shorter."""
+
+
 def test_files_are_short():
-    for file in [*FILES, *Path(__file__).parent.rglob("*.py")]:
-        assert len(file.read_text(encoding="utf-8").splitlines()) < 480, file
+    root = Path(__file__).parents[1]
+    lengths = {
+        file.relative_to(root).as_posix(): len(file.read_text(encoding="utf-8").splitlines())
+        for file in [*FILES, *Path(__file__).parent.rglob("*.py")]
+    }
+    assert {file: n for file, n in lengths.items() if n > OVERLONG.get(file, 399)} == {}
+    assert [file for file in OVERLONG if lengths[file] < 400] == [], "no longer overlong"
 
 
 QUICKSTART = """

@@ -105,7 +105,7 @@ def test_a_large_reply_costs_no_more_than_it_brought(tmp_path, monkeypatch, case
 
 
 def _result(engine, task, content):
-    return engine._result(task, engine._packed(SimpleNamespace(content=content, has_error=lambda: False)))
+    return engine._result(task, engine._unpack_answer(SimpleNamespace(content=content, has_error=lambda: False)))
 
 
 def test_every_part_of_a_reply_counts_against_the_limit(tmp_path):

@@ -232,9 +232,17 @@ def test_flowers_own_commands_send_the_token(started):
 def test_folders_of_a_trial_are_closed(started):
     project, found = started
     trial = project.path / "trial"
-    for folder in (project.certificates, trial, *(trial / name for name in ("home", "sites/north", "homes/superlink"))):
+    for folder in (
+        project.certificates_folder,
+        trial,
+        *(trial / name for name in ("home", "sites/north", "homes/superlink")),
+    ):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
-    for file in (*project.certificates.glob("*.key"), trial / "control.token", trial / "home" / "credentials.yaml"):
+    for file in (
+        *project.certificates_folder.glob("*.key"),
+        trial / "control.token",
+        trial / "home" / "credentials.yaml",
+    ):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
     assert set(found) == {"superlink", "north", "south"}
 

@@ -153,7 +153,7 @@ def test_a_project_as_it_is_written_learns_and_gives_the_bits_of_a_simulation(tm
 
 def _clients_of(project, names):
     code = "import os, sys, torch\nsys.path.insert(0, os.environ['SITE'])\nimport site_of_test\n"
-    shutil.copy(project.site, project.path / "site" / "site_of_test.py")
+    shutil.copy(project.site_file, project.path / "site" / "site_of_test.py")
     code += "c = site_of_test.client()\ntorch.save([c.train.x, c.train.y, c.test.x, c.test.y], sys.argv[1])\n"
     clients = []
     from polyfed.models import ModelSpec
@@ -241,14 +241,14 @@ def test_strangers_are_refused(watched, tmp_path, port):
     write_key_pair(tmp_path / "other.key")
     write_trial_certificates(tmp_path / "unknown")
     where = [*node[:4], "--superlink", link]
-    authority = ["--root-certificates", str(project.certificates / "ca.crt")]
+    authority = ["--root-certificates", str(project.certificates_folder / "ca.crt")]
     cases = {
         "not registered": [*where, *authority, "--auth-supernode-private-key", str(tmp_path / "other.key")],
         "no key": [*where, *authority],
         "plaintext": [*where, "--insecure"],
         "unknown authority": [
             *where, "--root-certificates", str(tmp_path / "unknown" / "ca.crt"),
-            "--auth-supernode-private-key", str(project.certificates / "client-0.key"),
+            "--auth-supernode-private-key", str(project.certificates_folder / "client-0.key"),
         ],
     }  # fmt: skip
     for case, words in cases.items():

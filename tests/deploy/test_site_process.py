@@ -39,7 +39,7 @@ def test_a_site_process_that_is_killed_in_a_round_costs_that_round(watched):  # 
     processes of a site take next to no processor time."""
     project, trial = watched
     (project.path / "slow-client-1").write_text("3")
-    out, node = project.path / "runs" / "killed", trial.processes[2].running.pid
+    out, node = project.path / "runs" / "killed", trial.processes[2].popen.pid
     killed = []
 
     def kill():

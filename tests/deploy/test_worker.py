@@ -212,8 +212,8 @@ def test_a_real_process_serves_and_is_replaced(site, config):
 def test_a_damaged_frame_does_not_end_it(site):
     site.ask(letter(architecture=architecture()))
     before = site.pid
-    site._link.sendall(b"pfed" + (2).to_bytes(4, "big") + bytes(8) + b"[]")
-    assert told(receive_frame(site._link))["refused"] == "a message was damaged on its way to the site's process"
+    site._socket.sendall(b"pfed" + (2).to_bytes(4, "big") + bytes(8) + b"[]")
+    assert told(receive_frame(site._socket))["refused"] == "a message was damaged on its way to the site's process"
     assert "refused" in told(site.ask(letter("task", client="other")))
     assert site.pid == before
 

@@ -126,7 +126,7 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         self, server_state: Mapping[str, Any], client_info: ClientInfo, needs_pool: bool
     ) -> dict[str, Tensor]:
         """What says X to the clients: X itself, or its rows in the pool, where a client has all of that: because it needs
-        it (`whole`), was sent it once, or makes it from noise."""
+        it (`needs_pool`), was sent it once, or makes it from noise."""
         rows = self._rad_rows(server_state, client_info)
         if needs_pool or self.pool_once or self.rad == "noise":
             return {"rows": rows}

@@ -138,7 +138,7 @@ def train_head_then_body(
     Args:
         module: the network, which both calls train in place.
         head: names of its tensors.
-        of_head, of_body: how.
+        fit_head, fit_body: how.
     """
     trainable, loss = {name: p for name, p in module.named_parameters() if p.requires_grad}, 0.0
     for trains_head, fit_part in ((True, fit_head), (False, fit_body)):

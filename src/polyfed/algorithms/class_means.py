@@ -28,7 +28,7 @@ def weighted_class_sums(values: Tensor, labels: Tensor, num_classes: int, weight
     Args:
         values: one row for each example, (n, d).
         labels: their classes, (n,).
-        classes: C.
+        num_classes: C.
         weighted: a class's weight is its share of the examples (with n_i of the reply, their number); otherwise it is 1 for
             a class that the client has, and 0 for another.
 

@@ -67,8 +67,8 @@ def infer_shared_network_form(
     """The `input_shape` and `outputs` of the client's own network, which the common one must take and give.
 
     Args:
-        given: the common network.
-        state: of the client's own.
+        network_options: the common network.
+        weights: of the client's own.
         client: whose.
         method, field: how the method and its field are called, for errors.
 

@@ -58,14 +58,14 @@ def find_last_layers(client: Client, num_layers: int) -> tuple[str, ...]:
 def initial_weights_with_head(
     initial_head: InitialHead, client: Client, num_layers: int, seed_of_layer: Callable[[int], int], seed: int
 ) -> dict[str, Tensor]:
-    """A client's network before training: the draw of its architecture, with the common head in place of its last `number`
-    layers if the way is "form".
+    """A client's network before training: the draw of its architecture, with the common head in place of its last
+    `num_layers` layers if the way is "form".
 
     Args:
-        way: which head.
+        initial_head: which head.
         client: whose network.
-        number: of layers that are the head.
-        seeds: the seed of each of these layers, by its place from the output, 0 being the last.
+        num_layers: of layers that are the head.
+        seed_of_layer: the seed of each of these layers, by its place from the output, 0 being the last.
         seed: the run's.
     """
     assert client.model is not None

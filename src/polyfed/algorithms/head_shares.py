@@ -20,7 +20,7 @@ def minimize_quadratic_on_simplex(matrix: Tensor) -> Tensor:
     P = LLᵀ that is the x ≥ 0 nearest to solving Lᵀx = L⁻¹1.
 
     Args:
-        form: P, symmetric and positive semidefinite, (m, m).
+        matrix: P, symmetric and positive semidefinite, (m, m).
 
     >>> minimize_quadratic_on_simplex(torch.diag(torch.tensor([1.0, 3.0])))
     tensor([0.7500, 0.2500], dtype=torch.float64)

@@ -83,7 +83,7 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
     def _contrastive_loss(
         self, client: Client, reference_networks: list[nn.Module], name: str
     ) -> Callable[[ForwardPass], Tensor]:
-        """L_i + μ·ℓ_con of a minibatch; `others` are the global model and the client's own before."""
+        """L_i + μ·ℓ_con of a minibatch; `reference_networks` are the global model and the client's own before."""
         criterion = self.criterion(client)
 
         def loss(batch: ForwardPass) -> Tensor:

@@ -188,10 +188,10 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
 @final
 class Pair(nn.Module):
-    """Two networks on the same inputs: as a network it is the first, `own`; the second's outputs are left in `outputs`.
+    """Two networks on the same inputs: as a network it is the first, `personal`; the second's outputs are left in `outputs`.
 
     Args:
-        own, shared: the networks.
+        personal, shared: the networks.
         bridge: a matrix from the second's representation to the first's, if they are to be compared; it is trained too.
         modules: names of the modules, in the first and in the second, whose inputs the representations are.
 

@@ -298,7 +298,7 @@ def adapt_personal_stack(
     """The fine-tuning phase: trains the personal stack in place on the client's data, the base stack as it is.
 
     Args:
-        network: on the device of the client's data.
+        supernet: on the device of the client's data.
         options: epochs or steps, and the rest of local training.
         lr: learning rate.
         seed: of batches and samples.

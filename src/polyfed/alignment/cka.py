@@ -88,7 +88,7 @@ class CentredFeatures:
     """HB/‖HB‖_F of a representation B, centred and normalised once, to be compared with many others.
 
     Attributes:
-        unit: shape (L, d); 0 if B is constant.
+        normalised_features: shape (L, d); 0 if B is constant.
 
     >>> b = torch.tensor([[1.0], [2.0], [3.0]])
     >>> round(linear_cka(b, CentredFeatures.from_representation(b)).item(), 6)
@@ -115,9 +115,9 @@ class CentredKernel:
 
     Attributes:
         kernel: M, shape (L, L), symmetric.
-        means: of its rows, shape (L,).
-        scale: 1/‖HMH‖_F, a constant to the gradient; 0 if M is constant.
-        squares: ‖scale·HMH‖²_F, 1 or 0; a scalar.
+        row_means: of its rows, shape (L,).
+        inverse_norm: 1/‖HMH‖_F, a constant to the gradient; 0 if M is constant.
+        squared_norm: ‖scale·HMH‖²_F, 1 or 0; a scalar.
 
     >>> m = rbf_kernel(torch.tensor([[1.0], [2.0], [4.0]]))
     >>> bool(CentredKernel.from_kernel(m).centred_rows(0, 3).sum(1).abs().max() < 1e-6)

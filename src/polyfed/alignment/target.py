@@ -32,7 +32,7 @@ class AlignmentTarget:
     Attributes:
         matrix: of a linear kernel, features F, shape (L, width), with K̄ = FFᵀ; of an RBF kernel K̄ itself, shape (L, L).
         sigma: None for a linear kernel; else the RBF kernel's width, see `rbf_kernel`.
-        measure: of `distance`; "procrustes" is for linear kernels.
+        distance_measure: of `distance`; "procrustes" is for linear kernels.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> round(AlignmentTarget(a).cka(2 * a, torch.arange(3)).item(), 6)
@@ -81,7 +81,7 @@ def mean_kernel_features(
     """F = [√w_1·A_1, ..., √w_N·A_N], whose linear kernel FFᵀ is K̄ = Σ_j w_j·A_j·A_jᵀ (eq. 6): shape (L, Σ_j d_j).
 
     Args:
-        parts: representations A_j of the same L examples, shapes (L, d_j).
+        representations: representations A_j of the same L examples, shapes (L, d_j).
         weights: w_j ≥ 0.
         normalise: divide each A_j by ‖HA_j‖_F, so that none dominates by the scale of its features.
 
@@ -118,7 +118,7 @@ def mean_rbf_kernel(representations: Sequence[Tensor], weights: Sequence[float],
     no other matrix of that size is made.
 
     Args:
-        parts: representations A_j of the same L examples, shapes (L, d_j).
+        representations: representations A_j of the same L examples, shapes (L, d_j).
         weights: w_j ≥ 0.
         sigma: see `rbf_kernel`; each representation has a median distance of its own.
 

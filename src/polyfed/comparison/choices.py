@@ -67,8 +67,8 @@ def shrink_to_pooled_loss(
     """The loss by which a client that trains alone chooses, by round.
 
     Args:
-        own: its loss by round, on `number` validation examples.
-        number: of them.
+        client_losses: its loss by round, on `num_examples` validation examples.
+        num_examples: of them.
         all_clients: the loss on the validation examples of all clients.
         weight: for how many examples that counts.
 
@@ -149,9 +149,9 @@ class SearchRun:
         label, fields: of which method, with which values.
         history: the objects of `metrics.jsonl`; empty where the run failed.
         budget: by whose rounds it is judged.
-        sizes: validation examples by client.
-        score: the name of the metric that decides, which is told beside the loss.
-        dropped: clients whose training failed in the run.
+        num_validation: validation examples by client.
+        metric_name: the name of the metric that decides, which is told beside the loss.
+        failed_clients: clients whose training failed in the run.
         failure: why there is no run.
     """
 
@@ -208,7 +208,7 @@ class SearchRun:
 
 
 def rank_runs(runs: Sequence[SearchRun], client_ids: frozenset[str]) -> list[SearchRun]:
-    """The runs with a loss of each of `everyone`, the lowest loss first; of equal ones the steadier, then the smaller
+    """The runs with a loss of each of `client_ids`, the lowest loss first; of equal ones the steadier, then the smaller
     learning rate."""
     complete_runs = [
         run for run in runs if run.selected_point is not None and run.validation_losses_by_client.keys() == client_ids

@@ -75,10 +75,10 @@ def _training_template(name: str, candidates: Sequence[Any]) -> Any:
 
 
 def build_method_with_training_of(name: str, template: Any = None, fields: Mapping[str, Any] | None = None) -> Method:
-    """A method that is compared by its name: with the local training of `model`, so that all train equally, and its own
+    """A method that is compared by its name: with the local training of `template`, so that all train equally, and its own
     defaults otherwise; `fields` win over both.
 
-    A method that sets a learning rate or an optimiser of its own, where `model` has not the same default, keeps its
+    A method that sets a learning rate or an optimiser of its own, where `template` has not the same default, keeps its
     optimiser with all that belongs to it: the hypernetwork of FLHA-GHN and a supernet are not trained as a client's network.
 
     >>> from polyfed.algorithms import get

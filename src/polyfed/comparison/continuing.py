@@ -8,8 +8,8 @@ _MAY_GROW = ("methods", "evaluated", "skipped", "fingerprints")  # by label or s
 
 
 def describe_conflict(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Returns the first thing of the description `before` that `now` contradicts, in words; empty if finished runs stay what
-    they are.
+    """Returns the first thing of the description `before` that `after` contradicts, in words; empty if finished runs
+    stay what they are.
 
     Title, references, further methods and further seeds at the end change nothing of finished runs.
 

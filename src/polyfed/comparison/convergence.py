@@ -82,7 +82,7 @@ def convergence_advice(tuning: Mapping[str, Any] | None) -> str:
     worse; where none was, the rate may be too small, and the search comes first.
 
     Args:
-        tuned: what a search found for the method, as `comparison.json` has it; None where it was not searched.
+        tuning: what a search found for the method, as `comparison.json` has it; None where it was not searched.
 
     >>> convergence_advice(None)
     'its learning rate was not searched: search it (--tune auto), then give more rounds if that does not help'

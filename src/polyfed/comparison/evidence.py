@@ -63,8 +63,8 @@ class Evidence:
         scores: by method, seed and client.
         outputs: of a method, seed and client on its test examples; None where they were not kept.
         targets: of the test examples of a client, the same in each seed if `has_same_data`.
-        fixed: whether clients have the same data in each seed. Otherwise the seeds' scores alone are used.
-        named: whether a client's name is the same participant in each seed.
+        has_same_data: whether clients have the same data in each seed. Otherwise the seeds' scores alone are used.
+        has_same_clients: whether a client's name is the same participant in each seed.
         sizes: by seed and client, the number of training and of test examples.
     """
 
@@ -111,7 +111,7 @@ class Evidence:
         Args:
             label: of the method.
             rivals: what there is without it. One that has no score at a client is no rival there.
-            methods: how many methods there are intervals for at the same time.
+            num_methods: how many methods there are intervals for at the same time.
         """
         levels = (
             num_methods,

@@ -62,20 +62,21 @@ class ComparisonPlan:
         methods: by label; those that the clients do not suit are left out.
         seeds: of the runs; cohorts, weights and batches derive from them, the same for every method.
         settings: of every run, but for the seed.
-        cast: who takes part at a seed.
-        reading: budget and target.
-        searched_at: the budget by whose rounds a search compares what it tried. A directory keeps it, however its results
+        client_set: who takes part at a seed.
+        criteria: budget and target.
+        search_budget: the budget by whose rounds a search compares what it tried. A directory keeps it, however its results
             are read later.
         out: the directory; None keeps all in memory.
-        parallel: runs at once, or "auto".
+        parallel_runs: runs at once, or "auto".
         experiment: what describes the casts in a file, for a comparison that can be rebuilt from its directory.
-        search: fields that are searched on validation examples before, see module `tuning`: field -> values or range; or
+        search_space: fields that are searched on validation examples before, see module `tuning`: field -> values or
+        range; or
             None.
-        trials: how many runs a method has in the search by Optuna; None tries every combination of values.
+        num_trials: how many runs a method has in the search by Optuna; None tries every combination of values.
         quiet: says nothing.
         metrics: that are computed, as `polyfed.core.metrics.resolve_metrics` takes them; the first decides.
-        resplit: how many times training and test examples were dealt again, one seed each; None for never.
-        references: whether scores of simple models and of all data pooled are put next to the methods.
+        num_resplits: how many times training and test examples were dealt again, one seed each; None for never.
+        with_references: whether scores of simple models and of all data pooled are put next to the methods.
 
     Raises:
         UserError: seeds that are none or repeated, a label that is no folder's name.

@@ -51,14 +51,14 @@ class ResultInputs:
 
     Attributes:
         description: the content of `comparison.yaml`.
-        data: by seed, as text, and client: examples for training and test, and per class.
+        client_sizes: by seed, as text, and client: examples for training and test, and per class.
         class_names: one per class, or None.
         histories: the objects of `metrics.jsonl` of each run.
         metric: which decides.
         outputs: of method, seed, client and round on the client's test examples; None where they were not kept.
         targets: of the test examples of a client at a seed.
         references: scores that are no method's, and `left_out`, what is not among them, see `polyfed.comparison.beside`.
-        alone: of a simple model, seed and client, its outputs on the client's test examples.
+        reference_outputs: of a simple model, seed and client, its outputs on the client's test examples.
         paths: of the runs that have directories, from that of the comparison.
     """
 

@@ -74,7 +74,7 @@ def build_answers(
         content: of `comparison.json`, with statistics.
         leader: the method that did best of those that may be compared with the reference; None without one.
         why_not: why nothing is decided, whatever the intervals; empty if they decide.
-        over: what the leader gains over the best that there is alone, for the mean and by client.
+        leader_gains: what the leader gains over the best that there is alone, for the mean and by client.
         metric: which decides.
         by_class: whether few test examples of one class limit that score.
     """
@@ -294,7 +294,7 @@ def note_sentences(
 
     Args:
         content: of `comparison.json`, with statistics.
-        lost: by label and seed, clients for whom only other methods have a score.
+        clients_without_score: by label and seed, clients for whom only other methods have a score.
         unclear: clients without an interval, because they have too few test examples.
     """
     sentences = [
@@ -334,7 +334,8 @@ def _format_fields(fields: Mapping[str, Any]) -> str:
 
 
 def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, validated: bool) -> str:
-    """How rounds were chosen: `asked`, whether the limit was given; `validated`, whether there were validation examples."""
+    """How rounds were chosen: `has_limit`, whether the limit was given; `validated`, whether there were validation
+    examples."""
     if kind == "best" and validated:
         return "each method at its best round by validation loss (alone: each client at its own), with equal local training"
     if kind in ("best", "steps"):

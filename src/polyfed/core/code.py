@@ -71,7 +71,7 @@ def check_trusted(name: str, action: str) -> None:
 
     Args:
         name: as it is written.
-        what: what it does, after "asks to".
+        action: what it does, after "asks to".
 
     Raises:
         UserError: it is not allowed, with what to do.
@@ -93,7 +93,7 @@ def import_object(path: str, kind: str = "network") -> Callable[..., Any]:
 
     Args:
         path: the name.
-        what: it stands for, in errors: "network", "method", "metric", "loss", "source" or "partition".
+        kind: it stands for, in errors: "network", "method", "metric", "loss", "source" or "partition".
 
     Modules are looked for where Python looks, then in the current directory, which is put at the end of `sys.path` and
     stays there, so that worker processes find the same module.
@@ -167,11 +167,11 @@ def import_dataclass(path: str, base_class: type[T], label: str) -> type[T]:
 
     Args:
         path: the name.
-        base: what it must be built on.
-        what: it stands for, in errors.
+        base_class: what it must be built on.
+        label: it stands for, in errors.
 
     Raises:
-        UserError: as `import_object`, or it is no dataclass on `base`.
+        UserError: as `import_object`, or it is no dataclass on `base_class`.
 
     >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
@@ -193,7 +193,7 @@ def load_function(file: Path, name: str, purpose: str) -> Callable[[], Any]:
     Args:
         file: where it is.
         name: of the function.
-        why: what needs it, for errors.
+        purpose: what needs it, for errors.
 
     Raises:
         UserError: there is no such file, it is not allowed, or it has no such function.

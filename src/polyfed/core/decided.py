@@ -15,7 +15,7 @@ class ResolvesAutoFields(ABC):
         """What was decided, by field, in a few words; empty where every field has the value that it says.
 
         Args:
-            state: the server's, of any round.
+            server_state: the server's, of any round.
         """
 
 

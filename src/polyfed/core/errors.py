@@ -37,8 +37,8 @@ def check_extra_installed(package: str, extra: str, feature: str, alternative: s
     Args:
         package: as one imports it.
         extra: the extra of polyfed that installs it.
-        what: what needs it, the start of the error's sentence.
-        otherwise: what to do without it.
+        feature: what needs it, the start of the error's sentence.
+        alternative: what to do without it.
 
     Raises:
         UserError: it is not installed.

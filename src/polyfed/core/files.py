@@ -186,7 +186,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def add_resume_hint(next_step: str) -> Iterator[None]:
-    """Adds to the error of a disk without room what to do: make room, then `cure`.
+    """Adds to the error of a disk without room what to do: make room, then `next_step`.
 
     >>> with add_resume_hint("`polyfed resume runs/a`"):
     ...     raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
@@ -224,7 +224,7 @@ def expand_user_path(path: str | Path, label: str = "the path") -> Path:
 
     Args:
         path: that was given.
-        what: it is called in errors.
+        label: it is called in errors.
 
     Raises:
         UserError: it is empty or no path.
@@ -253,7 +253,7 @@ def check_file(path: Path, max_bytes: int | None = None) -> Path:
 
     Args:
         path: of the file.
-        most: bytes that it may have; None is what this machine has of memory.
+        max_bytes: bytes that it may have; None is what this machine has of memory.
 
     Raises:
         FileNotFoundError: there is nothing.

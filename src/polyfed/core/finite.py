@@ -80,7 +80,7 @@ def raise_if_nonfinite(blocks: Iterable[tuple[int, Tensor]], name: str, axis_nam
     Args:
         blocks: the number of the first row of each block, and its rows.
         name: what the numbers are.
-        place: what the second axis counts.
+        axis_name: what the second axis counts.
 
     >>> raise_if_nonfinite([(0, torch.zeros(5, 2)), (5, torch.tensor([[0.0, torch.inf]]))], "column 'age'", "position")
     Traceback (most recent call last):
@@ -152,7 +152,7 @@ def nonfinite_state_error(state: PyTree, path: str = "") -> str:
 
     Args:
         state: of a client or of the server, as a checkpoint holds it.
-        place: what comes before the names.
+        path: what comes before the names.
 
     >>> nonfinite_state_error({"model": {"bias": torch.tensor([0.0, float("nan")])}})
     "tensor 'model/bias' has NaN or infinite values"

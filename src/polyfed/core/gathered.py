@@ -29,9 +29,10 @@ class PerClientTerm:
     Args:
         function: two clients' are equal (`==`) only if they are the same function.
         tensors: of the client; the function may change them in place.
-        network: a penalty is called with the network, or with a stack of many (`polyfed.core.stacked.Stacked`), instead of
+        takes_network: a penalty is called with the network, or with a stack of many (`polyfed.core.stacked.Stacked`),
+        instead of
             with the trained parameters. (A direction always is.)
-        rows: examples of its own that a penalty takes through each network at once, 0 for none.
+        num_rows: examples of its own that a penalty takes through each network at once, 0 for none.
 
     >>> import torch
     >>> def pull(weights, anchors): return sum((w - a).square().sum() for w, a in zip(weights, anchors))

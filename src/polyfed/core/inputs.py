@@ -205,7 +205,7 @@ class InputSpec:
         return ", ".join(f"{name}: ({form})" if form.container else f"{name}: {form}" for name, form in self.parts)
 
     def build_inputs(self, make_tensor: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Inputs:
-        """Inputs of this form; `tensor` makes each part of its shape and type.
+        """Inputs of this form; `make_tensor` makes each part of its shape and type.
 
         >>> input_spec_of((torch.zeros(3, 2),)).build_inputs(lambda shape, dtype: torch.ones(1, *shape, dtype=dtype))
         (tensor([[1., 1.]]),)
@@ -236,7 +236,7 @@ def flatten_inputs(x: Any, name: str = "x") -> dict[str, Tensor]:
 
 
 def unflatten_inputs(tensors: Mapping[str, Tensor], input_spec: InputSpec, name: str = "x") -> Any:
-    """Inputs of the structure of `form` from the tensors of `flatten_inputs`, whatever their shapes.
+    """Inputs of the structure of `input_spec` from the tensors of `flatten_inputs`, whatever their shapes.
 
     Raises:
         UserError: other parts than the form has.

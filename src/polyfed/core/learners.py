@@ -249,7 +249,8 @@ def create_backend(
     batches_per_step: int,
     seed: int,
 ) -> TrainingBackend:
-    """Many networks for a `Stacked` with its `Streams`, one for any other; `each` step takes so many minibatches."""
+    """Many networks for a `Stacked` with its `Streams`, one for any other; `batches_per_step` step takes so many
+    minibatches."""
     if isinstance(examples, CohortBatches):
         assert isinstance(model, Stacked)
         return CohortBackend(model, examples, options.label_smoothing)
@@ -275,7 +276,7 @@ def fit_with_cohort(
     train_alone: bool,
 ) -> tuple[float, int] | None:
     """Loss and steps of this network's training with other clients', after which it is as they left it; None where it is to
-    be trained by itself: `alone`, for a client's own loss, or by functions that are not the same for all."""
+    be trained by itself: `train_alone`, for a client's own loss, or by functions that are not the same for all."""
     if (deferred_run := current_deferred_run()) is None:
         return None
 

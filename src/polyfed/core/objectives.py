@@ -30,7 +30,7 @@ def build_loss(
 
     Args:
         examples: the client's training examples, whose labels "balanced" counts.
-        task: whose loss it is, unless `own` is given.
+        task: whose loss it is, unless `client_loss` is given.
         client_loss: a client's own loss (`Client.loss`).
         label_smoothing: of the cross-entropy.
         class_weights: w of the weighted mean Σ_i w(y_i)·l_i / Σ_i w(y_i) over the minibatch, one a class; "balanced" is

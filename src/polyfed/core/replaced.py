@@ -19,7 +19,7 @@ def call_with_tensors(
     Args:
         module: the network.
         tensors: by any name that a parameter or buffer has.
-        args, named: the arguments of `forward`.
+        args, kwargs: the arguments of `forward`.
 
     >>> import torch
     >>> layer = nn.Linear(1, 1, bias=False)

@@ -38,7 +38,7 @@ def check_fits_in_memory(name: str, size: int) -> None:
     """Refuses what this machine has no memory for.
 
     Args:
-        what: takes `size` bytes, for the error.
+        name: takes `size` bytes, for the error.
 
     Raises:
         UserError: this machine has less memory.
@@ -55,12 +55,12 @@ def check_fits_in_memory(name: str, size: int) -> None:
 
 
 def build_within_memory(name: str, build: Callable[[], T]) -> T:
-    """What `make` makes, if all tensors of it fit into this machine's memory together. It is called twice: first with
+    """What `build` makes, if all tensors of it fit into this machine's memory together. It is called twice: first with
     tensors that have sizes only.
 
     Args:
-        what: is made, for the error.
-        make: makes it; the second call has the random state that the first had.
+        name: is made, for the error.
+        build: makes it; the second call has the random state that the first had.
 
     Raises:
         UserError: they do not fit, or are more than `MAX_NETWORK_TENSORS`.

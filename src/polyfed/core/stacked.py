@@ -51,7 +51,7 @@ class Stacked(nn.Module):
         module: the architecture; its own weights are neither used nor changed.
         states: all parameters and buffers of each client, by the names of `named_parameters` and `named_buffers`.
         trained: names of the parameters that are trained.
-        chances: of each client's dropout; none if nothing is dropped.
+        dropout_rngs: of each client's dropout; none if nothing is dropped.
 
     Raises:
         CannotStackError: buffers that no layer here knows differ between the clients.
@@ -187,7 +187,7 @@ class Stacked(nn.Module):
         return loss_by_client
 
     def valid_row_mask(self, max_rows: int) -> Tensor:
-        """Which of `most` rows of each client are real, (k, most)."""
+        """Which of `max_rows` rows of each client are real, (k, most)."""
         assert self.valid_rows is not None
         return torch.arange(
             max_rows, device=self.valid_rows.device_counts.device

@@ -97,7 +97,7 @@ def _batch_norm(part: _BatchNorm, weights: Weights, x: Tensor, num_valid_rows: T
 def _batch_norm_of_valid_rows(
     part: _BatchNorm, weights: Weights, x: Tensor, num_valid_rows: Tensor, keeps: bool
 ) -> Tensor:
-    """BatchNorm of (k, rows, channels, ...) by the statistics of each client's first `real` rows, (k,)."""
+    """BatchNorm of (k, rows, channels, ...) by the statistics of each client's first `num_valid_rows` rows, (k,)."""
     each = (len(x), 1, -1, *(1 for _ in x.shape[3:]))  # a number of each client's channel
     over = (1, *range(3, x.dim()))
     counted = torch.arange(x.shape[1], device=x.device) < num_valid_rows.unsqueeze(1)

@@ -28,7 +28,7 @@ def read_safetensors(path: Path, max_bytes: int | None = None) -> dict[str, Tens
 
     Args:
         path: of the file.
-        most: bytes that it may have; None is what this machine has of memory.
+        max_bytes: bytes that it may have; None is what this machine has of memory.
 
     Raises:
         FileNotFoundError: there is none.
@@ -86,7 +86,7 @@ def read_npz(path: Path, names: Collection[str] | None = None, max_bytes: int | 
     Args:
         path: of the archive.
         names: of the arrays that are wanted, as far as they are there; None is all.
-        most: bytes that all arrays may have together; None is what this machine has of memory.
+        max_bytes: bytes that all arrays may have together; None is what this machine has of memory.
 
     Raises:
         FileNotFoundError: there is none.

@@ -59,7 +59,7 @@ class CohortBatches:
     who still train are always the first.
 
     Args:
-        examples, seeds, plans: of each client; the seeds are those that `fit` would get.
+        examples, seeds, batch_sizes: of each client; the seeds are those that `fit` would get.
         batches_per_step: as for `fit`.
     """
 

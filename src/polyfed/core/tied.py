@@ -86,7 +86,7 @@ def retie_buffers(module: nn.Module, aliases: Mapping[str, str]) -> None:
     """Makes buffers of several names one tensor again, as torch does not when a module is moved to another device.
 
     Args:
-        further: as `first_name_by_alias` had it before.
+        aliases: as `first_name_by_alias` had it before.
     """
     for name, first in aliases.items():
         (owner, key), (source, first_key) = _place(module, name), _place(module, first)

@@ -388,7 +388,7 @@ def _supports_cohort(options: LocalTraining) -> bool:
 
 
 def _capture_input(model: nn.Module, name: str, captured: dict[str, Tensor]) -> RemovableHandle:
-    """Puts the input of a module into `watched` at each call."""
+    """Puts the input of a module into `captured` at each call."""
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         captured["input"] = args[0] if args else first_leaf(kwargs)

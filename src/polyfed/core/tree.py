@@ -148,7 +148,7 @@ def weighted_mean(
     tensors_by_client: Mapping[str, StateDict], weights: Mapping[str, float] | None = None
 ) -> dict[str, Tensor]:
     """The mean over clients of trees with the same names, weighted by `weights` (default: each client counts the same).
-    It does not depend on the order of `trees`; see `RunningMean` for what is exact.
+    It does not depend on the order of `tensors_by_client`; see `RunningMean` for what is exact.
 
     Args:
         tensors_by_client: client id -> tree.
@@ -198,7 +198,7 @@ def state_dict_spec(tensors: StateDict) -> StateDictSpec:
 
 
 def spec_mismatch(tensors: StateDict, expected: StateDictSpec) -> str | None:
-    """The first way in which `tree` differs from `expected`, as half a sentence; None if it does not.
+    """The first way in which `tensors` differs from `expected`, as half a sentence; None if it does not.
 
     >>> spec_mismatch({"w": torch.zeros(2)}, {"w": ((3,), torch.float32)})
     "tensor 'w' has shape (2,), expected (3,)"

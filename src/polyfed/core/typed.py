@@ -142,8 +142,8 @@ def validation_error(value: Any, annotation: Any, path: str = "") -> str:
 
     Args:
         value: of a file.
-        kind: an annotation.
-        place: how the value is called.
+        annotation: an annotation.
+        path: how the value is called.
 
     >>> validation_error({"lr": "fast"}, dict[str, float])
     "lr must be a number, got 'fast'"
@@ -259,9 +259,9 @@ def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
     """An object of a dataclass from fields that a file holds: known names, declared types, values that it takes.
 
     Args:
-        kind: the dataclass.
-        given: field -> value.
-        what: how errors call it.
+        cls: the dataclass.
+        values: field -> value.
+        label: how errors call it.
 
     Raises:
         UserError: a field is unknown, missing, of another type, or refused.

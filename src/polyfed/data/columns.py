@@ -36,7 +36,7 @@ TaskName = Literal["auto", "classification", "regression", "multilabel"]
 
 
 def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column:
-    """What a column is to networks: numbers, or categories if it holds texts or is `forced` to be.
+    """What a column is to networks: numbers, or categories if it holds texts or is `as_categories` to be.
 
     Raises:
         UserError: it holds dates, free text, or nothing.

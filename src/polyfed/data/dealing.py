@@ -67,7 +67,7 @@ def draw_stratified_rows(labels: Labels, size: int, seed: int, leave_one_per_cla
         labels: shape (num_examples,) of integers; anything else is drawn without strata.
         size: how many rows, at most `len(labels)`.
         seed: of the draw.
-        keep: where rounding leaves a choice, leave every class one example undrawn.
+        leave_one_per_class: where rounding leaves a choice, leave every class one example undrawn.
 
     Returns:
         Rows, ascending, int64, shape (size,).

@@ -302,7 +302,7 @@ def warn_of_changed_constants(columns_by_owner: Mapping[str, Sequence[str]]) -> 
     """Warns of columns that did not vary in training rows and do in others; none where there are none.
 
     Args:
-        changed: names of such columns, by what has them, such as "site 'north'".
+        columns_by_owner: names of such columns, by what has them, such as "site 'north'".
     """
     sentences = [
         f"{whose}: {_join_first(list(map(repr, names)))}" for whose, names in columns_by_owner.items() if names

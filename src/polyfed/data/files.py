@@ -78,7 +78,7 @@ def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[s
 
     Args:
         path: file or folder.
-        without: a column that is not read.
+        skipped_column: a column that is not read.
 
     Raises:
         UserError: several configurations in one folder, or a file that is no Parquet.
@@ -164,7 +164,7 @@ def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
 
 
 def scalar_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
-    """The columns of whole numbers and strings but `without`: by these users can be distinguished."""
+    """The columns of whole numbers and strings but `skipped`: by these users can be distinguished."""
     import pyarrow.types as kinds
 
     usable = (kinds.is_integer, kinds.is_string, kinds.is_large_string, kinds.is_boolean)

@@ -353,7 +353,7 @@ def reason_not_categorical(column: NDArray[Any], name: str, max_categories: int)
     Args:
         column: texts, None where there is no value.
         name: of the column.
-        most: different texts that categories may have.
+        max_categories: different texts that categories may have.
     """
     rows = [row for row, value in enumerate(column.tolist()) if value is not None]
     present = [str(column[row]) for row in rows]

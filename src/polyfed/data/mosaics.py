@@ -66,7 +66,7 @@ def build_mosaics(
     Args:
         x: uint8 (num, 1, h, w) with even h and w.
         y: their classes, int64 (num,).
-        number: of mosaics.
+        num_mosaics: of mosaics.
         filled: probability that a place has a picture, drawn with replacement.
         seed: of the draws.
         classes: number of labels.

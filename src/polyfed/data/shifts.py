@@ -124,7 +124,7 @@ def _rotate_images(x: Tensor, degrees: float) -> Tensor:
 
 
 def _apply_in_chunks(x: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
-    """`change` of the images as floats, rounded back to uint8, a chunk at a time to spare memory."""
+    """`transform` of the images as floats, rounded back to uint8, a chunk at a time to spare memory."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start in range(0, len(x), _CHUNK):
         chunk = transform(x[start : start + _CHUNK].to(torch.float32))

@@ -98,7 +98,7 @@ def summarize_schema(client: Client, run: str, *, with_names: bool) -> SchemaSum
     Args:
         client: with examples of it.
         run: its identifier, which enters the hash.
-        named: whether names of columns, categories and classes go up. They do not if they are too long to be read.
+        with_names: whether names of columns, categories and classes go up. They do not if they are too long to be read.
     """
     preprocessor = preprocessor_of(client.train)
     summary: SchemaSummary = {
@@ -197,8 +197,8 @@ def agree_on_preprocessing(
 
     Args:
         server: of a run that has not begun.
-        told: what the sites have said of themselves.
-        engine_of: makes the engine (`EnvelopeEngine`) of a server.
+        introductions: what the sites have said of themselves.
+        build_engine: makes the engine (`EnvelopeEngine`) of a server.
 
     Raises:
         UserError: only some sites ask for it, their tables differ, one refuses, or consent is missing.

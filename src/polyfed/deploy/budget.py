@@ -38,7 +38,7 @@ def compute_epsilon(messages_by_multiplier: Mapping[float, int], delta: float) -
     Infinite as soon as one message had no noise.
 
     Args:
-        messages: noise multiplier z of `ReplyProtection` -> how many replies were sent with it.
+        messages_by_multiplier: noise multiplier z of `ReplyProtection` -> how many replies were sent with it.
         delta: δ.
 
     >>> round(compute_epsilon({8.0: 100}, 1e-5), 2), compute_epsilon({8.0: 100, 0.0: 1}, 1e-5), compute_epsilon({}, 1e-5)
@@ -73,8 +73,8 @@ def spend_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> fl
     name of the data set. The caller enters a message before it looks at the data, and sees to it that nobody else writes.
 
     Args:
-        book: a JSON file, made with the first message.
-        data: the owner's name of the data set.
+        ledger: a JSON file, made with the first message.
+        data_set: the owner's name of the data set.
         protection: with which the message is sent. Without noise it is entered too, and costs an infinite ε.
 
     Returns:

@@ -119,8 +119,8 @@ def check_width_family(
 
     Args:
         models: by the name of the architecture.
-        kinds: name of a site -> that of its architecture.
-        inputs: shape of an example, as networks get it.
+        architecture_by_site: name of a site -> that of its architecture.
+        input_shape: shape of an example, as networks get it.
         name: of the method.
 
     >>> wide, narrow = (lambda: torch.nn.Linear(2, 4)), (lambda: torch.nn.Linear(2, 3))

@@ -271,7 +271,7 @@ class FlowerEngine(Engine):
     def _parse_answer(
         self, task: ClientTask, answer: PackedEnvelope | str, with_evaluation: bool = False
     ) -> TaskResult:
-        """What a site's answer to a task, or to `both` training and evaluation, is worth."""
+        """What a site's answer to a task, or to `with_evaluation` training and evaluation, is worth."""
         if task.phase == "evaluate":
             return parse_evaluation_result(task, answer, self._server, piggybacked=with_evaluation)
         try:

@@ -87,8 +87,8 @@ def answer_message(
 
     Args:
         config: its node configuration.
-        site: makes it, or has it.
-        packed: opens the message.
+        load_site: makes it, or has it.
+        unpack: opens the message.
     """
     try:
         loaded_site, packed_envelope = load_site(), unpack()

@@ -32,7 +32,7 @@ class SiteTask:
         head: of its letter.
         task: with the message as it is after compression, and the private state.
         nbytes: of the tensors that came for it.
-        keep: the round to which the server may still go back.
+        rollback_round: the round to which the server may still go back.
         compression: of the reply.
         boxes: sealed shares for a secure sum.
     """
@@ -73,10 +73,10 @@ def parse_site_task(
     """The task in a letter.
 
     Args:
-        letter: whose `client` is this site.
+        envelope: whose `client` is this site.
         site: its name.
         folder: of the run, at the site.
-        clips: whether the site clips its change of what came down.
+        clips_updates: whether the site clips its change of what came down.
         nbytes: that came for this task, if not all of the letter's.
 
     Raises:

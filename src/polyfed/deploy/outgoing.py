@@ -34,7 +34,7 @@ class DisclosureGuard:
     """What may leave a site, and how.
 
     Args:
-        book: the file in which messages are counted.
+        ledger: the file in which messages are counted.
         data_set: the owner's name of the data set.
         protection: clipping and noise.
         disclose: scalars that may go up beside those that a method needs.
@@ -55,7 +55,7 @@ class DisclosureGuard:
         """Enters a message into the book; what all have cost, for the site's own metrics.
 
         Args:
-            again: whether the book has this message already.
+            already_recorded: whether the book has this message already.
 
         Raises:
             UserError: the book does not take it; nothing may be sent.

@@ -130,11 +130,11 @@ def _methods_compatible_with_noise(secure: bool) -> list[str]:
 def clip_and_add_noise(
     reply: Message, message: Message, protection: ReplyProtection, noise_sources: int = 1
 ) -> Message:
-    """What is sent instead of the reply `up` to `message`.
+    """What is sent instead of the reply `reply` to `message`.
 
     Args:
-        up, down, protection: as above.
-        among: sites whose noise adds up in what the server sees; each adds its share.
+        reply, message, protection: as above.
+        noise_sources: sites whose noise adds up in what the server sees; each adds its share.
 
     Raises:
         UserError: the change is not finite; or, with noise, the reply holds whole numbers in a tensor that did not come

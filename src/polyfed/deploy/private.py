@@ -64,7 +64,7 @@ def read_private_state(folder: Path, site: str, round_number: int | None, method
     Args:
         folder: of the run, at the site.
         site: its name.
-        number: of the round; None is before the first.
+        round_number: of the round; None is before the first.
         method: name and fields, as the server tells them.
 
     Raises:
@@ -108,12 +108,12 @@ def write_private_state(
     folder: Path, site: str, round_number: int, method: Mapping[str, Any], private_state: PyTree, rollback_round: int
 ) -> None:
     """Writes the private state after a round; removes what the server cannot come back to, what is older than the newest
-    state up to round `keep`. (Rounds after this one are overwritten when they come again.)
+    state up to round `rollback_round`. (Rounds after this one are overwritten when they come again.)
 
     Args:
-        folder, site, number, method: as for `read_private_state`.
-        own: the state.
-        keep: the round to which the server may still go back.
+        folder, site, round_number, method: as for `read_private_state`.
+        private_state: the state.
+        rollback_round: the round to which the server may still go back.
 
     Raises:
         OSError: it cannot be written; the exception names it.

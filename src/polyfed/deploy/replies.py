@@ -54,9 +54,9 @@ def parse_result(
         task: what was asked.
         packed: what came.
         server: whose settings say what may come.
-        told: what the site said of itself when the run began.
-        state: the server's, from which the task was sent.
-        ridden: whether an evaluation rode on it.
+        introduction: what the site said of itself when the run began.
+        server_state: the server's, from which the task was sent.
+        with_evaluation: whether an evaluation rode on it.
 
     Raises:
         UserError: why the reply is not taken.
@@ -82,7 +82,7 @@ def parse_evaluation_result(
         task: what was asked.
         answer: what came, or why nothing did.
         server: whose settings say what may come.
-        rode: whether the evaluation rode on the training of the next round, so that it is in the head of that answer.
+        piggybacked: whether the evaluation rode on the training of the next round, so that it is in the head of that answer.
     """
     try:
         if isinstance(answer, str):
@@ -104,7 +104,7 @@ def validate_head(
 
     Raises:
         UserError: it is the answer to something else, a refusal, or tells of a failure, or of an evaluation although none
-            was `ridden`.
+            was `with_evaluation`.
     """
     _raise_if_refused(head)
     expected_fields = {"client": task.client, "run": server.run, "round": task.round, "phase": task.phase}

@@ -61,8 +61,8 @@ class TaskRequest:
 
     Args:
         name: such as "local 3".
-        inputs: their hash, see `hash_task_inputs`.
-        most: how many refusals that may depend on data it has.
+        inputs_hash: their hash, see `hash_task_inputs`.
+        max_refusals: how many refusals that may depend on data it has.
     """
 
     name: str
@@ -86,7 +86,7 @@ class RequestLog:
 
         Args:
             task: the task.
-            bound: whether it is bound to the inputs with which it came first.
+            same_inputs_only: whether it is bound to the inputs with which it came first.
 
         Returns:
             whether the task is in the book already, since an attempt ended before noise was drawn.
@@ -118,7 +118,7 @@ class RequestLog:
 
         Args:
             task: the task.
-            entered: whether the book has it, and no noise was drawn since.
+            in_ledger: whether the book has it, and no noise was drawn since.
         """
         self._write_record(task, {**self._read_record(task), "inputs": task.inputs_hash, "entered": in_ledger})
 

@@ -34,7 +34,7 @@ def build_envelopes(tasks: Sequence[ClientTask], build_head: HeadBuilder) -> dic
 
     Args:
         tasks: at most one that trains, and one other, a client.
-        order: makes heads.
+        build_head: makes heads.
     """
     training_envelopes = {
         task.client: Envelope(build_head(task), task.transmitted_message) for task in tasks if task.phase == "local"
@@ -48,9 +48,9 @@ def attach_evaluations(
     """Letters with these tasks too: on the letter with which a client trains, or as one of its own.
 
     Args:
-        training: client -> letter.
+        training_envelopes: client -> letter.
         tasks: others than of training, at most one a client.
-        order: makes heads.
+        build_head: makes heads.
     """
     envelopes, are_equal = dict(training_envelopes), _TensorEquality()
     for task in tasks:

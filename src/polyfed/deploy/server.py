@@ -211,7 +211,7 @@ class DeploymentServer:
     def run_federation(
         self, federation: Federation, engine: Engine, progress: Progress, introductions: Mapping[str, Mapping[str, Any]]
     ) -> Run:
-        """Plays the run of sites that have `told` what they are, from the start or from its newest checkpoint."""
+        """Plays the run of sites that have `introductions` what they are, from the start or from its newest checkpoint."""
         out = self.deployment.out
         if not self.deployment.resume:
             start = federation.initial_checkpoint()

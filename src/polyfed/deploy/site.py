@@ -136,7 +136,7 @@ class Site:
             )
 
     def _refuse_on_error(self, action: Callable[[], ActResult]) -> ActResult | Envelope:
-        """The result of `act`, or a refusal."""
+        """The result of `action`, or a refusal."""
         try:
             return action()
         except (RefusalError, InvalidSiteStateError) as refusal:
@@ -187,7 +187,7 @@ class Site:
         return SecureSumClient(self.name, self._run_folder(head), self.key, self.peers, self.secure_threshold)
 
     def _load_client(self, preprocessing_folder: Path | None = None) -> Client:
-        """The client; its table as sites have `agreed` in this run's folder, if it is of those that do."""
+        """The client; its table as sites have `preprocessing_folder` in this run's folder, if it is of those that do."""
         client = self.client()
         if not isinstance(client, Client):
             raise UserError(f"client() of site.py must return a polyfed.Client, got {type(client).__name__}")

@@ -50,8 +50,9 @@ def summarize_table(
         client: whose examples may be of a table.
         needs, discloses: of the method.
         run: its identifier, which enters the hashes, so that they say nothing of other runs.
-        named: whether the columns' names go up.
-        noisy: whether what goes up is protected by noise, which a hash that depends on rows would undo: nothing is told.
+        with_names: whether the columns' names go up.
+        adds_noise: whether what goes up is protected by noise, which a hash that depends on rows would undo: nothing
+        is told.
     """
     shared = needs_common_inputs(needs, discloses)
     if not tables_by_part(client.train) or not (shared or discloses):

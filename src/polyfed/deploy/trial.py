@@ -136,7 +136,7 @@ def start_trial(
             as POLYFED_SITES.
         port: of the SuperLink; the SuperNodes take the next free ones.
         node_config: added to the node configuration of all, as 'disclose="accuracy"'.
-        through: the port of a proxy before the SuperLink to which SuperNodes connect; None is the SuperLink itself.
+        proxy_port: the port of a proxy before the SuperLink to which SuperNodes connect; None is the SuperLink itself.
 
     Raises:
         UserError: the port is taken, a trial is running already, or files are missing.

@@ -185,10 +185,10 @@ class ArchitectureGraph:
         nodes: in the order in which they run.
         edges: (from, to), positions among `nodes`: the output of the first reaches the second through nothing but
             operations without a node (activations, pooling, reshapes). Each pair once, sorted.
-        sizes: number of entries of every parameter, by its name in `named_parameters()`.
-        local: name -> reason, for each parameter that cannot be generated and stays with the client.
+        parameter_sizes: number of entries of every parameter, by its name in `named_parameters()`.
+        local_reasons: name -> reason, for each parameter that cannot be generated and stays with the client.
         tracer: "torch.fx" or "torch.export": which of them could follow the network.
-        last: `head_parameters`, where the edges no longer say what it is.
+        stored_head: `head_parameters`, where the edges no longer say what it is.
     """
 
     nodes: tuple[Node, ...]

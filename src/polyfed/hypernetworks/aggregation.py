@@ -112,7 +112,7 @@ def layer_aggregation_weights(
 
     Args:
         networks: those of B clients, `stack_hypernetworks`.
-        own: the positions of these clients among the N.
+        client_rows: the positions of these clients among the N.
         normalise: "relu" or "softmax".
 
     >>> networks = stack_hypernetworks(
@@ -177,7 +177,7 @@ def group_into_layers(
     Args:
         parameters: names of the tensors that are aggregated.
         owners: module -> names of the tensors it owns (`models.split.layer_owners`).
-        layer: "module" (the owner of a tensor), "block" (the top-level module it is in), "tensor", or "model".
+        granularity: "module" (the owner of a tensor), "block" (the top-level module it is in), "tensor", or "model".
 
     >>> group_into_layers(["a.0.weight", "a.0.bias", "b.weight"],
     ...                   {"a.0": ["a.0.weight", "a.0.bias"], "b": ["b.weight"]}, "block")

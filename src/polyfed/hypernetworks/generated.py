@@ -56,7 +56,7 @@ def build_generated_network(
     ghn_weights: StateDict,
     device: torch.device | None = None,
 ) -> tuple[GeneratedNetwork, CachedModule]:
-    """The network of an architecture under a hypernetwork with the weights `ghn`, and the scratch module that is its
+    """The network of an architecture under a hypernetwork with the weights `ghn_weights`, and the scratch module that is its
     `model`: as with `scratch`, whoever takes them fills the latter and does not keep them.
 
     Raises:

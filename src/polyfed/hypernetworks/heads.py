@@ -156,7 +156,7 @@ class _FactoredWeights(torch.autograd.Function):
 
 
 def _bias_view(bias: Tensor, row_factors: Tensor, columns: Tensor) -> Tensor:
-    """A view of the bias in the order of `left`, (c_out, |κ|, c_in)."""
+    """A view of the bias in the order of `row_factors`, (c_out, |κ|, c_in)."""
     return bias.view(row_factors.shape[1], len(columns), row_factors.shape[2]).transpose(1, 2)
 
 

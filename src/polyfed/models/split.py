@@ -114,7 +114,7 @@ def tensor_names_by_position(model: nn.Module, modules: Sequence[str], excluded:
     Args:
         model: any network.
         modules: names, in the order in which they are counted.
-        left_out: first names of tensors that do not count.
+        excluded: first names of tensors that do not count.
 
     >>> tensor_names_by_position(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), ["2"], ())
     {'0.weight': '2.weight', '0.bias': '2.bias'}

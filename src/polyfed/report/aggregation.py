@@ -142,13 +142,14 @@ def draw_weight_evolution(
     Below, the same round by round, one panel a layer; and its own weights, beside which a heat map would show nothing else.
 
     Args:
-        aggregation: the run.
+        weights: the run.
         client: the target client.
-        others: clients to show in colours, e.g. the contrastive and the similar one; None for the eight with the largest
+        highlighted_clients: clients to show in colours, e.g. the contrastive and the similar one; None for the eight
+        with the largest
             mean weight in the last third. The rest is drawn as its mean and its range.
 
     Raises:
-        UserError: an unknown client, `client_index` among `others`, or a run of one client.
+        UserError: an unknown client, `client_index` among `highlighted_clients`, or a run of one client.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -340,7 +341,7 @@ def _round_range_text(rounds: NDArray[np.int64]) -> str:
 
 
 def _label_axis(axes: "Axes", axis: str, names: Sequence[str], limit: int = _TICKS, max_letters: int = 40) -> None:
-    """Names along an axis, at most `limit` of them, upright where together they are longer than `room` letters."""
+    """Names along an axis, at most `limit` of them, upright where together they are longer than `max_letters` letters."""
     positions = range(0, len(names), -(-len(names) // limit))
     labels = [_shorten_name(names[i]) for i in positions]
     if axis == "y":

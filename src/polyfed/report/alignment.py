@@ -43,8 +43,8 @@ class RepresentationAlignment:
 
     Attributes:
         clients: ids, N of them, ascending.
-        before: float64, (N, N), under the initial weights: 1 for two clients of one architecture, which start alike.
-        after: the same under the personal networks at the end.
+        cka_before: float64, (N, N), under the initial weights: 1 for two clients of one architecture, which start alike.
+        cka_after: the same under the personal networks at the end.
 
     >>> found = RepresentationAlignment(("a", "b"), np.array([[1, 0.25], [0.25, 1]]), np.array([[1, 0.75], [0.75, 1]]))
     >>> found.mean_cka_before, found.mean_cka_after

@@ -23,7 +23,7 @@ class SiteAnswer:
         interval: its ends; None where there is none.
         test_examples: on which it rests; None where that is not known.
         sentence: as the comparison says it.
-        over: what the site has alone that does best, in the name that the comparison gives it.
+        compared_with: what the site has alone that does best, in the name that the comparison gives it.
         basis: what it rests on, in words.
 
     Raises:

@@ -72,7 +72,7 @@ def format_number(value: float, unit: NumberUnit = "", signed: bool = False) -> 
 
 
 def shorten_name(name: str, max_length: int = 16) -> str:
-    """A name that is not longer than `most` letters.
+    """A name that is not longer than `max_length` letters.
 
     >>> shorten_name("a-very-long-name-of-a-client", 9)
     'a-ve…ient'
@@ -97,7 +97,7 @@ def svg_line_chart(
     """Lines, with a band from `low` to `high` where these differ.
 
     A curve whose x is 0 throughout (what costs nothing) is a dashed level line at its last value. `data-line` of each group
-    is the position of its curve, and `data-box` the frame in units and in values, for `page.js`. `whole`: x counts.
+    is the position of its curve, and `data-box` the frame in units and in values, for `page.js`. `integer_x`: x counts.
     """
     right, top, bottom, height = 14, 10, 44, 280
     drawable = [c for c in curves if any(map(math.isfinite, c.y))]
@@ -243,8 +243,8 @@ def svg_heat_map(
         key: for ids on the page.
         title, x_label, y_label: texts.
         low, high: ends of the scale of colours; None for the largest value.
-        root: colours follow the square root of the share, where few values are much larger than the rest.
-        whole: the values are counts.
+        sqrt_colours: colours follow the square root of the share, where few values are much larger than the rest.
+        as_counts: the values are counts.
     """
     from matplotlib import colormaps
 

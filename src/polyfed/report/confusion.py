@@ -21,11 +21,11 @@ def html_threshold_tables(
     """For each method the four counts at a threshold, and one table of the shares that follow from them.
 
     Args:
-        cells: with the name of the method, as `polyfed.report.curves.binary_performance` makes them.
-        yes: name of what is looked for.
-        others: name of the other class; empty for "not" and the name.
+        performances: with the name of the method, as `polyfed.report.curves.binary_performance` makes them.
+        positive_name: name of what is looked for.
+        negative_name: name of the other class; empty for "not" and the name.
         level: of the intervals.
-        at: position of the threshold.
+        threshold_index: position of the threshold.
     """
     negative_label = negative_name or f"not {positive_name}"
     shown = []

@@ -212,7 +212,7 @@ def svg_point(x: float, y: float) -> str:
 def svg_unit_square(
     key: str, title: str, description: str, x_label: str, y_label: str, elements: Sequence[str], script_name: str = ""
 ) -> str:
-    """A square of shares from 0 to 100 % with its diagonal; `of` names it for the script."""
+    """A square of shares from 0 to 100 % with its diagonal; `script_name` names it for the script."""
     parts = []
     for k in range(6):
         share = k / 5

@@ -69,7 +69,7 @@ def svg_forest_plot(
         title, x_label: texts.
         unit: of the values.
         signed: whether they are differences.
-        zero: whether 0 has a line and lies in the chart.
+        show_zero: whether 0 has a line and lies in the chart.
     """
     shown = [rows[k] for k in _evenly_spaced(len(rows), MAX_ROWS)]
     marks = [mark for row in shown for mark in row.marks if math.isfinite(mark.value)]

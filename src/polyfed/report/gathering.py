@@ -86,12 +86,12 @@ class RunGroup:
 
     Attributes:
         title: what the data are.
-        scale: the score of all lines.
+        score_format: the score of all lines.
         same_clients: whether an id is the same client with the same data in each seed. Otherwise each client of each seed
             is a participant of its own.
-        lines: at least one.
-        results: the content of `comparison.json`; empty without one.
-        reference: label of the line that trains alone, which gains are over; None if there is none.
+        methods: at least one.
+        comparison_results: the content of `comparison.json`; empty without one.
+        local_label: label of the line that trains alone, which gains are over; None if there is none.
     """
 
     title: str

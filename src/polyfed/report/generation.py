@@ -197,12 +197,12 @@ class CommunicationTradeoff:
     """Scores of runs that spend the same epochs on clients with more or fewer communications.
 
     Attributes:
-        score: "accuracy", "auc" or "r2".
-        epochs: L × R, the same for all.
+        score_name: "accuracy", "auc" or "r2".
+        total_epochs: L × R, the same for all.
         rounds: R, ascending, each once.
-        mean: by R, the mean over clients after the last round, averaged over the runs with this R.
-        spread: by R, the standard deviation of that mean over these runs (0 for one run).
-        clients: by client's id, the same average of its own score, for each R.
+        mean_scores: by R, the mean over clients after the last round, averaged over the runs with this R.
+        score_deviations: by R, the standard deviation of that mean over these runs (0 for one run).
+        scores_by_client: by client's id, the same average of its own score, for each R.
     """
 
     score_name: str

@@ -27,8 +27,8 @@ def render_page(groups: Sequence[RunGroup], extras: Sequence[PageExtras], notes:
     """The whole page.
 
     Args:
-        settings: as gathered.
-        beside: of each of them.
+        groups: as gathered.
+        extras: of each of them.
         notes: sentences for the top.
         title: of the page.
     """

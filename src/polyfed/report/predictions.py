@@ -37,12 +37,12 @@ class GroupPredictions:
     Attributes:
         task: "classification", "multilabel" or "regression".
         methods: labels, the leader first.
-        reference: the label of training alone; None without it.
+        local_label: the label of training alone; None without it.
         seeds: that all of the methods have.
         clients: with predictions of every method and seed, ascending.
         class_names: one a class or label.
         same_clients: whether a client has the same test examples in each seed.
-        tables: by method, seed and client.
+        prediction_tables: by method, seed and client.
         notes: what is left out, sentences.
     """
 
@@ -113,7 +113,7 @@ def read_group_predictions(
     """The predictions of the runs of a setting at the rounds whose scores are shown; or None, and a sentence why.
 
     Args:
-        setting: as gathered.
+        run_group: as gathered.
         class_names: one a class or label; None numbers them.
     """
     shown_methods = _methods_to_show(run_group)

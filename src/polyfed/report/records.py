@@ -32,17 +32,17 @@ class RunRecord:
         folder: its directory; None of a comparison that was never written.
         config: its configuration; what is known of it.
         method: name of the algorithm.
-        scale: the score that decides.
-        rounds: how many were wanted.
-        done: how many there are.
-        round: the round whose scores count, the last evaluated one or that within the budget of a comparison.
-        final: each client's score after `scored_round`; None where it is not defined.
-        curve: (round, mean score, megabytes up and down of 2^20 bytes, seconds) of each evaluated round; NaN is not
+        score_format: the score that decides.
+        planned_rounds: how many were wanted.
+        rounds_done: how many there are.
+        scored_round: the round whose scores count, the last evaluated one or that within the budget of a comparison.
+        score_by_client: each client's score after `scored_round`; None where it is not defined.
+        learning_curve: (round, mean score, megabytes up and down of 2^20 bytes, seconds) of each evaluated round; NaN is not
             defined.
-        failures: replies that were lost.
-        norms: by round, what each client's update had as its norm; runs of early versions have none.
+        failure_count: replies that were lost.
+        update_norms: by round, what each client's update had as its norm; runs of early versions have none.
         warnings: sentences about its rounds.
-        hides_updates: whether replies were parts of secure sums.
+        uses_secure_sums: whether replies were parts of secure sums.
     """
 
     folder: Path | None
@@ -163,7 +163,7 @@ def read_rounds(path: Path, score_names: Sequence[str] = ()) -> list[dict[str, A
 
     Args:
         path: `metrics.jsonl` of a run.
-        scores: names of scores that must be numbers, beside those of polyfed.
+        score_names: names of scores that must be numbers, beside those of polyfed.
 
     Raises:
         UserError: the file cannot be read, or a line of it is not a round.

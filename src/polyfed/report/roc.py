@@ -77,7 +77,7 @@ def calibration_points(predictions_by_seed: Sequence[BinaryPredictions], level: 
     """Examples in up to ten groups of equal size by their probability; fewer than 20 examples give none.
 
     Args:
-        parts: one a seed. They are of the same examples, so that an interval counts those of one part.
+        predictions_by_seed: one a seed. They are of the same examples, so that an interval counts those of one part.
         level: of Wilson's intervals.
     """
     score = np.concatenate([predictions[0] for predictions in predictions_by_seed])

@@ -67,7 +67,7 @@ def score_format_of(name: str, overrides: Mapping[str, Any] | None = None) -> Sc
 
     Args:
         name: of the score.
-        told: what a comparison or a run says of it, with the keys `label`, `unit` and `higher_is_better`; a metric of
+        overrides: what a comparison or a run says of it, with the keys `label`, `unit` and `higher_is_better`; a metric of
             polyfed needs none.
 
     >>> (score_format_of("auc").label, score_format_of("sensitivity_at_95").unit,

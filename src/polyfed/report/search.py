@@ -43,13 +43,13 @@ class SearchedCell:
 
     Attributes:
         stack: "base" or "personal".
-        inputs: 1 or 2.
+        input_count: 1 or 2.
         edges: (from, to), E of them; the inputs are 0 (the last cell's output) and 1 (the one before), then come the
             nodes.
         candidates: names of the operations, K of them.
         probabilities: float64, (E, K), each row's sum 1; 0 where an operation is no candidate of the edge. Those of
             context-aware samplers are means over the client's training examples.
-        chosen: the most probable operation of each edge.
+        chosen_operations: the most probable operation of each edge.
 
     >>> cell = SearchedCell("base", 2, ((0, 2), (1, 2)), ("skip", "max_pool_3"), np.eye(2), ("skip", "max_pool_3"))
     >>> [cell.edge_label(edge) for edge in cell.edges]
@@ -138,7 +138,7 @@ def draw_operation_probabilities(result: ArchitectureSearchResult, path: str | P
     """A heat map per cell: operations along x, below one another the clients' rows of each edge; one scale of colours.
 
     Args:
-        found: the cells.
+        result: the cells.
         path: the picture to write; its ending, .png or .svg, is the format.
 
     Returns:
@@ -176,7 +176,7 @@ def draw_client_cells(result: ArchitectureSearchResult, client: str, path: str |
     its probability.
 
     Args:
-        found: the cells.
+        result: the cells.
         client: id.
         path: the picture to write; its ending, .png or .svg, is the format.
 

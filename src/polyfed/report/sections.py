@@ -41,13 +41,13 @@ class PageExtras:
     """What stands beside the scores of a setting.
 
     Attributes:
-        classes: by seed, the number of training examples per class of each client.
+        class_counts: by seed, the number of training examples per class of each client.
         class_names: one per class.
-        no_classes: why there are none, a sentence; where there are, what is to be said of them.
-        views: heading -> line -> HTML, what the methods have to show.
-        outcomes: predictions of the test examples; None without any.
-        no_outcomes: why there are none, a sentence; empty for nothing to say.
-        subgroups: columns of the test examples by which scores are told.
+        class_note: why there are none, a sentence; where there are, what is to be said of them.
+        method_views: heading -> line -> HTML, what the methods have to show.
+        predictions: predictions of the test examples; None without any.
+        predictions_note: why there are none, a sentence; empty for nothing to say.
+        subgroup_columns: columns of the test examples by which scores are told.
     """
 
     class_counts: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)

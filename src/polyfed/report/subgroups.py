@@ -100,7 +100,7 @@ def score_subgroups(
     """Scores and gains of the groups of a column, and first of all examples together.
 
     Args:
-        outcomes: the predictions. Where each seed deals other data, those of the first seed.
+        predictions: the predictions. Where each seed deals other data, those of the first seed.
         column: of the examples.
         clients: whose test examples are taken together, each with its own network.
         metric: the score.

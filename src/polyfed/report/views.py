@@ -30,8 +30,8 @@ MAX_PANELS = 12  # panels of one kind, so that a page stays below 3 MB
 
 
 def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANELS) -> str:
-    """pFedLA's weights α: each layer's matrix after the last round (the first `most`), and how much of its own each client
-    keeps.
+    """pFedLA's weights α: each layer's matrix after the last round (the first `max_layers`), and how much of its own
+    each client keeps.
 
     Raises:
         UserError: the directory has none.
@@ -105,8 +105,8 @@ def html_alignment(folder: Path, clients: Sequence[Client], key: str) -> str:
 
 
 def html_architectures(folder: Path, key: str, max_clients: int = MAX_PANELS) -> str:
-    """What a search has found: of the first `most` clients their cells, drawn, and the probability of each operation at each
-    edge.
+    """What a search has found: of the first `max_clients` clients their cells, drawn, and the probability of each
+    operation at each edge.
 
     Raises:
         UserError: the run is not finished, or a file of it is damaged.

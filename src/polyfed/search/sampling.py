@@ -19,7 +19,7 @@ class OperationChoice:
     """One operation per edge, for all examples of a batch or for each of them.
 
     Attributes:
-        index: int64, (edges,) or (batch, edges): the k with Z[k] = 1.
+        indices: int64, (edges,) or (batch, edges): the k with Z[k] = 1.
         scale: the same shape: Z[k] itself, which is 1 and has the gradient of eq. 2; None where no gradient is wanted.
         one_hot: (edges, operations) or (batch, edges, operations): all of Z with the gradient of eq. 2, for which every
             operation has to be evaluated; None where that of Z[k] is enough.

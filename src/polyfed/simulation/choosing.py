@@ -18,7 +18,7 @@ def resolve_auto_engine(
 
     Args:
         federation: whose clients may be trained together.
-        at: the state from which the run goes on.
+        checkpoint: the state from which the run goes on.
         directory: of the run, if it has one.
         progress: is told what was measured.
     """

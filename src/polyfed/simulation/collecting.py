@@ -67,9 +67,10 @@ def run_phase(
     aggregator: ReplyAggregator | None = None,
     evaluation_results: PhaseResults | None = None,
 ) -> PhaseResults:
-    """Carries out one phase for these clients, from the state `at`. Raises at the first failure if so configured. Replies
-    go to `intake` as they come, and are not kept elsewhere. `beside` takes in the evaluation of all clients after the round
-    of `at`, whose tasks go to the engine together with the others."""
+    """Carries out one phase for these clients, from the state `checkpoint`. Raises at the first failure if so
+    configured. Replies
+    go to `aggregator` as they come, and are not kept elsewhere. `evaluation_results` takes in the evaluation of all
+    clients after the round of `checkpoint`, whose tasks go to the engine together with the others."""
     phase_results, done_by_phase, clock = PhaseResults(), {"local": 0, "evaluate": 0, "export": 0}, time.perf_counter
     phase_start = clock()
     blocks = federation.build_task_blocks(phase, clients, round_number, checkpoint, engine.max_block_bytes)
@@ -198,7 +199,8 @@ def run_round(
     on_evaluated: Callable[[Checkpoint, PhaseResults], object],
 ) -> Checkpoint:
     """One round up to its evaluation: the state after it, with its record as far as it is known by then. If the round before
-    is still to be evaluated, that is done beside, and `finish` gets what came of it before the replies are aggregated."""
+    is still to be evaluated, that is done beside, and `on_evaluated` gets what came of it before the replies are
+    aggregated."""
     settings, algorithm, number, clock = (
         federation.settings,
         federation.algorithm,
@@ -275,7 +277,7 @@ def complete_record(
     Args:
         federation: who took part.
         record: as `run_round` leaves it.
-        evaluated: what came of the evaluation; None for a round that has none.
+        evaluation_results: what came of the evaluation; None for a round that has none.
         history: the records of the rounds before.
     """
     full_record, outputs = dict(record), dict[str, Mapping[str, Tensor]]()

@@ -289,7 +289,7 @@ def run_rounds(
     Args:
         federation: who takes part, by which method.
         start: where to go on; None is the beginning.
-        past: the records of the rounds before `start`.
+        earlier_records: the records of the rounds before `start`.
         directory: where it is written; closed at the end, as the engine is. None writes nothing.
         progress: who is told how it goes.
         engine: where clients run; None starts the one that the settings ask for.

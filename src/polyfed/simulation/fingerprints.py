@@ -44,7 +44,8 @@ def _describe_loss(client: Client) -> str:
 
 
 def former_version_error(run_fingerprint: str, clients: Sequence[Client], public: Examples | None) -> str:
-    """Why a run with the fingerprint `before` cannot go on, if a former version made it of these clients; else empty."""
+    """Why a run with the fingerprint `run_fingerprint` cannot go on, if a former version made it of these clients;
+    else empty."""
     modules = {c.id: cached_module(c.model).module for c in clients if c.model is not None}
     further_names_of = next(filter(None, map(first_name_by_alias, modules.values())), None)
     if not further_names_of:
@@ -64,7 +65,8 @@ def data_fingerprint(
     clients: Sequence[Client], public: Examples | None = None, architecture_by_client: Mapping[str, str] | None = None
 ) -> str:
     """A short hash of every example of every client, of ids, tasks and architectures, and of the public examples: a run
-    may only be resumed with the same. `kinds` are names of architectures in place of those of this version."""
+    may only be resumed with the same. `architecture_by_client` are names of architectures in place of those of this
+    version."""
     digest_by_storage: dict[Any, str] = {}
 
     def digest(tensor: Tensor | None) -> str:

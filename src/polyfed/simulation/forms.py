@@ -47,7 +47,7 @@ class StateValidator:
         """How a checkpoint differs from what the method keeps, as half a sentence; empty if it does not.
 
         Args:
-            found: the checkpoint.
+            checkpoint: the checkpoint.
             records: of the rounds up to it, as `metrics.jsonl` has them.
         """
         ids = set(self._federation.client_registry.ids)

@@ -21,7 +21,7 @@ class ReplyAggregator:
 
     Args:
         algorithm, state: the method, and the server's state before the round.
-        who: the clients whose replies count.
+        client_ids: the clients whose replies count.
         num_examples: of those whose number is known.
         secure: whether the replies are parts of a secure sum.
     """

@@ -27,7 +27,7 @@ def update_norm(reply: Message, message: Message, differences: Iterable[str] = (
 
     Args:
         reply: of a client, decompressed; adapters may be of a lower rank than those in `message`.
-        down: what the client had received.
+        message: what the client had received.
         differences: groups of the reply that are differences already, so that nothing is subtracted.
 
     >>> w = torch.tensor([3.0, 0.0])

@@ -139,7 +139,7 @@ def build_moments_settings(seed: int, secure: bool) -> Settings:
 
 
 def run_moments_rounds(federation: Federation, engine: Engine, template: TablePreprocessor) -> CommonPreprocessing:
-    """Plays the two rounds; `like` with what they gave."""
+    """Plays the two rounds; `template` with what they gave."""
     checkpoint, history = federation.initial_checkpoint(), list[Mapping[str, Any]]()
     for _ in range(_ROUNDS):
         next_checkpoint = run_round(federation, checkpoint, history, engine, SilentProgress(), lambda *_: None)

@@ -134,7 +134,8 @@ class Federation:
         return parse_compressor(self.settings.compress)
 
     def message_compressor(self, checkpoint: Checkpoint) -> BroadcastCompressor:
-        """What compresses the messages from the state `at`: for evaluation they are those of the next round, bit for bit."""
+        """What compresses the messages from the state `checkpoint`: for evaluation they are those of the next round,
+        bit for bit."""
         return build_message_compressor(self.settings, checkpoint.round)
 
     def build_task(
@@ -149,9 +150,9 @@ class Federation:
         """One client's task, with the seed of its (run seed, round, client, purpose).
 
         Args:
-            phase, client, round_number, before: of the task.
-            down: what the method sends.
-            sending: compresses it; where several tasks share one, they share what it makes.
+            phase, client, round_number, checkpoint: of the task.
+            message: what the method sends.
+            compressor: compresses it; where several tasks share one, they share what it makes.
 
         Raises:
             TypeError: the message holds what cannot travel.
@@ -181,7 +182,8 @@ class Federation:
         checkpoint: Checkpoint,
         max_bytes: int = Engine.max_block_bytes,
     ) -> Iterator[list[ClientTask]]:
-        """The tasks of these clients from the state `at`, in blocks whose messages take at most `limit` bytes. (Messages
+        """The tasks of these clients from the state `checkpoint`, in blocks whose messages take at most `max_bytes`
+        bytes. (Messages
         that share their tensors, as those of one global model do, are one block whatever their number.)"""
         order = sorted(clients)  # what is computed for many at once may differ in its last bits from order to order
         client_infos = [self.client_info(client, round_number, phase) for client in order]
@@ -242,10 +244,10 @@ class Federation:
     def reply_error(
         self, reply: Message | None, server_state: Any, message: Message, client: str | None = None
     ) -> str | None:
-        """Why a reply to `message`, sent from the server's `state`, cannot be accepted; None if it can.
+        """Why a reply to `message`, sent from the server's `server_state`, cannot be accepted; None if it can.
 
         Args:
-            reply, state, down: as above.
+            reply, server_state, message: as above.
             client: who replied, where that is to be checked too.
         """
         if form_error := message_error(reply):

@@ -75,7 +75,7 @@ def encode_sum_part(reply: Message, algorithm: Algorithm[Any, Any], cohort_size:
     Args:
         reply: of the method; its groups that are averaged, and its number of examples where it weighs.
         algorithm: the method.
-        parties: clients of a round.
+        cohort_size: clients of a round.
 
     Raises:
         UserError: a value does not fit.
@@ -93,7 +93,7 @@ def sum_part_error(
 
     Args:
         part: as `encode_sum_part` makes it; masked or not.
-        algorithm, state, down: from which state the method had sent what.
+        algorithm, server_state, message: from which state the method had sent what.
     """
     try:
         if not isinstance(part, Message):

@@ -28,7 +28,7 @@ def needs_common_inputs(requirements: frozenset[str], discloses: frozenset[str])
     beside their own (its weights travel, and the clients' own may be of any architecture), or readers of public examples.
 
     Args:
-        needs: `Algorithm.requires`.
+        requirements: `Algorithm.requires`.
         discloses: `Algorithm.discloses`.
 
     >>> from polyfed.algorithms import FML, FedAvg, FedProto, Local
@@ -137,7 +137,8 @@ def describe_table_differences(reference: Mapping[str, Any], deviant: Mapping[st
     """What tells one table from another, each in a few words.
 
     Args:
-        one, other: `columns`, by name a pair of categories (or their hash) and whether cells may be empty; `classes`.
+        reference, deviant: `columns`, by name a pair of categories (or their hash) and whether cells may be empty;
+        `classes`.
 
     >>> north = {"columns": {"age": (None, False), "sex": (("f", "m"), False)}, "classes": ("no", "yes")}
     >>> describe_table_differences(north, {**north, "columns": {"age": (None, True), "lab": (None, False)}})

@@ -38,7 +38,7 @@ class Logger(ABC):
 
     @abstractmethod
     def open(self, folder: Path, title: str, rounds_done: int) -> int:
-        """The run begins, or goes on after `done` rounds; returns the last round that is there already."""
+        """The run begins, or goes on after `rounds_done` rounds; returns the last round that is there already."""
 
     @abstractmethod
     def log(self, round: int, values: Mapping[str, float]) -> None:
@@ -57,7 +57,7 @@ class TensorBoard(Logger):
         """The run directory can be written anyway."""
 
     def open(self, folder: Path, title: str, rounds_done: int) -> int:
-        """Goes on with the files that are there; what they have of rounds after `done` no longer counts."""
+        """Goes on with the files that are there; what they have of rounds after `rounds_done` no longer counts."""
         has_events = any((folder / TENSORBOARD_FOLDER).glob("events.*"))
         last_logged = min(rounds_done, self._last_logged_round(folder / TENSORBOARD_FOLDER)) if has_events else 0
         create_private_folder(folder / TENSORBOARD_FOLDER)
@@ -182,7 +182,7 @@ class Tracker(Progress):
         self._rounds = self._last_round = 0
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Opens the loggers, and tells them the rounds before `done` that they lack."""
+        """Opens the loggers, and tells them the rounds before `rounds_done` that they lack."""
         self._display.start(title, rounds, rounds_done)
         self._rounds, self._last_round = rounds, rounds_done
         records = [record for record in read_metrics(self._folder / "metrics.jsonl") if record["round"] <= rounds_done]

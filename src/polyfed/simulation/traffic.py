@@ -272,8 +272,8 @@ def _reply_signatures(
     others_replies: dict[str, Message] | None,
 ) -> list[Any]:
     """What the server sees of the first site's replies in two rounds: forms, whole numbers, the scalars needed and, without
-    `first`, what comes back as it went. `first`: the others' replies of round 1, filled where it is empty; without, the
-    first site is alone."""
+    `others_replies`, what comes back as it went. `others_replies`: the others' replies of round 1, filled where it is
+    empty; without, the first site is alone."""
     federation, signatures = _build_federation(algorithm, clients, public), []
     client, *other_clients = clients
     with single_torch_thread():

@@ -75,8 +75,8 @@ def run_compare_command(
 def resume_comparison(
     folder: Path, options: CompareOptions, extra_arguments: Sequence[str] = (), console: Console | None = None
 ) -> None:
-    """Goes on with the comparison in a directory, or reads a finished one again, and prints the table. `rest` are words of
-    the command line that have no place here.
+    """Goes on with the comparison in a directory, or reads a finished one again, and prints the table.
+    `extra_arguments` are words of the command line that have no place here.
 
     Raises:
         UserError: something is asked for that the directory has decided, or the clients were made in Python.

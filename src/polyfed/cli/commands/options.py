@@ -97,7 +97,7 @@ def parse_configuration(
         arguments: options, e.g. ["--rounds", "5", "--algorithm", "fedprox"].
         config: what a recipe or file says; options win over it, and it wins over the defaults of the classes.
         program: how usage texts call this command.
-        offered: which keys a command takes, of a part of a configuration; what else `config` says is left out.
+        is_offered: which keys a command takes, of a part of a configuration; what else `config` says is left out.
 
     Raises:
         UserError: an unknown name, option or key (with the nearest choices), or a value of the wrong type.

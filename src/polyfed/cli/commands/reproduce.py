@@ -103,8 +103,8 @@ def run_reproduction(argv: Sequence[str], reproduce_options: ReproduceOptions, *
     """Carries out the command.
 
     Args:
-        words: paper and table, then options of `polyfed run`; nothing, or a paper alone, lists what there is.
-        wanted: the other options.
+        argv: paper and table, then options of `polyfed run`; nothing, or a paper alone, lists what there is.
+        reproduce_options: the other options.
         quiet: no progress.
 
     Raises:

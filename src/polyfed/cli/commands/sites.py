@@ -69,9 +69,9 @@ def partition_of_site_column(
 
     Args:
         fields: the options of the source.
-        given: what a file says, by key.
-        words: of the command line.
-        asked: the partition that is asked for, by an option or a file; None if none is.
+        config_values: what a file says, by key.
+        argv: of the command line.
+        partition_name: the partition that is asked for, by an option or a file; None if none is.
 
     Raises:
         UserError: neither a column nor a partition is given: rows would be dealt to simulated clients unasked.

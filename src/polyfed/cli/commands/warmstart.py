@@ -89,8 +89,8 @@ def run_warmstart(
 
     Args:
         folder: run directory of a run of flha_ghn.
-        words: options of `data` and `model`.
-        wanted: the other options.
+        argv: options of `data` and `model`.
+        warmstart_options: the other options.
         console: where to print.
 
     Raises:

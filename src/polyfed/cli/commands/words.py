@@ -64,7 +64,7 @@ def has_help_flag(argv: Sequence[str]) -> bool:
 
 
 def parse_number(option: str, text: str, kind: Callable[[str], Any], expected: str) -> Any:
-    """The value of an option as a number; `wanted` says in an error what it must be."""
+    """The value of an option as a number; `expected` says in an error what it must be."""
     try:
         return kind(text)
     except ValueError:

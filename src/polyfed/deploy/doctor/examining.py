@@ -40,7 +40,7 @@ def diagnose_folder(
     Args:
         folder: of a project, a server or a site.
         protocol: of the messages.
-        configuration: checks that of a project.
+        check_configuration: checks that of a project.
         port: of a trial that is to be started.
         address: HOST:PORT by which sites reach the server, where the folder does not tell.
 

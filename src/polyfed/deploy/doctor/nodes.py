@@ -86,7 +86,7 @@ def check_site_file(part: str, file: Path) -> Findings:
 
 
 def check_functions_defined(part: str, file: Path, purpose_by_name: Mapping[str, str]) -> Findings:
-    """Whether a Python file defines functions, without executing it; `wanted` says what each is for."""
+    """Whether a Python file defines functions, without executing it; `purpose_by_name` says what each is for."""
     if unreadable := find_read_obstacle(part, file):
         yield unreadable
         return

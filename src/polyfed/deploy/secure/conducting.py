@@ -59,7 +59,7 @@ class SecureRoundServer:
 
         Args:
             tasks: of training, all of one round, and the evaluations that go with it.
-            state: the server's, from which they were sent.
+            server_state: the server's, from which they were sent.
         """
         by_client = {task.client: task for task in tasks if task.phase == "local"}
         evaluations = {task.client: task for task in tasks if task.phase != "local"}

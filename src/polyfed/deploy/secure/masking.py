@@ -151,7 +151,7 @@ def share_secrets(
         adverts: of all sites of the sum, U1, as the server tells.
         threshold: t.
         peers: the keys under which sites are registered, as this site's owner knows them.
-        demanded: the smallest threshold that its owner wants; see `minimum_threshold`.
+        owner_threshold: the smallest threshold that its owner wants; see `minimum_threshold`.
 
     Returns:
         the state, and a sealed box of shares for each other site.
@@ -258,7 +258,8 @@ def release_unmasking_shares(
     Args:
         state: of step 3.
         survivors: L (U3 of the paper), whose masked numbers the server has.
-        before: the list for which the site has handed out in this run and round, should the round be played again.
+        earlier_survivors: the list for which the site has handed out in this run and round, should the round be
+        played again.
 
     Raises:
         RefusalError: a list that is not a part of U2 with this site in it, of fewer than t sites, or another than

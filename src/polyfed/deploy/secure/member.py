@@ -138,7 +138,7 @@ class SecureSumClient:
         """The site's place in a sum for which it has dealt shares; `Place.mark_used` uses it up.
 
         Args:
-            which: the sum.
+            sum_id: the sum.
             boxes: sealed shares from the other sites.
 
         Raises:
@@ -188,10 +188,11 @@ class SumParticipation:
 
     Args:
         state: which shares it holds of the sites in the sum.
-        parties: sites that may add to a sum at most: those whose registered keys the site has. Each may take as much of the
+        max_sites: sites that may add to a sum at most: those whose registered keys the site has. Each may take as
+        much of the
             room. It is the same for every sum of a round, whichever sites a server lists for it, since whether numbers
             fit, once for few and then for more sites, would be more than one answer.
-        take: writes down that the place is taken.
+        mark_used: writes down that the place is taken.
     """
 
     state: MaskingState

@@ -30,11 +30,11 @@ def unmask_sum(
     """The sum over the survivors of what they masked.
 
     Args:
-        which, adverts, threshold: the sum, U1 and t.
-        shared: U2, the sites whose boxes were passed on.
+        sum_id, adverts, threshold: the sum, U1 and t.
+        sharing_sites: U2, the sites whose boxes were passed on.
         survivors: L, the sites whose masked numbers are in `total`.
         total: their sum mod 2^64.
-        handed: what sites have handed out for L.
+        unmasking_shares: what sites have handed out for L.
 
     Raises:
         RoundError: fewer than t have, or what they handed out does not fit together.

@@ -105,7 +105,7 @@ def track_comparison(results: Mapping[str, Any], folder: Path, names: Sequence[s
     gains of the methods, the results, and the networks of the first seed's runs.
 
     Args:
-        content: its results.
+        results: its results.
         folder: its directory.
         names: "tensorboard", "mlflow".
     """

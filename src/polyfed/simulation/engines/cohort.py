@@ -43,8 +43,8 @@ class CohortEngine(Engine):
 
     Args:
         algorithm, clients, device, metrics, compression: as for `InProcessEngine`.
-        told: is told, once for each reason, why clients are computed one by one.
-        apart: architectures whose clients are computed one by one.
+        on_fallback: is told, once for each reason, why clients are computed one by one.
+        sequential: architectures whose clients are computed one by one.
     """
 
     max_block_bytes: ClassVar[int] = 256 * 2**20

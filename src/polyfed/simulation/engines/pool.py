@@ -74,7 +74,7 @@ class PoolEngine(Engine):
         start_method: "fork" or "spawn"; None takes fork on Linux with the CPU, spawn otherwise.
         metrics: what is computed at evaluation; none is the task's own.
         compression: of replies; None leaves them as they are.
-        together: each worker computes a cohort of clients at once; for `apart` see `CohortEngine`.
+        uses_cohorts: each worker computes a cohort of clients at once; for `sequential` see `CohortEngine`.
     """
 
     def __init__(

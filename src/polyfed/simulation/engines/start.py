@@ -43,7 +43,7 @@ def build_engine(
             this process. (`Settings` checks both.)
         ray_address, gpus_per_worker: see `Settings`; for "ray", which goes by the latter instead of `device`.
         metrics: what is computed at evaluation; none is the task's own.
-        compressed: how replies are; None leaves them as they are.
+        reply_compression: how replies are; None leaves them as they are.
         choice: how "auto" was settled; None is one by one.
     """
     if name == "ray":

@@ -46,7 +46,7 @@ def flatten_tensor(tensor: Tensor) -> FlatTensor:
 
 
 def unflatten_tensor(stored: FlatTensor, *, copy: bool = False) -> Tensor:
-    """The tensor again; without `copy` it shares memory with `kept`, and must not be written to.
+    """The tensor again; without `copy` it shares memory with `stored`, and must not be written to.
 
     >>> unflatten_tensor(flatten_tensor(torch.tensor([[1.5, 2.0]])), copy=True)
     tensor([[1.5000, 2.0000]])

@@ -139,7 +139,7 @@ def describe_changed_files(
         folder: of the run.
         config, manifest: of it.
         newest: what its newest checkpoint is bound to, with "round"; empty without one.
-        made: whether models and predictions count, which are made of the others.
+        include_outputs: whether models and predictions count, which are made of the others.
     """
     sentences = [sentence] if (sentence := _config_change(folder, config, manifest)) else []
     if newest:

@@ -74,14 +74,14 @@ def save_checkpoint(
     kept_rounds: Collection[int] = (),
     binding: Binding | None = None,
 ) -> None:
-    """Writes a checkpoint below `folder` and removes all others but the previous one and those of the rounds `keep`.
+    """Writes a checkpoint below `folder` and removes all others but the previous one and those of the rounds `kept_rounds`.
 
     Args:
         changed: clients whose private state differs from that in the previous checkpoint.
-        previous: the round of the checkpoint that was last loaded or saved; 0 if there is none. Others may lie in
+        previous_round: the round of the checkpoint that was last loaded or saved; 0 if there is none. Others may lie in
             `folder`, damaged ones too, but are not relied on.
-        keep: rounds whose checkpoints stay.
-        bound: what the checkpoint belongs to, see `polyfed.simulation.runs.chain`.
+        kept_rounds: rounds whose checkpoints stay.
+        binding: what the checkpoint belongs to, see `polyfed.simulation.runs.chain`.
     """
     create_private_folder(folder)
     target, base_folder = _folder_of(folder, checkpoint.round), _folder_of(folder, previous_round)
@@ -135,8 +135,8 @@ def load_newest_checkpoint(
     """The newest checkpoint that can be used, or None, and a sentence about each newer one that cannot.
 
     Args:
-        covered: the last round that the metrics hold; a checkpoint after it cannot be used. None asks for no metrics.
-        check: raises a `UserError` for one that cannot be used for another reason.
+        last_metrics_round: the last round that the metrics hold; a checkpoint after it cannot be used. None asks for
+        no metrics. check: raises a `UserError` for one that cannot be used for another reason.
         expected: what a checkpoint after a round must be bound to; None asks for nothing.
     """
     notes: list[str] = []

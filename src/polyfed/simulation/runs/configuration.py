@@ -33,10 +33,10 @@ def _describe_method(algorithm: Algorithm[Any, Any]) -> dict[str, Any]:
 def restore_settings_and_method(
     config: Mapping[str, Any], algorithm: Algorithm[Any, Any] | None
 ) -> tuple[Settings, Algorithm[Any, Any]]:
-    """Settings and method of a run from its `config.yaml`; `given` is the method that the caller brings, or None.
+    """Settings and method of a run from its `config.yaml`; `algorithm` is the method that the caller brings, or None.
 
     Raises:
-        UserError: `given` is not the method of the run.
+        UserError: `algorithm` is not the method of the run.
     """
     settings = build_settings(config)
     saved = read_section(config, "algorithm")
@@ -107,10 +107,10 @@ def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
 
 
 def restore_metrics(settings: Settings, metrics: Any, task: str, out: Any) -> tuple[Metric, ...]:
-    """The metrics of a run from the names in its `config.yaml`; `given` is what the caller brings, or None.
+    """The metrics of a run from the names in its `config.yaml`; `metrics` is what the caller brings, or None.
 
     Raises:
-        UserError: `given` are not those of the run, or one that is not built in is missing.
+        UserError: `metrics` are not those of the run, or one that is not built in is missing.
     """
     names = settings.metrics
     if metrics is not None:

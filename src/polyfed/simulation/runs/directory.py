@@ -152,11 +152,11 @@ class RunDirectory:
         return next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
 
     def truncate_after(self, last_round: int) -> list[dict[str, Any]]:
-        """Drops what `metrics.jsonl` holds after round `last` (rounds that no checkpoint covers, or half a line) and
+        """Drops what `metrics.jsonl` holds after round `last_round` (rounds that no checkpoint covers, or half a line) and
         returns the rest.
 
         Raises:
-            UserError: a round up to `last` is missing or damaged.
+            UserError: a round up to `last_round` is missing or damaged.
         """
         path = self.path / "metrics.jsonl"
         records = read_metrics(path)[:last_round]
@@ -296,7 +296,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 def list_changes(folder: str | Path, *, include_outputs: bool = True) -> list[str]:
     """What was changed in a run directory since it was written, a sentence for each file; see `chain`. Models and
-    predictions count if `made`.
+    predictions count if `include_outputs`.
 
     Raises:
         UserError: its configuration cannot be read.

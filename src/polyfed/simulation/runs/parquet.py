@@ -39,7 +39,7 @@ def write_outputs(path: Path, client: Client, outputs_by_round: Mapping[int, Map
     Args:
         path: of the file.
         client: whose targets and columns are written too.
-        found: round -> "test" or "val" -> outputs, float32, shape (n, ...); round by round in their order.
+        outputs_by_round: round -> "test" or "val" -> outputs, float32, shape (n, ...); round by round in their order.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -18,7 +18,7 @@ class Progress(ABC):
 
     @abstractmethod
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """The run begins, or goes on after `done` rounds."""
+        """The run begins, or goes on after `rounds_done` rounds."""
 
     @abstractmethod
     def update_clients(self, phase: str, clients_done: int, total: int) -> None:

@@ -114,7 +114,7 @@ def _qualified_name(function: Any) -> str:
 def _describe_inputs(
     x: Any, name: str, described_transforms: "Mapping[str, _DescribedTransform]", inputs: list[ModelInput]
 ) -> Any:
-    """The tree of positions of the tensors in a batch, which are added to `found`."""
+    """The tree of positions of the tensors in a batch, which are added to `inputs`."""
     if isinstance(x, Tensor):
         transform = described_transforms.get(name)
         if isinstance(transform, LazyImageDecoder):  # what is stored are numbers of images
