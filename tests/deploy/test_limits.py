@@ -37,7 +37,7 @@ def engine_of(tmp_path, method=None):
     (tmp_path / "server.py").write_text("from polyfed.testing import SmallNet as model\n")
     words = {"sites": "client-0", "out": str(tmp_path / "run"), "file": str(tmp_path / "server.py")}
     server = dataclasses.replace(configure_server(configuration(method or FedAvg(), **words)), run="a")
-    engine = FlowerEngine(None, SimpleNamespace(told={"client-0": {"num_examples": 20}}), server)
+    engine = FlowerEngine(None, SimpleNamespace(introductions={"client-0": {"num_examples": 20}}), server)
     return engine, ClientTask("local", 1, "client-0", DOWN, None, 1, 1)
 
 
@@ -105,7 +105,7 @@ def test_a_large_reply_costs_no_more_than_it_brought(tmp_path, monkeypatch, case
 
 
 def _result(engine, task, content):
-    return engine._result(task, engine._unpack_answer(SimpleNamespace(content=content, has_error=lambda: False)))
+    return engine._parse_answer(task, engine._unpack_answer(SimpleNamespace(content=content, has_error=lambda: False)))
 
 
 def test_every_part_of_a_reply_counts_against_the_limit(tmp_path):
