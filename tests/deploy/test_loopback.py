@@ -96,7 +96,7 @@ def simulated(rounds, number=2):
 @pytest.fixture
 def watched(small, port):
     """The project, while its trial runs and SuperNodes that end are started again."""
-    with trials.start_trial(small, small.sites(), port, DISCLOSE + "allow-disclosure=true") as trial:
+    with trials.start_trial(small, small.read_site_names(), port, DISCLOSE + "allow-disclosure=true") as trial:
         stop = threading.Event()
 
         def watch():
@@ -306,7 +306,7 @@ def test_a_site_that_hangs_is_left_behind(watched):
 
 
 def test_a_superlink_that_ends_is_reported(small, port):
-    with trials.start_trial(small, small.sites(), port) as trial:
+    with trials.start_trial(small, small.read_site_names(), port) as trial:
         os.killpg(trial.processes[0].popen.pid, signal.SIGKILL)
         trial.processes[0].popen.wait()
         with pytest.raises(RoundError, match="the SuperLink has ended"):

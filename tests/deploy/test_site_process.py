@@ -80,7 +80,7 @@ def test_flowers_own_supernode_and_ours_in_one_federation(small, port, monkeypat
 
     monkeypatch.setattr(trials, "_start_process", start)
     out = small.path / "runs" / "both"
-    with trials.start_trial(small, small.sites(), port, DISCLOSE + "allow-disclosure=true") as trial:
+    with trials.start_trial(small, small.read_site_names(), port, DISCLOSE + "allow-disclosure=true") as trial:
         done = pfedla(small, "--out", str(out), rounds=2)
         assert done.returncode == 0, done.stderr[-3000:]
         assert worker_of(trial.processes[1].popen.pid) is None

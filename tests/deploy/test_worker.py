@@ -195,26 +195,26 @@ def gone(process):
 @pytest.mark.slow
 def test_a_real_process_serves_and_is_replaced(site, config):
     first = letter(architecture=architecture())
-    assert told(site.ask(first))["client"] == "client-0"
+    assert told(site.request_answer(first))["client"] == "client-0"
     before = site.pid
     os.kill(before, signal.SIGKILL)
     while site.pid is not None:
         time.sleep(0.01)
-    assert "refused" in told(site.ask(letter("task", client="client-0", phase="none", round=1)))
+    assert "refused" in told(site.request_answer(letter("task", client="client-0", phase="none", round=1)))
     assert site.pid != before
     between = site.pid
-    assert told(site.ask(first))["client"] == "client-0", "another run"
+    assert told(site.request_answer(first))["client"] == "client-0", "another run"
     assert site.pid != between
     assert calls(config) == 3
 
 
 @pytest.mark.slow
 def test_a_damaged_frame_does_not_end_it(site):
-    site.ask(letter(architecture=architecture()))
+    site.request_answer(letter(architecture=architecture()))
     before = site.pid
     site._socket.sendall(b"pfed" + (2).to_bytes(4, "big") + bytes(8) + b"[]")
     assert told(receive_frame(site._socket))["refused"] == "a message was damaged on its way to the site's process"
-    assert "refused" in told(site.ask(letter("task", client="other")))
+    assert "refused" in told(site.request_answer(letter("task", client="other")))
     assert site.pid == before
 
 
