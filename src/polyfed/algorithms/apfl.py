@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.averaging import Averaging, ClientState, build_reply
 from polyfed.algorithms.points import assign_parameters, clone_buffers, restore_buffers, trained_parameters_on_cpu
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import BufferPolicy, load_client_model, prepare_for_eval
+from polyfed.core.buffers import BufferPolicy, load_client_model, load_model_for_eval
 from polyfed.core.gathered import PerClientTerm
 from polyfed.core.scratch import cached_module, initial_state
 from polyfed.core.stacked import get_network_rng_states, reshape_to_broadcast, set_network_rng_states, sum_per_client
@@ -86,9 +86,7 @@ class APFL(Averaging):
             if client_state["trained"]
             else {}
         )
-        return prepare_for_eval(
-            load_client_model(client, {**w, **mixture}, client_state, self.buffers), client, client_state, self.buffers
-        )
+        return load_model_for_eval(client, {**w, **mixture}, client_state, self.buffers)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
@@ -96,12 +94,7 @@ class APFL(Averaging):
         """w, on the client's data."""
         yield (
             "server",
-            prepare_for_eval(
-                load_client_model(client, message.tensors["model"], client_state, self.buffers),
-                client,
-                client_state,
-                self.buffers,
-            ),
+            load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polyfed.core.adapters import AdapterMode, factorise_mean_adapters
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import HasBufferPolicy, extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.buffers import HasBufferPolicy, extract_update, load_client_model, load_model_for_eval, shared_tensors
 from polyfed.core.errors import UserError
 from polyfed.core.scratch import CachedModule, cached_module, initial_state
 from polyfed.core.training import LocalTraining, fit, reply_scalars
@@ -162,12 +162,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ."""
-        return prepare_for_eval(
-            load_client_model(client, message.tensors["model"], client_state, self.buffers),
-            client,
-            client_state,
-            self.buffers,
-        )
+        return load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.buffers import BufferPolicy, extract_update, load_client_model, load_model_for_eval, shared_tensors
 from polyfed.core.criteria import client_training_loss
 from polyfed.core.evaluation import evaluate
 from polyfed.core.examples import Examples
@@ -208,12 +208,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_i."""
-        return prepare_for_eval(
-            load_client_model(client, client_state["model"], client_state, self.buffers),
-            client,
-            client_state,
-            self.buffers,
-        )
+        return load_model_for_eval(client, client_state["model"], client_state, self.buffers)
 
 
 def _split_holdout(client: Client, client_state: ClientState) -> tuple[Examples, Examples]:

@@ -11,7 +11,7 @@ from polyfed.algorithms.aligning import AlignmentMethod
 from polyfed.algorithms.averaging import AveragedOver, ClientState, GlobalModelMethod, ServerState, build_reply
 from polyfed.alignment.term import NetworkTarget
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import load_client_model, prepare_for_eval
+from polyfed.core.buffers import load_client_model, load_model_for_eval
 from polyfed.core.scratch import cached_module, fill_module, trainable_state
 from polyfed.core.training import fit
 from polyfed.core.tree import StateDict
@@ -117,9 +117,4 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def _load_global_model(
         self, message: Message, client_state: ClientState, client: Client, group: str = "model"
     ) -> nn.Module:
-        return prepare_for_eval(
-            load_client_model(client, message.tensors[group], client_state, self.buffers),
-            client,
-            client_state,
-            self.buffers,
-        )
+        return load_model_for_eval(client, message.tensors[group], client_state, self.buffers)

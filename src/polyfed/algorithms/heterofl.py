@@ -18,7 +18,7 @@ from polyfed.algorithms.widths import (
     width_ratios,
 )
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.buffers import BufferPolicy, load_client_model, load_model_for_eval, shared_tensors
 from polyfed.core.scratch import cached_module, initial_state
 from polyfed.core.training import ForwardPass, fit
 
@@ -148,9 +148,7 @@ class HeteroFL(Averaging):
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """The corner, with its scaler in the weights."""
         tree = fold_scaling(message.tensors["model"], _width_ratios_of(message))
-        return prepare_for_eval(
-            load_client_model(client, tree, client_state, self.buffers), client, client_state, self.buffers
-        )
+        return load_model_for_eval(client, tree, client_state, self.buffers)
 
 
 def _width_ratios_of(message: Message) -> dict[str, float]:

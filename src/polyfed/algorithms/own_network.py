@@ -8,7 +8,7 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import load_client_model, prepare_for_eval
+from polyfed.core.buffers import load_model_for_eval
 from polyfed.core.scratch import cached_module, fill_module, initial_state
 
 
@@ -54,9 +54,4 @@ class PersonalBesideGlobalMethod(PersonalNetworkMethod, Averaging, ABC):
         yield "server", self._load_global_model(message, client_state, client)
 
     def _load_global_model(self, message: Message, client_state: dict[str, Any], client: Client) -> nn.Module:
-        return prepare_for_eval(
-            load_client_model(client, message.tensors["model"], client_state, self.buffers),
-            client,
-            client_state,
-            self.buffers,
-        )
+        return load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from polyfed.algorithms.averaging import Averaging, ClientState, build_reply
 from polyfed.algorithms.points import assign_parameters, clone_buffers, restore_buffers
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import BufferPolicy, load_client_model, prepare_for_eval, recompute_norm_statistics
+from polyfed.core.buffers import (
+    BufferPolicy,
+    load_client_model,
+    load_model_for_eval,
+    prepare_for_eval,
+    recompute_norm_statistics,
+)
 from polyfed.core.gathered import PerClientTerm
 from polyfed.core.stacked import get_network_rng_states, set_network_rng_states
 from polyfed.core.training import fit
@@ -125,12 +131,7 @@ class PerFedAvg(Averaging):
         """w, not adapted."""
         yield (
             "server",
-            prepare_for_eval(
-                load_client_model(client, message.tensors["model"], client_state, self.buffers),
-                client,
-                client_state,
-                self.buffers,
-            ),
+            load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),
         )
 
 

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.buffers import (
+    BufferPolicy,
+    extract_update,
+    load_client_model,
+    load_model_for_eval,
+    prepare_for_eval,
+    shared_tensors,
+)
 from polyfed.core.errors import UserError
 from polyfed.core.room import check_fits_in_memory
 from polyfed.core.scratch import cached_module, initial_state
@@ -145,12 +152,7 @@ class PFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ̄_i."""
-        return prepare_for_eval(
-            load_client_model(client, message.tensors["model"], client_state, self.buffers),
-            client,
-            client_state,
-            self.buffers,
-        )
+        return load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply, interpolate
 from polyfed.algorithms.points import assign_parameters, trained_parameters_on_cpu
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import BufferPolicy, load_client_model, prepare_for_eval
+from polyfed.core.buffers import BufferPolicy, load_client_model, load_model_for_eval
 from polyfed.core.errors import UserError
 from polyfed.core.gathered import PerClientTerm
 from polyfed.core.training import fit
@@ -118,9 +118,7 @@ class PFedMe(ServerUpdateMethod):
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """θ_i; what is not trained, and buffers that travel, are those of w."""
         model = {**message.tensors["model"], **client_state.get("model", {})}
-        return prepare_for_eval(
-            load_client_model(client, model, client_state, self.buffers), client, client_state, self.buffers
-        )
+        return load_model_for_eval(client, model, client_state, self.buffers)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
@@ -128,10 +126,5 @@ class PFedMe(ServerUpdateMethod):
         """w, on the client's data."""
         yield (
             "server",
-            prepare_for_eval(
-                load_client_model(client, message.tensors["model"], client_state, self.buffers),
-                client,
-                client_state,
-                self.buffers,
-            ),
+            load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),
         )

@@ -89,6 +89,13 @@ def prepare_for_eval(
     return net.module
 
 
+def load_model_for_eval(
+    client: Client, model: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
+) -> nn.Module:
+    """Fill the client's scratch module with `model`, as `load_client_model`, and return it as `prepare_for_eval` does."""
+    return prepare_for_eval(load_client_model(client, model, client_state, policy), client, client_state, policy)
+
+
 def recompute_norm_statistics(module: nn.Module, examples: Examples, batch_size: int = 128) -> None:
     """Sets the running statistics of every norm layer that keeps them to mean and variance of its inputs over all
     `examples`, in place. Inside the network each layer normalises by its batch, as in training; batches are drawn in a
