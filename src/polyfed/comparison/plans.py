@@ -70,7 +70,7 @@ class ComparisonPlan:
         parallel_runs: runs at once, or "auto".
         experiment: what describes the casts in a file, for a comparison that can be rebuilt from its directory.
         search_space: fields that are searched on validation examples before, see module `tuning`: field -> values or
-        range; or
+            range; or
             None.
         num_trials: how many runs a method has in the search by Optuna; None tries every combination of values.
         quiet: says nothing.

@@ -274,7 +274,7 @@ class SearchResult:
 
         Args:
             rank_by_choice: of the methods and clients whose best diverged with another seed: which of the next is
-            taken instead.
+                taken instead.
         """
         tuned_methods, entry_by_label = dict(self.methods), dict[str, Any]()
         rounds: dict[str, int | None] = {}

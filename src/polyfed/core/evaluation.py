@@ -134,7 +134,7 @@ def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Cl
 
     Args:
         build_network: makes the network of a client. It is called for the client with one half of its validation
-        examples (None
+            examples (None
             where that half is empty), and the network is used for the other half, before the next is made.
         client: with validation examples. Halves have like classes; rows of one group (`Examples.group`) stay together.
     """

@@ -297,7 +297,7 @@ def fit(
         loss: the loss of a minibatch in place of the task's.
         representation: name of the module whose input `loss` gets as the representation, the last linear layer, say.
         reported_loss: which loss is reported: "task", the task's own, whatever is trained on; "loss", the one that is
-        trained on,
+            trained on,
             without the penalty; "total", with it. It does not change what is trained.
         lr_factor: by what factor a parameter's learning rate differs from `lr`, by its name; None: none does.
 

@@ -41,7 +41,7 @@ class RunningMean:
 
     Args:
         expected_weights: id -> weight of everyone who is expected. If all of them come with these weights, the mean
-        is that of
+            is that of
             shares w_i/Σw, as `weighted_mean` takes it, bit for bit. If some do not, it is divided by the share that came,
             which may differ from that in the last bit.
 

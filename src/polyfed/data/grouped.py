@@ -39,7 +39,7 @@ def split_by_group(
         shares: set -> share of the groups, in the order in which sets are drawn.
         seed: of the draw.
         set_of_group: group -> set, of the clients before; a patient of two hospitals is in one set at both. What is
-        drawn is added.
+            drawn is added.
 
     Returns:
         set -> rows, ascending; with "train", the rest.

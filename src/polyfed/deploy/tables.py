@@ -52,7 +52,7 @@ def summarize_table(
         run: its identifier, which enters the hashes, so that they say nothing of other runs.
         with_names: whether the columns' names go up.
         adds_noise: whether what goes up is protected by noise, which a hash that depends on rows would undo: nothing
-        is told.
+            is told.
     """
     shared = needs_common_inputs(needs, discloses)
     if not tables_by_part(client.train) or not (shared or discloses):

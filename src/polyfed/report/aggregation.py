@@ -145,7 +145,7 @@ def draw_weight_evolution(
         weights: the run.
         client: the target client.
         highlighted_clients: clients to show in colours, e.g. the contrastive and the similar one; None for the eight
-        with the largest
+            with the largest
             mean weight in the last third. The rest is drawn as its mean and its range.
 
     Raises:

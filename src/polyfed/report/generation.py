@@ -155,7 +155,7 @@ def draw_initialisation(
 
     Raises:
         UserError: as of `generate_untrained_weights`; or `parameter` is a bias or a norm layer's scale, for which there
-        is no variance.
+            is no variance.
     """
     owners = [node.type for node in graph.generated_weights if node.parameters.get("weight") == parameter]
     scales = {node.parameters.get("scale") for node in graph.generated_weights}

@@ -19,7 +19,7 @@ class StepWeights:
         alpha: α_i = g_iᵀg̃_i, where g_i = ∇_{θ_p}L_i(θ_b, θ_p) and g̃_i = ∇L_i(θ_b, θ̃_{p,i}) (eq. 5).
         cosine: α_i of normalised gradients, which is the cosine of g_i and g̃_i.
         federated_cosine: ĝ_iᵀL of normalised gradients, where L = (1/M) Σ_j g̃_j/‖g̃_j‖ (eq. 8). Negative where the
-        client's own
+            client's own
             gradient contradicts the federated one.
     """
 

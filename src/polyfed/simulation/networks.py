@@ -83,7 +83,7 @@ def check_single_example_batches(
         algorithm: what trains them.
         factory: the network that the method brings, in place of the clients' own.
         examples_by_field: the fields with the size of a minibatch, with the examples that these are of; None are the
-        client's own.
+            client's own.
     """
     checked_keys: set[Any] = set()
     for client in clients:

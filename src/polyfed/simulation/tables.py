@@ -138,7 +138,7 @@ def describe_table_differences(reference: Mapping[str, Any], deviant: Mapping[st
 
     Args:
         reference, deviant: `columns`, by name a pair of categories (or their hash) and whether cells may be empty;
-        `classes`.
+            `classes`.
 
     >>> north = {"columns": {"age": (None, False), "sex": (("f", "m"), False)}, "classes": ("no", "yes")}
     >>> describe_table_differences(north, {**north, "columns": {"age": (None, True), "lab": (None, False)}})

@@ -35,7 +35,7 @@ class Recipe:
         base: what holds for all variants and scales.
         variants: partial configurations by name, laid over `base`; the first is the default.
         scales: partial configurations by name, laid over that; each may hold `reduction_note`, a sentence, and
-        `variants`, what
+            `variants`, what
             it says of one variant only. The default is "cpu", or the first if there is no such scale.
 
     >>> read_recipe("quickstart").configuration()["algorithm"]["name"]

@@ -259,11 +259,11 @@ def release_unmasking_shares(
         state: of step 3.
         survivors: L (U3 of the paper), whose masked numbers the server has.
         earlier_survivors: the list for which the site has handed out in this run and round, should the round be
-        played again.
+            played again.
 
     Raises:
         RefusalError: a list that is not a part of U2 with this site in it, of fewer than t sites, or another than
-        `advertised`.
+            `advertised`.
     """
     shared, name = state.shared, state.shared.advertised.name
     survivor_names = sorted(set(survivors))

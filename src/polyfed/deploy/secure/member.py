@@ -189,7 +189,7 @@ class SumParticipation:
     Args:
         state: which shares it holds of the sites in the sum.
         max_sites: sites that may add to a sum at most: those whose registered keys the site has. Each may take as
-        much of the
+            much of the
             room. It is the same for every sum of a round, whichever sites a server lists for it, since whether numbers
             fit, once for few and then for more sites, would be more than one answer.
         mark_used: writes down that the place is taken.

@@ -136,7 +136,7 @@ def load_newest_checkpoint(
 
     Args:
         last_metrics_round: the last round that the metrics hold; a checkpoint after it cannot be used. None asks for
-        no metrics. check: raises a `UserError` for one that cannot be used for another reason.
+            no metrics. check: raises a `UserError` for one that cannot be used for another reason.
         expected: what a checkpoint after a round must be bound to; None asks for nothing.
     """
     notes: list[str] = []
