@@ -22,9 +22,9 @@ import torch
 from polyfed.algorithms import FedHeNN
 from polyfed.alignment import AlignmentTarget, mean_kernel_features, mean_rbf_kernel
 from polyfed.alignment.representations import representation_module_name
-from polyfed.core.examples import Examples, Normalise
+from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.core.seeds import torch_generator
-from polyfed.core.training import fit
+from polyfed.core.training.loop import fit
 from polyfed.models import ModelSpec
 
 RAD, BATCH = 5000, 32

@@ -18,8 +18,8 @@ from torch.linalg import matrix_norm
 
 from polyfed.algorithms import Local
 from polyfed.alignment import compute_representations, linear_cka, mean_kernel_features, principal_components
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.training import fit
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.training.loop import fit
 from polyfed.data.vision import CIFAR10
 from polyfed.models import ModelSpec
 

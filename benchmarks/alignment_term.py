@@ -24,7 +24,7 @@ import polyfed as pf
 from polyfed.alignment import compute_representations
 from polyfed.alignment.similarity import mean_pairwise_cka
 from polyfed.cli.commands import options, recipes
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.machine.threads import single_torch_thread
 from polyfed.simulation import experiment as experiments
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.progress import SilentProgress

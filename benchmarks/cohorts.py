@@ -27,8 +27,8 @@ from torch import nn
 from workloads import cpu_name
 
 import polyfed as pf
-from polyfed.core.examples import Examples
-from polyfed.core.threads import num_usable_cores
+from polyfed.core.examples.examples import Examples
+from polyfed.core.machine.threads import num_usable_cores
 from polyfed.models import ModelSpec
 from polyfed.simulation.engines.choice import MIN_CLIENTS, MIN_SPEEDUP, benchmark_engines
 from polyfed.simulation.engines.cohort import CohortEngine

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from polyfed.cli.commands import options
 from polyfed.cli.commands.recipes import read_recipe
-from polyfed.core.scratch import initial_state
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.unseen import training_curve
 

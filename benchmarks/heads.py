@@ -26,7 +26,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
 from polyfed.comparison.crossed import estimate_mean, estimate_variance_components
-from polyfed.core.metrics import METRICS
+from polyfed.core.evaluation.metrics import METRICS
 from polyfed.data.vision import FashionMNIST
 from polyfed.simulation.runs.progress import SilentProgress
 

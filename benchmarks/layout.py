@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from polyfed.core.scratch import build_module
+from polyfed.core.nn.module_cache import build_module
 from polyfed.models import ModelSpec
 
 CASES = [

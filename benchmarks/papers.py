@@ -38,7 +38,7 @@ from polyfed.cli.commands.reproduce import ReproduceOptions
 from polyfed.cli.main import main as polyfed
 from polyfed.comparison.crossed import difference_components, estimate_mean, score_seeds
 from polyfed.core.errors import RoundError
-from polyfed.core.metrics import METRICS
+from polyfed.core.evaluation.metrics import METRICS
 from polyfed.simulation.runs import predictions
 from polyfed.simulation.runs.directory import read_metrics
 

@@ -25,7 +25,7 @@ from papers_page import TIMED
 from workloads import cpu_name
 
 from polyfed.cli.commands.reproduce import RESULT_FILE
-from polyfed.core.threads import num_usable_cores
+from polyfed.core.machine.threads import num_usable_cores
 
 SEEDS = "0,1,2"
 IDLE, PATIENCE = 0.15, 60  # of a core that others may use; seconds to wait for that

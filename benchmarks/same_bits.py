@@ -137,7 +137,7 @@ def compare_parts(only, out):
     refuses them."""
     import polyfed as pf
     from polyfed.algorithms import REGISTRY
-    from polyfed.core.code import trust_code
+    from polyfed.core.io.trusted_code import trust_code
 
     trust_code("same_bits:Net")
     found, refused = {}, {}

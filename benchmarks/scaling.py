@@ -30,8 +30,8 @@ import psutil
 import torch
 
 import polyfed as pf
-from polyfed.core.examples import as_examples
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.examples.examples import as_examples
+from polyfed.core.machine.threads import single_torch_thread
 from polyfed.models import ModelSpec
 from polyfed.simulation.federation import run_rounds
 from polyfed.simulation.rounds import Federation

@@ -16,8 +16,8 @@ import torch
 import polyfed as pf
 from polyfed.alignment.similarity import mean_pairwise_cka
 from polyfed.core.algorithm import Message
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.tree import deserialize_state, serialize_state
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.state_dict import deserialize_state, serialize_state
 from polyfed.simulation.roster import ClientRegistry
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint

@@ -19,7 +19,7 @@ import torch
 from torch.nn import Linear, ReLU, Sequential
 from torch.nn.functional import cross_entropy
 
-from polyfed.core.metrics import METRICS
+from polyfed.core.evaluation.metrics import METRICS
 
 SIZES = (15, 100, 1000)
 THEIRS = {"auc": sklearn.metrics.roc_auc_score, "average_precision": sklearn.metrics.average_precision_score}

@@ -25,8 +25,8 @@ from workloads import MODEL
 
 from polyfed.algorithms import HeurPFedLA, PFedLA
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
-from polyfed.core.memory import tune_malloc
-from polyfed.core.threads import num_usable_cores, single_torch_thread
+from polyfed.core.machine.allocator import tune_malloc
+from polyfed.core.machine.threads import num_usable_cores, single_torch_thread
 from polyfed.models import ModelSpec
 
 CLIENTS, REPETITIONS = 100, 5

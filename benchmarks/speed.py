@@ -24,8 +24,8 @@ import torch
 from workloads import METHOD, MODEL, PATH, W1, W2, arrays_of, clients_of, cpu_name
 
 import polyfed as pf
-from polyfed.core.precision import check_precision
-from polyfed.core.scratch import initial_state
+from polyfed.core.nn.module_cache import initial_state
+from polyfed.core.nn.precision import check_precision
 
 HALVES = "bare loop, half of the clients in each of 2 processes, channels-last"
 

@@ -29,7 +29,7 @@ from polyfed.comparison.crossed import CONFIDENCE_LEVEL, estimate_by_client, est
 from polyfed.comparison.evidence import Evidence
 from polyfed.comparison.reading import Budget, ResultCriteria
 from polyfed.comparison.summary import ResultInputs, build_results
-from polyfed.core.metrics import METRICS
+from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.seeds import derive_seed
 from polyfed.simulation.runs.progress import SilentProgress
 

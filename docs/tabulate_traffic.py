@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from polyfed.algorithms import REGISTRY
-from polyfed.core.examples import as_examples
+from polyfed.core.examples.examples import as_examples
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.traffic import find_reply_reach, find_revealed_facts
 

@@ -9,7 +9,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import MODEL_REQUIREMENTS
-from polyfed.core.code import temporary_trust, trust_code
+from polyfed.core.io.trusted_code import temporary_trust, trust_code
 from polyfed.simulation.engines import cohort
 from polyfed.testing import small_clients
 from tests.pretend import WAITS, pretending

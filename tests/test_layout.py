@@ -135,10 +135,10 @@ def test_an_import_upwards_and_a_cycle_are_found(tmp_path, monkeypatch):
     """The two tests above can fail."""
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path / "polyfed")
     texts = {
-        "core/tree.py": "def late():\n    from polyfed.core import seeds\n",
+        "core/state_dict.py": "def late():\n    from polyfed.core import seeds\n",
         "core/seeds.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from polyfed.data.pool import Pool\n",
         "core/__init__.py": "",
-        "data/pool.py": "from polyfed.core.tree import Tree\n",
+        "data/pool.py": "from polyfed.core.state_dict import Tree\n",
         "data/__init__.py": "",
         "__init__.py": "",
     }
@@ -150,7 +150,9 @@ def test_an_import_upwards_and_a_cycle_are_found(tmp_path, monkeypatch):
         files.append(file)
     graph = imports_of(files)
     assert upward(graph) == ["polyfed.core.seeds imports polyfed.data.pool"]
-    assert "polyfed.core.tree -> polyfed.core.seeds -> polyfed.data.pool -> polyfed.core.tree" in cycles(graph)
+    assert "polyfed.core.state_dict -> polyfed.core.seeds -> polyfed.data.pool -> polyfed.core.state_dict" in cycles(
+        graph
+    )
     assert len(cycles(graph)) == 3
 
 
@@ -180,7 +182,7 @@ def test_fit_is_the_only_training_loop():
                     for node in ast.walk(function)
                     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step"
                 ]
-    assert steps == [("core/training.py", "fit")]
+    assert steps == [("core/training/loop.py", "fit")]
 
 
 def test_the_library_stands_on_its_own():
@@ -215,10 +217,10 @@ OVERLONG = {
     "src/polyfed/cli/commands/options.py": 411,
     "src/polyfed/comparison/tuning.py": 460,
     "src/polyfed/core/algorithm.py": 401,
-    "src/polyfed/core/examples.py": 408,
-    "src/polyfed/core/metrics.py": 414,
-    "src/polyfed/core/training.py": 409,
-    "src/polyfed/core/tree.py": 401,
+    "src/polyfed/core/examples/examples.py": 408,
+    "src/polyfed/core/evaluation/metrics.py": 414,
+    "src/polyfed/core/training/loop.py": 409,
+    "src/polyfed/core/state_dict.py": 401,
     "src/polyfed/data/frames.py": 401,
     "src/polyfed/deploy/flower.py": 449,
     "src/polyfed/deploy/server.py": 415,
@@ -273,7 +275,7 @@ def test_nothing_heavy_is_imported_for_the_quickstart():
 def test_a_round_is_read_through_few_files_from_top_to_bottom(monkeypatch):
     """From `federate` to `optimizer.step()`: the files of the call stack, as a debugger shows it."""
     from polyfed.algorithms import FedProx
-    from polyfed.core import optimizers
+    from polyfed.core.nn import optimizers
     from polyfed.testing import small_clients
 
     stacks = []
@@ -291,10 +293,12 @@ def test_a_round_is_read_through_few_files_from_top_to_bottom(monkeypatch):
     polyfed.federate(small_clients(), FedProx(), rounds=1, workers=0)
     (files,) = {tuple(files) for files in stacks}
     assert files[0] == "simulation/federation.py"
-    assert files[-1] == "core/training.py"
+    assert files[-1] == "core/training/loop.py"
     assert len(set(files)) <= 8, files
     rooms = [
-        ROOMS.index(file.partition("/")[0]) for file in files if file not in ("core/gradients.py", "core/threads.py")
+        ROOMS.index(file.partition("/")[0])
+        for file in files
+        if file not in ("core/nn/grad_mode.py", "core/machine/threads.py")
     ]
     assert rooms == sorted(rooms, reverse=True), "a jump back up"
     assert len(files) == len(set(files)), f"a file is entered twice: {files}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import polyfed as pf
-from polyfed.core.tree import iter_tensors
+from polyfed.core.state_dict import iter_tensors
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,7 +9,7 @@ import torch
 
 from polyfed.algorithms import FedAvg, Local
 from polyfed.core.algorithm import Message
-from polyfed.core.tree import weighted_mean
+from polyfed.core.state_dict import weighted_mean
 from polyfed.testing import AlgorithmContract, SmallNet, small_clients
 
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from polyfed import algorithms
     from polyfed.comparison.compare import compare
     from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-    from polyfed.core.code import trust_code
     from polyfed.core.errors import ClientError, RoundError, UserError
-    from polyfed.core.examples import Examples
-    from polyfed.core.metrics import Metric
+    from polyfed.core.evaluation.metrics import Metric
+    from polyfed.core.examples.examples import Examples
+    from polyfed.core.io.trusted_code import trust_code
     from polyfed.report.export.folder import export_model
     from polyfed.simulation.federation import federate, resume
     from polyfed.simulation.runs.results import Run

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from polyfed.core.algorithm import Algorithm, Client, Message, check_declared_words
-from polyfed.core.criteria import client_training_loss
-from polyfed.core.dense import path_of_first_difference
-from polyfed.core.evaluation import evaluate_client_with_outputs
-from polyfed.core.examples import Examples, as_examples
+from polyfed.core.evaluation.evaluate import evaluate_client_with_outputs
+from polyfed.core.examples.examples import Examples, as_examples
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.messages.contiguous import path_of_first_difference
 from polyfed.core.seeds import torch_generator
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.tree import PyTree, check_serializable, deserialize_state, iter_tensors, serialize_state
+from polyfed.core.state_dict import PyTree, check_serializable, deserialize_state, iter_tensors, serialize_state
+from polyfed.core.training.client_loss import client_training_loss
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.federation import federate, resume
 from polyfed.simulation.rounds import Federation

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyfed.core.code import temporary_trust, trust_code
+from polyfed.core.io.trusted_code import temporary_trust, trust_code
 
 sys.path.append(str(Path(__file__).parent))
 

@@ -6,12 +6,12 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, FedBN, FedRep
-from polyfed.core import adapters
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import cached_module
+from polyfed.core.messages import lora
+from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import safetensors_num_bytes, weighted_mean
+from polyfed.core.state_dict import safetensors_num_bytes, weighted_mean
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import assert_runs_equal, small_clients
@@ -94,7 +94,7 @@ def replies(found, state, random=True):
             if name not in net.frozen:
                 tree[name] = torch.randn(tensor.shape, generator=generator, dtype=DOUBLE)
         reply = Message({"model": tree}, {"num_examples": len(client.train), "train_loss": 1.0})
-        ups[i] = adapters.pack_adapters(found.algorithm, client, reply)
+        ups[i] = lora.pack_adapters(found.algorithm, client, reply)
         taken[i] = found.decode_reply(ups[i], down)
         assert found.reply_error(taken[i], state, down, i) is None
     return ups, taken
@@ -118,7 +118,7 @@ def test_one_client_ends_where_it_went(mode):
     down = found.algorithm.dispatch(after, found.client_info(i, 2))
     a, b = ups[i].tensors["model"][A], ups[i].tensors["model"][B]
     base = Net().state_dict()[BASE]
-    with adapters.message_at_client_rank(found.algorithm, client, down) as arrived:
+    with lora.message_at_client_rank(found.algorithm, client, down) as arrived:
         module = found.algorithm.personal_model(arrived, {}, client, 0)
         state_now = module.state_dict()
         whole = state_now[BASE] + 2.0 * state_now[B] @ state_now[A]
@@ -177,7 +177,7 @@ def test_stacking_is_exact():
         assert not state["model"][B].any()
     for i, client in found.clients.items():
         down = found.algorithm.dispatch(state, found.client_info(i, 3, "evaluate"))
-        with adapters.message_at_client_rank(found.algorithm, client, down) as arrived:
+        with lora.message_at_client_rank(found.algorithm, client, down) as arrived:
             model = found.algorithm.personal_model(arrived, {}, client, 0)
             x = client.test.x
             mid = x @ (Net().state_dict()[BASE] + total).t() + Net().state_dict()["mid.base_layer.bias"]
@@ -244,10 +244,10 @@ def test_compressed_replies_are_opened_before():
 def test_components_that_nobody_has_trained_can_still_learn(mode):
     a = torch.randn(4, 6, generator=torch_generator(1))
     for product in (torch.zeros(8, 6), torch.outer(torch.arange(8.0), torch.arange(6.0))):
-        new_a, new_b = adapters.low_rank_factors(product, a)
+        new_a, new_b = lora.low_rank_factors(product, a)
         torch.testing.assert_close(new_b @ new_a, product, rtol=1e-5, atol=1e-4)
         assert new_a.abs().amax(1).min() > 0.1
-    small, _ = adapters.low_rank_factors(torch.randn(2, 3, generator=torch_generator(2)), torch.ones(4, 3))
+    small, _ = lora.low_rank_factors(torch.randn(2, 3, generator=torch_generator(2)), torch.ones(4, 3))
     assert torch.equal(small[2:], torch.ones(2, 3))
 
 
@@ -290,8 +290,8 @@ def test_what_does_not_fit_is_refused():
 
     net = {"a": crossed(1, 2), "b": crossed(2, 1)}
     with pytest.raises(UserError, match="no client has the largest rank in all layers"):
-        adapters.network_with_largest_ranks(net, "svd")
-    assert adapters.network_with_largest_ranks({**net, "c": crossed(2, 2)}, "svd") is not net["a"]
+        lora.network_with_largest_ranks(net, "svd")
+    assert lora.network_with_largest_ranks({**net, "c": crossed(2, 2)}, "svd") is not net["a"]
 
     class Trained(Net):
         def __init__(self):
@@ -331,7 +331,7 @@ def test_a_client_above_the_servers_rank_says_so():
     down = found.algorithm.dispatch(state, found.client_info("client-0", 1))
     with (
         pytest.raises(UserError, match="has rank 4, more than the server's 2"),
-        adapters.message_at_client_rank(found.algorithm, client, down),
+        lora.message_at_client_rank(found.algorithm, client, down),
     ):
         pass
 

@@ -12,7 +12,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, FedProx, PFedMe
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Message
-from polyfed.core.tree import weighted_mean
+from polyfed.core.state_dict import weighted_mean
 from polyfed.simulation.intake import ReplyAggregator
 from polyfed.testing import assert_runs_equal, small_clients
 

@@ -12,8 +12,8 @@ from polyfed.algorithms import FD, FedGH, FedProto, FedTGP, Local
 from polyfed.algorithms.class_means import class_means_from_sums, weighted_class_sums
 from polyfed.algorithms.fedtgp import largest_class_distance
 from polyfed.core.algorithm import Message
-from polyfed.core.examples import Examples
-from polyfed.core.scratch import initial_state
+from polyfed.core.examples.examples import Examples
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import small_clients
 
 # -- without the shared term they are Local ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import FD, FedGH, FedProto, FedTGP, Local
 from polyfed.algorithms.fd import class_means_of_others
 from polyfed.algorithms.fedtgp import TrainablePrototypes, largest_class_distance
-from polyfed.core.examples import Examples
+from polyfed.core.examples.examples import Examples
 
 
 def steps(net, client, loss_of, lr=0.1, number=3):

@@ -19,10 +19,10 @@ from polyfed.algorithms.distillation import softened_kl_divergence
 from polyfed.cli.commands.options import parse_configuration
 from polyfed.cli.main import main
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
-from polyfed.core.scratch import build_module, fill_module, initial_state
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import build_module, fill_module, initial_state
 from polyfed.core.seeds import torch_generator
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.tree import safetensors_num_bytes
+from polyfed.core.state_dict import safetensors_num_bytes
 from polyfed.data import Examples
 from polyfed.models import ModelSpec
 from polyfed.simulation.experiment import build_experiment
@@ -216,7 +216,7 @@ def test_a_teacher_that_takes_no_channels_last_images(tmp_path, monkeypatch):
     """The students do, and their batch is the teacher's too."""
     (tmp_path / "strict_nets.py").write_text(STRICT)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("polyfed.core.code._trusted", frozenset({"strict_nets:Net", "strict_nets:Nut"}))
+    monkeypatch.setattr("polyfed.core.io.trusted_code._trusted", frozenset({"strict_nets:Net", "strict_nets:Nut"}))
     data = random(1, 12, 2, 8, 8), torch.arange(12) % 3
     clients = [pf.Client("a", ModelSpec("cnn_small", {}, (2, 8, 8), 3), data, data)]
     run = pf.federate(clients, FedAvgKD(teacher="strict_nets:Net", **OPTIONS), rounds=2, workers=0)

@@ -7,8 +7,8 @@ from closed_forms import CURVATURE, OPTIMUM, assert_near, linear, linear_clients
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedDyn
 from polyfed.core.algorithm import Message
-from polyfed.core.scratch import initial_state
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import SmallNet, small_clients
 
 OPTIONS = {"lr": 0.05, "batch_size": 8}

@@ -11,10 +11,10 @@ import polyfed as pf
 from polyfed.algorithms import Local
 from polyfed.algorithms.fedfomo import FedFomo
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
-from polyfed.core.scratch import initial_state
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import torch_generator
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.tree import safetensors_num_bytes
+from polyfed.core.state_dict import safetensors_num_bytes
 from polyfed.testing import AlgorithmContract, SmallNet, small_clients
 
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}

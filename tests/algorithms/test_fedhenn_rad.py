@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import polyfed as pf
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
 from polyfed.alignment import AlignmentTarget, draw_public_rows
-from polyfed.core.examples import Examples, Normalise, as_examples
+from polyfed.core.examples.examples import Examples, Normalise, as_examples
+from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.seeds import torch_generator
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.tree import safetensors_num_bytes
+from polyfed.core.state_dict import safetensors_num_bytes
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.results import Run
 from polyfed.simulation.settings import Settings

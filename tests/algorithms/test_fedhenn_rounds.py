@@ -9,10 +9,10 @@ from torch.nn import functional as F
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo, Local
 from polyfed.alignment import draw_public_rows
-from polyfed.core.examples import Examples
-from polyfed.core.scratch import initial_state
+from polyfed.core.examples.examples import Examples
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.threads import single_torch_thread
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, small_clients

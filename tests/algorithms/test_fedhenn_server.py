@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import polyfed as pf
 from polyfed.algorithms import FedHeNN
-from polyfed.core.examples import as_examples
+from polyfed.core.examples.examples import as_examples
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.results import Run

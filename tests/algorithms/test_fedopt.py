@@ -9,7 +9,7 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedOpt
 from polyfed.core.algorithm import Message, ServerContext
-from polyfed.core.scratch import initial_state
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import SmallNet, small_clients
 
 OPTIONS = {"lr": 0.05, "batch_size": 8}

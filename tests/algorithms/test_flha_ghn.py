@@ -10,9 +10,9 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg
 from polyfed.core.algorithm import ClientInfo
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import build_module, initial_state
+from polyfed.core.nn.module_cache import build_module, initial_state
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import state_dict_spec
+from polyfed.core.state_dict import state_dict_spec
 from polyfed.graphs import LayerCatalogue
 from polyfed.graphs.cached import graph_of_client
 from polyfed.hypernetworks import generated as generated_module

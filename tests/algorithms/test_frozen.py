@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.scratch import (
+from polyfed.core.nn.module_cache import (
     build_module,
     cached_module,
     fill_module,
@@ -17,7 +17,7 @@ from polyfed.core.scratch import (
     trainable_state,
 )
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import iter_tensors, safetensors_num_bytes, serialize_state
+from polyfed.core.state_dict import iter_tensors, safetensors_num_bytes, serialize_state
 from polyfed.simulation.checks import check_networks_run
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedAvgFT, FedProx, Local
-from polyfed.core.scratch import initial_state
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.training import fit
+from polyfed.core.training.loop import fit
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients, without_durations
 
 

@@ -7,7 +7,7 @@ from closed_forms import assert_equal, assert_near, linear, linear_clients, loss
 import polyfed as pf
 from polyfed.algorithms import IFCA, FedAvg
 from polyfed.core.algorithm import ClientInfo, Message
-from polyfed.core.scratch import initial_state
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import small_clients, without_durations
 
 OPTIONS = {"lr": 0.05, "batch_size": 8, "momentum": 0.5}

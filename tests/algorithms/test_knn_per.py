@@ -7,9 +7,9 @@ from closed_forms import assert_equal
 import polyfed as pf
 from polyfed.algorithms import FedAvg, KNNPer
 from polyfed.core.algorithm import Message
-from polyfed.core.evaluation import predict
-from polyfed.core.scratch import initial_state
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import small_clients
 
 OPTIONS = {"lr": 0.05, "batch_size": 8, "momentum": 0.5}

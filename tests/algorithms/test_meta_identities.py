@@ -12,8 +12,8 @@ from polyfed.algorithms import FedAvg
 from polyfed.algorithms.per_fedavg import PerFedAvg
 from polyfed.algorithms.pfedme import PFedMe
 from polyfed.core.algorithm import Message
-from polyfed.core.scratch import initial_state
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import AlgorithmContract, SmallNet, small_clients, without_durations
 
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 import polyfed as pf
 from polyfed.algorithms import FedAvg, Moon
 from polyfed.core.algorithm import Message
-from polyfed.core.scratch import initial_state
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import assert_runs_equal, small_clients
 
 OPTIONS = {"lr": 0.05, "batch_size": 8, "momentum": 0.5}

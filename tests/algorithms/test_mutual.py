@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import FML, FedAvg, FedKD, Local
 from polyfed.algorithms.low_rank import apply_update, compress_update, expand_update
 from polyfed.core.algorithm import Message
-from polyfed.core.code import trust_code
+from polyfed.core.io.trusted_code import trust_code
 from polyfed.models import ModelSpec
 from polyfed.testing import small_clients
 

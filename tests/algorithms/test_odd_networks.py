@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.scratch import cached_module
+from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import torch_generator
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

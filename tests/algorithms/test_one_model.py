@@ -9,9 +9,9 @@ from torch import Tensor
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedAvgFT, FedHeNNHomo, FedProx
 from polyfed.core.errors import RunInterrupt
-from polyfed.core.evaluation import evaluate_client_with_outputs
-from polyfed.core.examples import as_examples
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.evaluation.evaluate import evaluate_client_with_outputs
+from polyfed.core.examples.examples import as_examples
+from polyfed.core.machine.threads import single_torch_thread
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, _InterruptAfter, assert_runs_equal, small_clients

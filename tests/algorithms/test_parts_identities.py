@@ -14,10 +14,10 @@ from polyfed.algorithms import FedAvg, Local, fedrep
 from polyfed.algorithms.fedbn import FedBN
 from polyfed.algorithms.fedrep import FedRep
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import build_module, initial_state
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import build_module, initial_state
 from polyfed.core.seeds import derive_seed
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.training import fit
+from polyfed.core.training.loop import fit
 from polyfed.models.split import norm_tensor_names
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings

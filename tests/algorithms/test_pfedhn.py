@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import polyfed as pf
 from polyfed.algorithms import pfedhn
 from polyfed.algorithms.pfedhn import PFedHN
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.machine.threads import single_torch_thread
 from polyfed.hypernetworks.weights import (
     backpropagate_deltas,
     generate_client_weights,

@@ -7,7 +7,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms.pfedhn import PFedHN
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import build_module
+from polyfed.core.nn.module_cache import build_module
 from polyfed.testing import small_clients
 
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}

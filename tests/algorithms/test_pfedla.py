@@ -8,7 +8,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedAvg, HeurPFedLA, Local, PFedLA, pfedla
 from polyfed.core.algorithm import ClientInfo
-from polyfed.core.tree import safetensors_num_bytes
+from polyfed.core.state_dict import safetensors_num_bytes
 from polyfed.hypernetworks import aggregation
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 

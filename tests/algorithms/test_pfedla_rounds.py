@@ -8,9 +8,9 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import HeurPFedLA, PFedLA
-from polyfed.core.scratch import initial_state
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed
-from polyfed.core.threads import single_torch_thread
 from polyfed.hypernetworks.aggregation import HypernetworkSizes, init_aggregation_hypernetwork
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings

@@ -7,7 +7,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import HeurPFedLA, PFedLA, pfedla
 from polyfed.core.algorithm import ClientInfo, ServerContext
-from polyfed.core.tree import deserialize_state, serialize_state
+from polyfed.core.state_dict import deserialize_state, serialize_state
 from polyfed.hypernetworks import aggregation
 from polyfed.testing import SmallNet, small_clients
 

@@ -9,7 +9,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedDF, FedMD, Local
 from polyfed.core.algorithm import Message
-from polyfed.core.examples import Examples
+from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import torch_generator
 
 

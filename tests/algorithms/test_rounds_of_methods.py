@@ -7,9 +7,9 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedBN, PerFedAvg, PFedHN, PFedLA, PFedMe
 from polyfed.core.algorithm import ClientInfo, Message
-from polyfed.core.scratch import initial_state
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.tree import iter_tensors
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import initial_state
+from polyfed.core.state_dict import iter_tensors
 from polyfed.simulation.collecting import run_phase
 from polyfed.simulation.engines.start import build_engine
 from polyfed.simulation.engines.work import Engine

@@ -6,7 +6,7 @@ from closed_forms import CURVATURE, OPTIMUM, assert_near, linear, linear_clients
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, Scaffold
-from polyfed.core.scratch import initial_state
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import small_clients
 
 OPTIONS = {"lr": 0.05, "batch_size": 8}

@@ -9,10 +9,10 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core import together
 from polyfed.core.algorithm import MODEL_REQUIREMENTS
-from polyfed.core.code import trust_code
+from polyfed.core.io.trusted_code import trust_code
 from polyfed.core.seeds import torch_generator
+from polyfed.core.training import cohort
 
 OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS]
 FAST = {"fedavg", "fedhenn", "fedavg_kd"}
@@ -142,7 +142,7 @@ def start(network):
 
 def test_objects_with_logits_are_computed_many_at_once(monkeypatch):
     calls = []
-    real = together.train_cohort
+    real = cohort.train_cohort
     monkeypatch.setattr(
         "polyfed.simulation.engines.cohort.train_cohort", lambda several: calls.append(len(several)) or real(several)
     )

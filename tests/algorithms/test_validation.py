@@ -8,7 +8,7 @@ from test_contract import ALIGNING, OF_NETWORKS, SMALL
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, KNNPer
-from polyfed.core.evaluation import out_of_fold_outputs, predict
+from polyfed.core.evaluation.evaluate import out_of_fold_outputs, predict
 from polyfed.testing import AlgorithmContract, small_clients
 
 

@@ -14,7 +14,7 @@ from polyfed.cli.commands import recipes as shipped
 from polyfed.cli.commands.measures import RecipeRun, measure_cell
 from polyfed.cli.commands.papers import find_table
 from polyfed.cli.commands.recipes import SCALES, recipe_files
-from polyfed.core.training import LocalTraining
+from polyfed.core.training.loop import LocalTraining
 from polyfed.data import IID
 from polyfed.data.split import split_rows_by_client
 from polyfed.models import ModelSpec

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 import polyfed as pf
 from polyfed.cli.commands.options import parse_configuration
 from polyfed.cli.main import main
-from polyfed.core.code import temporary_trust, trust_code
-from polyfed.core.evaluation import evaluate
+from polyfed.core.evaluation.evaluate import evaluate
+from polyfed.core.io.trusted_code import temporary_trust, trust_code
 from polyfed.models import ModelSpec
 from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.runs.chain import hash_config

@@ -21,7 +21,7 @@ from polyfed.comparison.crossed import (
 )
 from polyfed.comparison.curves import CurvePoint, first_point_reaching_target, last_point_within_budget
 from polyfed.comparison.influence import NUM_GROUPS, jackknife_pseudo_values
-from polyfed.core.metrics import METRICS, Metric, resolve_metrics
+from polyfed.core.evaluation.metrics import METRICS, Metric, resolve_metrics
 
 ACCURACY, AUC, R2 = METRICS["accuracy"], METRICS["auc"], METRICS["r2"]
 

@@ -11,7 +11,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.comparison.crossed import estimate_by_client, estimate_mean, estimate_variance_components
 from polyfed.comparison.directory import load_comparison
-from polyfed.core.metrics import METRICS
+from polyfed.core.evaluation.metrics import METRICS
 from polyfed.simulation.runs import predictions
 from polyfed.testing import small_clients
 

@@ -11,8 +11,8 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, Local
 from polyfed.comparison.references import ReferenceModel, fit_client_references, train_pooled_reference
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation import predict
-from polyfed.core.scratch import initial_state
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import torch_generator
 from polyfed.data import Examples
 

@@ -7,7 +7,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.comparison.crossed import Estimate
 from polyfed.comparison.evidence import interval_ends
-from polyfed.core.metrics import METRICS
+from polyfed.core.evaluation.metrics import METRICS
 from polyfed.simulation.runs.directory import read_metrics
 
 QUICK = {"rounds": 1, "seeds": [0, 1], "tune": "none", "references": False, "parallel": 1, "quiet": True}

@@ -7,7 +7,7 @@ import torch
 from polyfed.comparison.basis import answer_basis, count_rarest_class
 from polyfed.comparison.reading import Budget, ResultCriteria
 from polyfed.comparison.summary import ResultInputs, build_results
-from polyfed.core.metrics import METRICS
+from polyfed.core.evaluation.metrics import METRICS
 
 SEEDS = (0, 1, 2)
 

@@ -5,8 +5,8 @@ import resource
 
 import pytest
 
-from polyfed.core import files
-from polyfed.core.files import append_line
+from polyfed.core.io import atomic_files
+from polyfed.core.io.atomic_files import append_line
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from polyfed.core.files import append_line
     [("", ""), ("a\nb\n", "a\nb\n"), ("a\n{'b", "a\n"), ("{'b", ""), ("a\n" + "x" * 200, "a\n"), ("x" * 200, "")],
 )
 def test_what_is_left_of_a_line_is_cut_off_before_the_next(tmp_path, monkeypatch, before, kept):
-    monkeypatch.setattr(files, "_BLOCK", 64)
+    monkeypatch.setattr(atomic_files, "_BLOCK", 64)
     path = tmp_path / "metrics.jsonl"
     path.write_text(before)
     append_line(path, '{"round": 3}')

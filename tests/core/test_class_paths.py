@@ -9,8 +9,8 @@ from torch import nn
 
 import polyfed
 from polyfed.cli.commands import recipes
-from polyfed.core.class_paths import stable_path
-from polyfed.core.scratch import cached_module, initial_state
+from polyfed.core.nn.class_paths import stable_path
+from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.models import MODELS, build
 from polyfed.models.vit import VisionTransformer
 from polyfed.simulation.experiment import build_experiment, load_participants

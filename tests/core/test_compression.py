@@ -8,11 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyfed.core.algorithm import Message
-from polyfed.core.compressed import BroadcastCompressor, compress_message, decompress_message, decompressed_specs
-from polyfed.core.compression import COMPRESSORS, MAX_UNCOMPRESSED_VECTOR, Int8, TopK, parse_compressor
 from polyfed.core.errors import UserError
+from polyfed.core.messages.compressors import COMPRESSORS, MAX_UNCOMPRESSED_VECTOR, Int8, TopK, parse_compressor
+from polyfed.core.messages.message_compression import (
+    BroadcastCompressor,
+    compress_message,
+    decompress_message,
+    decompressed_specs,
+)
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import serialize_state, state_dict_spec
+from polyfed.core.state_dict import serialize_state, state_dict_spec
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.core.buffers import recompute_norm_statistics
-from polyfed.core.evaluation import evaluate, predict, summarise_clients
-from polyfed.core.examples import Examples, Normalise
-from polyfed.core.metrics import METRICS
+from polyfed.core.evaluation.evaluate import evaluate, predict, summarise_clients
+from polyfed.core.evaluation.metrics import METRICS
+from polyfed.core.examples.examples import Examples, Normalise
+from polyfed.core.nn.buffers import recompute_norm_statistics
 from polyfed.core.seeds import torch_generator
 
 

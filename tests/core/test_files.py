@@ -15,13 +15,20 @@ import pytest
 import safetensors.torch
 import torch
 
-from polyfed.core import files
 from polyfed.core.errors import UserError
-from polyfed.core.files import check_file, expand_user_path, open_file, open_lock_file, read_file, read_text_file
-from polyfed.core.stored import read_npy, read_npz, read_safetensors
+from polyfed.core.io import atomic_files
+from polyfed.core.io.array_files import read_npy, read_npz, read_safetensors
+from polyfed.core.io.atomic_files import (
+    check_file,
+    expand_user_path,
+    open_file,
+    open_lock_file,
+    read_file,
+    read_text_file,
+)
 from tests.special_files import endless, folder, nowhere, pipe, sparse
 
-SOURCE = Path(files.__file__).parents[1]
+SOURCE = Path(atomic_files.__file__).parents[1]
 
 
 def of_a_socket(path):
@@ -216,18 +223,18 @@ ALLOWED = {  # file -> how many such calls, and why
     # Nothing is read from a file of somebody else's.
     "cli/commands/recipes.py": (2, "recipes that polyfed ships"),
     "cli/outlines.py": (1, "polyfed's own source"),
-    "core/room.py": (1, "the system says how much memory there is"),
+    "core/machine/memory_limit.py": (1, "the system says how much memory there is"),
     "data/vision.py": (1, "the digits that come with scikit-learn"),
     "report/page.py": (2, "the page's own style and scripts"),
     "deploy/project.py": (1, "templates that polyfed ships"),
     "report/export/tracked.py": (1, "templates that polyfed ships"),
     "report/export/formats.py": (1, "bytes in memory"),
-    "core/tree.py": (1, "bytes in memory"),
+    "core/state_dict.py": (1, "bytes in memory"),
     "deploy/wire.py": (1, "bytes in memory"),
-    "core/typed.py": (1, "text in memory"),
+    "core/io/validation.py": (1, "text in memory"),
     # What is opened is guarded before, or written.
-    "core/files.py": (5, "the guard itself, and what writes"),
-    "core/stored.py": (3, "a stream of `open_file`"),
+    "core/io/atomic_files.py": (5, "the guard itself, and what writes"),
+    "core/io/array_files.py": (3, "a stream of `open_file`"),
     "data/images.py": (1, "bytes in memory, or a stream of `open_file`"),
     "data/files.py": (4, "after `check_file` of the same path"),
     "data/lazy.py": (2, "`read_bytes` of encoded images, which is guarded"),
@@ -259,7 +266,7 @@ def test_every_read_of_a_file_is_guarded():
     found = {file: list(reading_calls(text)) for file, text in texts.items() if named.search(text)}
     for file, calls in found.items():
         most, _ = ALLOWED.get(file, (0, ""))
-        assert len(calls) <= most, f"{file} reads files without polyfed.core.files: {calls}"
+        assert len(calls) <= most, f"{file} reads files without polyfed.core.io.atomic_files: {calls}"
     assert not (idle := [file for file in ALLOWED if not found.get(file)]), f"no longer needed: {idle}"
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedHeNN
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples, Normalise, as_examples
+from polyfed.core.examples.examples import Examples, Normalise, as_examples
 from polyfed.data.own import Npz, Parquet
 from polyfed.data.shifts import Shift
 from polyfed.simulation.unseen import build_unseen_client
@@ -134,7 +134,7 @@ def test_a_store_that_was_changed_is_looked_at_again():
 
 
 def test_large_sets_are_looked_at_in_blocks(monkeypatch):
-    monkeypatch.setattr("polyfed.core.finite._BLOCK", 12)
+    monkeypatch.setattr("polyfed.core.examples.nan_checks._BLOCK", 12)
     with pytest.raises(UserError, match="row 7, column 1 is nan; and 2 more values are not finite"):
         client("train", data((7, 1, torch.nan), (16, 0, torch.inf), (19, 3, torch.nan)))
 

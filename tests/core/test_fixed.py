@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.fixed import (
+from polyfed.core.messages.fixed_point import (
     FRACTION_BITS,
     SumLayout,
     build_sum_message,

@@ -7,9 +7,9 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, REGISTRY, Local
 from polyfed.core.algorithm import MODEL_REQUIREMENTS
-from polyfed.core.examples import Examples
+from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import torch_generator
-from polyfed.core.training import fit
+from polyfed.core.training.loop import fit
 from polyfed.simulation.unseen import load_trained_server
 from polyfed.testing import small_clients, without_durations
 

@@ -5,11 +5,18 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.core.evaluation import evaluate, predict
-from polyfed.core.examples import Examples, Normalise, PartwiseTransform, convert_inputs_like
-from polyfed.core.finite import check_examples_finite
-from polyfed.core.inputs import call_network, input_spec_of, logits_of, named_leaves, tree_map, unflatten_inputs
-from polyfed.core.layout import to_preferred_memory_format
+from polyfed.core.evaluation.evaluate import evaluate, predict
+from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform, convert_inputs_like
+from polyfed.core.examples.nan_checks import check_examples_finite
+from polyfed.core.examples.pytree import (
+    call_network,
+    input_spec_of,
+    logits_of,
+    named_leaves,
+    tree_map,
+    unflatten_inputs,
+)
+from polyfed.core.nn.memory_format import to_preferred_memory_format
 
 Y = torch.tensor([0, 1, 0, 1, 0, 1])
 IMAGES = torch.arange(6 * 4, dtype=torch.uint8).view(6, 1, 2, 2)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from polyfed.algorithms import Local
-from polyfed.core.examples import Examples
-from polyfed.core.layout import to_preferred_memory_format
-from polyfed.core.training import fit
+from polyfed.core.examples.examples import Examples
+from polyfed.core.nn.memory_format import to_preferred_memory_format
+from polyfed.core.training.loop import fit
 from polyfed.models import flha_arch2
 
 IMAGES = torch.zeros(2, 4, 8, 8)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from polyfed.core.memory import enlarge_kernel_cache, tune_malloc
+from polyfed.core.machine.allocator import enlarge_kernel_cache, tune_malloc
 
 resource = pytest.importorskip("resource")
 

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, FedFomo, Local
-from polyfed.core.code import temporary_trust, trust_code
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.examples import Examples
-from polyfed.core.objectives import build_loss, sampling_weights
-from polyfed.core.scratch import build_module
+from polyfed.core.examples.examples import Examples
+from polyfed.core.io.trusted_code import temporary_trust, trust_code
+from polyfed.core.nn.module_cache import build_module
 from polyfed.core.seeds import torch_generator
-from polyfed.core.training import fit
+from polyfed.core.training.loop import fit
+from polyfed.core.training.losses import build_loss, sampling_weights
 from polyfed.simulation.checks import check_training_options
 from polyfed.simulation.engines.start import unpicklable_client_error
 from polyfed.simulation.engines.store import store_clients, unflatten_tensor

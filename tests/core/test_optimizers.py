@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.core.optimizers import SGD, Adam, ParameterGroup
+from polyfed.core.nn.optimizers import SGD, Adam, ParameterGroup
 from polyfed.core.seeds import torch_generator
 
 KINDS = {

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import polyfed as pf
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples, Normalise, PartwiseTransform
-from polyfed.core.inputs import named_leaves
+from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
+from polyfed.core.examples.pytree import named_leaves
 from polyfed.data import as_examples
 from polyfed.simulation.checks import check_networks_run
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.core.replaced import call_with_tensors
+from polyfed.core.nn.functional_call import call_with_tensors
 
 
 class TwoNames(nn.Module):

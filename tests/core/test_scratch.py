@@ -10,7 +10,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import build_module, cached_module, fill_module, initial_state
+from polyfed.core.nn.module_cache import build_module, cached_module, fill_module, initial_state
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 

@@ -8,8 +8,8 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
-from polyfed.core.tied import (
+from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
+from polyfed.core.nn.tied_weights import (
     all_names_by_first_name,
     first_name_by_alias,
     first_name_by_name,
@@ -217,7 +217,7 @@ def test_a_run_that_kept_tied_weights_twice_is_not_resumed_and_says_why(tmp_path
         return clients, pf.federate(clients, FedAvg(), rounds=1, workers=0, **words)
 
     with monkeypatch.context() as former:  # its names of architectures, and of what it saved
-        former.setattr("polyfed.core.scratch.first_name_by_alias", lambda module: {})
+        former.setattr("polyfed.core.nn.module_cache.first_name_by_alias", lambda module: {})
         federated(out=tmp_path / "run")
     clients, _ = federated()
     with pytest.raises(

@@ -6,8 +6,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from polyfed.algorithms import FedAvg
-from polyfed.core.examples import Examples, Normalise
-from polyfed.core.gathered import (
+from polyfed.core.examples.examples import Examples, Normalise
+from polyfed.core.training.cohort import (
+    _try_training_together,
+    group_fit_calls,
+    group_predict_calls,
+    predict_cohort,
+    train_cohort,
+)
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.cohort_batches import CohortBatches, plan_batch_sizes
+from polyfed.core.vectorized.deferred_calls import (
     CallDeferred,
     DeferredRun,
     FitCall,
@@ -17,18 +26,9 @@ from polyfed.core.gathered import (
     deferring_calls,
     full_state,
 )
-from polyfed.core.stacked import CannotStackError, Stacked, stacking_obstacle
-from polyfed.core.stacked_layers import max_pool_channels_last
-from polyfed.core.stacked_lstm import run_stacked_lstm
-from polyfed.core.streams import CohortBatches, plan_batch_sizes
-from polyfed.core.together import (
-    _try_training_together,
-    group_fit_calls,
-    group_predict_calls,
-    predict_cohort,
-    train_cohort,
-)
-from polyfed.core.training import fit
+from polyfed.core.vectorized.stacked_layers import max_pool_channels_last
+from polyfed.core.vectorized.stacked_lstm import run_stacked_lstm
+from polyfed.core.vectorized.stacked_module import CannotStackError, Stacked, stacking_obstacle
 
 
 class Tokens(nn.Module):

@@ -9,13 +9,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from polyfed.algorithms import FedAvg, FedProx, Local
-from polyfed.core import precision
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
-from polyfed.core.precision import check_precision
-from polyfed.core.scratch import build_module
+from polyfed.core.examples.examples import Examples
+from polyfed.core.nn import precision
+from polyfed.core.nn.module_cache import build_module
+from polyfed.core.nn.precision import check_precision
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.training import LocalTraining, fit
+from polyfed.core.training.loop import LocalTraining, fit
 from polyfed.models import ModelSpec
 
 

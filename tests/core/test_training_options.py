@@ -11,11 +11,11 @@ from torch.nn import functional as F
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, FedProx, Local, PerFedAvg, PFedMe
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
-from polyfed.core.optimizers import Adam, ParameterGroup, TorchOptimiser, build_optimizer
-from polyfed.core.scratch import build_module
+from polyfed.core.examples.examples import Examples
+from polyfed.core.nn.module_cache import build_module
+from polyfed.core.nn.optimizers import Adam, ParameterGroup, TorchOptimiser, build_optimizer
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.training import fit
+from polyfed.core.training.loop import fit
 from polyfed.testing import assert_runs_equal, small_clients
 
 DOUBLE = torch.float64

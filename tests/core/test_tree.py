@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyfed.core import fixed
 from polyfed.core.errors import UserError
+from polyfed.core.messages import fixed_point
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import (
+from polyfed.core.state_dict import (
     IncompatibleTensorsError,
     RunningMean,
     check_scalars,
@@ -211,8 +211,12 @@ def test_the_mean_of_whole_numbers_is_that_of_a_secure_sum(dtype):
     for weights in ((1, 1), (1, 1, 1), (7, 70, 700), (3, 5)):
         trees = [{"n": torch.randint(low, 1 + (dtype != torch.bool) * 40 + 1, (60,), generator=generator).to(dtype)}
                  for _ in weights]  # fmt: skip
-        words = [fixed.to_fixed_point({"m": tree}, n, len(weights)) for tree, n in zip(trees, weights, strict=True)]
-        (secure, _) = fixed.mean_from_fixed_point(sum(words[1:], words[0]), fixed.SumLayout.of_groups({"m": trees[0]}))
+        words = [
+            fixed_point.to_fixed_point({"m": tree}, n, len(weights)) for tree, n in zip(trees, weights, strict=True)
+        ]
+        (secure, _) = fixed_point.mean_from_fixed_point(
+            sum(words[1:], words[0]), fixed_point.SumLayout.of_groups({"m": trees[0]})
+        )
         names = [f"c{k}" for k in range(len(weights))]
         plain = weighted_mean(dict(zip(names, trees, strict=True)), dict(zip(names, weights, strict=True)))
         assert torch.equal(plain["n"], secure["m"]["n"])

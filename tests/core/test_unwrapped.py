@@ -6,7 +6,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg
-from polyfed.core.scratch import build_module, cached_module
+from polyfed.core.nn.module_cache import build_module, cached_module
 from polyfed.testing import assert_runs_equal
 
 X, Y = torch.randn(12, 4), torch.arange(12) % 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
+from polyfed.core.examples.examples import Examples
 from polyfed.data import Shift
 from polyfed.data.own import Parquet
 from polyfed.data.sources import SOURCES

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
-from polyfed.core.typed import parse_json
+from polyfed.core.examples.examples import Examples
+from polyfed.core.io.validation import parse_json
 from polyfed.data.features import (
     Column,
     TablePreprocessor,

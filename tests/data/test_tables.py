@@ -9,7 +9,7 @@ import torch
 
 import polyfed as pf
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
+from polyfed.core.examples.examples import Examples
 from polyfed.data import Split, make_clients
 from polyfed.data.features import TablePreprocessor, fit_preprocessor
 from polyfed.data.held_out import hold_out_validation_sets

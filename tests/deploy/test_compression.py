@@ -8,11 +8,11 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import FedAvg, PFedLA
 from polyfed.core.algorithm import Message as Body
-from polyfed.core.compressed import compress_message
-from polyfed.core.compression import Int8, TopK
 from polyfed.core.errors import UserError
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.tree import serialize_state
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.messages.compressors import Int8, TopK
+from polyfed.core.messages.message_compression import compress_message
+from polyfed.core.state_dict import serialize_state
 from polyfed.deploy import flower, wire
 from polyfed.deploy.flower import envelope_from_record, run_deployment
 from polyfed.deploy.privacy import ReplyProtection, clip_and_add_noise

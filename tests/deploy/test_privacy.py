@@ -13,8 +13,8 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, REGISTRY, FedAvg
 from polyfed.core.algorithm import CONSENT, Message
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import cached_module
-from polyfed.core.tree import iter_tensors
+from polyfed.core.nn.module_cache import cached_module
+from polyfed.core.state_dict import iter_tensors
 from polyfed.deploy import privacy
 from polyfed.deploy.budget import compute_epsilon
 from polyfed.deploy.flower import envelope_from_record

@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY, Local
 from polyfed.cli.commands.flower import _flatten_configuration, _unfinished_run_message
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import cached_module
+from polyfed.core.nn.module_cache import cached_module
 from polyfed.deploy.flower import envelope_from_record, envelope_to_record
 from polyfed.deploy.project import create_project
 from polyfed.deploy.server import configure_server

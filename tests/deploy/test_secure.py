@@ -12,7 +12,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, FedAvgKD, PFedMe
 from polyfed.core.errors import RoundError
-from polyfed.core.fixed import mean_from_fixed_point, parse_sum_message
+from polyfed.core.messages.fixed_point import mean_from_fixed_point, parse_sum_message
 from polyfed.deploy.budget import compute_epsilon
 from polyfed.deploy.flower import client_app, envelope_from_record
 from polyfed.graphs.cached import graph_of_client

@@ -117,7 +117,7 @@ def test_a_site_without_keys_or_with_a_stranger_says_what_to_do(tmp_path, secure
 
 
 def test_a_value_that_does_not_fit_stays_at_the_site(secure_grid, secure_play, monkeypatch, caplog):
-    monkeypatch.setattr("polyfed.core.fixed._WORD_LIMIT", 2.0**33)
+    monkeypatch.setattr("polyfed.core.messages.fixed_point._WORD_LIMIT", 2.0**33)
     with pytest.raises(RoundError):
         secure_play(secure_grid(small_clients(3)), rounds=1, **{"on-error": "skip"})
     assert "a fixed-point sum of 4 sites with 20 examples here holds up to" in caplog.text

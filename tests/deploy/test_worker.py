@@ -56,7 +56,7 @@ def letter(kind="introduce", **words):
 
 
 def architecture():
-    from polyfed.core.scratch import cached_module
+    from polyfed.core.nn.module_cache import cached_module
 
     return cached_module(small_clients()[0].model).architecture
 

@@ -11,4 +11,4 @@ sys.path.append(str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def closed_door(monkeypatch):
     """What other tests of the process allowed does not count here."""
-    monkeypatch.setattr("polyfed.core.code._trusted", frozenset())
+    monkeypatch.setattr("polyfed.core.io.trusted_code._trusted", frozenset())

@@ -27,7 +27,7 @@ from polyfed.cli.commands.report import show_report
 from polyfed.cli.main import main
 from polyfed.comparison import directory as comparisons
 from polyfed.core.errors import UserError
-from polyfed.core.tree import deserialize_state, serialize_state
+from polyfed.core.state_dict import deserialize_state, serialize_state
 from polyfed.report.gathering import read_run_groups
 from polyfed.report.records import read_rounds
 from polyfed.report.search import read_search_result

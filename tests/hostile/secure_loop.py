@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.fixed import mean_from_fixed_point, parse_sum_message
+from polyfed.core.messages.fixed_point import mean_from_fixed_point, parse_sum_message
 from polyfed.deploy.secure import RefusalError
 from polyfed.deploy.secure.conducting import SecureRoundServer
 from polyfed.deploy.secure.masking import SumId

@@ -16,7 +16,7 @@ import polyfed as pf
 from polyfed.algorithms import PFedLA
 from polyfed.cli.commands import measures, warmstart
 from polyfed.core.errors import UserError
-from polyfed.core.tree import serialize_state
+from polyfed.core.state_dict import serialize_state
 from polyfed.data.files import hub_class_names
 from polyfed.data.text import build_vocabulary, load_vocabulary
 from polyfed.deploy.budget import spend_budget

@@ -11,8 +11,8 @@ import yaml
 
 import polyfed as pf
 from polyfed.cli.main import main
-from polyfed.core.code import inherit_trust, is_trusted, temporary_trust, trust_code, trusted_names
-from polyfed.core.scratch import _cached
+from polyfed.core.io.trusted_code import inherit_trust, is_trusted, temporary_trust, trust_code, trusted_names
+from polyfed.core.nn.module_cache import _cached
 from polyfed.simulation.runs.chain import hash_config
 from polyfed.simulation.runs.directory import read_config
 
@@ -163,9 +163,9 @@ def test_workers_inherit_what_the_process_allows_and_nothing_from_nothing():
 # -- who imports by name ------------------------------------------------------------------------------------------------
 
 ALLOWED = {
-    ("core/code.py", "import_module"): "the door",
-    ("core/code.py", "spec_from_file_location"): "the door",
-    ("core/code.py", "exec_module"): "the door",
+    ("core/io/trusted_code.py", "import_module"): "the door",
+    ("core/io/trusted_code.py", "spec_from_file_location"): "the door",
+    ("core/io/trusted_code.py", "exec_module"): "the door",
     ("deploy/link.py", "import_module"): "a constant",
     ("deploy/internals.py", "import_module"): "names of Flower, from a table of its own",
     ("__init__.py", "import_module"): "polyfed's own names, from a table and from its own folder",
@@ -225,7 +225,9 @@ def uses(file):
 
 def test_every_place_that_makes_code_of_a_name_is_listed():
     there = {(str(file.relative_to(SOURCE)), use) for file in SOURCE.rglob("*.py") for use in uses(file)}
-    assert there == set(ALLOWED), "a new place goes through polyfed.core.code, or is listed here with its reason"
+    assert there == set(ALLOWED), (
+        "a new place goes through polyfed.core.io.trusted_code, or is listed here with its reason"
+    )
 
 
 def test_the_list_would_find_a_new_one(tmp_path):

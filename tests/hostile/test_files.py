@@ -12,7 +12,7 @@ import pytest
 import polyfed as pf
 from polyfed.algorithms import Local
 from polyfed.cli.main import main
-from polyfed.core import files
+from polyfed.core.io import atomic_files
 from polyfed.testing import assert_runs_equal, small_clients
 
 pytestmark = pytest.mark.slow  # .ci/run has it
@@ -152,7 +152,7 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path, monkeypatch, operat
 def full(patch, number, operation):
     """Lets so many writes pass, and none after."""
     left = [number]
-    good = {"write": files.os.fdopen, "fsync": files.os.fsync}[operation]
+    good = {"write": atomic_files.os.fdopen, "fsync": atomic_files.os.fsync}[operation]
 
     def fsync(descriptor):
         left[0] -= 1
@@ -170,7 +170,9 @@ def full(patch, number, operation):
         os.close(descriptor)
         return good(os.open("/dev/full", os.O_RDWR), *more, **words)
 
-    patch.setattr(files.os, "fdopen" if operation == "write" else "fsync", fdopen if operation == "write" else fsync)
+    patch.setattr(
+        atomic_files.os, "fdopen" if operation == "write" else "fsync", fdopen if operation == "write" else fsync
+    )
 
 
 def test_a_full_disk_in_a_comparison_names_the_comparison(tmp_path, monkeypatch, capsys):
@@ -201,7 +203,7 @@ def test_nothing_is_written_in_another_way():
     projects = {f"deploy/{name}.py" for name in ("project", "trial", "link", "flower")}
     for file in SOURCE.rglob("*.py"):
         name = str(file.relative_to(SOURCE))
-        if name == "core/files.py" or name in projects:
+        if name == "core/io/atomic_files.py" or name in projects:
             continue
         found = {call for call in map(writes, ast.walk(ast.parse(file.read_text(encoding="utf-8")))) if call}
         assert not found or name in allowed, (name, found)

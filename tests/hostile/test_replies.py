@@ -21,7 +21,7 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import MODEL_REQUIREMENTS, Message
 from polyfed.core.seeds import torch_generator
-from polyfed.core.tree import iter_tensors
+from polyfed.core.state_dict import iter_tensors
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.testing import small_clients
 

@@ -142,7 +142,7 @@ def by_list(server):
 @pytest.mark.parametrize("attack", [bisection, by_rate, by_seed, by_batch, by_parties, by_list])
 def test_a_round_tells_one_bit_of_a_site_however_often_it_is_asked(tmp_path, keys, monkeypatch, caplog, attack):
     """Of sites with other data, all answers of a round are one of two: the first is yes or no, the others follow from it."""
-    monkeypatch.setattr("polyfed.core.fixed._WORD_LIMIT", 2.0**32 * LIMIT * len(SITES))
+    monkeypatch.setattr("polyfed.core.messages.fixed_point._WORD_LIMIT", 2.0**32 * LIMIT * len(SITES))
     transcripts = set()
     for labels in (0, 1, 2):
         (folder := tmp_path / str(labels)).mkdir()
@@ -165,7 +165,7 @@ def test_a_round_tells_one_bit_of_a_site_however_often_it_is_asked(tmp_path, key
 
 
 def test_a_part_that_does_not_fit_is_used_up_and_its_round_is_closed(tmp_path, keys, monkeypatch, caplog):
-    monkeypatch.setattr("polyfed.core.fixed._WORD_LIMIT", 2.0**32 * LIMIT * len(SITES))
+    monkeypatch.setattr("polyfed.core.messages.fixed_point._WORD_LIMIT", 2.0**32 * LIMIT * len(SITES))
     server = Server(tmp_path, keys)
     first = server.ask(2 * LIMIT)
     assert first.head == {"client": VICTIM, "refused": UNABLE}

@@ -13,7 +13,7 @@ from secure_loop import SITES, Loop, step_of, write_keys
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import RoundError
-from polyfed.core.fixed import parse_sum_message
+from polyfed.core.messages.fixed_point import parse_sum_message
 from polyfed.deploy.secure import RefusalError
 from polyfed.deploy.secure.masking import SumId, UnmaskingShares
 from polyfed.deploy.secure.member import BOXES_GROUP, BUNDLE_GROUP, parse_advert

@@ -10,8 +10,8 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedPNAS, HeurPFedLA, PFedHN, PFedLA
 from polyfed.cli.main import main
-from polyfed.core import room
-from polyfed.core.room import build_within_memory
+from polyfed.core.machine import memory_limit
+from polyfed.core.machine.memory_limit import build_within_memory
 from polyfed.deploy.project import parse_site_names
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
@@ -41,7 +41,7 @@ NETWORKS = {
 @pytest.fixture(autouse=True)
 def no_more_than_this(monkeypatch):
     """What is refused takes neither memory nor time."""
-    monkeypatch.setattr(room, "total_memory", lambda: 4 * 2**30)
+    monkeypatch.setattr(memory_limit, "total_memory", lambda: 4 * 2**30)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     yield
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000  # kB
@@ -156,17 +156,17 @@ def test_what_fits_is_made_as_without_a_limit():
 
 def test_the_limit_is_that_of_the_machine_or_its_container(tmp_path, monkeypatch):
     monkeypatch.undo()
-    room.total_memory.cache_clear()
-    assert 2**28 < room.total_memory() < 2**50
-    monkeypatch.setattr(room, "_CGROUP_LIMIT", tmp_path / "memory.max")
+    memory_limit.total_memory.cache_clear()
+    assert 2**28 < memory_limit.total_memory() < 2**50
+    monkeypatch.setattr(memory_limit, "_CGROUP_LIMIT", tmp_path / "memory.max")
     for text, found in (("123456", 123456), ("max", None), ("", None)):
         (tmp_path / "memory.max").write_text(text)
-        room.total_memory.cache_clear()
-        assert room.total_memory() == found or found is None
-    monkeypatch.setattr(room.os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError(name)))
-    room.total_memory.cache_clear()
-    assert room.total_memory() == 2**50
-    room.total_memory.cache_clear()
+        memory_limit.total_memory.cache_clear()
+        assert memory_limit.total_memory() == found or found is None
+    monkeypatch.setattr(memory_limit.os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError(name)))
+    memory_limit.total_memory.cache_clear()
+    assert memory_limit.total_memory() == 2**50
+    memory_limit.total_memory.cache_clear()
 
 
 def test_other_errors_stay_what_they_are():

@@ -9,7 +9,7 @@ import yaml
 
 import polyfed as pf
 from polyfed.cli.commands import measures
-from polyfed.core.typed import as_user_error, parse_yaml
+from polyfed.core.io.validation import as_user_error, parse_yaml
 from polyfed.data.files import hub_class_names
 from polyfed.data.text import load_vocabulary
 from polyfed.deploy.project import create_project

@@ -17,7 +17,7 @@ import pytest
 
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.core.text import escape_spreadsheet_formula
+from polyfed.core.io.terminal_text import escape_spreadsheet_formula
 from polyfed.data.files import read_idx_file
 from polyfed.data.images import MAX_PIXELS, decode_images, read_images
 from polyfed.data.schema import read_schema

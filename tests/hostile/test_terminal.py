@@ -17,7 +17,7 @@ from polyfed.cli.commands.report import show_report
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.cli.commands.words import format_warning, print_error
 from polyfed.cli.main import main
-from polyfed.core.text import sanitise_for_terminal
+from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.simulation.experiment import Participants
 from polyfed.simulation.runs.progress import LineProgress, ProgressBar
 

@@ -13,10 +13,10 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Message
-from polyfed.core.buffers import load_client_model
-from polyfed.core.code import temporary_trust
-from polyfed.core.scratch import trainable_state
-from polyfed.core.training import fit
+from polyfed.core.io.trusted_code import temporary_trust
+from polyfed.core.nn.buffers import load_client_model
+from polyfed.core.nn.module_cache import trainable_state
+from polyfed.core.training.loop import fit
 from polyfed.simulation.traffic import declared_facts, find_reply_reach, find_revealed_facts
 
 DOCS = Path(__file__).parents[2] / "docs"

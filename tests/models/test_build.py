@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.core.code import temporary_trust, trust_code
 from polyfed.core.errors import UserError
+from polyfed.core.io.trusted_code import temporary_trust, trust_code
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.models import FrozenMapping, ModelSpec, build
 

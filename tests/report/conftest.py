@@ -162,7 +162,7 @@ def write_comparison(write_run, write_predictions, comparison_of):
     """
 
     def write_comparison(folder, sites, *, seeds=(0, 1, 2), methods=None, classes=2, keep=True, **more):
-        from polyfed.core.metrics import METRICS
+        from polyfed.core.evaluation.metrics import METRICS
 
         methods = methods or {"local": 1.0, "fedavg": 1.6, "fedrep": 1.3}
         metric = METRICS["auc"]

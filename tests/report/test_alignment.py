@@ -12,8 +12,8 @@ import polyfed as pf
 from polyfed.algorithms import FedHeNN, Local
 from polyfed.alignment import compute_representations, linear_cka
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
-from polyfed.core.scratch import fill_module, initial_state
+from polyfed.core.examples.examples import Examples
+from polyfed.core.nn.module_cache import fill_module, initial_state
 from polyfed.data.plot import save_figure
 from polyfed.report.alignment import RepresentationAlignment, draw_alignment, measure_alignment
 from polyfed.simulation.experiment import rebuild_clients

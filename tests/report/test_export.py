@@ -13,7 +13,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Normalise
+from polyfed.core.examples.examples import Normalise
 from polyfed.data.frames import read_table
 from polyfed.models import ModelSpec
 from polyfed.report.export import formats

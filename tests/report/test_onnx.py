@@ -10,7 +10,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Normalise
+from polyfed.core.examples.examples import Normalise
 from polyfed.models import MODELS, ModelSpec
 from polyfed.report.export.folder import export_model
 from polyfed.report.export.trained import trained_model_of_run

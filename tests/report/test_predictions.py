@@ -11,7 +11,7 @@ from rich.console import Console
 from polyfed.cli.commands.report import show_report
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.core.metrics import METRICS
+from polyfed.core.evaluation.metrics import METRICS
 from polyfed.report.curves import html_performance_section, performance_data
 from polyfed.report.gathering import read_run_groups
 from polyfed.report.predictions import read_group_predictions

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed.core.metrics import METRICS
+from polyfed.core.evaluation.metrics import METRICS
 from polyfed.report.predictions import GroupPredictions
 from polyfed.report.scale import score_format_of
 from polyfed.report.subgroups import html_subgroups, rows_by_group, score_subgroups

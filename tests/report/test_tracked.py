@@ -14,7 +14,7 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.cli.main import main
-from polyfed.core.examples import Normalise
+from polyfed.core.examples.examples import Normalise
 from polyfed.models import ModelSpec
 from polyfed.report.export.folder import export_model
 from polyfed.report.export.tracked import MODELS_TAG, log_models_to_mlflow, mlflow_signature, track_comparison

@@ -9,9 +9,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from polyfed.core.buffers import recompute_norm_statistics
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
+from polyfed.core.examples.examples import Examples
+from polyfed.core.nn.buffers import recompute_norm_statistics
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.search import (
     OPERATION_NAMES,

@@ -12,8 +12,8 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, FedAvgFT, FedProx, Local
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples, Normalise
-from polyfed.core.scratch import cached_module
+from polyfed.core.examples.examples import Examples, Normalise
+from polyfed.core.nn.module_cache import cached_module
 from polyfed.simulation import checks
 from polyfed.simulation.fingerprints import data_fingerprint
 from polyfed.testing import small_clients

@@ -13,13 +13,13 @@ import yaml
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, REGISTRY, FedAvg, FedHeNN, PFedHN, PFedLA
 from polyfed.core.algorithm import Message
-from polyfed.core.compressed import compress_message, decompress_message
-from polyfed.core.compression import Int8, TopK
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.evaluation import evaluate_client_with_outputs
+from polyfed.core.evaluation.evaluate import evaluate_client_with_outputs
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.messages.compressors import Int8, TopK
+from polyfed.core.messages.message_compression import compress_message, decompress_message
 from polyfed.core.seeds import torch_generator
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.tree import serialize_state
+from polyfed.core.state_dict import serialize_state
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.directory import read_config

@@ -9,7 +9,7 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.core.algorithm import Message
-from polyfed.core.tree import iter_tensors
+from polyfed.core.state_dict import iter_tensors
 from polyfed.testing import small_clients
 
 SMALL = {

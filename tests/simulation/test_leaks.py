@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.core.examples import Examples
+from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import torch_generator
 from polyfed.data import IID, SOURCES, Split, make_clients
 from polyfed.simulation import leaks

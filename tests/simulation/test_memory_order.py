@@ -9,8 +9,8 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Message
-from polyfed.core.dense import as_contiguous, contiguous_message
-from polyfed.core.tree import iter_tensors
+from polyfed.core.messages.contiguous import as_contiguous, contiguous_message
+from polyfed.core.state_dict import iter_tensors
 from polyfed.simulation.unseen import compute_warm_start, load_trained_server
 from polyfed.testing import _InterruptAfter, small_clients
 

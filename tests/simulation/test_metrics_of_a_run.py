@@ -8,7 +8,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, Local, PFedMe
-from polyfed.core.metrics import METRICS, Metric
+from polyfed.core.evaluation.metrics import METRICS, Metric
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.engines.pool import PoolEngine
 from polyfed.simulation.rounds import Federation, round_of_best_score

@@ -23,7 +23,7 @@ from polyfed.algorithms import (
 )
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.fixed import parse_sum_message
+from polyfed.core.messages.fixed_point import parse_sum_message
 from polyfed.simulation.secure import encode_sum_part, sum_part_error, supports_secure_sum
 from polyfed.testing import _InterruptAfter, assert_runs_equal, small_clients
 
@@ -156,7 +156,7 @@ def test_the_server_half_sees_one_mean_and_no_reply(monkeypatch):
         return step(self, state, mean, who)
 
     monkeypatch.setattr(FedAvg, "server_step", watched)
-    monkeypatch.setattr("polyfed.core.tree.RunningMean.add", None)
+    monkeypatch.setattr("polyfed.core.state_dict.RunningMean.add", None)
     run(FedAvg(lr=0.05), rounds=1)
     assert seen == [(["model"], ["client-0", "client-1", "client-2"])]
 

@@ -7,8 +7,8 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, Local
 from polyfed.comparison.references import fit_client_references, train_pooled_reference
-from polyfed.core.examples import Examples, PartwiseTransform
-from polyfed.core.inputs import input_spec_of, named_leaves
+from polyfed.core.examples.examples import Examples, PartwiseTransform
+from polyfed.core.examples.pytree import input_spec_of, named_leaves
 from polyfed.core.seeds import torch_generator
 from polyfed.data import IID, Shift, Split, make_clients
 from polyfed.data.held_out import hold_out_validation_sets

@@ -11,7 +11,7 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.comparison.references import train_pooled_reference
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples, PartwiseTransform
+from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.data.features import Column, TablePreprocessor
 
 ONE_MEANING = sorted(set(REGISTRY) - {"local", "fedproto", "fedtgp", "fedgh", "fd", "lg_fedavg", "pfedhn", "flha_ghn"})

@@ -11,9 +11,9 @@ from torch.func import functional_call
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, Local
-from polyfed.core.evaluation import evaluate
-from polyfed.core.scratch import build_module, fill_module, initial_state
-from polyfed.core.tree import serialize_state
+from polyfed.core.evaluation.evaluate import evaluate
+from polyfed.core.nn.module_cache import build_module, fill_module, initial_state
+from polyfed.core.state_dict import serialize_state
 from polyfed.graphs import extract
 from polyfed.hypernetworks.ghn import GHN, catalogue_from_weights, graph_to_tensors
 from polyfed.simulation.unseen import (

@@ -18,16 +18,16 @@ from polyfed.alignment.target import AlignmentTarget, Distance
 from polyfed.alignment.term import AlignmentTerm, NetworkTarget
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.examples import Examples
-from polyfed.core.frozen import FrozenMapping
-from polyfed.core.gathered import PerClientTerm
-from polyfed.core.inputs import first_leaf
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import first_leaf
+from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.network_needs import ValidatesNetworks
-from polyfed.core.scratch import cached_module
+from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import derive_seed
-from polyfed.core.stacked import has_batch_statistics
-from polyfed.core.streams import plan_batch_sizes
-from polyfed.core.tree import StateDict
+from polyfed.core.state_dict import StateDict
+from polyfed.core.vectorized.cohort_batches import plan_batch_sizes
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
+from polyfed.core.vectorized.stacked_module import has_batch_statistics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,16 @@ from torch import Tensor, nn
 from polyfed.algorithms.averaging import Averaging, ClientState, build_reply
 from polyfed.algorithms.points import assign_parameters, clone_buffers, restore_buffers, trained_parameters_on_cpu
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import BufferPolicy, load_client_model, load_model_for_eval
-from polyfed.core.gathered import PerClientTerm
-from polyfed.core.scratch import cached_module, initial_state
-from polyfed.core.stacked import get_network_rng_states, reshape_to_broadcast, set_network_rng_states, sum_per_client
-from polyfed.core.training import fit
+from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval
+from polyfed.core.nn.module_cache import cached_module, initial_state
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
+from polyfed.core.vectorized.stacked_module import (
+    get_network_rng_states,
+    reshape_to_broadcast,
+    set_network_rng_states,
+    sum_per_client,
+)
 
 
 @final

@@ -8,13 +8,18 @@ from typing import Any, ClassVar, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.adapters import AdapterMode, factorise_mean_adapters
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import HasBufferPolicy, extract_update, load_client_model, load_model_for_eval, shared_tensors
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import CachedModule, cached_module, initial_state
-from polyfed.core.training import LocalTraining, fit, reply_scalars
-from polyfed.core.tree import (
+from polyfed.core.messages.lora import AdapterMode, factorise_mean_adapters
+from polyfed.core.nn.buffers import (
+    HasBufferPolicy,
+    extract_update,
+    load_client_model,
+    load_model_for_eval,
+    shared_tensors,
+)
+from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
+from polyfed.core.state_dict import (
     IncompatibleTensorsError,
     RunningMean,
     StateDict,
@@ -22,6 +27,7 @@ from polyfed.core.tree import (
     state_dict_spec,
     weighted_mean,
 )
+from polyfed.core.training.loop import LocalTraining, fit, reply_scalars
 
 AveragedOver = Literal["cohort", "all"]
 ServerState = dict[str, Any]  # the groups that are averaged, and what a method adds
@@ -41,7 +47,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     Args:
         weighted: by the number of training examples; False counts every client the same.
         adapters: what becomes of low-rank adapters whose ranks differ between clients: "zero_pad", "svd" or "stack", see
-            `polyfed.core.adapters`; None is for one rank (polyfed's choice).
+            `polyfed.core.messages.lora`; None is for one rank (polyfed's choice).
 
     >>> @final
     ... @dataclass(frozen=True, kw_only=True)

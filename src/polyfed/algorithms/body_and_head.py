@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import (
+from polyfed.core.errors import UserError
+from polyfed.core.network_needs import ValidatesNetworks
+from polyfed.core.nn.buffers import (
     extract_update,
     load_client_model,
     prepare_for_eval,
     recompute_norm_statistics,
     shared_tensors,
 )
-from polyfed.core.errors import UserError
-from polyfed.core.network_needs import ValidatesNetworks
-from polyfed.core.scratch import CachedModule, cached_module, fill_module, initial_state, trainable_state
-from polyfed.core.training import FitResult
-from polyfed.core.tree import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.nn.module_cache import CachedModule, cached_module, fill_module, initial_state, trainable_state
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.training.loop import FitResult
 from polyfed.models.split import split_body_and_head
 
 # The server keeps "model", the body φ; or "draw", the whole initial network, while the head is not known

@@ -14,10 +14,10 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.alignment.representations import representation_module_name
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation import predict
-from polyfed.core.examples import Examples
-from polyfed.core.training import ForwardPass, LocalTraining, fit
-from polyfed.core.tree import IncompatibleTensorsError, StateDict, StateDictSpec, spec_mismatch, state_dict_spec
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.examples.examples import Examples
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, spec_mismatch, state_dict_spec
+from polyfed.core.training.loop import ForwardPass, LocalTraining, fit
 
 _REQUIREMENT = "networks need the same number of outputs, and last layers of one width"
 

@@ -7,12 +7,12 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Client
-from polyfed.core.code import import_object
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation import predict
-from polyfed.core.inputs import input_spec_of, named_leaves
-from polyfed.core.scratch import cached_module, fill_module
-from polyfed.core.tree import StateDict
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.examples.pytree import input_spec_of, named_leaves
+from polyfed.core.io.trusted_code import import_object
+from polyfed.core.nn.module_cache import cached_module, fill_module
+from polyfed.core.state_dict import StateDict
 from polyfed.models import ModelSpec
 from polyfed.models.parts import SideBySide
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Task
-from polyfed.core.examples import Examples
-from polyfed.core.training import ForwardPass, LocalTraining, fit
+from polyfed.core.examples.examples import Examples
+from polyfed.core.training.loop import ForwardPass, LocalTraining, fit
 
 
 def softened_kl_divergence(

@@ -8,10 +8,10 @@ from polyfed.algorithms.averaging import ClientState, build_reply
 from polyfed.algorithms.own_network import PersonalBesideGlobalMethod
 from polyfed.algorithms.penalties import ProximalTerm, clone_trained_parameters
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import BufferPolicy, load_client_model
-from polyfed.core.gathered import PerClientTerm
-from polyfed.core.scratch import trainable_state
-from polyfed.core.training import fit
+from polyfed.core.nn.buffers import BufferPolicy, load_client_model
+from polyfed.core.nn.module_cache import trainable_state
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
 
 
 @final

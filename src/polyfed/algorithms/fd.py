@@ -17,12 +17,12 @@ from polyfed.algorithms.class_means import (
 )
 from polyfed.algorithms.own_network import PersonalNetworkMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation import predict
-from polyfed.core.scratch import reset_for_eval, trainable_state
-from polyfed.core.training import ForwardPass, fit, reply_scalars
-from polyfed.core.tree import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import reset_for_eval, trainable_state
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
+from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 
 # The server keeps "classes", the last round's mean of the replies, and "who" replied
 # A client keeps "model", W_i and buffers, and "classes", what it sent last

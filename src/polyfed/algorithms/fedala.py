@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from polyfed.algorithms.averaging import ClientState, build_reply
 from polyfed.algorithms.own_network import PersonalBesideGlobalMethod
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import BufferPolicy, load_client_model
-from polyfed.core.layout import to_preferred_memory_format
 from polyfed.core.network_needs import ValidatesNetworks
-from polyfed.core.replaced import call_with_tensors
-from polyfed.core.scratch import trainable_state
+from polyfed.core.nn.buffers import BufferPolicy, load_client_model
+from polyfed.core.nn.functional_call import call_with_tensors
+from polyfed.core.nn.memory_format import to_preferred_memory_format
+from polyfed.core.nn.module_cache import trainable_state
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.training import fit
-from polyfed.core.tree import StateDict
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import fit
 from polyfed.models.split import find_head_modules, split_body_and_head
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from polyfed.algorithms.own_network import PersonalNetworkMethod
 from polyfed.algorithms.penalties import ProximalTerm
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy, shared_tensors
-from polyfed.core.gathered import PerClientTerm
-from polyfed.core.scratch import cached_module, initial_state, trainable_state
-from polyfed.core.training import LocalTraining, fit, reply_scalars
-from polyfed.core.tree import StateDict, StateDictSpec, state_dict_spec, weighted_mean
+from polyfed.core.nn.buffers import BufferPolicy, shared_tensors
+from polyfed.core.nn.module_cache import cached_module, initial_state, trainable_state
+from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec, weighted_mean
+from polyfed.core.training.loop import LocalTraining, fit, reply_scalars
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
 
 ServerState = dict[str, Any]
 ClientState = dict[str, Any]

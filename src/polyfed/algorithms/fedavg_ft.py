@@ -7,8 +7,8 @@ from torch import nn
 
 from polyfed.algorithms.averaging import AveragedOver, ClientState, GlobalModelMethod
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import load_client_model, prepare_for_eval, recompute_norm_statistics
-from polyfed.core.training import fit
+from polyfed.core.nn.buffers import load_client_model, prepare_for_eval, recompute_norm_statistics
+from polyfed.core.training.loop import fit
 
 
 @final

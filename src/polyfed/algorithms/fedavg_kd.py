@@ -17,15 +17,15 @@ from polyfed.algorithms.common_network import (
 )
 from polyfed.algorithms.distillation import softened_kl_divergence
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.errors import UserError
-from polyfed.core.frozen import FrozenMapping
-from polyfed.core.inputs import call_network, logits_of, tree_map
-from polyfed.core.layout import to_preferred_memory_format
+from polyfed.core.examples.pytree import call_network, logits_of, tree_map
+from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.network_needs import TrainsAuxiliaryNetwork, ValidatesNetworks
-from polyfed.core.scratch import cached_module, fill_module, initial_state, trainable_state
-from polyfed.core.training import ForwardPass, fit
-from polyfed.core.tree import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.nn.buffers import load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.nn.memory_format import to_preferred_memory_format
+from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, trainable_state
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.training.loop import ForwardPass, fit
 
 ServerState = dict[
     str, Any

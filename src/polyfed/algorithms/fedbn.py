@@ -8,11 +8,11 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.errors import UserError
 from polyfed.core.network_needs import ValidatesNetworks
-from polyfed.core.scratch import CachedModule, cached_module, initial_state
-from polyfed.core.training import fit, reply_scalars
+from polyfed.core.nn.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
+from polyfed.core.training.loop import fit, reply_scalars
 from polyfed.models.split import norm_tensor_names, split_body_and_head
 
 

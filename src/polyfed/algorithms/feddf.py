@@ -12,14 +12,14 @@ from torch import Tensor
 from polyfed.algorithms.averaging import Averaging, ServerState
 from polyfed.algorithms.distillation import fit_to_targets, softened_kl_divergence
 from polyfed.core.algorithm import Architecture, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation import predict
-from polyfed.core.examples import Examples
-from polyfed.core.scratch import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.examples.examples import Examples
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
 from polyfed.core.seeds import derive_seed
-from polyfed.core.training import LocalTraining
-from polyfed.core.tree import StateDict
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import LocalTraining
 
 # The server keeps "model": θ^p by architecture; "seed" of the run; "round"
 

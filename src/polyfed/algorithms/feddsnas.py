@@ -7,7 +7,7 @@ from typing import ClassVar, final
 from polyfed.algorithms.averaging import ClientState
 from polyfed.algorithms.searching import SupernetMethod
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.training import fit
+from polyfed.core.training.loop import fit
 from polyfed.search.network import SamplerContext, SamplingUnit
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from polyfed.algorithms.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply
 from polyfed.algorithms.penalties import ProximalTerm, clone_trained_parameters, linear_term
 from polyfed.core.algorithm import Client, Message, ServerContext
-from polyfed.core.buffers import load_client_model
-from polyfed.core.gathered import PerClientTerm
-from polyfed.core.training import fit
-from polyfed.core.tree import StateDict
+from polyfed.core.nn.buffers import load_client_model
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
 
 
 @final

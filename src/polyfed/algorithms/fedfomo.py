@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy, extract_update, load_client_model, load_model_for_eval, shared_tensors
-from polyfed.core.criteria import client_training_loss
-from polyfed.core.evaluation import evaluate
-from polyfed.core.examples import Examples
-from polyfed.core.scratch import cached_module, initial_state
+from polyfed.core.evaluation.evaluate import evaluate
+from polyfed.core.examples.examples import Examples
+from polyfed.core.nn.buffers import BufferPolicy, extract_update, load_client_model, load_model_for_eval, shared_tensors
+from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.training import LocalTraining, fit
-from polyfed.core.tree import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
+from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
+from polyfed.core.training.client_loss import client_training_loss
+from polyfed.core.training.loop import LocalTraining, fit
 
 ServerState = dict[str, dict[str, Any]]
 ClientState = dict[str, Any]

@@ -21,12 +21,12 @@ from polyfed.alignment.target import (
     triangular_kernel_factor,
 )
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy
 from polyfed.core.errors import UserError
-from polyfed.core.inputs import first_leaf
-from polyfed.core.scratch import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
-from polyfed.core.training import fit
-from polyfed.core.tree import StateDict, StateDictSpec, clone_tensors
+from polyfed.core.examples.pytree import first_leaf
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
+from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors
+from polyfed.core.training.loop import fit
 
 ServerState = dict[
     str, Any

@@ -11,10 +11,10 @@ from polyfed.algorithms.aligning import AlignmentMethod
 from polyfed.algorithms.averaging import AveragedOver, ClientState, GlobalModelMethod, ServerState, build_reply
 from polyfed.alignment.term import NetworkTarget
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import load_client_model, load_model_for_eval
-from polyfed.core.scratch import cached_module, fill_module, trainable_state
-from polyfed.core.training import fit
-from polyfed.core.tree import StateDict
+from polyfed.core.nn.buffers import load_client_model, load_model_for_eval
+from polyfed.core.nn.module_cache import cached_module, fill_module, trainable_state
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import fit
 
 # The server keeps "model": Ŵ(t); "latest", "examples": see `GlobalModelMethod`; "public", "seed", "holders": see
 # `AlignmentMethod`. A client

@@ -20,8 +20,8 @@ from polyfed.algorithms.low_rank import (
 from polyfed.algorithms.mutual import MutualLearningMethod, Pair, build_bridged_pair
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
-from polyfed.core.training import ForwardPass
-from polyfed.core.tree import StateDict, StateDictSpec
+from polyfed.core.state_dict import StateDict, StateDictSpec
+from polyfed.core.training.loop import ForwardPass
 
 
 @final

@@ -14,14 +14,14 @@ from polyfed.algorithms.own_network import PersonalNetworkMethod
 from polyfed.algorithms.public_pool import PublicDataMethod
 from polyfed.alignment.rad import draw_public_rows
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation import predict
-from polyfed.core.inputs import first_leaf
-from polyfed.core.scratch import reset_for_eval, trainable_state
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.examples.pytree import first_leaf
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import reset_for_eval, trainable_state
 from polyfed.core.seeds import derive_seed
-from polyfed.core.training import fit, reply_scalars
-from polyfed.core.tree import IncompatibleTensorsError, StateDict, StateDictSpec
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec
+from polyfed.core.training.loop import fit, reply_scalars
 
 # The server keeps "outputs", f̃ of the last round, empty at first; "done", how many rounds that were; and the public examples
 # A client keeps "model", W_i and buffers; and the public examples

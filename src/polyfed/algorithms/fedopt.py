@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyfed.algorithms.averaging import ServerState, ServerUpdateMethod
 from polyfed.core.algorithm import ServerContext
-from polyfed.core.tree import StateDict
+from polyfed.core.state_dict import StateDict
 
 ServerOptimizer = Literal["avgm", "adagrad", "adam", "yogi"]
 

@@ -15,11 +15,11 @@ from polyfed.algorithms.head_shares import head_mixing_statistics, head_mixing_s
 from polyfed.algorithms.prototypes import build_prototype_loss, class_means_spec_for_prototypes, update_prototypes
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy
-from polyfed.core.scratch import cached_module, reset_for_eval
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import cached_module, reset_for_eval
 from polyfed.core.seeds import derive_seed
-from polyfed.core.training import fit, reply_scalars
-from polyfed.core.tree import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
+from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
+from polyfed.core.training.loop import fit, reply_scalars
 from polyfed.models.split import find_representation_module
 
 # The server keeps, beside `BodyAndHeadMethod`'s, "prototypes": p̄, and "heads": the mixed head of each client that took part

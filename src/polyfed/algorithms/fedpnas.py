@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from polyfed.algorithms.averaging import ClientState
 from polyfed.algorithms.searching import SupernetMethod, supernet_of
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.optimizers import Adam, ParameterGroup
-from polyfed.core.training import fit
+from polyfed.core.nn.optimizers import Adam, ParameterGroup
+from polyfed.core.training.loop import fit
 from polyfed.search.network import SamplerContext, SamplingUnit
 from polyfed.search.operations import untracked_batch_statistics
 

@@ -9,7 +9,7 @@ from polyfed.algorithms.class_means import incompatible_class_means_error
 from polyfed.algorithms.prototypes import EvaluatedClassifier, PrototypeMethod, update_prototypes
 from polyfed.core.algorithm import ServerContext
 from polyfed.core.errors import UserError
-from polyfed.core.tree import IncompatibleTensorsError, StateDict
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict
 
 
 @final

@@ -6,9 +6,9 @@ from typing import final
 from polyfed.algorithms.averaging import AveragedOver, ClientState, GlobalModelMethod, build_reply
 from polyfed.algorithms.penalties import ProximalTerm, clone_trained_parameters
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import load_client_model
-from polyfed.core.gathered import PerClientTerm
-from polyfed.core.training import fit
+from polyfed.core.nn.buffers import load_client_model
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
 
 
 @final

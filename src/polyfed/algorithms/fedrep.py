@@ -15,10 +15,10 @@ from polyfed.algorithms.body_and_head import (
     train_head_then_body,
 )
 from polyfed.core.algorithm import Client, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy
-from polyfed.core.scratch import cached_module
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import derive_seed
-from polyfed.core.training import fit, reply_scalars
+from polyfed.core.training.loop import fit, reply_scalars
 from polyfed.models.split import find_head_modules, split_body_and_head
 
 

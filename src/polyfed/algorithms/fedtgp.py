@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from polyfed.algorithms.class_means import class_means_as_examples, class_means_from_sums, train_on_class_means
 from polyfed.algorithms.prototypes import EvaluatedClassifier, PrototypeMethod
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
-from polyfed.core.examples import Examples
-from polyfed.core.inputs import first_leaf
-from polyfed.core.scratch import build_module, fill_module
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import first_leaf
+from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.seeds import derive_seed
-from polyfed.core.training import ForwardPass
+from polyfed.core.training.loop import ForwardPass
 
 ServerState = dict[str, Any]  # "generator"; "prototypes": `means`, `present`; "seed" of the run; "round"
 ClientState = dict[str, Any]  # "model": W_i and buffers

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.core.algorithm import Architecture, Client
-from polyfed.core.scratch import build_module, cached_module, initial_state
+from polyfed.core.nn.module_cache import build_module, cached_module, initial_state
+from polyfed.core.nn.tied_weights import unique_tensors
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.core.tied import unique_tensors
 from polyfed.models.split import find_head_modules, tensor_names_by_position
 
 InitialHead = Literal["form", "architecture"]

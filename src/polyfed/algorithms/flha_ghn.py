@@ -11,11 +11,11 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy, fill_client_model, prepare_for_eval, recompute_norm_statistics
-from polyfed.core.decided import ResolvesAutoFields
+from polyfed.core.capabilities import ResolvesAutoFields
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import CachedModule, cached_module, initial_state
-from polyfed.core.training import Schedule, fit, reply_scalars
+from polyfed.core.nn.buffers import BufferPolicy, fill_client_model, prepare_for_eval, recompute_norm_statistics
+from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
+from polyfed.core.training.loop import Schedule, fit, reply_scalars
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.graphs.architecture import NONE
 from polyfed.graphs.cached import graph_of_client

@@ -9,7 +9,7 @@ from torch import Tensor
 from polyfed.algorithms.distillation import softened_kl_divergence
 from polyfed.algorithms.mutual import MutualLearningMethod, Pair
 from polyfed.core.algorithm import Client
-from polyfed.core.training import ForwardPass
+from polyfed.core.training.loop import ForwardPass
 
 
 @final

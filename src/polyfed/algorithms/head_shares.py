@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.algorithm import Message
-from polyfed.core.tree import StateDict, StateDictSpec
+from polyfed.core.state_dict import StateDict, StateDictSpec
 
 _RIDGE = 1e-9
 """Of the mean of the diagonal, added to it, so that the minimum is one point."""

@@ -18,9 +18,9 @@ from polyfed.algorithms.widths import (
     width_ratios,
 )
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy, load_client_model, load_model_for_eval, shared_tensors
-from polyfed.core.scratch import cached_module, initial_state
-from polyfed.core.training import ForwardPass, fit
+from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval, shared_tensors
+from polyfed.core.nn.module_cache import cached_module, initial_state
+from polyfed.core.training.loop import ForwardPass, fit
 
 _RATIO_PREFIX = "rate of "  # before a layer's name, in a message's numbers
 # The server keeps "model": θ, the widest; "forms": the shapes of each architecture's corner; "rates": r of its layers

@@ -16,10 +16,10 @@ from polyfed.algorithms.pfedla import (
     update_server_state,
 )
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import extract_update, load_client_model, prepare_for_eval, shared_tensors
-from polyfed.core.scratch import CachedModule, cached_module, initial_state
-from polyfed.core.training import fit, reply_scalars
-from polyfed.core.tree import StateDictSpec, clone_tensors, state_dict_spec
+from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
+from polyfed.core.state_dict import StateDictSpec, clone_tensors, state_dict_spec
+from polyfed.core.training.loop import fit, reply_scalars
 
 
 @final

@@ -10,12 +10,12 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import extract_update, load_client_model
-from polyfed.core.evaluation import predict
-from polyfed.core.scratch import initial_state
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.nn.buffers import extract_update, load_client_model
+from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed
-from polyfed.core.training import fit, reply_scalars
-from polyfed.core.tree import StateDictSpec, state_dict_spec, weighted_mean
+from polyfed.core.state_dict import StateDictSpec, state_dict_spec, weighted_mean
+from polyfed.core.training.loop import fit, reply_scalars
 
 _MODEL_PREFIX = "model/"  # group of a cluster's model, followed by its number
 

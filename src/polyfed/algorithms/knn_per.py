@@ -15,12 +15,12 @@ from polyfed.alignment.representations import (
     representation_module_name,
 )
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.evaluation import predict
-from polyfed.core.examples import Examples
-from polyfed.core.inputs import first_leaf, logits_of
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import first_leaf, logits_of
 from polyfed.core.network_needs import ValidatesNetworks
-from polyfed.core.scratch import reset_for_eval
-from polyfed.core.tree import StateDict
+from polyfed.core.nn.module_cache import reset_for_eval
+from polyfed.core.state_dict import StateDict
 from polyfed.core.wrapping import WrapsNetwork
 
 _NUM_GRID_STEPS = 10  # λ is chosen among 0, 1/10, ..., 1

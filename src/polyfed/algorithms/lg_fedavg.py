@@ -11,12 +11,12 @@ from torch import nn
 from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.algorithms.first_heads import InitialHead, find_last_layers, initial_weights_with_head
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import cached_module, fill_module, trainable_state
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import cached_module, fill_module, trainable_state
 from polyfed.core.seeds import derive_seed
-from polyfed.core.training import fit, reply_scalars
-from polyfed.core.tree import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
+from polyfed.core.training.loop import fit, reply_scalars
 from polyfed.models.split import tensor_names_by_position
 
 # The server keeps "head", empty before the first replies; a client keeps "body" and "head", the head that it trained itself

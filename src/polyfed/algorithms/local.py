@@ -7,12 +7,12 @@ from typing import Any, ClassVar, final
 
 from polyfed.algorithms.own_network import PersonalNetworkMethod
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.frozen import FrozenMapping
-from polyfed.core.scratch import trainable_state
-from polyfed.core.training import LocalTraining, fit
-from polyfed.core.tree import StateDict
+from polyfed.core.io.frozen_mapping import FrozenMapping
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import trainable_state
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import LocalTraining, fit
 
 ServerState = dict[str, StateDict]
 ClientState = dict[str, StateDict]

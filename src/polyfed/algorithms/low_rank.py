@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from polyfed.core.tree import StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 
 _LEFT, _RIGHT = ":left", ":right"
 

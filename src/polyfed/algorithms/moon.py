@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from polyfed.algorithms.averaging import AveragedOver, ClientState, GlobalModelMethod, build_reply
 from polyfed.alignment.representations import check_has_representation, representation_module_name
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import load_client_model
-from polyfed.core.copies import deep_copy
 from polyfed.core.errors import UserError
 from polyfed.core.network_needs import ValidatesNetworks
-from polyfed.core.scratch import fill_module, trainable_state
-from polyfed.core.training import ForwardPass, fit
+from polyfed.core.nn.buffers import load_client_model
+from polyfed.core.nn.deep_copy import deep_copy
+from polyfed.core.nn.module_cache import fill_module, trainable_state
+from polyfed.core.training.loop import ForwardPass, fit
 from polyfed.models.split import compute_batch_representation
 
 

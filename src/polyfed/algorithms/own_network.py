@@ -8,8 +8,8 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import load_model_for_eval
-from polyfed.core.scratch import cached_module, fill_module, initial_state
+from polyfed.core.nn.buffers import load_model_for_eval
+from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state
 
 
 class PersonalNetworkMethod(ABC):

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from polyfed.algorithms.averaging import Averaging, ClientState, build_reply
 from polyfed.algorithms.points import assign_parameters, clone_buffers, restore_buffers
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import (
+from polyfed.core.nn.buffers import (
     BufferPolicy,
     load_client_model,
     load_model_for_eval,
     prepare_for_eval,
     recompute_norm_statistics,
 )
-from polyfed.core.gathered import PerClientTerm
-from polyfed.core.stacked import get_network_rng_states, set_network_rng_states
-from polyfed.core.training import fit
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
+from polyfed.core.vectorized.stacked_module import get_network_rng_states, set_network_rng_states
 
 MetaGradientVariant = Literal["fo", "hf"]
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval
 from polyfed.core.network_needs import ValidatesNetworks
-from polyfed.core.scratch import CachedModule, cached_module, initial_state
-from polyfed.core.training import LocalTraining, fit, reply_scalars
-from polyfed.core.tree import StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.nn.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval
+from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
+from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.training.loop import LocalTraining, fit, reply_scalars
 from polyfed.hypernetworks.weights import (
     backpropagate_deltas,
     generate_client_weights,

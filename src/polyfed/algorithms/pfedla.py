@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import (
+from polyfed.core.errors import UserError
+from polyfed.core.machine.memory_limit import check_fits_in_memory
+from polyfed.core.machine.threads import map_in_threads
+from polyfed.core.nn.buffers import (
     BufferPolicy,
     extract_update,
     load_client_model,
@@ -18,12 +21,9 @@ from polyfed.core.buffers import (
     prepare_for_eval,
     shared_tensors,
 )
-from polyfed.core.errors import UserError
-from polyfed.core.room import check_fits_in_memory
-from polyfed.core.scratch import cached_module, initial_state
-from polyfed.core.threads import map_in_threads
-from polyfed.core.training import LocalTraining, fit, reply_scalars
-from polyfed.core.tree import StateDict, clone_tensors
+from polyfed.core.nn.module_cache import cached_module, initial_state
+from polyfed.core.state_dict import StateDict, clone_tensors
+from polyfed.core.training.loop import LocalTraining, fit, reply_scalars
 from polyfed.hypernetworks.aggregation import (
     Hypernetwork,
     HypernetworkSizes,

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from polyfed.algorithms.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply, interpolate
 from polyfed.algorithms.points import assign_parameters, trained_parameters_on_cpu
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.buffers import BufferPolicy, load_client_model, load_model_for_eval
 from polyfed.core.errors import UserError
-from polyfed.core.gathered import PerClientTerm
-from polyfed.core.training import fit
-from polyfed.core.tree import StateDict
+from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
 
 
 @final

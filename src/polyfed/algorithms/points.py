@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.tree import StateDict
+from polyfed.core.state_dict import StateDict
 
 
 def assign_parameters(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:

@@ -18,11 +18,11 @@ from polyfed.algorithms.class_means import (
 from polyfed.algorithms.own_network import PersonalNetworkMethod
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Loss, Message
-from polyfed.core.buffers import BufferPolicy
 from polyfed.core.network_needs import ValidatesNetworks
-from polyfed.core.scratch import reset_for_eval, trainable_state
-from polyfed.core.training import ForwardPass, LocalTraining, fit, reply_scalars
-from polyfed.core.tree import StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import reset_for_eval, trainable_state
+from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.training.loop import ForwardPass, LocalTraining, fit, reply_scalars
 
 EvaluatedClassifier = Literal["prototypes", "head"]
 _NEVER_PREDICTED = -1e9

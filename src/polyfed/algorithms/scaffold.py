@@ -10,10 +10,10 @@ import torch
 from polyfed.algorithms.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply, interpolate
 from polyfed.algorithms.penalties import linear_term
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.buffers import load_client_model
-from polyfed.core.gathered import PerClientTerm
-from polyfed.core.training import fit
-from polyfed.core.tree import StateDict
+from polyfed.core.nn.buffers import load_client_model
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
 
 _PLAIN_SGD_REASON = "since c_i is read off the way of plain SGD"
 

@@ -23,17 +23,17 @@ from polyfed.core.algorithm import (
     Message,
     ServerContext,
 )
-from polyfed.core.buffers import (
+from polyfed.core.nn.buffers import (
     BufferPolicy,
     extract_update,
     fill_client_model,
     recompute_norm_statistics,
     shared_tensors,
 )
-from polyfed.core.scratch import CachedModule, cached_module, initial_state
+from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
-from polyfed.core.training import fit, reply_scalars
-from polyfed.core.tree import StateDict
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import fit, reply_scalars
 from polyfed.search.cells import EdgeJoin
 from polyfed.search.found import describe_network, most_probable_network, operation_probabilities, rebuild_network
 from polyfed.search.network import Network, Sampled, SamplerContext, SamplingUnit, SupernetPlan, plan_cell_stacks

@@ -9,8 +9,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import cached_module
-from polyfed.core.tree import StateDict
+from polyfed.core.nn.module_cache import cached_module
+from polyfed.core.state_dict import StateDict
 from polyfed.models.split import find_head_modules
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from polyfed.alignment.representations import representation_batch_size
 from polyfed.alignment.term import AlignmentTerm
-from polyfed.core.gathered import PerClientTerm
-from polyfed.core.stacked import sum_per_client
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
+from polyfed.core.vectorized.stacked_module import sum_per_client
 
 
 @final

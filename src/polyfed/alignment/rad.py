@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
-from polyfed.core.inputs import input_spec_of
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import input_spec_of
 from polyfed.core.seeds import derive_seed, torch_generator
 
 

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyfed.core.algorithm import Client
-from polyfed.core.examples import Examples, Normalise, split_into_batches
-from polyfed.core.layout import to_preferred_memory_format
-from polyfed.core.scratch import cached_module
+from polyfed.core.examples.examples import Examples, Normalise, split_into_batches
+from polyfed.core.nn.memory_format import to_preferred_memory_format
+from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import torch_generator
-from polyfed.core.stacked import CannotStackError, Stacked
+from polyfed.core.vectorized.stacked_module import CannotStackError, Stacked
 from polyfed.models.split import compute_batch_representation, find_representation_module
 
 _BATCH = 256

@@ -16,12 +16,12 @@ from polyfed.alignment.representations import (
     representation_batch_size,
 )
 from polyfed.alignment.target import AlignmentTarget, Distance, mean_rbf_kernel
-from polyfed.core.copies import deep_copy
-from polyfed.core.examples import Examples
-from polyfed.core.gathered import PerClientTerm
-from polyfed.core.inputs import named_leaves
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import named_leaves
+from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.stacked import Stacked
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
+from polyfed.core.vectorized.stacked_module import Stacked
 
 
 @final

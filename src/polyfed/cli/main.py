@@ -20,10 +20,10 @@ from polyfed.cli.commands.words import (
     pop_option_values,
     print_error,
 )
-from polyfed.core.code import temporary_trust, trust_code
 from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
-from polyfed.core.files import expand_user_path
-from polyfed.core.text import sanitise_for_terminal
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.trusted_code import temporary_trust, trust_code
 from polyfed.simulation.runs.paths import choose_run_directory
 
 _USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)

@@ -54,7 +54,7 @@ class StaticRegistry(Mapping[str, Any]):
 def resolve_without_import(module: str, name: str) -> Any:
     """What a name means at the top level of a module: an outline, or the value of a constant.
 
-    >>> resolve_without_import("polyfed.core.precision", "Precision")
+    >>> resolve_without_import("polyfed.core.nn.precision", "Precision")
     typing.Literal['fp32', 'bf16']
     """
     node = _top_level_definitions(module).get(name)

@@ -20,8 +20,8 @@ from polyfed.comparison.plans import ComparisonPlan, Method
 from polyfed.comparison.references import fit_client_references_with_notes, train_pooled_reference
 from polyfed.comparison.several import default_parallel_runs, run_in_processes
 from polyfed.core.algorithm import Client
-from polyfed.core.metrics import Metric
-from polyfed.core.tree import deserialize_state, serialize_state
+from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.state_dict import deserialize_state, serialize_state
 
 Scores = dict[str, float | None]
 

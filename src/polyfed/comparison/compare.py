@@ -19,12 +19,12 @@ from polyfed.comparison.reading import Budget, ResultCriteria
 from polyfed.comparison.summary import ResultInputs, build_results
 from polyfed.comparison.values import EXTEND
 from polyfed.core.algorithm import BringsNetwork, Client, describe_evaluated_network
-from polyfed.core.compression import Compressor
 from polyfed.core.errors import RunInterrupt, UserError
-from polyfed.core.examples import as_examples
-from polyfed.core.files import add_resume_hint, expand_user_path
-from polyfed.core.metrics import COMPARISON_METRICS, Metric, resolve_metrics
-from polyfed.core.plain_values import numpy_to_python
+from polyfed.core.evaluation.metrics import COMPARISON_METRICS, Metric, resolve_metrics
+from polyfed.core.examples.examples import as_examples
+from polyfed.core.io.atomic_files import add_resume_hint, expand_user_path
+from polyfed.core.io.plain_values import numpy_to_python
+from polyfed.core.messages.compressors import Compressor
 from polyfed.data.resplit import prepare_public_like_clients
 from polyfed.data.resplit import resplit_clients as dealt_anew
 from polyfed.simulation import checks

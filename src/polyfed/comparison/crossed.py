@@ -26,7 +26,7 @@ from torch import Tensor
 
 from polyfed.comparison.influence import Values, classes_of_pseudo_values, jackknife_pseudo_values
 from polyfed.comparison.resampled import corrected_variance
-from polyfed.core.metrics import Metric, binary_problems
+from polyfed.core.evaluation.metrics import Metric, binary_problems
 
 CONFIDENCE_LEVEL = 0.95
 ALPHA = 0.04
@@ -86,7 +86,7 @@ def estimate_variance_components(
         None where a score is not defined, or that without one example: too few of a class for an AUC, say.
 
     >>> import torch
-    >>> from polyfed.core.metrics import METRICS
+    >>> from polyfed.core.evaluation.metrics import METRICS
     >>> targets = torch.tensor([0, 1] * 20)
     >>> right, wrong = torch.eye(2)[targets], torch.eye(2)[torch.zeros(40, dtype=torch.int64)]
     >>> estimate_variance_components(METRICS["accuracy"], [right], [wrong], targets).values

@@ -20,7 +20,7 @@ from polyfed.comparison.crossed import (
     estimate_mean,
     score_seeds,
 )
-from polyfed.core.metrics import Metric, is_built_in_metric
+from polyfed.core.evaluation.metrics import Metric, is_built_in_metric
 
 ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # by method, seed and client
 

@@ -6,7 +6,7 @@ What may be missing is of an earlier version, or not needed to show the results.
 from collections.abc import Mapping
 from typing import Any, Literal, Required, TypedDict
 
-from polyfed.core.typed import validation_error
+from polyfed.core.io.validation import validation_error
 
 Score = float | None
 IntervalEnds = tuple[float, float] | None

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.metrics import Metric, binary_problems
+from polyfed.core.evaluation.metrics import Metric, binary_problems
 
 NUM_GROUPS = 50
 """Scores without a closed form are computed again without each example, or, of more examples than these, without each of
@@ -30,7 +30,7 @@ def jackknife_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) ->
     Returns:
         None if the score, or that without one of the examples, is not defined: an AUC with one positive example, say.
 
-    >>> from polyfed.core.metrics import METRICS
+    >>> from polyfed.core.evaluation.metrics import METRICS
     >>> outputs = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     >>> jackknife_pseudo_values(METRICS["accuracy"], outputs, torch.tensor([0, 1, 1]))
     (0.666..., array([1., 0., 1.]))

@@ -17,9 +17,9 @@ from polyfed.comparison.reading import Budget, ResultCriteria
 from polyfed.comparison.several import default_parallel_runs, run_in_processes, supports_forked_runs
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.examples import Examples
-from polyfed.core.metrics import Metric
-from polyfed.core.tree import deserialize_state, serialize_state
+from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.examples.examples import Examples
+from polyfed.core.state_dict import deserialize_state, serialize_state
 from polyfed.simulation.federation import federate, resume
 from polyfed.simulation.runs import predictions
 from polyfed.simulation.runs.configuration import describe_method_and_settings
@@ -74,7 +74,7 @@ class ComparisonPlan:
             None.
         num_trials: how many runs a method has in the search by Optuna; None tries every combination of values.
         quiet: says nothing.
-        metrics: that are computed, as `polyfed.core.metrics.resolve_metrics` takes them; the first decides.
+        metrics: that are computed, as `polyfed.core.evaluation.metrics.resolve_metrics` takes them; the first decides.
         num_resplits: how many times training and test examples were dealt again, one seed each; None for never.
         with_references: whether scores of simple models and of all data pooled are put next to the methods.
 

@@ -16,10 +16,10 @@ from polyfed.algorithms import Local
 from polyfed.comparison.simple_models import Floats, fit_simple_models, label_share_logits
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation import predict
-from polyfed.core.examples import Examples
-from polyfed.core.scratch import build_module
-from polyfed.core.training import TRANSFERABLE_FIELDS, LocalTraining
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.examples.examples import Examples
+from polyfed.core.nn.module_cache import build_module
+from polyfed.core.training.loop import TRANSFERABLE_FIELDS, LocalTraining
 from polyfed.data.joined import concat_examples, describe_mismatch
 from polyfed.simulation import checks
 from polyfed.simulation.federation import federate

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.comparison.evidence import Evidence, GainOverRivals, ScoresByMethod, interval_ends
-from polyfed.core.metrics import Metric
+from polyfed.core.evaluation.metrics import Metric
 
 
 def reference_key(name: str) -> str:

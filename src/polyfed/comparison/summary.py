@@ -32,7 +32,7 @@ from polyfed.comparison.verdicts import (
     target_sentence,
     verdict_sentences,
 )
-from polyfed.core.metrics import Metric
+from polyfed.core.evaluation.metrics import Metric
 from polyfed.simulation.losses import pool_losses, validation_losses_by_client
 
 Run = tuple[str, int]

@@ -8,7 +8,7 @@ import numpy as np
 
 from polyfed.comparison.crossed import CONFIDENCE_LEVEL, Estimate
 from polyfed.comparison.evidence import Evidence, MethodEvidence, interval_ends
-from polyfed.core.metrics import Metric
+from polyfed.core.evaluation.metrics import Metric
 
 _DIGITS = 12  # after the point, of differences: what is beyond is rounding, and decides no gain or loss
 

@@ -8,7 +8,7 @@ from polyfed.comparison.basis import AnswerBasis, answer_basis
 from polyfed.comparison.crossed import CONFIDENCE_LEVEL
 from polyfed.comparison.evidence import GainOverRivals, interval_ends
 from polyfed.comparison.rivals import name_from_key
-from polyfed.core.metrics import Metric
+from polyfed.core.evaluation.metrics import Metric
 
 _DIGITS = 6  # after the point, at most
 _ROUNDED = 12  # after the point, of a gain: what is beyond is rounding, and decides nothing

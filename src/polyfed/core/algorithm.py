@@ -7,7 +7,7 @@ the shared number half-way to its own mean, and keeps to itself how often it was
 
 >>> import torch
 >>> from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message
->>> from polyfed.core.tree import weighted_mean
+>>> from polyfed.core.state_dict import weighted_mean
 >>> @dataclass(frozen=True)
 ... class HalfWay(Algorithm[dict, dict]):
 ...     rate: float = 0.5
@@ -44,9 +44,9 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.examples import Examples, as_examples
-from polyfed.core.reading import class_labels_error, multilabel_labels_error
-from polyfed.core.tree import StateDict, StateDictSpec, safetensors_num_bytes, state_dict_spec
+from polyfed.core.examples.converters import class_labels_error, multilabel_labels_error
+from polyfed.core.examples.examples import Examples, as_examples
+from polyfed.core.state_dict import StateDict, StateDictSpec, safetensors_num_bytes, state_dict_spec
 
 ServerState = TypeVar("ServerState")  # the server's: nested dicts of tensors and plain scalars
 ClientState = TypeVar("ClientState")  # a client's private state: the same, and it never leaves the client

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from polyfed.core.algorithm import Algorithm
-from polyfed.core.tree import StateDict
+from polyfed.core.state_dict import StateDict
 
 
 class WrapsNetwork(ABC):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
+from polyfed.core.examples.examples import Examples
 from polyfed.data.features import Column, TablePreprocessor, count_and_sum
 from polyfed.data.schema import merge_schemas, read_schema, recode_targets_to_schema, table_schema
 

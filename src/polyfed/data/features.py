@@ -20,8 +20,8 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
-from polyfed.core.typed import validation_error
+from polyfed.core.examples.examples import Examples
+from polyfed.core.io.validation import validation_error
 from polyfed.data.frames import (
     arrow_column,
     check_columns_exist,

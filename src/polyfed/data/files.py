@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import UNLIMITED_BYTES, check_file, expand_user_path, open_file
-from polyfed.core.room import check_fits_in_memory
-from polyfed.core.typed import parse_json
+from polyfed.core.io.atomic_files import UNLIMITED_BYTES, check_file, expand_user_path, open_file
+from polyfed.core.io.validation import parse_json
+from polyfed.core.machine.memory_limit import check_fits_in_memory
 
 Table = Any
 """A `pyarrow.Table`; pyarrow is imported only where it is used."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.examples import Examples
-from polyfed.core.files import expand_user_path
+from polyfed.core.examples.examples import Examples
+from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.data.columns import TaskName, has_few_values, read_targets
 from polyfed.data.files import resolve_existing_path
 from polyfed.data.frames import (

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Normalise
-from polyfed.core.files import open_file
+from polyfed.core.examples.examples import Normalise
+from polyfed.core.io.atomic_files import open_file
 
 Mode = Literal["L", "RGB"]
 MAX_PIXELS = 178_956_970  # of one image, above which PIL takes it for a decompression bomb

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.examples import Examples
-from polyfed.core.inputs import Inputs, concatenate_batches, input_spec_of, named_leaves
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import Inputs, concatenate_batches, input_spec_of, named_leaves
 
 
 def concat_examples(parts: Sequence[Examples]) -> Examples:

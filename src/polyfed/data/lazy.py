@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Normalise
-from polyfed.core.files import UNLIMITED_BYTES, check_file, create_private_folder, open_atomic_file, read_file
+from polyfed.core.examples.examples import Normalise
+from polyfed.core.io.atomic_files import UNLIMITED_BYTES, check_file, create_private_folder, open_atomic_file, read_file
 from polyfed.data.files import read_image_bytes
 from polyfed.data.images import Mode, decode_image, measure_normalisation, stack_images
 

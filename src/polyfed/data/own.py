@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import expand_user_path
-from polyfed.core.finite import raise_if_nonfinite
-from polyfed.core.stored import read_npz
+from polyfed.core.examples.nan_checks import raise_if_nonfinite
+from polyfed.core.io.array_files import read_npz
+from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.data.files import (
     Table,
     column_to_numpy,

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import expand_user_path, write_file_atomically
+from polyfed.core.io.atomic_files import expand_user_path, write_file_atomically
 
 
 def save_figure(figure: Any, path: str | Path) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
-from polyfed.core.inputs import flatten_inputs, input_spec_of
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import flatten_inputs, input_spec_of
 from polyfed.data.features import TablePreprocessor
 
 Columns = Mapping[str, NDArray[Any]]

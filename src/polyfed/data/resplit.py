@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
+from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed
 from polyfed.data.dealing import draw_stratified_rows
 from polyfed.data.features import TablePreprocessor, refit_preprocessors, warn_of_changed_constants

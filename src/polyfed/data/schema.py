@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import expand_user_path, read_file
-from polyfed.core.typed import parse_json
+from polyfed.core.io.atomic_files import expand_user_path, read_file
+from polyfed.core.io.validation import parse_json
 from polyfed.data.columns import sorted_unique_texts
 from polyfed.data.features import Column, TablePreprocessor, preprocessor_from_json
 

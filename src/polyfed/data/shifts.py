@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError, check_extra_installed
-from polyfed.core.examples import Examples
-from polyfed.core.inputs import input_spec_of
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import input_spec_of
 
 _CHUNK = 1024
 """Images that are floats at one time."""

@@ -6,7 +6,7 @@ from typing import Any, final
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.examples import Examples
+from polyfed.core.examples.examples import Examples
 from polyfed.data.clients import ClientData, make_clients
 from polyfed.data.frames import read_table
 from polyfed.data.partitions import IID, Natural

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.plain_values import convert_numpy_fields
+from polyfed.core.io.plain_values import convert_numpy_fields
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.dealing import Labels, Rows, draw_stratified_rows
 from polyfed.data.grouped import group_ids, split_by_group

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.examples import Examples
+from polyfed.core.examples.examples import Examples
 from polyfed.data.columns import (
     TaskName,
     has_few_values,

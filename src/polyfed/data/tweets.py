@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import check_file, expand_user_path
+from polyfed.core.io.atomic_files import check_file, expand_user_path
 from polyfed.data.files import (
     Table,
     column_to_numpy,

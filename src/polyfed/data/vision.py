@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.examples import Normalise
+from polyfed.core.examples.examples import Normalise
 from polyfed.data.dealing import draw_stratified_rows
 from polyfed.data.files import (
     Table,

@@ -18,8 +18,8 @@ from typing import Literal, TypedDict
 from scipy.special import log_ndtr
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import MAX_ROUNDS_BYTES, read_file, write_file_atomically
-from polyfed.core.typed import parse_json, validation_error
+from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, read_file, write_file_atomically
+from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.deploy.privacy import ReplyProtection
 
 _LOG = logging.getLogger("polyfed.site")

@@ -9,9 +9,9 @@ import torch
 from polyfed.algorithms.widths import widest_shapes
 from polyfed.core.algorithm import Architecture, Client, DataSpec
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
-from polyfed.core.inputs import named_leaves
-from polyfed.core.scratch import cached_module
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import named_leaves
+from polyfed.core.nn.module_cache import cached_module
 from polyfed.deploy.secure import RefusalError
 from polyfed.simulation.trying import output_shape
 

@@ -41,7 +41,7 @@ from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import read_text_file
+from polyfed.core.io.atomic_files import read_text_file
 from polyfed.deploy.internals import keep_messages_in_memory
 
 _LOG = logging.getLogger("polyfed.link")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.algorithm import Client
-from polyfed.core.code import load_function, trust_code
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.files import expand_user_path
-from polyfed.core.objectives import import_loss
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.trusted_code import load_function, trust_code
+from polyfed.core.training.losses import import_loss
 from polyfed.deploy.privacy import ReplyProtection
 from polyfed.deploy.site import Site
 from polyfed.deploy.wire import Envelope, PackedEnvelope, parse_head

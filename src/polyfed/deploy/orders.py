@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final, get_args
 
 from polyfed.core.algorithm import Message
-from polyfed.core.compressed import decompress_message
-from polyfed.core.compression import Compressor
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.metrics import Metric, is_built_in_metric, resolve_metrics
-from polyfed.core.tree import StateDict
+from polyfed.core.evaluation.metrics import Metric, is_built_in_metric, resolve_metrics
+from polyfed.core.messages.compressors import Compressor
+from polyfed.core.messages.message_compression import decompress_message
+from polyfed.core.state_dict import StateDict
 from polyfed.deploy.private import read_private_state
 from polyfed.deploy.requests import TaskRequest
 from polyfed.deploy.secure import RefusalError

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from polyfed.core.algorithm import Algorithm, Message
-from polyfed.core.compressed import compress_message
-from polyfed.core.compression import Compressor
 from polyfed.core.errors import UserError
+from polyfed.core.messages.compressors import Compressor
+from polyfed.core.messages.message_compression import compress_message
 from polyfed.deploy.budget import check_budget, spend_budget, spent_epsilon
 from polyfed.deploy.privacy import ReplyProtection, clip_and_add_noise
 from polyfed.deploy.wire import first_non_finite_tensor

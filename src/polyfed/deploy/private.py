@@ -16,7 +16,7 @@ from typing import Any, TypedDict, final
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.files import (
+from polyfed.core.io.atomic_files import (
     append_line,
     create_private_folder,
     open_atomic_file,
@@ -25,8 +25,8 @@ from polyfed.core.files import (
     read_file,
     write_file_atomically,
 )
-from polyfed.core.tree import PyTree, deserialize_state, serialize_state
-from polyfed.core.typed import parse_json, validation_error
+from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.state_dict import PyTree, deserialize_state, serialize_state
 from polyfed.simulation.engines.work import TaskResult
 from polyfed.simulation.runs import parquet
 from polyfed.simulation.runs.paths import safe_file_name

@@ -12,7 +12,7 @@ from string import Template
 from typing import Any, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import expand_user_path, read_text_file
+from polyfed.core.io.atomic_files import expand_user_path, read_text_file
 
 _MAX_SITES = 10_000  # of a number, before their names are listed
 SITE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from polyfed.core.adapters import unpack_adapters, unpacked_reply_spec
 from polyfed.core.algorithm import Message
-from polyfed.core.compressed import decompressed_specs, uncompressed_tensors
-from polyfed.core.compression import parse_compressor
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.evaluation import split_metric_column
-from polyfed.core.metrics import METRICS, metric_by_name
-from polyfed.core.tree import spec_mismatch
+from polyfed.core.evaluation.evaluate import split_metric_column
+from polyfed.core.evaluation.metrics import METRICS, metric_by_name
+from polyfed.core.messages.compressors import parse_compressor
+from polyfed.core.messages.lora import unpack_adapters, unpacked_reply_spec
+from polyfed.core.messages.message_compression import decompressed_specs, uncompressed_tensors
+from polyfed.core.state_dict import spec_mismatch
 from polyfed.deploy.riding import EVALUATION_KEY
 from polyfed.deploy.server import DeploymentServer
 from polyfed.deploy.wire import PackedEnvelope, TensorSpec, parse_head, unpack_small_tensors

@@ -23,8 +23,8 @@ import torch
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.files import create_private_folder, read_file, write_file_atomically
-from polyfed.core.typed import parse_json, validation_error
+from polyfed.core.io.atomic_files import create_private_folder, read_file, write_file_atomically
+from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.deploy.private import InvalidSiteStateError
 from polyfed.deploy.secure import RefusalError
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.tree import StateDict
+from polyfed.core.state_dict import StateDict
 from polyfed.deploy.wire import Envelope
 from polyfed.simulation.engines.work import ClientTask
 

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any, Literal, final, get_args
 
 from polyfed.algorithms import get, registry_name
-from polyfed.core.adapters import architecture_without_ranks
 from polyfed.core.algorithm import CONSENT, Algorithm, Architecture
 from polyfed.core.algorithm import Task as TaskKind
-from polyfed.core.code import is_trusted, load_function, trust_code
-from polyfed.core.decided import resolved_fields_for_manifest
+from polyfed.core.capabilities import resolved_fields_for_manifest
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.examples import Examples, as_examples
-from polyfed.core.files import expand_user_path
-from polyfed.core.metrics import METRICS, is_built_in_metric
-from polyfed.core.scratch import cached_module
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.typed import parse_yaml
+from polyfed.core.evaluation.metrics import METRICS, is_built_in_metric
+from polyfed.core.examples.examples import Examples, as_examples
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.trusted_code import is_trusted, load_function, trust_code
+from polyfed.core.io.validation import parse_yaml
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.messages.lora import architecture_without_ranks
+from polyfed.core.nn.module_cache import cached_module
 from polyfed.deploy.claims import (
     CLAIM_KEYS,
     check_same_input_specs,

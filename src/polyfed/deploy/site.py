@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from polyfed.algorithms import get
-from polyfed.core.adapters import adapter_mode, architecture_without_ranks
 from polyfed.core.algorithm import CONSENT, Algorithm, BringsNetwork, Client, Message
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import cached_module, differ_only_in_frozen
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.messages.lora import adapter_mode, architecture_without_ranks
+from polyfed.core.nn.module_cache import cached_module, differ_only_in_frozen
 from polyfed.deploy.agreeing import (
     MOMENTS_NAME,
     apply_common_preprocessing,

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import read_file
-from polyfed.core.text import sanitise_for_terminal
+from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy.frames import Frame, FrameError, receive_frame, send_frame
 from polyfed.deploy.internals import CONNECTION_PARTS, UnsupportedFlowerError, load_flower_internals
 from polyfed.deploy.logs import log_to_stderr

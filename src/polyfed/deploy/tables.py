@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from polyfed.core.algorithm import Client
-from polyfed.core.typed import validation_error
+from polyfed.core.io.validation import validation_error
 from polyfed.simulation.tables import (
     SCHEMA_ADVICE,
     class_names_of,

@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import IO, Any, TypedDict, final
 
 from polyfed.core.errors import RoundError, UserError
-from polyfed.core.files import read_file
-from polyfed.core.typed import parse_json, validation_error
+from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.deploy.project import Project, make_private_folder, write_key_pair
 from polyfed.simulation.runs.directory import write_file_atomically
 

@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 
 from polyfed.core.algorithm import Message
-from polyfed.core.compression import NO_COMPRESSION, Compressor, parse_compressor
 from polyfed.core.errors import UserError
-from polyfed.core.tree import StateDict, first_nonfinite
+from polyfed.core.messages.compressors import NO_COMPRESSION, Compressor, parse_compressor
+from polyfed.core.state_dict import StateDict, first_nonfinite
 from polyfed.deploy.frames import MAX_GROUPS, MAX_SCALARS
 from polyfed.simulation.settings import Settings
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
-from polyfed.core.inputs import InputSpec, input_spec_of
-from polyfed.core.scratch import cached_module
+from polyfed.core.examples.pytree import InputSpec, input_spec_of
+from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs.architecture import ArchitectureGraph
 from polyfed.graphs.catalogue import LayerCatalogue

@@ -8,8 +8,8 @@ from typing import Any, final
 import yaml
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.files import expand_user_path, read_file
-from polyfed.core.typed import parse_yaml, validation_error
+from polyfed.core.io.atomic_files import expand_user_path, read_file
+from polyfed.core.io.validation import parse_yaml, validation_error
 from polyfed.graphs.architecture import NODE_MARKS, NONE, ArchitectureGraph, LayerType, NodeMark
 
 _FORMAT = 2  # of the file; before it, types had no dilation and no activation

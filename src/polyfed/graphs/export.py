@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.inputs import Inputs, InputSpec, call_network, input_spec_of, logits_or_output, named_leaves
+from polyfed.core.examples.pytree import Inputs, InputSpec, call_network, input_spec_of, logits_or_output, named_leaves
 from polyfed.graphs.flow import Root, TracedProgram, iterate_tensors
 
 

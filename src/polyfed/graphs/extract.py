@@ -9,9 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from polyfed.core.copies import deep_copy
 from polyfed.core.errors import UserError
-from polyfed.core.inputs import Inputs, as_inputs, call_arguments, first_leaf, input_spec_of, named_leaves, tree_map
+from polyfed.core.examples.pytree import (
+    Inputs,
+    as_inputs,
+    call_arguments,
+    first_leaf,
+    input_spec_of,
+    named_leaves,
+    tree_map,
+)
+from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.graphs import export, fx
 from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
@@ -39,7 +47,7 @@ def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
     Args:
         model: any network whose `forward` needs these inputs alone; its parameters are initialised.
         example_input: a batch that the model takes, of shape (batch, ...), or a tuple or dict of such (see
-            `polyfed.core.inputs`), on the model's device; two rows are enough.
+            `polyfed.core.examples.pytree`), on the model's device; two rows are enough.
 
     Raises:
         UserError: the model is no nn.Module, cannot be copied, needs other arguments, fails on the example, or neither

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from polyfed.core.inputs import Inputs, call_network, logits_or_output, named_leaves
-from polyfed.core.tied import first_name_by_name
+from polyfed.core.examples.pytree import Inputs, call_network, logits_or_output, named_leaves
+from polyfed.core.nn.tied_weights import first_name_by_name
 from polyfed.graphs.activations import activation_name
 from polyfed.graphs.architecture import NONE, LayerType, Node, NodeMark
 from polyfed.graphs.layers import (

@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from polyfed.core.inputs import Inputs, input_spec_of
+from polyfed.core.examples.pytree import Inputs, input_spec_of
 from polyfed.graphs.flow import Root, TracedProgram, has_torch_forward
 from polyfed.graphs.layers import has_only_weight_and_bias, layer_kind
 

@@ -12,9 +12,9 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
+from polyfed.core.machine.threads import map_in_threads
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.threads import map_in_threads
-from polyfed.core.tree import StateDict
+from polyfed.core.state_dict import StateDict
 
 WeightNormalisation = Literal["relu", "softmax"]
 SimilarityMeasure = Literal["distance", "cosine"]

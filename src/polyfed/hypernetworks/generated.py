@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Architecture
-from polyfed.core.replaced import call_with_tensors
-from polyfed.core.scratch import CachedModule, cached_module
-from polyfed.core.tree import StateDict
+from polyfed.core.nn.functional_call import call_with_tensors
+from polyfed.core.nn.module_cache import CachedModule, cached_module
+from polyfed.core.state_dict import StateDict
 from polyfed.graphs.architecture import ArchitectureGraph
 from polyfed.hypernetworks.ghn import GHN, GHNConfig, GraphTensors, cached_ghn, graph_to_tensors
 

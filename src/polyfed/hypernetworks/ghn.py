@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.core.room import build_within_memory
+from polyfed.core.machine.memory_limit import build_within_memory
 from polyfed.core.seeds import derive_seed, temporary_rng_seed, torch_generator
-from polyfed.core.tree import StateDict
+from polyfed.core.state_dict import StateDict
 from polyfed.graphs.architecture import NODE_MARKS, ArchitectureGraph, LayerType, ParameterRole
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.hypernetworks.ghn_layers import (

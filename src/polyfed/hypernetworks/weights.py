@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from polyfed.core.room import build_within_memory
+from polyfed.core.machine.memory_limit import build_within_memory
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.tree import StateDict
+from polyfed.core.state_dict import StateDict
 
 
 def init_weight_hypernetwork(

@@ -5,7 +5,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.inputs import named_leaves
+from polyfed.core.examples.pytree import named_leaves
 
 
 @final

@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.inputs import Inputs, call_arguments, call_network, logits_or_output, tree_map
-from polyfed.core.replaced import call_with_tensors
-from polyfed.core.tied import first_name_by_name
+from polyfed.core.examples.pytree import Inputs, call_arguments, call_network, logits_or_output, tree_map
+from polyfed.core.nn.functional_call import call_with_tensors
+from polyfed.core.nn.tied_weights import first_name_by_name
 
 # _NormBase is the base of BatchNorm (SyncBatchNorm too) and InstanceNorm, their lazy forms included.
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -34,7 +34,7 @@ def find_head_modules(
 
     Args:
         model: any network.
-        example: a small batch of inputs of any structure (see `polyfed.core.inputs`); one row is enough.
+        example: a small batch of inputs of any structure (see `polyfed.core.examples.pytree`); one row is enough.
         num_layers: how many layers; 0 gives an empty head, more than there are gives all.
         names: the head itself, for a user who knows better; then nothing is run.
 

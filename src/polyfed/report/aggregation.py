@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.files import MAX_TEXT_BYTES, expand_user_path
-from polyfed.core.stored import read_npz
+from polyfed.core.io.array_files import read_npz
+from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, expand_user_path
 from polyfed.data.plot import save_figure
 
 if TYPE_CHECKING:

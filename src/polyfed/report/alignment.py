@@ -17,12 +17,12 @@ from polyfed.alignment.representations import compute_representations
 from polyfed.alignment.similarity import pairwise_cka
 from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
-from polyfed.core.files import expand_user_path
-from polyfed.core.inputs import concatenate_batches, first_leaf, input_spec_of, tree_map
-from polyfed.core.scratch import build_module, fill_module, initial_state
-from polyfed.core.stored import read_safetensors
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import concatenate_batches, first_leaf, input_spec_of, tree_map
+from polyfed.core.io.array_files import read_safetensors
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import build_module, fill_module, initial_state
 from polyfed.simulation.runs.directory import read_config
 from polyfed.simulation.runs.paths import safe_file_name
 from polyfed.simulation.runs.results import Run

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.evaluation import DEFAULT_METRIC
-from polyfed.core.files import expand_user_path
+from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.seeds import derive_seed, temporary_rng_seed, torch_generator
-from polyfed.core.threads import single_torch_thread
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
 from polyfed.simulation.runs.directory import read_config, read_metrics

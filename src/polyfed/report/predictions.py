@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
-from polyfed.core.metrics import probabilities
+from polyfed.core.evaluation.metrics import probabilities
 from polyfed.report.gathering import MethodRuns, RunGroup
 from polyfed.report.roc import BinaryPredictions
 from polyfed.simulation.runs.predictions import FOLDER, Predictions, read_predictions

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation import DEFAULT_METRIC
-from polyfed.core.files import MAX_ROUNDS_BYTES, read_text_file
-from polyfed.core.metrics import METRICS
+from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
+from polyfed.core.evaluation.metrics import METRICS
+from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, read_text_file
 from polyfed.report.scale import ScoreFormat, score_format_of
 from polyfed.simulation.norms import NORM, norms_by_client
 from polyfed.simulation.runs.directory import read_config, read_manifest

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.metrics import METRICS, resolve_metrics
+from polyfed.core.evaluation.metrics import METRICS, resolve_metrics
 from polyfed.report.charts import NumberUnit, format_number
 
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from polyfed.core.algorithm import BringsNetwork
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.files import expand_user_path, read_file
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.typed import parse_json
+from polyfed.core.io.atomic_files import expand_user_path, read_file
+from polyfed.core.io.validation import parse_json
+from polyfed.core.machine.threads import single_torch_thread
 from polyfed.data.plot import resolve_picture_path, save_figure
 from polyfed.search.found import FORMAT, check_cell_descriptions
 from polyfed.simulation.runs.directory import read_config, read_metrics

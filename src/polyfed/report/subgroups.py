@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyfed.comparison.crossed import gain_interval, score_interval
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.metrics import Metric, resolve_metrics
+from polyfed.core.evaluation.metrics import Metric, resolve_metrics
 from polyfed.report.charts import COLOUR_COUNT, format_number
 from polyfed.report.forest import ForestRow, IntervalMark, svg_forest_plot
 from polyfed.report.html import html_dropdown_panels, html_figure, html_legend, html_table

@@ -15,9 +15,9 @@ import torch
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.files import read_file
-from polyfed.core.inputs import tree_map
-from polyfed.core.typed import parse_json, validation_error
+from polyfed.core.examples.pytree import tree_map
+from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.graphs.contraction import Contraction
 from polyfed.models import ModelSpec
 from polyfed.report import words
@@ -174,7 +174,7 @@ def html_coverage(clients: Sequence[Client], key: str, contraction: Contraction)
     Raises:
         UserError: a network cannot be followed.
     """
-    from polyfed.core.scratch import build_module
+    from polyfed.core.nn.module_cache import build_module
     from polyfed.graphs import extract
 
     networks: dict[str, list[Client]] = {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
-from polyfed.core.memory import enlarge_kernel_cache
+from polyfed.core.machine.allocator import enlarge_kernel_cache
 from polyfed.search.operations import GroupedNorm, operations, untracked_batch_statistics
 from polyfed.search.sampling import OperationChoice
 

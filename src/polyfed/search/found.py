@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples, split_into_batches
-from polyfed.core.files import expand_user_path, read_file
-from polyfed.core.layout import to_preferred_memory_format
-from polyfed.core.scratch import build_module
-from polyfed.core.stored import read_safetensors
-from polyfed.core.typed import build_dataclass, parse_json, validation_error
+from polyfed.core.examples.examples import Examples, split_into_batches
+from polyfed.core.io.array_files import read_safetensors
+from polyfed.core.io.atomic_files import expand_user_path, read_file
+from polyfed.core.io.validation import build_dataclass, parse_json, validation_error
+from polyfed.core.nn.memory_format import to_preferred_memory_format
+from polyfed.core.nn.module_cache import build_module
 from polyfed.search.cells import CellPlan
 from polyfed.search.network import Network, Sampled, SupernetPlan
 

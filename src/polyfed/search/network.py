@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
-from polyfed.core.room import build_within_memory
+from polyfed.core.machine.memory_limit import build_within_memory
 from polyfed.search.cells import Cell, CellPlan, EdgeJoin
 from polyfed.search.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, operations
 from polyfed.search.sampling import (

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from polyfed.core.adapters import architecture_without_ranks
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
-from polyfed.core.gradients import grad_enabled
-from polyfed.core.inputs import input_spec_of as form_of_inputs
-from polyfed.core.scratch import cached_module
+from polyfed.core.examples.pytree import input_spec_of as form_of_inputs
+from polyfed.core.messages.lora import architecture_without_ranks
+from polyfed.core.nn.grad_mode import grad_enabled
+from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import temporary_rng_seed
 
 

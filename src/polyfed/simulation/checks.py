@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.algorithms.widths import widest_shapes
 from polyfed.alignment.representations import compute_representations
-from polyfed.core.adapters import adapter_mode, architecture_without_ranks, network_with_largest_ranks
 from polyfed.core.algorithm import (
     MODEL_REQUIREMENTS,
     Algorithm,
@@ -23,18 +22,19 @@ from polyfed.core.algorithm import (
     check_declared_words,
 )
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.examples import Examples, PartwiseTransform
-from polyfed.core.inputs import input_spec_of as form_of_inputs
-from polyfed.core.inputs import named_leaves
-from polyfed.core.objectives import sampling_weights
-from polyfed.core.scratch import (
+from polyfed.core.examples.examples import Examples, PartwiseTransform
+from polyfed.core.examples.pytree import input_spec_of as form_of_inputs
+from polyfed.core.examples.pytree import named_leaves
+from polyfed.core.messages.lora import adapter_mode, architecture_without_ranks, network_with_largest_ranks
+from polyfed.core.nn.module_cache import (
     build_module,
     cached_module,
     differ_only_in_frozen,
     frozen_parameters,
     hash_tensors,
 )
-from polyfed.core.training import LocalTraining
+from polyfed.core.training.loop import LocalTraining
+from polyfed.core.training.losses import sampling_weights
 from polyfed.simulation.beginnings import check_client_init
 from polyfed.simulation.leaks import warn_of_test_leakage
 from polyfed.simulation.networks import cached_module_of, check_network_internals, check_single_example_batches

@@ -14,12 +14,12 @@ from typing import Any, final
 from torch import Tensor
 
 from polyfed.algorithms import registry_name
-from polyfed.core.adapters import adapter_mode
 from polyfed.core.algorithm import Message
-from polyfed.core.dense import as_contiguous
 from polyfed.core.errors import ClientError, RoundError
-from polyfed.core.evaluation import summarise_clients
-from polyfed.core.tree import check_serializable
+from polyfed.core.evaluation.evaluate import summarise_clients
+from polyfed.core.messages.contiguous import as_contiguous
+from polyfed.core.messages.lora import adapter_mode
+from polyfed.core.state_dict import check_serializable
 from polyfed.simulation.engines.work import ClientTask, Engine, Phase, TaskResult
 from polyfed.simulation.intake import ReplyAggregator
 from polyfed.simulation.norms import NORM, describe_round_warnings, update_norm

@@ -11,10 +11,10 @@ from polyfed.algorithms.fedpnas import MetaSupernetMethod
 from polyfed.algorithms.searching import supernet_of
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import UserError
-from polyfed.core.gradients import grad_enabled
-from polyfed.core.layout import to_preferred_memory_format
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.grad_mode import grad_enabled
+from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
-from polyfed.core.threads import single_torch_thread
 from polyfed.search.conflicts import StepWeights, compute_step_weights
 from polyfed.simulation.runs.results import Run
 

@@ -8,13 +8,13 @@ from typing import Any, final
 
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.code import check_trusted, import_dataclass
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.examples import Examples
-from polyfed.core.objectives import import_loss
+from polyfed.core.examples.examples import Examples
+from polyfed.core.io.trusted_code import check_trusted, import_dataclass
+from polyfed.core.io.validation import build_dataclass, validation_error
 from polyfed.core.seeds import derive_seed
-from polyfed.core.training import TRANSFERABLE_FIELDS, LocalTraining
-from polyfed.core.typed import build_dataclass, validation_error
+from polyfed.core.training.loop import TRANSFERABLE_FIELDS, LocalTraining
+from polyfed.core.training.losses import import_loss
 from polyfed.data import (
     PARTITIONS,
     SOURCES,

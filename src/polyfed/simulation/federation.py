@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 from polyfed.algorithms import get, registry_name
 from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, describe_evaluated_network
-from polyfed.core.compression import Compressor
-from polyfed.core.decided import resolved_fields_for_manifest
+from polyfed.core.capabilities import resolved_fields_for_manifest
 from polyfed.core.errors import RunInterrupt, UserError
-from polyfed.core.examples import as_examples
-from polyfed.core.files import add_resume_hint, expand_user_path
-from polyfed.core.metrics import metric_path_or_name, resolve_metrics
-from polyfed.core.precision import check_precision
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.training import LocalTraining
+from polyfed.core.evaluation.metrics import metric_path_or_name, resolve_metrics
+from polyfed.core.examples.examples import as_examples
+from polyfed.core.io.atomic_files import add_resume_hint, expand_user_path
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.messages.compressors import Compressor
+from polyfed.core.nn.precision import check_precision
+from polyfed.core.training.loop import LocalTraining
 from polyfed.data.resplit import prepare_public_like_clients
 from polyfed.simulation import checks
 from polyfed.simulation.choosing import resolve_auto_engine

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Client
-from polyfed.core.examples import Examples
-from polyfed.core.inputs import named_leaves
-from polyfed.core.scratch import build_module, cached_module, hash_tensors, legacy_architecture_hash
-from polyfed.core.tied import first_name_by_alias
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import named_leaves
+from polyfed.core.nn.module_cache import build_module, cached_module, hash_tensors, legacy_architecture_hash
+from polyfed.core.nn.tied_weights import first_name_by_alias
 from polyfed.simulation.checks import architecture_keys_by_client, example_sets, stable_repr
 
 

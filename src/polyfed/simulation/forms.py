@@ -17,11 +17,11 @@ from torch import Tensor
 
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.core.algorithm import Client
-from polyfed.core.finite import nonfinite_state_error
-from polyfed.core.gradients import grad_enabled
-from polyfed.core.scratch import cached_module, trainable_state
+from polyfed.core.examples.nan_checks import nonfinite_state_error
+from polyfed.core.nn.grad_mode import grad_enabled
+from polyfed.core.nn.module_cache import cached_module, trainable_state
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.core.tree import PyTree, StateDict, spec_mismatch, state_dict_spec
+from polyfed.core.state_dict import PyTree, StateDict, spec_mismatch, state_dict_spec
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.runs.checkpoint import Checkpoint
 

@@ -10,7 +10,7 @@ import torch
 from polyfed.algorithms.averaging import RunningAggregate
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.errors import RoundError
-from polyfed.core.tree import iter_tensors, state_dict_spec
+from polyfed.core.state_dict import iter_tensors, state_dict_spec
 from polyfed.simulation.secure import SecureSum, uses_default_mean
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from polyfed.core.algorithm import MODEL_REQUIREMENTS, Algorithm, BringsNetwork
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.files import expand_user_path, read_file
-from polyfed.core.metrics import probabilities
-from polyfed.core.scratch import build_module, fill_module
-from polyfed.core.stored import read_safetensors
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.tree import StateDict
-from polyfed.core.typed import parse_json
+from polyfed.core.evaluation.metrics import probabilities
+from polyfed.core.io.array_files import read_safetensors
+from polyfed.core.io.atomic_files import expand_user_path, read_file
+from polyfed.core.io.validation import parse_json
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import build_module, fill_module
+from polyfed.core.state_dict import StateDict
 from polyfed.core.wrapping import wrap_network
 from polyfed.data.features import TablePreprocessor, encode_table, preprocessor_from_json
 from polyfed.models import ModelSpec

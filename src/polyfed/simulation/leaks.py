@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.algorithm import Client
-from polyfed.core.examples import Examples
-from polyfed.core.inputs import named_leaves
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import named_leaves
 
 _SHARE = 0.05  # of a client's test examples, from which on it is told
 _LEAST = 2  # different ones

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Algorithm, Architecture, Client
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples, split_into_batches
-from polyfed.core.inputs import input_spec_of
+from polyfed.core.examples.examples import Examples, split_into_batches
+from polyfed.core.examples.pytree import input_spec_of
 from polyfed.core.network_needs import TrainsAuxiliaryNetwork, ValidatesNetworks
-from polyfed.core.scratch import CachedModule, build_module, cached_module
-from polyfed.core.stacked import has_batch_statistics
+from polyfed.core.nn.module_cache import CachedModule, build_module, cached_module
+from polyfed.core.vectorized.stacked_module import has_batch_statistics
 from polyfed.simulation.trying import check_trains_on_one_example
 
 _SENT = frozenset({"weights", "hypernetwork"})

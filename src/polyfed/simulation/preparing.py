@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.fixed import FRACTION_BITS
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.tree import StateDict, StateDictSpec
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.messages.fixed_point import FRACTION_BITS
+from polyfed.core.state_dict import StateDict, StateDictSpec
 from polyfed.data.common import (
     count_and_sum_with_targets,
     merge_table_definitions,

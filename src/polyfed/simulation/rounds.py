@@ -6,16 +6,16 @@ from functools import cached_property
 from typing import Any, final
 
 from polyfed.algorithms import registry_name
-from polyfed.core import adapters
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext
-from polyfed.core.compressed import BroadcastCompressor, decompress_message
-from polyfed.core.compression import Compressor, parse_compressor
-from polyfed.core.dense import as_contiguous, contiguous_message, message_error
-from polyfed.core.evaluation import DEFAULT_METRIC
-from polyfed.core.examples import Examples
-from polyfed.core.metrics import Metric, resolve_metrics
+from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
+from polyfed.core.evaluation.metrics import Metric, resolve_metrics
+from polyfed.core.examples.examples import Examples
+from polyfed.core.messages import lora
+from polyfed.core.messages.compressors import Compressor, parse_compressor
+from polyfed.core.messages.contiguous import as_contiguous, contiguous_message, message_error
+from polyfed.core.messages.message_compression import BroadcastCompressor, decompress_message
 from polyfed.core.seeds import derive_seed, numpy_generator
-from polyfed.core.tree import (
+from polyfed.core.state_dict import (
     check_scalars,
     check_serializable,
     first_exceeding,
@@ -91,7 +91,7 @@ class Federation:
             UserError: the method refuses this federation.
         """
         context = self.server_context()
-        state = adapters.init_server_adapters(self.algorithm, self.algorithm.server_init(context), context.model)
+        state = lora.init_server_adapters(self.algorithm, self.algorithm.server_init(context), context.model)
         check_serializable(state, f"{registry_name(self.algorithm)}: the server's state")
         return Checkpoint(0, as_contiguous(state), {})
 
@@ -115,8 +115,8 @@ class Federation:
 
     def _common_model(self) -> Architecture:
         """The federation's network; where ranks of adapters differ, the one with the largest."""
-        models, mode = self.client_registry.models, adapters.adapter_mode(self.algorithm)
-        return next(iter(models.values())) if mode is None else adapters.network_with_largest_ranks(models, mode)
+        models, mode = self.client_registry.models, lora.adapter_mode(self.algorithm)
+        return next(iter(models.values())) if mode is None else lora.network_with_largest_ranks(models, mode)
 
     def sample_cohort(self, round_number: int) -> list[str]:
         """The clients of a round, in the order of their ids; drawn from a stream of its own, so that the cohorts are the
@@ -230,7 +230,7 @@ class Federation:
         return (
             reply
             if message_error(reply)
-            else adapters.unpack_adapters(self.algorithm, self.decompress_reply(reply, message), message)
+            else lora.unpack_adapters(self.algorithm, self.decompress_reply(reply, message), message)
         )
 
     def decompress_reply(self, reply: Message, message: Message) -> Message:
@@ -266,9 +266,7 @@ class Federation:
         if missing_scalars := sorted(self.algorithm.scalars_needed - reply.scalars.keys()):
             return f"{missing_scalars[0]} is missing, a number that the method needs; a site must not hold it back"
         try:
-            specs = adapters.unpacked_reply_spec(
-                self.algorithm, self.algorithm.reply_spec(server_state, message, reply)
-            )
+            specs = lora.unpacked_reply_spec(self.algorithm, self.algorithm.reply_spec(server_state, message, reply))
         except ValueError as flaw:
             return str(flaw)
         except Exception as error:  # whatever a method stumbles over in a reply that is nothing like its own
@@ -315,7 +313,7 @@ def round_of_best_score(history: Sequence[Mapping[str, Any]], metric: Metric | N
         history: records of rounds.
         metric: the score that decides; None is the task's own.
 
-    >>> from polyfed.core.metrics import METRICS
+    >>> from polyfed.core.evaluation.metrics import METRICS
     >>> records = [{"round": n, "summary": {"val_brier": {"mean": value}}} for n, value in enumerate((0.3, 0.2, 0.2), 1)]
     >>> round_of_best_score(records, METRICS["brier"])
     2

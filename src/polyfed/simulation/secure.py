@@ -1,6 +1,6 @@
 """Secure sums in a simulation: the same fixed-point sum as between real sites, without the encryption.
 
-Each client's reply becomes words (`polyfed.core.fixed`) as a site makes them before masking, and the server half sees their
+Each client's reply becomes words (`polyfed.core.messages.fixed_point`) as a site makes them before masking, and the server half sees their
 sum. So the result is that of a deployment, bit for bit, and independent of order; no number but the sum of weights goes up.
 """
 
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.algorithms.averaging import Averaging
-from polyfed.core.adapters import adapter_mode
 from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.errors import UserError
-from polyfed.core.fixed import (
+from polyfed.core.messages.fixed_point import (
     FixedPointWords,
     SumLayout,
     build_sum_message,
@@ -23,7 +22,8 @@ from polyfed.core.fixed import (
     parse_sum_message,
     to_fixed_point,
 )
-from polyfed.core.tree import spec_mismatch
+from polyfed.core.messages.lora import adapter_mode
+from polyfed.core.state_dict import spec_mismatch
 
 
 def uses_default_mean(algorithm: Algorithm[Any, Any]) -> TypeGuard[Averaging]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, final, get_args
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.plain_values import convert_numpy_fields
+from polyfed.core.io.plain_values import convert_numpy_fields
 
 EngineName = Literal["auto", "inprocess", "pool", "cohort", "ray"]
 Keep = Literal["last", "best", "loss"] | int
@@ -36,10 +36,10 @@ class Settings:
         min_replies: a round with fewer valid replies ends the run.
         metrics: names of the scores to compute, of which the first decides; none is the task's own.
         compress: how clients' replies are made smaller: "none", "int8" (one byte a number) or "topk:SHARE" (only that share
-            of the entries of each tensor, those that changed most); see `polyfed.core.compression`.
+            of the entries of each tensor, those that changed most); see `polyfed.core.messages.compressors`.
         compress_down: the same of the server's messages: "none" or "int8".
         secure: whether the server half of the method sees nothing but the sum of a round's replies, in fixed point
-            (`polyfed.core.fixed`). Between real sites replies are masked, so that nothing else can be seen; here the same
+            (`polyfed.core.messages.fixed_point`). Between real sites replies are masked, so that nothing else can be seen; here the same
             sum is computed without encryption.
         keep: which round the models and predictions at the end are of: the "last", the "best" by the mean score on the
             clients' validation examples, the one of the lowest "loss" on all of them together, or this one.
@@ -129,7 +129,7 @@ class Settings:
             if (value := getattr(self, name)) == "none":
                 continue
             # imported late: it takes torch, and the command line must do without
-            from polyfed.core.compression import parse_compressor
+            from polyfed.core.messages.compressors import parse_compressor
 
             method = parse_compressor(value)
             if name == "compress_down" and method is not None and method.needs_reference:

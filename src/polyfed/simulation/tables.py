@@ -12,7 +12,7 @@ from typing import Any
 
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples, PartwiseTransform
+from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.data.common import merge_table_definitions, needs_common_preprocessing
 from polyfed.data.features import TablePreprocessor
 

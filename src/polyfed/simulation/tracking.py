@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypedDict, final
 
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
-from polyfed.core.files import create_private_folder, expand_user_path, read_file, write_file_atomically
-from polyfed.core.typed import parse_json, validation_error
+from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, read_file, write_file_atomically
+from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.simulation.runs.directory import read_config, read_metrics
 from polyfed.simulation.runs.progress import Progress, build_terminal_progress
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Architecture, Client, Message
-from polyfed.core.examples import Examples
+from polyfed.core.examples.examples import Examples
+from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.seeds import torch_generator
-from polyfed.core.threads import single_torch_thread
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from polyfed.algorithms.searching import SupernetMethod, adapt_personal_stack, supernet_of
 from polyfed.core.algorithm import Client
-from polyfed.core.copies import deep_copy
-from polyfed.core.criteria import client_training_loss
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.evaluation import MetricValues, evaluate_client
+from polyfed.core.evaluation.evaluate import MetricValues, evaluate_client
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import derive_seed
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.training.client_loss import client_training_loss
 from polyfed.simulation.checks import client_data_spec
 from polyfed.simulation.runs.results import Run
 

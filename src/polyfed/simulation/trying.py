@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.copies import deep_copy
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
-from polyfed.core.inputs import call_network, input_spec_of, logits_or_output, named_leaves
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import call_network, input_spec_of, logits_or_output, named_leaves
+from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import temporary_rng_seed
 
 

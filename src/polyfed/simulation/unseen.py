@@ -18,19 +18,19 @@ from torch import Tensor, nn
 
 from polyfed.algorithms import FLHAGHN, registry_name
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Task
-from polyfed.core.criteria import client_training_loss
-from polyfed.core.dense import contiguous_message
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.evaluation import DEFAULT_METRIC, MetricValues, evaluate_client, predict
-from polyfed.core.examples import Examples, as_examples
-from polyfed.core.files import expand_user_path
-from polyfed.core.gradients import grad_enabled
-from polyfed.core.precision import check_precision
-from polyfed.core.scratch import build_module, cached_module, fill_module, initial_state
+from polyfed.core.evaluation.evaluate import DEFAULT_METRIC, MetricValues, evaluate_client, predict
+from polyfed.core.examples.examples import Examples, as_examples
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.messages.contiguous import contiguous_message
+from polyfed.core.nn.grad_mode import grad_enabled
+from polyfed.core.nn.module_cache import build_module, cached_module, fill_module, initial_state
+from polyfed.core.nn.precision import check_precision
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.training import LocalTraining, fit
-from polyfed.core.tree import StateDict
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.client_loss import client_training_loss
+from polyfed.core.training.loop import LocalTraining, fit
 from polyfed.data.dealing import draw_stratified_rows
 from polyfed.simulation.checks import check_networks_run
 from polyfed.simulation.engines.machine import choose_device

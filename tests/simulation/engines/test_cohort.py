@@ -32,9 +32,9 @@ from polyfed.algorithms import (
     PFedMe,
     Scaffold,
 )
-from polyfed.core import together
 from polyfed.core.algorithm import Message
-from polyfed.core.scratch import cached_module
+from polyfed.core.nn.module_cache import cached_module
+from polyfed.core.training import cohort
 from polyfed.simulation.engines import choice
 from polyfed.simulation.engines.choice import MIN_CLIENTS, EngineChoice
 from polyfed.simulation.engines.cohort import CohortEngine
@@ -102,7 +102,7 @@ def test_a_loss_of_a_methods_own_is_trained_one_by_one(computed):
 
 def test_any_division_into_cohorts_gives_the_same(monkeypatch):
     whole = play(FedAvg(**BASE, momentum=0.5), clients(number=7), "cohort", rounds=3)
-    monkeypatch.setattr(together, "MAX_COHORT_SIZE", 3)
+    monkeypatch.setattr(cohort, "MAX_COHORT_SIZE", 3)
     assert_near(whole, play(FedAvg(**BASE, momentum=0.5), clients(number=7), "cohort", rounds=3), 1e-10)
 
 

@@ -11,11 +11,11 @@ from polyfed.algorithms import FedHeNN, FedHeNNHomo
 from polyfed.alignment.representations import differentiable_representations
 from polyfed.alignment.target import AlignmentTarget
 from polyfed.alignment.term import AlignmentTerm, NetworkTarget
-from polyfed.core import together
-from polyfed.core.examples import Examples
-from polyfed.core.gathered import full_state
+from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.stacked import CannotStackError, Stacked
+from polyfed.core.training import cohort
+from polyfed.core.vectorized.deferred_calls import full_state
+from polyfed.core.vectorized.stacked_module import CannotStackError, Stacked
 
 FORMS = {
     "linear": {},
@@ -70,10 +70,10 @@ def test_local_buffers_divide_no_cohort(computed):
 def test_any_division_gives_the_same(monkeypatch):
     method = FedHeNNHomo(**ALIGNED, momentum=0.5)
     whole = play(method, clients(number=7), "cohort", rounds=2)
-    monkeypatch.setattr(together, "_TERM_ROWS", 3 * 6)  # three clients, of six rows each
+    monkeypatch.setattr(cohort, "_TERM_ROWS", 3 * 6)  # three clients, of six rows each
     sizes = []
-    real = together.cohort_training_obstacle
-    monkeypatch.setattr(together, "cohort_training_obstacle", lambda calls: sizes.append(len(calls)) or real(calls))
+    real = cohort.cohort_training_obstacle
+    monkeypatch.setattr(cohort, "cohort_training_obstacle", lambda calls: sizes.append(len(calls)) or real(calls))
     assert_near(whole, play(method, clients(number=7), "cohort", rounds=2), 1e-10)
     assert max(sizes) == 3
 

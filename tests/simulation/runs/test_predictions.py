@@ -12,9 +12,9 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, Local, PFedMe
-from polyfed.core.evaluation import compute_metrics
-from polyfed.core.examples import Examples
-from polyfed.core.metrics import resolve_metrics
+from polyfed.core.evaluation.evaluate import compute_metrics
+from polyfed.core.evaluation.metrics import resolve_metrics
+from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.runs import predictions
 from polyfed.testing import small_clients

@@ -8,8 +8,8 @@ from polyfed.cli.commands.words import parse_number, pop_flag, pop_option
 from polyfed.cli.outlines import resolve_without_import
 from polyfed.comparison.directory import DESCRIPTION
 from polyfed.comparison.reading import Budget, ResultCriteria
-from polyfed.core.code import trust_code
-from polyfed.core.files import expand_user_path
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.trusted_code import trust_code
 
 UNSEEN_CLIENT_KEYS = frozenset(
     {"data.test_fraction", "data.augment"}

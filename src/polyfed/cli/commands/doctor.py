@@ -7,7 +7,7 @@ from typing import Any
 
 from polyfed.cli.outlines import ALGORITHMS, resolve_without_import
 from polyfed.core.errors import RoundError, UserError, check_extra_installed, did_you_mean
-from polyfed.core.text import sanitise_for_terminal
+from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
 from polyfed.simulation.settings import Settings
 

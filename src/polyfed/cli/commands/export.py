@@ -1,8 +1,8 @@
 """`polyfed export`: a client's network of a run as a folder to take away."""
 
 from polyfed.cli.commands.words import has_help_flag, help_text, pop_option
-from polyfed.core.code import import_object, trust_code
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.trusted_code import import_object, trust_code
 
 _OPTIONS = ("client", "to", "format", "model")
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from polyfed.cli.commands.terminal import PlainTable
 from polyfed.cli.commands.words import parse_number, pop_flag, pop_option, pop_option_values
 from polyfed.core.errors import RoundError, RunInterrupt, UserError, check_extra_installed, did_you_mean
-from polyfed.core.files import expand_user_path, read_text_file
-from polyfed.core.text import sanitise_for_terminal
+from polyfed.core.io.atomic_files import expand_user_path, read_text_file
+from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy import trial as trials
 from polyfed.deploy.project import Project, create_project, parse_site_names
 from polyfed.simulation.runs.directory import read_config, read_manifest, read_metrics

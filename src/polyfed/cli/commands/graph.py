@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import UserError
-from polyfed.core.scratch import build_module
+from polyfed.core.nn.module_cache import build_module
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, extract
 from polyfed.graphs.catalogue import read_graph_variant

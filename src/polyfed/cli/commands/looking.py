@@ -11,9 +11,9 @@ from polyfed.cli.commands.words import (
     pop_flag,
     pop_option,
 )
-from polyfed.core.code import trust_code
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.files import expand_user_path
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.trusted_code import trust_code
 
 
 def data_command(argv: list[str]) -> None:

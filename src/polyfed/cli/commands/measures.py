@@ -13,9 +13,9 @@ from polyfed.algorithms import registry_name
 from polyfed.cli.commands.papers import PaperCell
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation import DEFAULT_METRIC
-from polyfed.core.files import read_file, write_file_atomically
-from polyfed.core.typed import parse_json, validation_error
+from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
+from polyfed.core.io.atomic_files import read_file, write_file_atomically
+from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.data import Shift
 from polyfed.graphs import LayerCatalogue, LayerType, extract
 from polyfed.hypernetworks.ghn import GHNConfig

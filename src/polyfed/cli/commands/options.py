@@ -24,8 +24,8 @@ from polyfed.cli.commands.sites import (
 )
 from polyfed.cli.commands.words import bracket_metrics, has_help_flag, option_name, user_code_names
 from polyfed.cli.outlines import ALGORITHMS, MODELS, PARTITIONS, SOURCES, resolve_without_import
-from polyfed.core.code import import_object, trust_code
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.trusted_code import import_object, trust_code
 from polyfed.simulation.settings import Settings
 
 DEFAULTS = {"data": "digits", "data.partition": "dirichlet", "model": "mlp", "algorithm": "fedavg"}
@@ -362,7 +362,7 @@ def _drop_replaced_choices(config_values: Mapping[str, Any], chosen: Mapping[str
     """What still holds of a configuration when options choose another method, data set, partition or network: the local
     training and the split, not what belonged to the choice that was replaced."""
     shared = {
-        "algorithm": {f.name for f in fields(resolve_without_import("polyfed.core.training", "LocalTraining"))}
+        "algorithm": {f.name for f in fields(resolve_without_import("polyfed.core.training.loop", "LocalTraining"))}
         - {"buffers"},
         "data": {f.name for f in fields(_split_class())},
     }

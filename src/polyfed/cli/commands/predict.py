@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyfed.cli.commands.words import has_help_flag, help_text, pop_option
 from polyfed.core.errors import UserError
-from polyfed.core.files import expand_user_path
+from polyfed.core.io.atomic_files import expand_user_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,8 +52,8 @@ def predict_file(
     from rich.console import Console
 
     from polyfed.cli.commands.terminal import PlainTable, print_line
-    from polyfed.core.files import open_atomic_file
-    from polyfed.core.text import escape_spreadsheet_formula
+    from polyfed.core.io.atomic_files import open_atomic_file
+    from polyfed.core.io.terminal_text import escape_spreadsheet_formula
     from polyfed.report.export.folder import ExportedModel, is_exported_folder
     from polyfed.simulation.kept import SavedModel, load_saved_model
     from polyfed.simulation.runs.directory import read_config
@@ -95,7 +95,7 @@ def predict_file(
 
 def _read_rows(file: str, table_options: dict[str, Any]) -> Any:
     """The file, read as that of the run was."""
-    from polyfed.core.typed import build_dataclass
+    from polyfed.core.io.validation import build_dataclass
     from polyfed.data.frames import read_table
     from polyfed.data.tables import TableFile, parse_names
 

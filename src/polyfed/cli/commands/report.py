@@ -14,7 +14,7 @@ from rich.measure import Measurement
 
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import UserError
-from polyfed.core.files import create_private_folder, write_file_atomically
+from polyfed.core.io.atomic_files import create_private_folder, write_file_atomically
 from polyfed.report import norms
 from polyfed.report.gathering import MethodRuns, RunGroup, read_run_groups
 from polyfed.report.html import html_list

@@ -16,7 +16,7 @@ from polyfed.cli.commands.papers import PaperCell, PaperTable, find_paper, find_
 from polyfed.cli.commands.recipes import SCALES, Recipe, read_recipe
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import RoundError, RunInterrupt, UserError, did_you_mean
-from polyfed.core.files import create_private_folder, expand_user_path, write_file_atomically
+from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, write_file_atomically
 from polyfed.simulation.runs.directory import read_config, to_plain_values
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from polyfed.algorithms import registry_name
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.algorithm import Algorithm, Client, describe_evaluated_network
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.files import create_private_folder
-from polyfed.core.metrics import Metric, resolve_metrics
+from polyfed.core.evaluation.metrics import Metric, resolve_metrics
+from polyfed.core.io.atomic_files import create_private_folder
 from polyfed.data import draw_class_counts
 from polyfed.data.columns import sorted_unique_texts
 from polyfed.data.features import TablePreprocessor

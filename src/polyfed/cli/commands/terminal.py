@@ -7,7 +7,7 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
-from polyfed.core.text import sanitise_for_terminal
+from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 
 def plain_text(value: Any) -> Any:

@@ -17,10 +17,10 @@ from polyfed.cli.commands.asked import UNSEEN_CLIENT_KEYS, is_warmstart_key
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.evaluation import DEFAULT_METRIC
-from polyfed.core.files import create_private_folder, read_file, write_file_atomically
+from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
+from polyfed.core.io.atomic_files import create_private_folder, read_file, write_file_atomically
+from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.seeds import derive_seed
-from polyfed.core.typed import parse_json, validation_error
 from polyfed.data import IID, SOURCES, PadCropFlip, Split, make_clients
 from polyfed.data.plot import resolve_picture_path, save_figure
 from polyfed.models import ModelSpec

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyfed.core.errors import UserError
-from polyfed.core.text import sanitise_for_terminal
+from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 _CODE_OPTIONS = {
     f"--{name}" for name in ("data.name", "data.partition.name", "algorithm.name", "metrics", "baselines", "loss")

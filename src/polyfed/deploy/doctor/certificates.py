@@ -10,7 +10,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from polyfed.core.files import read_file
+from polyfed.core.io.atomic_files import read_file
 from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
 from polyfed.deploy.doctor.machine import check_secret_file_mode, find_read_obstacle
 

@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import MAX_TEXT_BYTES, check_file, read_file
+from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, check_file, read_file
 from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
 
 MIN_FREE_BYTES = 2**30

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import did_you_mean
-from polyfed.core.files import read_file
+from polyfed.core.io.atomic_files import read_file
 from polyfed.deploy.doctor import Findings, note_finding, ok_finding, problem_finding
 from polyfed.deploy.doctor.machine import find_read_obstacle
 from polyfed.deploy.project import SITE_NAME_PATTERN

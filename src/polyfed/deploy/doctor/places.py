@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import final
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import read_text_file
+from polyfed.core.io.atomic_files import read_text_file
 
 SERVER_UNIT, SITE_UNIT = "superlink.service", "supernode.service"
 _START = re.compile(r"^ExecStart=[-@:+!]*(.*)$", re.MULTILINE)

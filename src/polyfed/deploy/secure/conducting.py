@@ -20,7 +20,7 @@ from torch import Tensor
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.fixed import FixedPointWords, SumLayout, build_sum_message, parse_sum_message
+from polyfed.core.messages.fixed_point import FixedPointWords, SumLayout, build_sum_message, parse_sum_message
 from polyfed.deploy.replies import parse_evaluation_result, sanitize_line, validate_head
 from polyfed.deploy.riding import attach_evaluations
 from polyfed.deploy.secure.masking import KeyAdvertisement, SumId, UnmaskingShares, sealed_box_bytes

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import read_file
+from polyfed.core.io.atomic_files import read_file
 from polyfed.deploy.secure import RefusalError
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint64]]

@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from polyfed.core.algorithm import DISCLOSURES
-from polyfed.core.text import sanitise_for_terminal
-from polyfed.core.training import LocalTraining
+from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.training.loop import LocalTraining
 from polyfed.report.export.trained import ClientScore, TrainedModel
 from polyfed.report.export.whole import onnx_input_names
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Architecture
-from polyfed.core.code import is_trusted
 from polyfed.core.errors import UserError
-from polyfed.core.files import (
+from polyfed.core.io.array_files import read_safetensors
+from polyfed.core.io.atomic_files import (
     check_file,
     create_private_folder,
     expand_user_path,
@@ -21,9 +21,9 @@ from polyfed.core.files import (
     read_file,
     sync_folder,
 )
-from polyfed.core.stored import read_safetensors
-from polyfed.core.threads import single_torch_thread
-from polyfed.core.typed import parse_json, validation_error
+from polyfed.core.io.trusted_code import is_trusted
+from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.machine.threads import single_torch_thread
 from polyfed.data.features import TablePreprocessor, encode_table
 from polyfed.report.export.card import model_card
 from polyfed.report.export.formats import NETWORK_FILES, Format, serialize_network, validate_format

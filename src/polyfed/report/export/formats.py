@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.machine.threads import single_torch_thread
 from polyfed.report.export.trained import TrainedModel
 from polyfed.report.export.whole import CHECKED_BATCH_SIZES, StandaloneModule, onnx_input_names, random_inputs
 

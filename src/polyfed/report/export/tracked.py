@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import read_file, write_file_atomically
-from polyfed.core.typed import parse_json
+from polyfed.core.io.atomic_files import read_file, write_file_atomically
+from polyfed.core.io.validation import parse_json
 from polyfed.report.export.folder import PREPROCESSING, SIGNATURE, export_model
 from polyfed.simulation.runs.directory import read_metrics
 from polyfed.simulation.runs.paths import safe_file_name

@@ -16,12 +16,12 @@ from polyfed.comparison.directory import DESCRIPTION
 from polyfed.comparison.directory import read_description as read_description_of
 from polyfed.core.algorithm import MODEL_REQUIREMENTS, Algorithm, Architecture, BringsNetwork
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.files import read_file
-from polyfed.core.metrics import Metric, resolve_metrics
-from polyfed.core.scratch import build_module, fill_module
-from polyfed.core.stored import read_safetensors
-from polyfed.core.tree import StateDict
-from polyfed.core.typed import DAMAGED_FILE_ERRORS, parse_json
+from polyfed.core.evaluation.metrics import Metric, resolve_metrics
+from polyfed.core.io.array_files import read_safetensors
+from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.validation import DAMAGED_FILE_ERRORS, parse_json
+from polyfed.core.nn.module_cache import build_module, fill_module
+from polyfed.core.state_dict import StateDict
 from polyfed.core.wrapping import WrapsNetwork
 from polyfed.data.features import TablePreprocessor, preprocessor_from_json
 from polyfed.simulation.runs import predictions as kept_predictions

@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.inputs import call_network, logits_of
+from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.data.features import TablePreprocessor, preprocessor_from_json
 from polyfed.report.export.trained import TrainedModel
 from polyfed.simulation.runs.signature import ModelInput, Signature

@@ -8,11 +8,17 @@ from typing import Any, final
 import torch
 
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.gathered import CallDeferred, DeferredRun, FitCall, copy_named_tensors, deferring_calls
-from polyfed.core.gradients import grad_enabled
-from polyfed.core.scratch import architecture_hash
-from polyfed.core.together import group_fit_calls, train_cohort
-from polyfed.core.training import fit
+from polyfed.core.nn.grad_mode import grad_enabled
+from polyfed.core.nn.module_cache import architecture_hash
+from polyfed.core.training.cohort import group_fit_calls, train_cohort
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.deferred_calls import (
+    CallDeferred,
+    DeferredRun,
+    FitCall,
+    copy_named_tensors,
+    deferring_calls,
+)
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.work import ClientTask
 from polyfed.simulation.settings import Settings

@@ -13,12 +13,25 @@ from typing import Any, ClassVar, final
 import torch
 
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.compression import Compressor
-from polyfed.core.gathered import CallDeferred, DeferredRun, FitCall, FitCallResult, PredictCall, deferring_calls
-from polyfed.core.metrics import Metric
-from polyfed.core.scratch import cached_module
-from polyfed.core.stacked import CannotStackError
-from polyfed.core.together import MIN_COHORT_SIZE, group_fit_calls, group_predict_calls, predict_cohort, train_cohort
+from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.messages.compressors import Compressor
+from polyfed.core.nn.module_cache import cached_module
+from polyfed.core.training.cohort import (
+    MIN_COHORT_SIZE,
+    group_fit_calls,
+    group_predict_calls,
+    predict_cohort,
+    train_cohort,
+)
+from polyfed.core.vectorized.deferred_calls import (
+    CallDeferred,
+    DeferredRun,
+    FitCall,
+    FitCallResult,
+    PredictCall,
+    deferring_calls,
+)
+from polyfed.core.vectorized.stacked_module import CannotStackError
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.work import ClientTask, Engine, TaskResult
 

@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms import REGISTRY
-from polyfed.core.adapters import message_at_client_rank, pack_adapters
 from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, Loss, Message
-from polyfed.core.compressed import compress_message
-from polyfed.core.compression import Compressor
-from polyfed.core.criteria import client_training_loss
-from polyfed.core.dense import as_contiguous, contiguous_message, message_error
 from polyfed.core.errors import ClientError
-from polyfed.core.evaluation import (
+from polyfed.core.evaluation.evaluate import (
     MetricValues,
     compute_metrics,
     evaluate_client_with_outputs,
     out_of_fold_outputs,
     predict,
 )
-from polyfed.core.examples import Examples
-from polyfed.core.finite import nonfinite_state_error
-from polyfed.core.gradients import grad_enabled
-from polyfed.core.memory import tune_malloc
-from polyfed.core.metrics import Metric
-from polyfed.core.scratch import reset_for_eval
+from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.nan_checks import nonfinite_state_error
+from polyfed.core.machine.allocator import tune_malloc
+from polyfed.core.messages.compressors import Compressor
+from polyfed.core.messages.contiguous import as_contiguous, contiguous_message, message_error
+from polyfed.core.messages.lora import message_at_client_rank, pack_adapters
+from polyfed.core.messages.message_compression import compress_message
+from polyfed.core.nn.grad_mode import grad_enabled
+from polyfed.core.nn.module_cache import reset_for_eval
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.core.tree import PyTree, check_serializable
+from polyfed.core.state_dict import PyTree, check_serializable
+from polyfed.core.training.client_loss import client_training_loss
 from polyfed.simulation.engines.work import ClientTask, Engine, TaskResult, move_clients_to_device
 
 

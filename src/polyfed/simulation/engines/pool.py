@@ -23,12 +23,12 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from polyfed.core.algorithm import Algorithm, Client, Message
-from polyfed.core.code import inherit_trust, trusted_names
-from polyfed.core.compression import Compressor
 from polyfed.core.errors import ClientError
-from polyfed.core.metrics import Metric
-from polyfed.core.together import MAX_COHORT_SIZE
-from polyfed.core.tree import deserialize_state, iter_tensors, serialize_state
+from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.io.trusted_code import inherit_trust, trusted_names
+from polyfed.core.messages.compressors import Compressor
+from polyfed.core.state_dict import deserialize_state, iter_tensors, serialize_state
+from polyfed.core.training.cohort import MAX_COHORT_SIZE
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.parcel import pack_result, unpack_result

@@ -30,12 +30,12 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError, Ray
 from torch import Tensor
 
 from polyfed.core.algorithm import Algorithm, Client, Message
-from polyfed.core.code import inherit_trust, trusted_names
-from polyfed.core.compression import Compressor
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.metrics import Metric
-from polyfed.core.threads import num_usable_cores
-from polyfed.core.tree import deserialize_state, serialize_state
+from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.io.trusted_code import inherit_trust, trusted_names
+from polyfed.core.machine.threads import num_usable_cores
+from polyfed.core.messages.compressors import Compressor
+from polyfed.core.state_dict import deserialize_state, serialize_state
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.parcel import pack_result, unpack_result
 from polyfed.simulation.engines.store import FlatTensor, SharedTensors, StoredClient, store_clients, unflatten_tensor

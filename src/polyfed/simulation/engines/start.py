@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.compression import Compressor, parse_compressor
 from polyfed.core.errors import UserError
-from polyfed.core.metrics import Metric
-from polyfed.core.metrics import unpicklable_metric_error as unsendable_metric
-from polyfed.core.threads import num_usable_cores
+from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.metrics import unpicklable_metric_error as unsendable_metric
+from polyfed.core.machine.threads import num_usable_cores
+from polyfed.core.messages.compressors import Compressor, parse_compressor
 from polyfed.simulation.engines.choice import EngineChoice
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine

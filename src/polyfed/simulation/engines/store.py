@@ -9,9 +9,9 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Architecture, Client, Loss
 from polyfed.core.algorithm import Task as TaskKind
-from polyfed.core.examples import Examples
-from polyfed.core.inputs import InputSpec, input_spec_of, named_leaves
-from polyfed.core.tree import iter_tensors
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import InputSpec, input_spec_of, named_leaves
+from polyfed.core.state_dict import iter_tensors
 from polyfed.simulation.engines.work import ClientTask
 
 _LARGE = 1 << 20  # bytes from which a tensor is an object of its own, which a node fetches only if it is used there

@@ -9,11 +9,11 @@ import torch
 
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import ClientError
-from polyfed.core.evaluation import MetricValues
-from polyfed.core.examples import Examples
-from polyfed.core.inputs import tree_map
+from polyfed.core.evaluation.evaluate import MetricValues
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import tree_map
 from polyfed.core.seeds import derive_seed
-from polyfed.core.tree import PyTree
+from polyfed.core.state_dict import PyTree
 
 Phase = Literal["local", "evaluate", "export"]
 

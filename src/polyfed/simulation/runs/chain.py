@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import MAX_ROUNDS_BYTES, UNLIMITED_BYTES, open_file, read_file
-from polyfed.core.typed import parse_json
+from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, UNLIMITED_BYTES, open_file, read_file
+from polyfed.core.io.validation import parse_json
 
 COMPLETE_FILE = "complete.json"  # of a checkpoint
 _WHERE = {"engine", "workers", "ray_address", "gpus_per_worker", "device"}  # where a run goes on changes no result

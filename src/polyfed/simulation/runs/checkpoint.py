@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import create_private_folder, open_new_file, read_file, sync_folder
-from polyfed.core.tree import PyTree, deserialize_state, iter_tensors, serialize_state
-from polyfed.core.typed import parse_json, validation_error
+from polyfed.core.io.atomic_files import create_private_folder, open_new_file, read_file, sync_folder
+from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.state_dict import PyTree, deserialize_state, iter_tensors, serialize_state
 from polyfed.simulation.runs.chain import COMPLETE_FILE, Binding, binding_error, hash_file, read_checkpoint_hashes
 from polyfed.simulation.runs.paths import safe_file_name
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from polyfed.algorithms import get, registry_name
 from polyfed.core.algorithm import Algorithm
-from polyfed.core.code import import_dataclass, import_path_of
 from polyfed.core.errors import UserError
-from polyfed.core.metrics import Metric, is_built_in_metric, resolve_metrics
-from polyfed.core.metrics import metric_path_or_name as written_metric
-from polyfed.core.typed import build_dataclass, validation_error
+from polyfed.core.evaluation.metrics import Metric, is_built_in_metric, resolve_metrics
+from polyfed.core.evaluation.metrics import metric_path_or_name as written_metric
+from polyfed.core.io.trusted_code import import_dataclass, import_path_of
+from polyfed.core.io.validation import build_dataclass, validation_error
 from polyfed.simulation.runs.directory import to_plain_values
 from polyfed.simulation.settings import Settings
 

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, TypedDict, final
 import yaml
 
 from polyfed.core.errors import UserError
-from polyfed.core.files import (
+from polyfed.core.io.atomic_files import (
     MAX_ROUNDS_BYTES,
     append_line,
     create_private_folder,
@@ -21,14 +21,14 @@ from polyfed.core.files import (
     read_file,
     read_text_file,
 )
-from polyfed.core.files import write_file_atomically as write_file_atomically  # deployments take it from here
-from polyfed.core.typed import parse_json, parse_yaml, validation_error
+from polyfed.core.io.atomic_files import write_file_atomically as write_file_atomically  # deployments take it from here
+from polyfed.core.io.validation import parse_json, parse_yaml, validation_error
 from polyfed.simulation.runs.chain import describe_changed_files as changes_of
 from polyfed.simulation.runs.chain import hash_config, read_newest_binding
 from polyfed.simulation.runs.paths import safe_file_name
 
 if TYPE_CHECKING:
-    from polyfed.core.tree import StateDict
+    from polyfed.core.state_dict import StateDict
 
 BASELINES = "baselines"  # folder of a run directory, with a run directory of each baseline
 _PACKAGES = ("polyfed", "torch", "numpy", "safetensors")

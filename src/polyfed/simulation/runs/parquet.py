@@ -18,9 +18,9 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples
-from polyfed.core.files import create_private_folder, open_atomic_file, open_file
-from polyfed.core.typed import DAMAGED_FILE_ERRORS, parse_json, validation_error
+from polyfed.core.examples.examples import Examples
+from polyfed.core.io.atomic_files import create_private_folder, open_atomic_file, open_file
+from polyfed.core.io.validation import DAMAGED_FILE_ERRORS, parse_json, validation_error
 
 if TYPE_CHECKING:
     import pyarrow

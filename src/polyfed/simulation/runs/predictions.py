@@ -19,7 +19,8 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.files import (
+from polyfed.core.io.array_files import read_safetensors
+from polyfed.core.io.atomic_files import (
     UNLIMITED_BYTES,
     create_private_folder,
     expand_user_path,
@@ -27,7 +28,6 @@ from polyfed.core.files import (
     sync_files,
     write_file_atomically,
 )
-from polyfed.core.stored import read_safetensors
 from polyfed.simulation.runs import parquet
 from polyfed.simulation.runs.directory import read_config, read_metrics
 from polyfed.simulation.runs.paths import safe_file_name

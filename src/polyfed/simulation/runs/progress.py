@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, TextIO, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation import DEFAULT_METRIC
-from polyfed.core.text import sanitise_for_terminal
+from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
+from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.simulation.norms import norms_by_client
 
 

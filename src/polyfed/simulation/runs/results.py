@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import MODEL_REQUIREMENTS, Architecture, BringsNetwork
-from polyfed.core.copies import deep_copy
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.evaluation import split_metric_column
-from polyfed.core.examples import convert_inputs_like
-from polyfed.core.scratch import build_module, fill_module, reset_for_eval
-from polyfed.core.threads import single_torch_thread
+from polyfed.core.evaluation.evaluate import split_metric_column
+from polyfed.core.examples.examples import convert_inputs_like
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.deep_copy import deep_copy
+from polyfed.core.nn.module_cache import build_module, fill_module, reset_for_eval
 from polyfed.core.wrapping import wrap_network
 from polyfed.data.columns import sorted_unique_texts
 from polyfed.data.features import TablePreprocessor

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Client, Task
 from polyfed.core.errors import UserError
-from polyfed.core.examples import Examples, Normalise, PartwiseTransform
-from polyfed.core.files import read_file
-from polyfed.core.typed import parse_json, validation_error
+from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
+from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.data.features import TablePreprocessor
 from polyfed.data.lazy import LazyImageDecoder
 from polyfed.models import ModelSpec
@@ -48,7 +48,7 @@ class BuiltInNetwork(TypedDict):
 class Signature(TypedDict):
     """What `ID.signature.json` holds.
 
-    `inputs` are the tensors, and `tree` says how they make up what the network is called with (`polyfed.core.inputs`): a
+    `inputs` are the tensors, and `tree` says how they make up what the network is called with (`polyfed.core.examples.pytree`): a
     position among them, or a list or mapping of such. `transform` names a function of the owner's, after which the inputs
     are as described; where it is of a part, "part: function". `examples` counts by split. `network` is None
     for a network that was made in Python by a function.

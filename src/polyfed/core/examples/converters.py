@@ -1,0 +1,348 @@
+"""Inputs and labels from what users have: tensors and arrays in any structure, torch and Hugging Face datasets, frames."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from polyfed.core.errors import UserError
+from polyfed.core.examples.pytree import Inputs, as_inputs, dense_tensor_error, first_leaf
+
+Collate = Callable[[list[Any]], Any]
+ExamplesParts = tuple[Inputs, Tensor, dict[str, Any] | None]  # inputs, labels, columns that no network sees
+
+_LABELS = ("label", "labels", "fine_label", "y")
+_TABLE = "pf.data.split_table makes clients of a frame with texts, dates or missing values"
+
+
+def read_source(source: Any, name: str, labelled: bool, collate: Collate | None) -> ExamplesParts:
+    """What `as_examples` describes.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    is_list = hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping | str)
+    if isinstance(source, IterableDataset | Iterator):
+        raise UserError(
+            f"{name}: a {type(source).__name__} can only be read from its start to its end; give its items as a list, "
+            "list(...)"
+        )
+    if collate is not None and is_list:
+        return _read_collated(collate(_read_items(source, name)), name)
+    if not labelled and (isinstance(source, Tensor | np.ndarray | Mapping) or hasattr(source, "iloc")):
+        x = convert_inputs(source, f"{name} inputs")
+        first_part = first_leaf(x)
+        return x, torch.zeros(first_part.shape[:1], dtype=torch.int64, device=first_part.device), None
+    if hasattr(source, "column_names") and hasattr(source, "with_format"):
+        return _from_hugging_face(source, name)
+    if hasattr(source, "iloc"):  # pandas, without an import of it
+        raise UserError(
+            f"{name}: a pandas {type(source).__name__} alone does not say what is to be predicted; give a pair, "
+            f"(frame[inputs], frame[target]); {_TABLE}"
+        )
+    if isinstance(source, tuple | list) and len(source) == 2:
+        return convert_inputs(source[0], f"{name} inputs"), _convert_labels(source[1], name), None
+    if is_list:
+        rows = _read_items(source, name)
+        if rows and all(isinstance(row, tuple | list) and len(row) == 2 for row in rows):
+            return _examples_of_rows([row[0] for row in rows], [row[1] for row in rows], name)
+        if rows and all(isinstance(row, Mapping) for row in rows):
+            parts = [_split_off_label(row, name) for row in rows]
+            return _examples_of_rows([inputs for inputs, _ in parts], [label for _, label in parts], name)
+    if hasattr(source, "dataset") and hasattr(source, "batch_size"):
+        raise UserError(
+            f"{name}: a {type(source).__name__} is read batch by batch, and the client draws its own batches; give its data "
+            "set, loader.dataset (with a collate_fn of yours as_examples(loader.dataset, collate=...))"
+        )
+    raise UserError(
+        f"{name}: cannot read examples from {type(source).__name__}; give {'' if labelled else 'a tensor of inputs, '}"
+        "(x, y) tensors, a torch Dataset of (input, label) pairs or a Hugging Face dataset with a column 'label'"
+    )
+
+
+def _read_items(source: Any, name: str) -> list[Any]:
+    """The items of a `Dataset` or list, in their order."""
+    items: list[Any] = []
+    number = len(source)
+    if not number:
+        raise UserError(
+            f"{name}: the {type(source).__name__} has no examples; give at least one, or leave this client out"
+        )
+    for i in range(number):
+        try:
+            items.append(source[i])
+        except Exception as error:  # whatever the user's data set raises
+            raise UserError(
+                f"{name}: item {i} of the {type(source).__name__} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+    return items
+
+
+def convert_inputs(value: Any, name: str) -> Inputs:
+    """Inputs of many examples: an array of any origin, or tuples and mappings of such.
+
+    A tuple or list of arrays of numbers is a structure; of plain numbers and lists of them it is one array, and so is a list
+    of numpy's arrays, its rows.
+
+    Raises:
+        UserError: it is none.
+
+    >>> convert_inputs(([[1, 2]], {"b": [[0.5]]}), "x")
+    (tensor([[1, 2]]), {'b': tensor([[0.5000]])})
+    """
+    return as_inputs(_convert_parts(value, name), name) if _is_structure(value) else to_number_tensor(value, name)
+
+
+def _convert_parts(value: Any, name: str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _convert_parts(part, f"{name} {key!r}") for key, part in value.items()}
+    if _is_structure(value):
+        return tuple(_convert_parts(part, f"{name} {position}") for position, part in enumerate(value))
+    return to_number_tensor(value, name)
+
+
+def _is_structure(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return True
+    if not isinstance(value, tuple | list):
+        return False
+    is_tuple = isinstance(value, tuple)
+    return any(
+        (isinstance(part, Tensor) and part.dim() > 0)
+        or (is_tuple and (isinstance(part, np.ndarray) or hasattr(part, "iloc")))
+        or hasattr(part, "getbands")
+        or _is_structure(part)
+        for part in value
+        if not isinstance(part, int | float)
+    )
+
+
+def _examples_of_rows(inputs: Sequence[Any], labels: Sequence[Any], name: str) -> ExamplesParts:
+    if all(isinstance(label, Tensor) for label in labels) and len({label.shape for label in labels}) == 1:
+        labels = torch.stack(list(labels))  # type: ignore[assignment]  # keeps their type
+    return as_inputs(_stack_structures(inputs, f"{name} inputs")), _convert_labels(labels, name), None
+
+
+def _stack_structures(items: Sequence[Any], name: str) -> Any:
+    """One structure of the structures of many examples."""
+    first_item = items[0]
+    if isinstance(first_item, Mapping):
+        if (
+            different := next(
+                (item for item in items if not isinstance(item, Mapping) or item.keys() != first_item.keys()), None
+            )
+        ) is not None:
+            raise UserError(
+                f"{name} have the parts {sorted(first_item)} in an example, in another {_describe_item(different)}; "
+                "give all the same"
+            )
+        return {key: _stack_structures([item[key] for item in items], f"{name} {key!r}") for key in first_item}
+    if _is_structure(first_item):
+        if (
+            different := next((i for i in items if not isinstance(i, tuple | list) or len(i) != len(first_item)), None)
+        ) is not None:
+            raise UserError(
+                f"{name} have {len(first_item)} parts in one example, in another {_describe_item(different)}; give all "
+                "the same"
+            )
+        return tuple(_stack_structures([item[k] for item in items], f"{name} {k}") for k in range(len(first_item)))
+    rows = [to_number_tensor(item, name) for item in items]
+    if (different := next((row for row in rows if row.shape != rows[0].shape), None)) is not None:
+        raise UserError(
+            f"{name} differ in shape, {tuple(rows[0].shape)} and {tuple(different.shape)}; resize or pad them, or give "
+            "as_examples(..., collate=...) a function that does"
+        )
+    return torch.stack(rows)
+
+
+def _describe_item(item: Any) -> str:
+    return str(sorted(item)) if isinstance(item, Mapping) else f"a {type(item).__name__}"
+
+
+def _split_off_label(row: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+    """Inputs and label of a mapping with both."""
+    label = next((key for key in _LABELS if key in row), None)
+    if label is None:
+        raise UserError(f"{name}: an example has {sorted(row)}, and no label; call it 'label'")
+    inputs = {key: value for key, value in row.items() if key != label}
+    if not inputs:
+        raise UserError(f"{name}: an example has a {label!r} and nothing else; it needs an input")
+    return next(iter(inputs.values())) if len(inputs) == 1 else inputs, row[label]
+
+
+def _read_collated(batch: Any, name: str) -> ExamplesParts:
+    if isinstance(batch, Mapping):
+        inputs, labels = _split_off_label(batch, name)
+    elif isinstance(batch, tuple | list) and len(batch) == 2:
+        inputs, labels = batch
+    else:
+        raise UserError(
+            f"{name}: collate must return (inputs, labels) or a mapping with labels, got {type(batch).__name__}"
+        )
+    return convert_inputs(inputs, f"{name} inputs"), _convert_labels(labels, name), None
+
+
+def _from_hugging_face(source: Any, name: str) -> ExamplesParts:
+    label = next((c for c in _LABELS if c in source.column_names), None)
+    kinds = {c: source.features[c] for c in source.column_names if c != label}
+    text_columns = [
+        c
+        for c, kind in kinds.items()
+        if getattr(kind, "dtype", None) in ("string", "large_string") or _class_names(kind)
+    ]
+    inputs = [c for c in kinds if c not in text_columns]
+    if label is None or not inputs:
+        raise UserError(
+            f"{name}: the Hugging Face dataset has columns {source.column_names}; it needs 'label' and columns of numbers "
+            "or images as inputs (rename with .rename_column, keep with .select_columns)"
+        )
+    columns = source.select_columns([label, *inputs]).with_format("torch")[:]  # images come as uint8, channels first
+    tensors = {c: _hub_column(columns[c], kinds[c], c, name) for c in inputs}
+    x = tensors[inputs[0]] if len(inputs) == 1 else as_inputs(tensors, f"{name} inputs")
+    metadata = {c: _text_values(source.with_format(None)[c], kinds[c]) for c in text_columns}
+    return x, _convert_labels(columns[label], name), metadata or None
+
+
+def _hub_column(x: Any, kind: Any, column: str, name: str) -> Tensor:
+    if isinstance(x, list):
+        raise UserError(
+            f"{name}: inputs in column {column!r} differ in shape; resize or pad them to one shape, or give "
+            "as_examples(..., collate=...) a function that does"
+        )
+    if getattr(kind, "dtype", None) == "uint8":
+        x = x.to(torch.uint8)  # the torch format makes int64 of an array of bytes
+    return to_number_tensor(x, f"{name} inputs")
+
+
+def _class_names(kind: Any) -> Any:
+    """The names of the classes of a Hugging Face column of classes."""
+    return getattr(kind, "names", None) if hasattr(kind, "int2str") else None
+
+
+def _text_values(values: Any, kind: Any) -> list[str]:
+    names = _class_names(kind)
+    return [
+        ("" if v is None else str(v)) if names is None else names[v] if v in range(len(names)) else "" for v in values
+    ]
+
+
+def to_number_tensor(value: Any, name: str) -> Tensor:
+    """One tensor of numbers, of an array, list, image of PIL, or pandas frame or series of numbers.
+
+    Raises:
+        UserError: it is none.
+    """
+    if isinstance(value, Tensor):
+        if error_text := dense_tensor_error(value):
+            raise UserError(f"{name}: {error_text}")
+        return value.detach().resolve_conj().resolve_neg()
+    if isinstance(value, Iterator):
+        raise UserError(f"{name}: a {type(value).__name__} can be read only once; give its items as a list, list(...)")
+    if isinstance(value, np.ndarray):
+        value = _plain_array(value, name)
+    if hasattr(value, "getbands"):  # a PIL image: (height, width) or (height, width, channels)
+        pixels = torch.from_numpy(np.array(value))
+        return pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.movedim(-1, 0).contiguous()
+    if hasattr(value, "iloc"):
+        value = _numbers_of_frame(value, name)
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        remedy = f"; they hold texts: make numbers of them before; {_TABLE}" if _holds_texts(value) else ""
+        raise UserError(f"{name}: cannot be read as one tensor of numbers ({error}){remedy}") from error
+    return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor
+
+
+def _plain_array(value: NDArray[Any], name: str) -> NDArray[Any]:
+    """An array that torch reads as it is; a copy where its rows run backwards, it may not be written to, or its bytes are
+    in the order of another machine."""
+    if np.ma.is_masked(value):
+        raise UserError(f"{name}: the array has masked values; give array.filled(...), or leave these rows out")
+    if any(step < 0 for step in value.strides) or not value.flags.writeable:
+        value = np.array(value)
+    return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+
+
+def _numbers_of_frame(value: Any, name: str) -> Any:
+    kinds = {value.name: value.dtype} if hasattr(value, "name") else dict(value.dtypes.items())
+    if nonnumeric := [column for column, kind in kinds.items() if getattr(kind, "kind", "O") not in "biuf"]:
+        kind = kinds[nonnumeric[0]]
+        column = "" if nonnumeric[0] is None else f"column {nonnumeric[0]!r} of "
+        raise UserError(
+            f"{name}: {column}the pandas {type(value).__name__} holds {kind}, not numbers; number its values, "
+            f"once for all clients (names, numbers = numpy.unique(values, return_inverse=True)), or leave it out; {_TABLE}"
+        )
+    numbers = value.to_numpy()
+    return np.array(numbers, np.float64 if numbers.dtype.kind == "O" else None)  # a copy that can be written to
+
+
+def _convert_labels(value: Any, name: str) -> Tensor:
+    if not hasattr(value, "iloc") and _holds_texts(value):
+        raise UserError(
+            f"{name} labels are texts; number them, once for all clients, so that a number means the same class everywhere: "
+            "names, numbers = numpy.unique(labels, return_inverse=True)"
+        )
+    tensor = to_number_tensor(value, f"{name} labels")
+    if tensor.is_complex():
+        raise UserError(f"{name} labels are complex numbers ({tensor.dtype}); give whole or real numbers")
+    if tensor.is_floating_point():
+        return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)  # given as a tensor of float64
+    return (
+        tensor.to(torch.int64) if tensor.dim() == 1 else tensor
+    )  # several labels become floats when their task is known
+
+
+def _holds_texts(value: Any) -> bool:
+    """Whether an array, frame, series or nested list holds texts."""
+    if isinstance(value, str | bytes):
+        return True
+    if hasattr(value, "iloc"):
+        value = value.to_numpy()
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "USO" and any(isinstance(item, str | bytes) for item in value.flat)
+    return isinstance(value, tuple | list) and any(map(_holds_texts, value))
+
+
+def class_labels_error(labels: Tensor) -> str:
+    """What makes labels no classes, integers of shape (n,), and what to do, as a sentence.
+
+    >>> class_labels_error(torch.tensor([[1], [0]]))
+    'got torch.int64 of shape (2, 1); give labels.squeeze(1)'
+    """
+    description = f"got {labels.dtype} of shape {tuple(labels.shape)}"
+    are_integers = not labels.is_floating_point() or bool((labels == labels.floor()).all())
+    conversion = ".long()" if labels.is_floating_point() else ""
+    if labels.dim() > 2:
+        return (
+            f"{description}, one for each of several places, as in segmentation, which is no task of polyfed; labels "
+            "of 0 and 1 are trained with task='multilabel', both labels and the network's output flattened to shape "
+            "(n, labels)"
+        )
+    if not are_integers:
+        return f"{description}, with fractions; give task='regression' if they are amounts"
+    if labels.dim() == 1:
+        return f"{description}; give labels{conversion}, or task='regression' if they are amounts"
+    if labels.shape[1] == 1:
+        return f"{description}; give labels.squeeze(1){conversion}"
+    if bool(((labels == 0) | (labels == 1)).all()):
+        one_hot = bool((labels.sum(1) == 1).all())
+        return f"{description}; give labels.argmax(1)" if one_hot else f"{description}; give task='multilabel'"
+    return f"{description}; give one class an example, or task='regression' if they are amounts"
+
+
+def multilabel_labels_error(labels: Tensor) -> str:
+    """What makes labels none of several of 0 and 1, shape (n, labels), and what to do, as a sentence.
+
+    >>> multilabel_labels_error(torch.tensor([1, 0]))
+    'got torch.int64 of shape (2,); give labels.unsqueeze(1) for one label an example'
+    """
+    description = f"got {labels.dtype} of shape {tuple(labels.shape)}"
+    if not bool(((labels == 0) | (labels == 1)).all()):
+        return f"{description}, with other values than 0 and 1"
+    if labels.dim() == 1:
+        return f"{description}; give labels.unsqueeze(1) for one label an example"
+    return f"{description}; flatten labels and the network's output: labels.flatten(1)"

@@ -1,0 +1,416 @@
+"""Examples: what a client trains and is tested on, as tensors in memory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.examples.converters import Collate, convert_inputs, read_source, to_number_tensor
+from polyfed.core.examples.nan_checks import check_examples_finite
+from polyfed.core.examples.pytree import (
+    Inputs,
+    as_inputs,
+    dense_tensor_error,
+    first_leaf,
+    input_spec_of,
+    named_leaves,
+    tree_map,
+)
+
+Batch = tuple[Any, Tensor]  # inputs are `Inputs`, most often a tensor
+
+
+@dataclass(frozen=True)
+class Normalise:
+    """(x / 255 − mean) / std per channel, for images kept as uint8; floats out.
+
+    >>> Normalise((0.5,), (0.5,))(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
+    tensor([[[[-1.,  1.]]]])
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std) or any(s <= 0 for s in self.std):
+            raise UserError(f"Normalise needs one positive std per mean, got mean={self.mean}, std={self.std}")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Float32 images of the same shape, (batch, channels, height, width)."""
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        scale = torch.tensor([1 / (255 * s) for s in self.std], device=x.device).view(shape)
+        offset = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)], device=x.device).view(shape)
+        return x.to(torch.float32).mul_(scale).add_(offset)
+
+
+@final
+@dataclass(frozen=True)
+class PartwiseTransform:
+    """A transform for each of some parts of structured inputs, by their names (see `polyfed.core.examples.pytree`); the others stay
+    as they are.
+
+    >>> halved = PartwiseTransform({"image": Normalise((0.5,), (0.5,))})
+    >>> found = halved({"image": torch.tensor([[[[255]]]], dtype=torch.uint8), "age": torch.tensor([[60.0]])})
+    >>> found["image"].item(), found["age"].item()
+    (1.0, 60.0)
+    """
+
+    transforms: Mapping[str, Callable[[Tensor], Tensor]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", {name: self.transforms[name] for name in sorted(self.transforms)})
+
+    def __call__(self, x: Any) -> Any:
+        """The inputs with these parts changed.
+
+        Raises:
+            UserError: there is no such part.
+        """
+        parts = dict(named_leaves(x))
+        if unknown := sorted(self.transforms.keys() - parts.keys()):
+            raise UserError(
+                f"PartwiseTransform: the inputs have no part {unknown[0]!r}; {did_you_mean(unknown[0], parts)}"
+            )
+        changed = iter(
+            [self.transforms[name](part) if name in self.transforms else part for name, part in parts.items()]
+        )
+        return tree_map(lambda _: next(changed), x)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Rows of a store of inputs and labels.
+
+    The store may be shared: the clients of one simulation hold the same `x` and `y` and differ in `index`, so that 500
+    clients cost no more memory than the data set. A batch is an index operation followed by `transform`.
+
+    Args:
+        x: inputs, shape (num_stored, ...); uint8 for images (channels first), int64 for tokens, floats otherwise. Or a
+            tuple, list or dict of such tensors, nested at will: so is a batch, then, as `transform` and `augment` get it,
+            and a network gets its parts as arguments (see `polyfed.core.examples.pytree`). Lists become tuples.
+        y: targets; int64 (num_stored,) for classes, float (num_stored, num_labels) for multi-label, float for regression.
+        index: int64 rows of the store that these examples are; None for all of them.
+        transform: from a batch of stored inputs to the model's input (normalisation); None leaves them as they are. See
+            `PartwiseTransform` for structured inputs.
+        augment: random change of a training batch, `augment(batch, generator)`; applied before `transform`, never in
+            evaluation.
+        columns: what else is known of the examples, such as {"sex": ["f", "m", ...]}: a value an example of the store,
+            strings or numbers. No network sees them; they are kept beside predictions, for scores of subgroups.
+        group: the column whose equal values never go to different sets when examples are split (the rows of a patient);
+            None for none.
+
+    Raises:
+        UserError: x and y differ in length, a row of `index` is outside the store, or a column does not fit.
+
+    >>> few = Examples(torch.arange(6.0).view(6, 1), torch.tensor([0, 1, 0, 1, 0, 1]), index=torch.tensor([1, 3]))
+    >>> len(few), few.labels.tolist()
+    (2, [1, 1])
+    >>> few.batch(torch.tensor([1]))
+    (tensor([[3.]]), tensor([1]))
+    >>> Examples(few.x, few.y, few.index, columns={"sex": list("fmfmfm")}).column("sex").tolist()
+    ['m', 'm']
+    """
+
+    x: Inputs
+    y: Tensor
+    index: Tensor | None = None
+    transform: Callable[[Any], Any] | None = None
+    augment: Callable[[Any, torch.Generator], Any] | None = None
+    columns: Mapping[str, Any] | None = None
+    group: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.x, Tensor):
+            object.__setattr__(self, "x", as_inputs(self.x))
+        index: Any = self.index
+        if isinstance(index, np.ndarray):
+            object.__setattr__(self, "index", torch.as_tensor(index))
+        if error := _store_error(self.x, self.y, self.index) or _length_error(self.x, self.y):
+            raise UserError(error)
+        x = first_leaf(self.x)
+        if self.index is not None and len(self.index):
+            low, high = int(self.index.min()), int(self.index.max())
+            if low < 0 or high >= len(x):
+                raise UserError(f"index holds rows {low} to {high}, but the store has {len(x)}")
+        if self.columns is not None:
+            if not isinstance(self.columns, Mapping):
+                raise UserError(f"columns must be a mapping of names to values, got {type(self.columns).__name__}")
+            columns = {name: _check_column(name, values, len(x)) for name, values in self.columns.items()}
+            object.__setattr__(self, "columns", columns)
+        if self.group is not None and self.group not in (self.columns or {}):
+            raise UserError(
+                f"group={self.group!r} is no column of the examples; {did_you_mean(self.group, self.columns or {})}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.y) if self.index is None else len(self.index)
+
+    def __repr__(self) -> str:
+        # and no client's data
+        return f"Examples({len(self)} of inputs {input_spec_of(self.x)}, labels {input_spec_of(self.y)})"
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs, targets and index lie."""
+        return first_leaf(self.x).device
+
+    @property
+    def input_tensor(self) -> Tensor:
+        """The stored inputs, for what takes one tensor only.
+
+        Raises:
+            UserError: they are several.
+        """
+        if isinstance(self.x, Tensor):
+            return self.x
+        raise UserError(f"this needs inputs of one tensor, got several ({input_spec_of(self.x)})")
+
+    @property
+    def raw_inputs(self) -> Inputs:
+        """The stored inputs of these examples, in their order, before `transform`; a copy where there is an index."""
+        return self.x if self.index is None else tree_map(lambda part: part[self.index], self.x)
+
+    @property
+    def labels(self) -> Tensor:
+        """Targets of these examples, in their order."""
+        return self.y if self.index is None else self.y[self.index]
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A column's values of these examples, in their order.
+
+        Raises:
+            UserError: there is no such column.
+        """
+        columns = self.columns or {}
+        if name not in columns:
+            hint = did_you_mean(name, columns) if columns else "give Examples(..., columns={...})"
+            raise UserError(f"the examples have no column {name!r}; {hint}")
+        values: NDArray[Any] = columns[name]
+        return values if self.index is None else values[self.index.cpu().numpy()]
+
+    def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
+        """Inputs (transformed) and targets of `rows` (positions in these examples, int64, shape (batch,)).
+
+        With a `generator` the batch is a training batch and is augmented.
+        """
+        stored = rows if self.index is None else self.index[rows]
+        x, y = (
+            self.x[stored] if isinstance(self.x, Tensor) else tree_map(lambda part: part[stored], self.x),
+            self.y[stored],
+        )
+        if generator is not None and self.augment is not None:
+            x = self.augment(x, generator)
+        return (x if self.transform is None else self.transform(x)), y
+
+    @property
+    def first_input(self) -> Any:
+        """Input of the first example, as a batch of one.
+
+        >>> Examples(torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 0])).first_input
+        tensor([[0., 1.]])
+        """
+        return self.batch(self._first(1))[0]
+
+    def select(self, rows: Tensor) -> "Examples":
+        """The examples at `rows`, on the same store."""
+        return replace(self, index=rows if self.index is None else self.index[rows])
+
+    def head(self, count: int = 1) -> "Examples":
+        """The first examples, at most `count`.
+
+        >>> Examples(torch.zeros(3, 2), torch.tensor([2, 1, 0])).head(2).labels
+        tensor([2, 1])
+        """
+        return self.select(self._first(count))
+
+    def _first(self, count: int) -> Tensor:
+        return torch.arange(min(count, len(self)), device=self.device)
+
+    def to(self, device: torch.device) -> "Examples":
+        """The same examples with store and index on `device`."""
+        index = None if self.index is None else self.index.to(device)
+        return replace(self, x=tree_map(lambda part: part.to(device), self.x), y=self.y.to(device), index=index)
+
+
+def _store_error(x: Inputs, y: Any, index: Any) -> str:
+    """What keeps tensors from being a store and its rows, as a sentence; empty if nothing does."""
+    if not isinstance(y, Tensor):
+        return f"labels must be a tensor, got {type(y).__name__}; as_examples((x, y)) reads arrays and lists too"
+    for name, tensor in (
+        *((f"inputs {part!r}" if part else "inputs", part_tensor) for part, part_tensor in named_leaves(x)),
+        ("labels", y),
+    ):
+        if not tensor.is_meta and (error := dense_tensor_error(tensor)):  # of no values: forms are tried on such
+            return f"{name} are {error}"
+    if index is None:
+        return ""
+    if not isinstance(index, Tensor):
+        return f"index must be a tensor of rows, got {type(index).__name__}; give torch.as_tensor(index)"
+    if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+        cure = "; give mask.nonzero().squeeze(1)" if index.dtype == torch.bool else ""
+        return f"index must be int64 rows of shape (n,), got {index.dtype} of shape {tuple(index.shape)}{cure}"
+    return ""
+
+
+def _length_error(x: Inputs, y: Tensor) -> str:
+    """What makes inputs and labels those of other examples, as a sentence; empty if nothing does."""
+    first_part = first_leaf(x)
+    if first_part.dim() and y.dim() and len(first_part) == len(y):
+        return ""
+    return f"inputs and labels must have one row per example, got shapes {tuple(first_part.shape)} and {tuple(y.shape)}"
+
+
+def _check_column(name: str, values: Any, number: int) -> NDArray[Any]:
+    column = np.asarray(values)
+    if column.ndim != 1 or len(column) != number:
+        raise UserError(
+            f"column {name!r} has shape {column.shape} for {number} examples; it needs one value an example"
+        )
+    if column.dtype.kind not in "biufUO":
+        raise UserError(f"column {name!r} is of type {column.dtype}; give strings or numbers")
+    return column
+
+
+def as_examples(
+    source: Any, name: str = "examples", *, labelled: bool = True, collate: Collate | None = None
+) -> Examples:
+    """Examples from what users have: `Examples`; a pair (x, y) of tensors or arrays, or of a pandas frame of numbers and a
+    series; a torch `Dataset` of (input, label) pairs, or of mappings with a label; a Hugging Face dataset with a column
+    `label`.
+
+    Inputs may have any structure: in a pair (x, y), x may be a tuple or dict of tensors or arrays, nested at will, and so
+    may an input of a `Dataset`. All columns of numbers of a Hugging Face dataset are inputs: a lone one as a tensor,
+    several as a dict by their names. Texts and further classes among its columns are `Examples.columns`.
+
+    Numbers become float32, integers keep their type; only tensors of float64 stay float64. Images, that is uint8 inputs
+    of shape (n, channels, height, width) or (n, height, width), which gets a channel axis, stay uint8 in memory and reach
+    the network as floats from 0 to 1, by a `Normalise` of mean 0 and std 1. `Examples` are taken as they are.
+
+    Args:
+        source: one of the above.
+        name: what errors call it.
+        labelled: False takes inputs alone too, a tensor, array or dict, of examples whose labels nobody uses; they become 0.
+        collate: from the list of all items of a `Dataset` to (inputs, labels), or to a mapping with labels, as `collate_fn`
+            of a `DataLoader` and the data collators of `transformers` do; for items that must be padded, say.
+
+    Raises:
+        UserError: nothing of the above, labels that are no numbers, or inputs or targets that are NaN or infinite.
+
+    >>> len(as_examples(([[1.0], [2.0]], [0, 1])))
+    2
+    >>> as_examples(torch.ones(3, 5), labelled=False).labels.tolist()
+    [0, 0, 0]
+    >>> data = [((torch.ones(2), 60.0), 1), ((torch.zeros(2), 40.0), 0), ((torch.ones(2), 50.0), 1)]
+    >>> as_examples(data).batch(torch.tensor([1]))
+    ((tensor([[0., 0.]]), tensor([40.])), tensor([0]))
+    """
+    examples: Examples = (
+        source
+        if isinstance(source, Examples)
+        else _examples_with_channels(name, *read_source(source, name, labelled, collate))
+    )
+    for _, tensor in (*named_leaves(examples.x), ("", examples.y)):
+        if error := dense_tensor_error(tensor):
+            raise UserError(f"{name} are {error}")
+    check_examples_finite(examples, name)
+    return examples
+
+
+def convert_inputs_like(reference: Examples, x: Any, name: str) -> Examples:
+    """Inputs without labels in the form of other examples, transformed as they are.
+
+    Args:
+        reference: what the inputs must be like.
+        x: a tensor or array, shape (n, ...), or a tuple or dict of them, where the client's are; images of uint8 may lack
+            the axis of their one channel. Where examples are rows of a table, raw rows: a pandas frame, a mapping of
+            columns, or a list of {name: value}.
+        name: what errors call it.
+
+    Raises:
+        UserError: no inputs, another structure, shape or type, or values that are not finite.
+
+    >>> convert_inputs_like(Examples(torch.zeros(4, 2), torch.zeros(4)), [[1, 2], [3, 4], [5, 6]], "x").x
+    tensor([[1., 2.],
+            [3., 4.],
+            [5., 6.]])
+    """
+    inputs: Inputs
+    if isinstance(reference.x, Tensor):
+        inputs = _convert_part_like(reference.x, reference.transform, x, name)
+    else:
+        parts = dict(named_leaves(convert_inputs(x, name)))
+        reference_parts = dict(named_leaves(reference.x))
+        if parts.keys() != reference_parts.keys():
+            raise UserError(
+                f"{name} have the parts {sorted(parts)}, the client's {sorted(reference_parts)}; give the same"
+            )
+        transforms = reference.transform.transforms if isinstance(reference.transform, PartwiseTransform) else {}
+        converted_parts = iter(
+            [
+                _convert_part_like(reference_parts[part], transforms.get(part), parts[part], f"{name}: {part!r}")
+                for part in reference_parts
+            ]
+        )
+        inputs = tree_map(lambda _: next(converted_parts), reference.x)
+    return Examples(inputs, torch.zeros(len(first_leaf(inputs)), dtype=torch.int64), transform=reference.transform)
+
+
+def _convert_part_like(store: Tensor, transform: Any, x: Any, name: str) -> Tensor:
+    encode = None if isinstance(x, Tensor | np.ndarray) else getattr(transform, "encode", None)
+    inputs: Tensor = to_number_tensor(x, name) if encode is None else encode(x)  # rows of a table as they were stored
+    shape = getattr(transform, "shape", None)  # of images that stay encoded: new ones come decoded
+    store = store if shape is None else torch.empty((1, *shape), dtype=torch.uint8)
+    if store.dtype == torch.uint8 and inputs.dim() == 3 and store.dim() == 4 and store.shape[1] == 1:
+        inputs = inputs.unsqueeze(1)
+    if inputs.dim() == 0 or not len(inputs) or inputs.shape[1:] != store.shape[1:]:
+        raise UserError(
+            f"{name} have shape {tuple(inputs.shape)}; they must be {('n', *store.shape[1:])}, as the client's are, with at "
+            "least one example"
+        )
+    images = torch.uint8 in (inputs.dtype, store.dtype) and inputs.dtype != store.dtype and store.dim() > 2
+    if images or (inputs.is_floating_point() and not store.is_floating_point()) or inputs.is_complex():
+        raise UserError(f"{name} are {inputs.dtype}, the client's are {store.dtype}; give that type")
+    if encode is None and not bool(torch.isfinite(inputs).all()):
+        raise UserError(f"{name} have values that are NaN or infinite; leave these examples out, or fill them in")
+    if (warn := getattr(transform, "warn_of_changed_constants", None)) is not None:
+        warn(inputs, name)
+    return inputs.to("cpu", store.dtype)
+
+
+def _examples_with_channels(name: str, x: Inputs, y: Tensor, columns: Mapping[str, Any] | None) -> Examples:
+    """Examples whose uint8 images a network can take: with a channel axis, and scaled to 0..1 batch by batch."""
+    if error := _length_error(x, y):
+        raise UserError(f"{name}: {error}")
+
+    def with_channels(part: Tensor) -> Tensor:
+        return part.unsqueeze(1) if part.dtype == torch.uint8 and part.dim() == 3 else part
+
+    x = tree_map(with_channels, x)
+    scaled = {
+        name: Normalise((0.0,) * part.shape[1], (1.0,) * part.shape[1])
+        for name, part in named_leaves(x)
+        if part.dtype == torch.uint8 and part.dim() > 3
+    }
+    transform = None if not scaled else scaled[""] if isinstance(x, Tensor) else PartwiseTransform(scaled)
+    return Examples(x, y, transform=transform, columns=columns)
+
+
+def split_into_batches(rows: Tensor, batch_size: int, *, at_least_two: bool = False) -> list[Tensor]:
+    """Rows in batches of `batch_size`; the last may be smaller.
+
+    With `at_least_two` a last batch of one example joins the one before it, because BatchNorm in training cannot take
+    the variance of a single value.
+
+    >>> ([len(b) for b in split_into_batches(torch.arange(5), 2)],
+    ...  [len(b) for b in split_into_batches(torch.arange(5), 2, at_least_two=True)])
+    ([2, 2, 1], [2, 3])
+    """
+    batches = list(torch.split(rows, batch_size))
+    if at_least_two and len(batches) > 1 and len(batches[-1]) == 1:
+        batches[-2:] = [torch.cat(batches[-2:])]
+    return batches

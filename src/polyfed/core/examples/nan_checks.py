@@ -1,0 +1,167 @@
+"""Numbers that are none: NaN and infinite values in inputs and targets are found before anything is trained on them.
+
+Training on one gives weights of NaN, and a prediction from one is whatever class comes first; neither says why.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import UserError
+from polyfed.core.examples.pytree import Inputs, named_leaves, tree_map
+from polyfed.core.state_dict import PyTree
+
+
+class StoredExamples(Protocol):
+    """What of `Examples` is looked at here."""
+
+    @property
+    def x(self) -> Inputs:
+        """Inputs."""
+
+    @property
+    def y(self) -> Tensor:
+        """Targets."""
+
+    @property
+    def index(self) -> Tensor | None:
+        """Rows of the two that count; None for all."""
+
+    @property
+    def transform(self) -> Callable[[Any], Any] | None:
+        """What a batch goes through before the network."""
+
+
+_BLOCK = 2**22  # values that are looked at together
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Sets that were found sound, by identity and by how often their store was changed in place: a common test set that 500
+# clients share is read once.
+_FINITE_EXAMPLES: WeakValueDictionary[tuple[int, ...], StoredExamples] = WeakValueDictionary()
+
+
+@torch.no_grad()
+def check_examples_finite(examples: StoredExamples, name: str) -> None:
+    """Looks at inputs and targets of examples, at no other row of their store.
+
+    Args:
+        examples: of any type; only floating-point numbers can be wrong. A stored value that `transform` turns into a number
+            is none of the network's concern, and is not refused.
+        name: whose examples they are, for the error.
+
+    Raises:
+        UserError: a value is NaN or infinite; with the row (its position in these examples) and the place in it.
+
+    >>> from polyfed.core.examples.examples import Examples
+    >>> check_examples_finite(Examples(torch.tensor([[0.0, 1.0], [2.0, torch.nan]]), torch.tensor([0, 1])),
+    ...                       "client 'north': test")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: client 'north': test inputs: row 1, column 1 is nan; fill it in or drop the row
+    """
+    key = _cache_key(examples)
+    if key is not None and _FINITE_EXAMPLES.get(key) is examples:
+        return
+    if examples.y.dtype in _FLOATS:
+        raise_if_nonfinite(_nonfinite_blocks(examples.y, examples.index, None), f"{name} targets")
+    for part, tensor in named_leaves(examples.x):
+        if tensor.dtype in _FLOATS:
+            label = f"{name} inputs {part!r}" if part else f"{name} inputs"
+            raise_if_nonfinite(_nonfinite_blocks(tensor, examples.index, _transform_of_part(examples, part)), label)
+    if key is not None:
+        _FINITE_EXAMPLES[key] = examples
+
+
+def raise_if_nonfinite(blocks: Iterable[tuple[int, Tensor]], name: str, axis_name: str = "column") -> None:
+    """Raises a `UserError` if a value in one of the blocks is NaN or infinite.
+
+    Args:
+        blocks: the number of the first row of each block, and its rows.
+        name: what the numbers are.
+        axis_name: what the second axis counts.
+
+    >>> raise_if_nonfinite([(0, torch.zeros(5, 2)), (5, torch.tensor([[0.0, torch.inf]]))], "column 'age'", "position")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: column 'age': row 5, position 1 is inf; fill it in or drop the row
+    """
+    first, count = "", 0
+    for start, block in blocks:
+        wrong = ~torch.isfinite(block)
+        num_wrong = int(wrong.sum())
+        if num_wrong and not first:
+            row, *other_axes = wrong.nonzero()[0].tolist()
+            value = float(block[(row, *other_axes)])
+            where = (
+                ""
+                if not other_axes
+                else f", {axis_name} {other_axes[0]}"
+                if len(other_axes) == 1
+                else f", position {tuple(other_axes)}"
+            )
+            first = f"row {start + row}{where} is {value}"
+        count += num_wrong
+    if count == 1:
+        raise UserError(f"{name}: {first}; fill it in or drop the row")
+    if count:
+        more = "1 more value is" if count == 2 else f"{count - 1} more values are"
+        raise UserError(f"{name}: {first}; and {more} not finite; fill them in or drop the rows")
+
+
+def _transform_of_part(examples: StoredExamples, part: str) -> Callable[[Tensor, Any], Tensor] | None:
+    """What makes of stored rows of a part, and of the places where they lie, what reaches the network."""
+    transform = examples.transform
+    if transform is None:
+        return None
+
+    def apply(block: Tensor, rows: Any) -> Tensor:
+        if not part:
+            return transform(block)  # type: ignore[no-any-return]
+        parts = dict(named_leaves(transform(tree_map(lambda store: store[rows], examples.x))))
+        # A part that the network does not get cannot harm it.
+        return parts.get(part, torch.zeros(0)) if part in parts or len(parts) > 1 else next(iter(parts.values()))
+
+    return apply
+
+
+def _nonfinite_blocks(
+    store: Tensor, index: Tensor | None, transform: Callable[[Tensor, Any], Tensor] | None
+) -> Iterator[tuple[int, Tensor]]:
+    """The blocks of rows that have a value which is not finite, as they reach the network."""
+    number = len(store) if index is None else len(index)
+    step = max(1, _BLOCK // max(1, store[:1].numel()))
+    for start in range(0, number, step):
+        places = slice(start, start + step)
+        rows = places if index is None else index[places]
+        block = store[rows]
+        # A sum is cheaper than a look at each value, and finite only if all of them are.
+        if not bool(torch.isfinite(block.sum())):
+            yield start, block if transform is None else transform(block, rows)
+
+
+def _cache_key(examples: StoredExamples) -> tuple[int, ...] | None:
+    tensors = [tensor for _, tensor in named_leaves(examples.x)] + [examples.y]
+    if any(tensor.is_inference() for tensor in tensors):
+        return None  # such tensors do not count their changes
+    return id(examples), *(tensor._version for tensor in tensors)
+
+
+def nonfinite_state_error(state: PyTree, path: str = "") -> str:
+    """Half a sentence about the first number of a state that is NaN or infinite; empty if there is none.
+
+    Args:
+        state: of a client or of the server, as a checkpoint holds it.
+        path: what comes before the names.
+
+    >>> nonfinite_state_error({"model": {"bias": torch.tensor([0.0, float("nan")])}})
+    "tensor 'model/bias' has NaN or infinite values"
+    """
+    if isinstance(state, Tensor):
+        is_nonfinite = state.is_floating_point() and not bool(torch.isfinite(state).all())
+        return f"tensor {path!r} has NaN or infinite values" if is_nonfinite else ""
+    if isinstance(state, Mapping | list):
+        pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
+        inner = (nonfinite_state_error(value, f"{path}/{name}" if path else str(name)) for name, value in pairs)
+        return next(filter(None, inner), "")
+    return f"{path!r} is {state}" if isinstance(state, float) and not math.isfinite(state) else ""

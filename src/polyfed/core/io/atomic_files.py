@@ -1,0 +1,337 @@
+"""How files are written and read: by these functions only.
+
+A file is the old one or the new one at any moment, is on the disk when the function returns, and no symbolic link leads a
+write to another place: a run directory that somebody else made, or may write to, cannot have other files overwritten.
+What belongs to a run holds what was learnt from data, so that it is its owner's alone: files of mode 0600, folders of 0700.
+
+What is read is a regular file of a size that such a file can have. Anything else (a pipe that nobody writes to, a device
+that never ends, a sparse file of a terabyte, a link to nothing) is a sentence before a byte of it is read.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from polyfed.core.errors import UserError
+
+PRIVATE_FILE_MODE, PRIVATE_FOLDER_MODE = 0o600, 0o700
+_SHARED_FILE_MODE, _SHARED_FOLDER_MODE = 0o666, 0o777  # what a user asked for by name; the umask decides
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_BLOCK = 2**16  # bytes that are read at once, from the end
+_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+MAX_TEXT_BYTES = 256 * 2**20  # bytes of a file of settings, results or descriptions
+MAX_ROUNDS_BYTES = 2**30  # of the records of all rounds
+UNLIMITED_BYTES = 2**63  # of a file that is read in pieces
+_READ_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_KINDS = {
+    stat.S_IFIFO: "it is a named pipe", stat.S_IFSOCK: "it is a socket", stat.S_IFDIR: os.strerror(errno.EISDIR),
+    stat.S_IFCHR: "it is a device", stat.S_IFBLK: "it is a device",
+}  # fmt: skip
+
+
+def create_private_folder(path: Path, *, parents: bool = False) -> Path:
+    """A folder that only its owner can enter; one that is there stays as it is.
+
+    Args:
+        path: of the folder.
+        parents: whether those above it are made too: as the umask has it, or inside such a folder like it.
+
+    Raises:
+        UserError: there is a symbolic link in its place, which would lead what is written elsewhere.
+        OSError: it cannot be made; the exception names it.
+    """
+    for missing in reversed([above for above in path.parents if parents and not above.exists()]):
+        is_private = not stat.S_IMODE(missing.parent.stat().st_mode) & 0o077
+        missing.mkdir(mode=PRIVATE_FOLDER_MODE if is_private else _SHARED_FOLDER_MODE, exist_ok=True)
+    if path.is_symlink():
+        raise UserError(
+            f"{path} is a symbolic link to {os.readlink(path)!r}, where polyfed does not write; remove the link"
+        )
+    path.mkdir(mode=PRIVATE_FOLDER_MODE, exist_ok=True)
+    return path
+
+
+@contextmanager
+def open_new_file(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
+    """A file to write to, in place of what has this name; it is on the disk at the end. If writing fails, nothing is left.
+
+    Args:
+        path: of the file; a link of this name is removed, not followed.
+        private: whether it is its owner's alone.
+        sync: False where the caller sees to it later, for many files together.
+
+    Raises:
+        OSError: it cannot be written; the exception names it.
+    """
+    with _file_named_in_errors(path):
+        path.unlink(missing_ok=True)
+        mode = PRIVATE_FILE_MODE if private else _SHARED_FILE_MODE
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _NO_LINK | getattr(os, "O_BINARY", 0), mode)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):  # half a file takes room that is needed
+                path.unlink()
+            raise
+
+
+@contextmanager
+def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
+    """The same, but what has this name stays until all is written; a link of this name is replaced, not followed."""
+    partial = path.with_name(f".partial-{path.name}")
+    with open_new_file(partial, private=private, sync=sync) as file:
+        yield file
+    with _file_named_in_errors(path):
+        partial.rename(path)
+        if sync:
+            sync_folder(path.parent)
+
+
+def write_file_atomically(path: Path, data: bytes, *, private: bool = True) -> None:
+    """Writes a file, durably, so that it is the old one or the new one at any moment.
+
+    Args:
+        path: of the file; a link of this name is replaced, not followed.
+        data: its content.
+        private: whether it is its owner's alone; False for what a user asked for by name, such as a page to pass on.
+
+    Raises:
+        OSError: it cannot be written; the exception names it.
+    """
+    with open_atomic_file(path, private=private) as file:
+        file.write(data)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Adds a line to a file, durably. What a full disk or a kill has left of a line at its end is cut off before; of a line
+    that cannot be written whole, nothing stays.
+
+    Raises:
+        UserError: the file is a link, or no file.
+        OSError: it cannot be written; the exception names it.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UserError(f"{path} is a link or no file, where polyfed does not write; remove it")
+    new = not path.exists()
+    with _file_named_in_errors(path):
+        descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR | _NO_LINK, PRIVATE_FILE_MODE)
+        with os.fdopen(descriptor, "r+b", buffering=0) as file:
+            size = _end_of_last_line(file)
+            if size < file.seek(0, os.SEEK_END):
+                file.truncate(size)
+            try:
+                remaining = memoryview(f"{line}\n".encode())
+                while remaining:  # a disk that fills up takes a part, and raises at the next call
+                    remaining = remaining[file.write(remaining) :]
+                os.fsync(file.fileno())
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(size)
+                raise
+        if new:
+            sync_folder(path.parent)
+
+
+def _end_of_last_line(file: IO[bytes]) -> int:
+    """Where the last whole line of a file ends, in bytes."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - _BLOCK)
+        file.seek(begin)
+        if (place := file.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + place + 1
+        end = begin
+    return 0
+
+
+def open_lock_file(path: Path) -> IO[str]:
+    """A file to lock, empty.
+
+    Raises:
+        UserError: there is a pipe, which would be waited for.
+        OSError: it cannot be opened, or it is a link; the exception names it.
+    """
+    if path.is_fifo():
+        raise UserError(f"cannot lock {path}: it is a named pipe; remove it")
+    with _file_named_in_errors(path):
+        return os.fdopen(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | _NO_LINK, PRIVATE_FILE_MODE), "a")
+
+
+def sync_files(paths: Sequence[Path]) -> None:
+    """Makes sure that these files are there after a loss of power. Of many, that is faster once all are written."""
+    for path in paths:
+        with _file_named_in_errors(path), open_file(path, UNLIMITED_BYTES) as file:
+            os.fsync(file.fileno())
+    for folder in {path.parent for path in paths}:
+        sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes sure that files created or renamed in a folder are there after a loss of power."""
+    with _file_named_in_errors(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def add_resume_hint(next_step: str) -> Iterator[None]:
+    """Adds to the error of a disk without room what to do: make room, then `next_step`.
+
+    >>> with add_resume_hint("`polyfed resume runs/a`"):
+    ...     raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
+    Traceback (most recent call last):
+    OSError: [Errno 28] No space left on device: runs/a/metrics.jsonl; what was saved before is whole: make room, then go on
+    with `polyfed resume runs/a`
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_FULL_ERRORS:
+            raise
+        reason = str(error.strerror).partition("; what was saved")[0]  # a run inside a comparison has added its own
+        where = f": {error.filename}" if error.filename else ""
+        sentence = f"{reason}{where}; what was saved before is whole: make room, then go on with {next_step}"
+        raise OSError(error.errno, sentence) from error
+
+
+@contextmanager
+def _file_named_in_errors(path: Path) -> Iterator[None]:
+    """Errors of writing name no file; this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def expand_user_path(path: str | Path, label: str = "the path") -> Path:
+    """A path as users give one: "~" is their home, and a relative one is as it is.
+
+    Args:
+        path: that was given.
+        label: it is called in errors.
+
+    Raises:
+        UserError: it is empty or no path.
+
+    >>> expand_user_path("~/runs") == Path.home() / "runs", expand_user_path("runs/a").as_posix()
+    (True, 'runs/a')
+    >>> expand_user_path("", "out")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: out is empty; give the path of a file or folder
+    """
+    if not isinstance(path, str | Path):
+        raise UserError(f"{label} must be a path, got a {type(path).__name__}")
+    text = str(path)
+    if not text.strip():
+        raise UserError(f"{label} is empty; give the path of a file or folder")
+    if "\0" in text:
+        raise UserError(f"{label} {text!r} holds a character that no path can have; give another")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{label} {text!r} is below a home folder that is not known; write it out") from error
+
+
+def check_file(path: Path, max_bytes: int | None = None) -> Path:
+    """The path, if a regular file of at most so many bytes is there; for libraries that open files by themselves.
+
+    Args:
+        path: of the file.
+        max_bytes: bytes that it may have; None is what this machine has of memory.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        UserError: it is something else, too large, or cannot be read.
+    """
+    with open_file(path, max_bytes):
+        return path
+
+
+def open_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
+    """A regular file, open for reading; see `check_file`. Never waits: a pipe is not opened, nor a device.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        UserError: it is something else, too large, or cannot be read.
+    """
+    try:
+        _check_kind(path, path.stat())
+        descriptor = os.open(path, os.O_RDONLY | _READ_FLAGS)
+    except FileNotFoundError:
+        if not path.is_symlink():
+            raise
+        where = os.readlink(path)
+        raise UserError(f"cannot read {path}: it is a symbolic link to {where!r}, where nothing is; mend it") from None
+    except ValueError as error:
+        raise error if isinstance(error, UserError) else UserError(f"{str(path)!r} is no path ({error})") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; give a file that can be read") from error
+    try:
+        status = os.fstat(descriptor)
+        _check_kind(path, status)  # it may be another file by now
+        _check_size(path, status.st_size, max_bytes)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:
+    """The content of a regular file of at most so many bytes; None is what this machine has of memory.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        UserError: it is something else, too large, or cannot be read.
+    """
+    with open_file(path, max_bytes) as file:
+        try:
+            return file.read()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}; give a file that can be read") from error
+        except MemoryError as error:
+            raise UserError(f"there is not enough memory to read {path}; close other programs") from error
+
+
+def read_text_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES, errors: str = "strict") -> str:
+    """The same as text in UTF-8, line ends as "\\n"; `errors` as of `bytes.decode`.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        UserError: it is something else, too large, or cannot be read.
+        UnicodeDecodeError: it is no such text.
+    """
+    return read_file(path, max_bytes).decode("utf-8", errors).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _check_kind(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "it is something else than a file")
+        raise UserError(f"cannot read {path}: {kind}; put a regular file there")
+
+
+def _check_size(path: Path, size: int, max_bytes: int | None) -> None:
+    if max_bytes is None:
+        from polyfed.core.machine.memory_limit import total_memory  # which imports torch
+
+        max_bytes = total_memory()
+    if size > max_bytes:
+        raise UserError(
+            f"cannot read {path}: it has {size / 2**20:.0f} MiB, and at most {max_bytes / 2**20:.0f} MiB are read of such a "
+            "file; put the right one there"
+        )

@@ -1,0 +1,1 @@
+"""Memory and threads of this machine."""

@@ -1,0 +1,1 @@
+"""What travels: compression, fixed-point numbers, low-rank adapters."""

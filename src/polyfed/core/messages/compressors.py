@@ -1,0 +1,272 @@
+"""How tensors are made smaller on their way: numbers of one byte, or only the entries that changed most.
+
+What travels as it is: integers; tensors of fewer than 16 values; tensors of one dimension up to 4,096, which are biases and
+the scales and statistics of norm layers (few bytes, but a variance must not be rounded to 0 nor stay behind the weights);
+what is not finite (the server sees it and refuses it); and what would not get smaller.
+
+Nothing is kept from round to round: what was rounded or left out is not made up for later (error feedback), since that would
+add to the private state of every method. `polyfed.core.messages.message_compression` makes messages of it.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.seeds import torch_generator
+
+TensorForm = tuple[tuple[int, ...], torch.dtype]
+NO_COMPRESSION = "none"
+MIN_COMPRESSED_SIZE = 16
+"""Numbers of the smallest tensor that is compressed."""
+MAX_UNCOMPRESSED_VECTOR = 4096
+"""Numbers of the largest tensor of one dimension that travels as it is."""
+_TOPK = "topk"
+_STEPS = 127
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Compressor(ABC):
+    """How tensors are made smaller. Final subclasses are frozen dataclasses, named in `COMPRESSORS`; `str` gives what
+    `parse_compressor` reads."""
+
+    shared_entry: ClassVar[str]
+    """The name of the group's entry with what its compressed tensors have in common."""
+    needs_reference: ClassVar[bool]
+    """Whether only tensors that have one are compressed."""
+
+    @abstractmethod
+    def compress_tensor(self, tensor: Tensor, reference: Tensor | None, seed: int) -> tuple[str, Tensor, Tensor] | None:
+        """How a tensor travels, its own entry, and its part of the group's; None for one that travels as it is.
+
+        Args:
+            tensor: to be sent.
+            reference: its counterpart, which the receiver has.
+            seed: of what is drawn.
+        """
+
+    @abstractmethod
+    def decompressed_form(
+        self, kind: str, entry: TensorForm, reference: TensorForm | None
+    ) -> tuple[TensorForm, int, torch.dtype]:
+        """The form of the tensor that `compress_tensor` made an entry of, how many numbers of the group's entry belong
+        to it, and the type that they need.
+
+        Raises:
+            ValueError: `compress_tensor` makes no such entry; half a sentence.
+        """
+
+    @abstractmethod
+    def decompress_tensor(self, kind: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
+        """The tensor of an entry whose form has been checked.
+
+        Raises:
+            ValueError: numbers that `compress_tensor` does not make; half a sentence.
+        """
+
+
+@final
+@dataclass(frozen=True)
+class Int8(Compressor):
+    """One byte a number: q = ⌊x/s + u⌋ with s = max|x|/127 for each tensor and u uniform in [0, 1), so that E[s·q] = x and
+    |s·q − x| < s. x is the change from the counterpart; where there is none, the value itself.
+
+    Without the norm and the entropy coding of QSGD, whose idea stochastic rounding is (Alistarh, Grubic, Li, Tomioka and
+    Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NIPS 2017, section 3.1).
+
+    >>> str(Int8())
+    'int8'
+    """
+
+    shared_entry: ClassVar[str] = ":scales"
+    needs_reference: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return "int8"
+
+    def compress_tensor(self, tensor: Tensor, reference: Tensor | None, seed: int) -> tuple[str, Tensor, Tensor] | None:
+        """`TYPE`, q and s."""
+        if not _is_worth_compressing((tuple(tensor.shape), tensor.dtype)):
+            return None
+        change = tensor.double() if reference is None else tensor.double() - reference.double()
+        scale = _int8_scale(float(change.abs().max()))
+        if not math.isfinite(scale):
+            return None
+        noise = torch.rand(change.shape, generator=torch_generator(seed))
+        steps = (change / scale + noise).floor_() if scale else torch.zeros_like(change)
+        return _DTYPE_NAMES[tensor.dtype], steps.to(torch.int8), torch.tensor([scale], dtype=torch.float32)
+
+    def decompressed_form(
+        self, kind: str, entry: TensorForm, reference: TensorForm | None
+    ) -> tuple[TensorForm, int, torch.dtype]:
+        """The shape of q, and the type that the name says."""
+        if kind not in _DTYPES or not _is_worth_compressing((entry[0], _DTYPES[kind])):
+            raise ValueError(f"of shape {entry[0]} does not travel as {kind!r}")
+        if entry[1] != torch.int8:
+            raise ValueError(f"has steps of type {entry[1]}, expected {torch.int8}")
+        return (entry[0], _DTYPES[kind]), 1, torch.float32
+
+    def decompress_tensor(self, kind: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
+        """s·q, added to the counterpart."""
+        scale = float(shared[0])
+        if not 0 <= scale < math.inf:
+            raise ValueError(f"has the scale {scale}")
+        if int(entry.min()) < -_STEPS:
+            raise ValueError(f"has a step below -{_STEPS}")
+        change = entry.double().mul_(scale)
+        return (change if reference is None else change.add_(reference)).to(_DTYPES[kind])
+
+
+@final
+@dataclass(frozen=True)
+class TopK(Compressor):
+    """The entries of each tensor that changed most, by |change| from the counterpart: their positions, in the smallest type
+    that holds them, and their new values. The receiver has the counterpart's for the others. A tensor without counterpart
+    is not thinned out: a change of few entries means something, a tensor of few entries does not.
+
+    As sparse updates by Aji and Heafield ("Sparse Communication for Distributed Gradient Descent", EMNLP 2017), but for each
+    tensor, and without their memory of what was left out.
+
+    Args:
+        share: of the entries of each tensor, above 0 and at most 1; at least one entry travels.
+
+    Raises:
+        UserError: a share out of range.
+
+    >>> str(TopK(0.1)), TopK(0.1).num_sent(64), TopK(0.001).num_sent(64)
+    ('topk:0.1', 6, 1)
+    """
+
+    share: float
+    shared_entry: ClassVar[str] = ":values"
+    needs_reference: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
+        if not (number and 0 < self.share <= 1):
+            raise UserError(
+                f"the share of top-k must be above 0 and at most 1, got {self.share!r}; for example topk:0.1"
+            )
+        object.__setattr__(self, "share", float(self.share))
+
+    def __str__(self) -> str:
+        return f"topk:{self.share}"
+
+    def num_sent(self, entries: int) -> int:
+        """How many of the entries of a tensor travel."""
+        return max(1, round(self.share * entries))
+
+    def compress_tensor(self, tensor: Tensor, reference: Tensor | None, seed: int) -> tuple[str, Tensor, Tensor] | None:
+        """`topk`, positions and values. Of entries that changed alike the first travel."""
+        positions_form = None if reference is None else self._positions((tuple(tensor.shape), tensor.dtype))
+        if reference is None or positions_form is None:
+            return None
+        (number,), dtype = positions_form
+        change = (tensor.double() - reference.double()).abs_().flatten()
+        if not math.isfinite(change.max()):
+            return None
+        least = change.topk(number).values[-1]
+        more = (change > least).nonzero().flatten()
+        tied = (change == least).nonzero().flatten()[: number - len(more)]
+        positions = torch.cat([more, tied]).sort().values
+        return _TOPK, positions.to(dtype), tensor.flatten()[positions]
+
+    def decompressed_form(
+        self, kind: str, entry: TensorForm, reference: TensorForm | None
+    ) -> tuple[TensorForm, int, torch.dtype]:
+        """That of the counterpart."""
+        expected = None if reference is None else self._positions(reference)
+        if kind != _TOPK or reference is None or expected is None:
+            raise ValueError(f"does not travel as {kind!r}")
+        if entry != expected:
+            raise ValueError(
+                f"has positions of shape {entry[0]} and type {entry[1]}, expected {expected[0]} {expected[1]}"
+            )
+        return reference, expected[0][0], reference[1]
+
+    def decompress_tensor(self, kind: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
+        """The counterpart with the new values."""
+        assert reference is not None  # `decompressed_form` has refused it
+        positions = entry.long()
+        if int(positions[0]) < 0 or int(positions[-1]) >= reference.numel() or bool((positions.diff() <= 0).any()):
+            raise ValueError(f"has positions that are not different, ascending and from 0 to {reference.numel() - 1}")
+        values = reference.flatten().clone()
+        values[positions] = shared.to(reference.dtype)
+        return values.reshape(reference.shape)
+
+    def _positions(self, form: TensorForm) -> TensorForm | None:
+        """The form of the positions of a tensor; None for one that travels as it is."""
+        if not _is_worth_compressing(form):
+            return None
+        entries = math.prod(form[0])
+        number, dtype = self.num_sent(entries), _smallest_index_dtype(entries)
+        smaller = number * (dtype.itemsize + form[1].itemsize) < entries * form[1].itemsize
+        return ((number,), dtype) if smaller else None
+
+
+def _parse_int8(number: str) -> Int8:
+    if number:
+        raise UserError(f"int8 takes no number, got int8:{number}")
+    return Int8()
+
+
+def _parse_topk(number: str) -> TopK:
+    try:
+        return TopK(float(number))
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"topk needs the share of entries that travel, got {number!r}; for example topk:0.1") from error
+
+
+COMPRESSORS: Mapping[str, Callable[[str], Compressor]] = {"int8": _parse_int8, "topk": _parse_topk}
+"""Name -> the compression of what stands after the colon."""
+
+
+def parse_compressor(choice: str | Compressor | None) -> Compressor | None:
+    """The compression of a text such as "int8" or "topk:0.1"; None for "none".
+
+    Raises:
+        UserError: there is no such compression.
+
+    >>> parse_compressor("topk:0.1"), parse_compressor("none"), parse_compressor(Int8())
+    (TopK(share=0.1), None, Int8())
+    """
+    if choice is None or isinstance(choice, Compressor):
+        return choice
+    name, _, number = str(choice).partition(":")
+    if str(choice) == NO_COMPRESSION:
+        return None
+    if name not in COMPRESSORS:
+        raise UserError(f"unknown compression {choice!r}; {did_you_mean(name, [NO_COMPRESSION, *COMPRESSORS])}")
+    return COMPRESSORS[name](number)
+
+
+def _is_worth_compressing(form: TensorForm) -> bool:
+    """Whether a tensor is worth compressing."""
+    shape, number = form[0], math.prod(form[0])
+    return (
+        form[1] in _DTYPE_NAMES
+        and number >= MIN_COMPRESSED_SIZE
+        and (len(shape) > 1 or number > MAX_UNCOMPRESSED_VECTOR)
+    )
+
+
+def _int8_scale(largest: float) -> float:
+    """max|x|/127 in float32, rounded up, so that no x is more than 127 of it; NaN or infinite if there is none."""
+    scale = torch.tensor(largest / _STEPS, dtype=torch.float32)
+    if float(scale) * _STEPS < largest:
+        scale = torch.nextafter(scale, torch.tensor(math.inf))
+    return float(scale)
+
+
+def _smallest_index_dtype(entries: int) -> torch.dtype:
+    """The smallest type that holds the positions of so many entries."""
+    sizes = {torch.uint8: 8, torch.uint16: 16, torch.int32: 31}
+    return next((dtype for dtype, bits in sizes.items() if entries <= 2**bits), torch.int64)

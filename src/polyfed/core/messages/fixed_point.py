@@ -1,0 +1,210 @@
+"""Sums in fixed point: exact, in whole numbers of 64 bits, and the same whatever the order.
+
+A tree with the weight n becomes words: n itself, and round(n·x·2^32) for each number x of a floating tensor, n·x for
+each of a whole one. Words are added mod 2^64. From the sum comes the weighted mean Σ n_i x_i / Σ n_i, without a single tree
+ever being known: this is what a secure sum adds up (`polyfed.deploy.secure`), and what a simulation computes in its place.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.core.algorithm import Message
+from polyfed.core.errors import UserError
+from polyfed.core.state_dict import StateDict
+
+FRACTION_BITS = 32
+"""Binary digits after the point: a mean of n examples is exact to 2^-33/n̄ before it is rounded to its type."""
+
+FixedPointWords = np.ndarray[tuple[int], np.dtype[np.uint64]]
+TensorGroups = Mapping[str, StateDict]
+_WORD_LIMIT = 2.0**63
+_DTYPES = {str(t).removeprefix("torch."): t for t in (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_WORDS, _MAX_BYTES, _MAX_DIMENSIONS = 2**34, 4 * 2**20, 64  # of what is read; a layout's bytes, a tensor's shape
+
+
+@final
+@dataclass(frozen=True)
+class SumLayout:
+    """Which word is what: groups, names, shapes and types of the tensors, in the order of groups and names. The first word
+    is the weight.
+
+    Raises:
+        UserError: a type that has no place in a sum.
+
+    >>> layout = SumLayout.of_groups({"model": {"w": torch.zeros(2, 3), "b": torch.zeros(3)}})
+    >>> layout.num_words, SumLayout.deserialize(layout.serialize()) == layout
+    (10, True)
+    """
+
+    tensors: tuple[tuple[str, str, tuple[int, ...], torch.dtype], ...]
+
+    def __post_init__(self) -> None:
+        for group, name, _, dtype in self.tensors:
+            if dtype not in _DTYPE_NAMES:
+                raise UserError(
+                    f"tensor {name!r} of group {group!r} is of type {dtype}, which a fixed-point sum cannot hold"
+                )
+
+    @classmethod
+    def of_groups(cls, groups: TensorGroups) -> "SumLayout":
+        """That of a message's groups."""
+        return cls(
+            tuple(
+                (group, name, tuple(groups[group][name].shape), groups[group][name].dtype)
+                for group in sorted(groups)
+                for name in sorted(groups[group])
+            )
+        )
+
+    @property
+    def num_words(self) -> int:
+        """How many words a message of this layout takes."""
+        return 1 + sum(prod(shape) for _, _, shape, _ in self.tensors)
+
+    def serialize(self) -> Tensor:
+        """As bytes, for a message."""
+        entries = [[group, name, list(shape), _DTYPE_NAMES[dtype]] for group, name, shape, dtype in self.tensors]
+        return torch.frombuffer(bytearray(json.dumps(entries, separators=(",", ":")).encode()), dtype=torch.uint8)
+
+    @classmethod
+    def deserialize(cls, data: Tensor) -> "SumLayout":
+        """The inverse of `serialize`.
+
+        Raises:
+            UserError: it is none.
+        """
+        try:
+            if data.numel() > _MAX_BYTES:  # before it is read: its JSON takes many times its size
+                raise ValueError(f"it has {data.numel()} bytes; at most {_MAX_BYTES} are read")
+            entries = tuple((g, n, tuple(s), _DTYPES[t]) for g, n, s, t in json.loads(bytes(data.numpy())))
+            if not all(
+                isinstance(g, str) and isinstance(n, str) and len(s) <= _MAX_DIMENSIONS
+                # Each by itself: beside a 0, no product tells of a size that no tensor can have.
+                and all(type(size) is int and 0 <= size <= _MAX_WORDS for size in s)
+                for g, n, s, _ in entries
+            ):  # fmt: skip
+                raise ValueError("a name or shape is none")
+            layout = cls(entries)
+            if layout.num_words > _MAX_WORDS or len({entry[:2] for entry in entries}) < len(entries):
+                raise ValueError("it is too large, or has a name twice")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UserError(f"the layout of a sum cannot be read: {error}") from error
+        return layout
+
+    def meta_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors of this layout without memory."""
+        groups: dict[str, dict[str, Tensor]] = {}
+        for group, name, shape, dtype in self.tensors:
+            groups.setdefault(group, {})[name] = torch.empty(shape, dtype=dtype, device="meta")
+        return groups
+
+
+def to_fixed_point(groups: TensorGroups, weight: int, num_parties: int) -> FixedPointWords:
+    """The words of one party.
+
+    Args:
+        groups: what it sends.
+        weight: n, its number of examples, or 1.
+        num_parties: how many add their words at most: each may take as much of the room, so that the sum always fits.
+
+    Raises:
+        UserError: a value that is not finite, or does not fit; nothing may be sent then.
+
+    >>> words = to_fixed_point({"model": {"w": torch.tensor([0.5])}}, weight=3, num_parties=2)
+    >>> words[0], words[1] == 3 * 2**31
+    (np.uint64(3), np.True_)
+    """
+    layout, limit = SumLayout.of_groups(groups), _WORD_LIMIT / num_parties
+    if isinstance(weight, bool) or weight != int(weight) or not 1 <= weight < limit:
+        raise UserError(f"a weight in a fixed-point sum is a whole number from 1, got {weight!r}")
+    words = np.empty(layout.num_words, dtype=np.int64)
+    words[0], offset = int(weight), 1
+    for group, name, _, dtype in layout.tensors:
+        tensor = groups[group][name].detach().cpu()
+        exact = tensor.to(torch.float64) * float(weight)
+        exact = (exact * 2.0**FRACTION_BITS if dtype.is_floating_point else exact).flatten()
+        largest = float(exact.abs().max()) if exact.numel() else 0.0
+        if not largest < limit:  # NaN too
+            shown = float(tensor.to(torch.float64).abs().max())
+            max_value = limit / weight / (2.0**FRACTION_BITS if dtype.is_floating_point else 1.0)
+            raise UserError(
+                f"group {group!r}: tensor {name!r} has the value {shown:.3g}, and a fixed-point sum of {num_parties} "
+                f"sites with {weight} examples here holds up to {max_value:.3g}; lower lr, set clip_norm, or scale the "
+                "inputs"
+            )
+        if not dtype.is_floating_point:
+            exact = (tensor.to(torch.int64) * int(weight)).flatten()
+        words[offset : offset + len(exact)] = (
+            exact.round().to(torch.int64).numpy() if dtype.is_floating_point else exact.numpy()
+        )
+        offset += len(exact)
+    return words.view(np.uint64)
+
+
+def mean_from_fixed_point(words: FixedPointWords, layout: SumLayout) -> tuple[dict[str, dict[str, Tensor]], int]:
+    """The weighted mean from a sum of words, and the sum of weights. Whole numbers are rounded to the nearest (up from the
+    middle); a mean of booleans is whether any was true.
+
+    Raises:
+        UserError: these words are no sum of this layout.
+
+    >>> total = to_fixed_point({"m": {"w": torch.tensor([1.0])}}, 1, 2)
+    >>> total += to_fixed_point({"m": {"w": torch.tensor([5.0])}}, 3, 2)
+    >>> mean_from_fixed_point(total, SumLayout.of_groups({"m": {"w": torch.zeros(1)}}))
+    ({'m': {'w': tensor([4.])}}, 4)
+    """
+    if len(words) != layout.num_words:
+        raise UserError(f"a sum of {layout.num_words} words is expected, got {len(words)}")
+    signed = words.view(np.int64)
+    weight = int(signed[0])
+    if weight < 1:
+        raise UserError(f"the weights of a sum add up to {weight}, which cannot be")
+    groups: dict[str, dict[str, Tensor]] = {}
+    offset = 1
+    for group, name, shape, dtype in layout.tensors:
+        part = torch.from_numpy(signed[offset : offset + prod(shape)].copy()).reshape(shape)
+        offset += prod(shape)
+        if dtype.is_floating_point:
+            mean = (part.to(torch.float64) / (float(weight) * 2.0**FRACTION_BITS)).to(dtype)
+        elif dtype == torch.bool:
+            mean = part != 0
+        else:
+            high = torch.div(part, weight, rounding_mode="floor")
+            mean = (high + (part - high * weight >= weight - (part - high * weight)).to(torch.int64)).to(dtype)
+        groups.setdefault(group, {})[name] = mean
+    return groups, weight
+
+
+def build_sum_message(words: FixedPointWords, layout: SumLayout) -> Message:
+    """What travels: the words, and which is what."""
+    return Message({"sum": {"layout": layout.serialize(), "words": torch.from_numpy(words.view(np.int64))}})
+
+
+def parse_sum_message(message: Message) -> tuple[FixedPointWords, SumLayout]:
+    """The inverse of `build_sum_message`.
+
+    Raises:
+        UserError: it is none.
+    """
+    names_by_group = {group: sorted(tree) for group, tree in message.tensors.items()}
+    if names_by_group != {"sum": ["layout", "words"]}:
+        raise UserError(f"a part of a secure sum is expected, and the reply holds {str(names_by_group)[:200]}")
+    tree = message.tensors["sum"]
+    layout, words = tree["layout"], tree["words"]
+    if layout.dtype != torch.uint8 or words.dtype != torch.int64 or layout.dim() != 1 or words.dim() != 1:
+        raise UserError("the words of a secure sum, or their layout, are of another type or shape")
+    parsed_layout = SumLayout.deserialize(layout)
+    if len(words) != parsed_layout.num_words:
+        raise UserError(f"a part of a secure sum has {len(words)} words, and its layout {parsed_layout.num_words}")
+    return words.numpy().view(np.uint64), parsed_layout

@@ -1,0 +1,233 @@
+"""Compressed messages: what `polyfed.core.messages.compressors` makes of the tensors of a message, and back.
+
+A reply is compressed against the message that it answers. A tensor has a counterpart there if group, name, shape and type
+are the same: then its change travels, otherwise the tensor itself. What goes down has no counterparts, since the server does
+not know what a client has kept.
+
+A compressed message is a `Message` too, so its `nbytes` are those that travel. Each tensor of a group has one entry. What
+stands after the last colon of its name says how it travels:
+
+- `w:`: as it is.
+- `w:float32`: whole numbers from -127 to 127 (int8, in the shape of w), to be multiplied by a scale; w is of type float32.
+- `w:topk`: positions, ascending, in the flat w.
+
+A group has at most one entry more: `:scales`, of its quantised tensors in their order, or `:values`, the new values at all
+positions.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from polyfed.core.algorithm import Message
+from polyfed.core.messages.compressors import Compressor, TensorForm
+from polyfed.core.seeds import derive_seed
+from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
+
+UNCOMPRESSED_GROUPS = frozenset({"public", "rad"})
+"""Groups of inputs, which go down as they are: a client checks that the public examples stay the same."""
+_UNCOMPRESSED = ""
+_EMPTY_MESSAGE = Message()
+
+
+def compress_message(message: Message, reference: Message, compressor: Compressor, seed: int) -> Message:
+    """A message as it travels.
+
+    Args:
+        message: with tensors in this machine's memory.
+        reference: what the receiver has already; nothing of it is changed.
+        compressor: as agreed with the receiver.
+        seed: of all that is drawn; each tensor has a stream of its own.
+
+    >>> from polyfed.core.messages.compressors import TopK
+    >>> down = Message({"model": {"w": torch.zeros(10, 10), "n": torch.tensor(3)}})
+    >>> up = Message({"model": {"w": torch.arange(100.0).reshape(10, 10), "n": torch.tensor(4)}}, {"num_examples": 20})
+    >>> sent = compress_message(up, down, TopK(0.02), seed=0)
+    >>> dict(sent.tensors["model"])
+    {'w:topk': tensor([98, 99], dtype=torch.uint8), 'n:': tensor(4), ':values': tensor([98., 99.])}
+    >>> decompress_message(sent, down, TopK(0.02)).tensors["model"]["w"].sum()
+    tensor(197.)
+    """
+    tensors = {
+        group: _compress_group(group, tree, reference, compressor, seed) for group, tree in message.tensors.items()
+    }
+    return Message(tensors, message.scalars)
+
+
+def _compress_group(
+    group: str, tree: StateDict, reference: Message, compressor: Compressor, seed: int
+) -> dict[str, Tensor]:
+    entries: dict[str, Tensor] = {}
+    shared_parts: list[Tensor] = []
+    for name, tensor in tree.items():
+        before = _reference_tensor(reference, group, name)
+        matches = before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype
+        packed = compressor.compress_tensor(tensor, before if matches else None, derive_seed(seed, group, name))
+        if packed is None:
+            entries[f"{name}:{_UNCOMPRESSED}"] = tensor
+        else:
+            kind, entry, part = packed
+            entries[f"{name}:{kind}"] = entry
+            shared_parts.append(part)
+    if shared_parts:
+        entries[compressor.shared_entry] = torch.cat(shared_parts)  # in a type that holds all
+    return entries
+
+
+def _reference_tensor(reference: Message, group: str, name: str) -> Tensor | None:
+    return reference.tensors.get(group, {}).get(name)
+
+
+def decompressed_specs(
+    specs: Mapping[str, StateDictSpec], reference: Message, compressor: Compressor
+) -> dict[str, dict[str, TensorForm]]:
+    """The forms of the tensors that a compressed message stands for, by its own forms alone: nothing is read, and nothing is
+    made.
+
+    Raises:
+        ValueError: no compressed message has these forms; half a sentence.
+
+    >>> from polyfed.core.messages.compressors import Int8
+    >>> decompressed_specs({"model": {"w:float32": ((4, 5), torch.int8), ":scales": ((1,), torch.float32)}},
+    ...                    Message(), Int8())
+    {'model': {'w': ((4, 5), torch.float32)}}
+    """
+    return {g: {e.name: e.spec for e in _parse_entries(g, form, reference, compressor)} for g, form in specs.items()}
+
+
+def uncompressed_tensors(entries: StateDict) -> dict[str, Tensor]:
+    """Of a compressed group the tensors that travel as they are.
+
+    >>> uncompressed_tensors({"n:": torch.tensor(3), ":scales": torch.ones(1)})
+    {'n': tensor(3)}
+    """
+    return {name[:-1]: tensor for name, tensor in entries.items() if name.endswith(":")}
+
+
+@final
+@dataclass(frozen=True)
+class _CompressedEntry:
+    """One tensor of a group: its name, how it travels, its form, and where its part of the group's entry begins and ends."""
+
+    name: str
+    kind: str
+    spec: TensorForm
+    begin: int
+    end: int
+
+
+def _parse_entries(
+    group: str, specs: StateDictSpec, reference: Message, compressor: Compressor
+) -> list[_CompressedEntry]:
+    entries: dict[str, _CompressedEntry] = {}
+    dtypes: list[torch.dtype] = []
+    end = 0
+    for key, (shape, dtype) in specs.items():
+        name, colon, kind = key.rpartition(":")
+        if key == compressor.shared_entry:
+            continue
+        if not colon:
+            raise ValueError(
+                f"group {group[:80]!r}: tensor {key[:80]!r} does not say how it travels; this run has compress={compressor}"
+            )
+        if name in entries:
+            raise ValueError(f"group {group[:80]!r}: tensor {name[:80]!r} comes twice")
+        form, begin = _tensor_spec((shape, dtype)), end
+        if kind != _UNCOMPRESSED:
+            tensor = _reference_tensor(reference, group, name)
+            try:
+                before = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+                form, number, needed = compressor.decompressed_form(kind, form, before)
+            except ValueError as error:
+                raise ValueError(
+                    f"group {group[:80]!r}: tensor {name[:80]!r} {error} with compress={compressor}"
+                ) from error
+            dtypes.append(needed)
+            end += number
+        entries[name] = _CompressedEntry(name, kind, form, begin, end)
+    actual, expected = specs.get(compressor.shared_entry), ((end,), _promoted_dtype(dtypes)) if dtypes else None
+    if actual != expected:
+        raise ValueError(
+            f"group {group[:80]!r}: {compressor.shared_entry!r} is {actual or 'missing'}, expected {expected or 'none'}"
+        )
+    return list(entries.values())
+
+
+def _tensor_spec(shape_and_dtype: tuple[tuple[int | None, ...], torch.dtype]) -> TensorForm:
+    return tuple(int(size or 0) for size in shape_and_dtype[0]), shape_and_dtype[1]
+
+
+def _promoted_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The type in which `torch.cat` puts tensors of these types together."""
+    first, *remaining = dict.fromkeys(dtypes)
+    for dtype in remaining:
+        first = torch.promote_types(first, dtype)
+    return first
+
+
+def decompress_message(message: Message, reference: Message, compressor: Compressor) -> Message:
+    """The message that `compress_message` was given, as far as it travelled. The arguments are not changed; what
+    travelled as it is is not copied.
+
+    Raises:
+        ValueError: it is none of `compress_message` with these arguments; half a sentence.
+    """
+    tensors: dict[str, dict[str, Tensor]] = {}
+    entries_by_group = {
+        g: _parse_entries(g, state_dict_spec(tree), reference, compressor) for g, tree in message.tensors.items()
+    }  # all forms before any number
+    for group, entries in entries_by_group.items():
+        tree, group_tensors = message.tensors[group], dict[str, Tensor]()
+        for e in entries:
+            body, before = tree[f"{e.name}:{e.kind}"], _reference_tensor(reference, group, e.name)
+            if e.kind == _UNCOMPRESSED:
+                group_tensors[e.name] = body
+                continue
+            matches = before is not None and (tuple(before.shape), before.dtype) == e.spec
+            try:
+                group_tensors[e.name] = compressor.decompress_tensor(
+                    e.kind, body, tree[compressor.shared_entry][e.begin : e.end], before if matches else None
+                )
+            except ValueError as error:
+                raise ValueError(f"group {group[:80]!r}: tensor {e.name[:80]!r} {error}") from error
+        tensors[group] = group_tensors
+    return Message(tensors, message.scalars)
+
+
+@final
+class BroadcastCompressor:
+    """Compresses what goes down, where nothing is known that the clients have: the values themselves. What several clients
+    get, as one global model, is compressed once and stays shared. Draws depend on the seed alone, not on who receives it.
+
+    Args:
+        compressor: None sends messages as they are.
+        seed: of this state of the server.
+    """
+
+    def __init__(self, compressor: Compressor | None, seed: int) -> None:
+        self._compressor, self._seed = compressor, seed
+        # The trees themselves are kept too: an id is only its own as long as they live.
+        self._groups: dict[Any, tuple[StateDict, StateDict, StateDict]] = {}
+
+    def __call__(self, message: Message) -> tuple[Message, Message]:
+        """The message as it travels, and as it arrives."""
+        if self._compressor is None:
+            return message, message
+        sent, arrived = {}, {}
+        for group, tree in message.tensors.items():
+            key = group, tuple((name, id(tensor)) for name, tensor in tree.items())
+            if key not in self._groups:
+                packed = {f"{name}:{_UNCOMPRESSED}": tensor for name, tensor in tree.items()}
+                if group not in UNCOMPRESSED_GROUPS:
+                    packed = _compress_group(group, tree, _EMPTY_MESSAGE, self._compressor, self._seed)
+                plain = decompress_message(Message({group: packed}), _EMPTY_MESSAGE, self._compressor).tensors[group]
+                self._groups[key] = tree, packed, plain
+            _, sent[group], arrived[group] = self._groups[key]
+        return Message(sent, message.scalars), Message(arrived, message.scalars)
+
+    def clear(self) -> None:
+        """Lets go of what was made."""
+        self._groups.clear()

@@ -1,0 +1,1 @@
+"""Networks: one cached module an architecture, buffers, tied weights, optimizers, precision."""

@@ -1,0 +1,348 @@
+"""Scratch modules: one network per architecture and process, filled with a client's weights before each use.
+
+Parameters that a network does not train (`requires_grad=False` when it is built) are part of its architecture, as its layers
+are: every client builds them itself, with seed 0, whatever the run's. So they are neither sent nor kept by clients, and a
+fingerprint of them, the second half of `Scratch.architecture`, tells whether two clients have the same.
+
+A tensor that has several names is sent and kept under the first alone (`polyfed.core.nn.tied_weights`).
+"""
+
+import hashlib
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.algorithm import Architecture
+from polyfed.core.errors import UserError
+from polyfed.core.nn.class_paths import stable_path
+from polyfed.core.nn.grad_mode import grad_enabled
+from polyfed.core.nn.tied_weights import (
+    check_no_shared_memory,
+    first_name_by_alias,
+    rename_to_first_names,
+    retie_buffers,
+    unique_tensors,
+)
+from polyfed.core.nn.unwrap import unwrap_module
+from polyfed.core.seeds import derive_seed, temporary_rng_seed
+from polyfed.core.state_dict import StateDict
+
+_CACHE_SIZE = 64  # factories whose scratch module a process keeps
+_PlainValue = int | float | str | bool | None
+_OF_TORCH = frozenset(nn.Module().__dict__)
+
+
+@final
+@dataclass(frozen=True)
+class _PartSnapshot:
+    """One module of a network as it was when the network was built; nothing in it refers to a module."""
+
+    parameters: Mapping[str, nn.Parameter | None]
+    buffers: Mapping[str, Tensor | None]
+    attributes: Mapping[str, _PlainValue | Tensor]
+    names: frozenset[str]
+    hooks: Mapping[str, frozenset[Any]]
+    empty: tuple[str, ...]
+
+    @classmethod
+    def take(cls, module: nn.Module) -> "_PartSnapshot":
+        """The present state of a module."""
+        attributes = module.__dict__
+        tensors = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
+        hooks = {name: frozenset(attributes[name]) for name in attributes if name.startswith("_") and "_hooks" in name}
+        empty = tuple(
+            n for n, v in attributes.items() if n not in _OF_TORCH and isinstance(v, dict | list | set) and not v
+        )
+        return cls(
+            dict(module._parameters), dict(module._buffers), {**_plain_attributes(module), **tensors}, frozenset(attributes),
+            hooks, empty,
+        )  # fmt: skip
+
+    def restore(self, module: nn.Module) -> None:
+        """Puts the same tensor objects and plain attributes back; removes attributes and hooks that were added, and what was
+        put into lists and mappings that were empty."""
+        for current, built in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
+            if not isinstance(module, torch.jit.ScriptModule):  # which has no dictionaries of its own
+                current.clear()
+                current.update(built)  # type: ignore[arg-type]  # parameters into parameters
+        attributes = module.__dict__
+        for name in attributes.keys() - self.names:
+            del attributes[name]
+        attributes.update(self.attributes)
+        for name in self.empty:
+            attributes[name].clear()
+        for name, hook_ids in self.hooks.items():
+            for added in attributes[name].keys() - hook_ids:
+                del attributes[name][added]
+
+
+@final
+@dataclass(frozen=True)
+class _PristineState:
+    """What a client or a method may leave in a module besides weights and persistent buffers, as it was when the module was
+    built: which tensors its modules hold, the values of non-persistent buffers, which parameters are trained, plain
+    attributes (numbers, strings) such as counters, and hooks."""
+
+    hidden: Mapping[str, Tensor]
+    trainable: Mapping[str, bool]
+    parts: Mapping[str, _PartSnapshot]
+    frozen: Mapping[str, nn.Parameter]
+    versions: tuple[int, ...]  # of the frozen ones, which torch counts up at each change
+
+    def restore(self, module: nn.Module) -> None:
+        for (name, parameter), version in zip(self.frozen.items(), self.versions, strict=True):
+            if parameter._version != version:
+                raise UserError(
+                    f"the network changed its parameter {name!r} itself, which is not trained (requires_grad=False) and so "
+                    "neither sent nor kept; put what a network changes in its forward pass into a buffer (register_buffer)"
+                )
+        modules = dict(module.named_modules())
+        if different := modules.keys() ^ self.parts.keys():
+            raise UserError(
+                f"the network adds or removes the layer {min(different)!r} itself; build all layers in __init__, and let "
+                "forward choose among them"
+            )
+        for name, part in modules.items():
+            self.parts[name].restore(part)
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in self.hidden:
+                    buffer.copy_(self.hidden[name])
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(self.trainable[name])
+
+
+_PRISTINE_STATES: WeakKeyDictionary[nn.Module, _PristineState] = WeakKeyDictionary()  # of every scratch module there is
+
+
+@final
+@dataclass(frozen=True)
+class CachedModule:
+    """A module to fill and use, its persistent buffers as built, and a short name of its architecture.
+
+    Two factories have the same `architecture_hash` if their modules have the same class, print alike, have the same plain
+    attributes, state dicts with the same names, shapes and types, of which the same are names of one tensor, and the same
+    frozen parameters with the same values.
+    `frozen`: all names of these, in the order of the state dict. `counters`: the buffers of whole numbers as they came
+    to the client that the module is filled for (`polyfed.core.nn.buffers.filled`), if they came.
+    """
+
+    module: nn.Module
+    buffers: Mapping[str, Tensor]
+    architecture: str
+    frozen: tuple[str, ...] = ()
+    counters: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Undoes what the last client may have left in the module besides weights and persistent buffers."""
+        _PRISTINE_STATES[self.module].restore(self.module)
+
+
+@grad_enabled()  # it is kept: one that was built in a caller's inference mode could never be trained
+def cached_module(factory: Architecture, device: torch.device | None = None) -> CachedModule:
+    """The scratch module of an architecture on `device` (default: CPU), as built but for weights and persistent buffers:
+    whoever takes it fills it first and does not keep it. Attributes that a network sets only as it runs are removed.
+
+    Raises:
+        UserError: the factory fails, or does not give an `nn.Module` whose parameters are initialised.
+
+    >>> cached_module(lambda: nn.Linear(2, 3)).architecture == cached_module(lambda: nn.Linear(2, 3)).architecture
+    True
+    """
+    device = device or torch.device("cpu")
+    cached = _cached(factory, device) if isinstance(factory, Hashable) else _build(factory, device)
+    cached.reset()
+    return cached
+
+
+def _build(factory: Architecture, device: torch.device) -> CachedModule:
+    module = build_module(factory, seed=0)
+    check_no_shared_memory(module)
+    aliases = first_name_by_alias(module)
+    retie_buffers(module.to(device), aliases)
+    state = module.state_dict(keep_vars=True)
+    buffer_names = state.keys() - aliases.keys() - {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    frozen, sent = _frozen_by_name(module), {id(tensor) for tensor in state.values()}
+    _PRISTINE_STATES[module] = _PristineState(
+        {name: buffer.clone() for name, buffer in module.named_buffers() if id(buffer) not in sent},
+        {name: parameter.requires_grad for name, parameter in module.named_parameters()},
+        {name: _PartSnapshot.take(part) for name, part in module.named_modules()},
+        frozen,
+        tuple(parameter._version for parameter in frozen.values()),
+    )
+    buffers = {name: state[name].clone() for name in state if name in buffer_names}
+    return CachedModule(module, buffers, _compute_architecture_hash(module), tuple(frozen))
+
+
+def _frozen_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not trained, under all their names in the state dict."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: parameter for name, parameter in named if not parameter.requires_grad}
+
+
+def frozen_parameters(module: nn.Module) -> Mapping[str, nn.Parameter]:
+    """The parameters that were not to be trained when the module was built, under all their names.
+
+    >>> list(frozen_parameters(nn.Linear(2, 3).requires_grad_(False)))
+    ['weight', 'bias']
+    """
+    return _PRISTINE_STATES[module].frozen if module in _PRISTINE_STATES else _frozen_by_name(module)
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """A short hash of names, types, shapes and values; empty for no tensors.
+
+    >>> hash_tensors({}), hash_tensors({"w": torch.zeros(2)}) == hash_tensors({"w": torch.zeros(2)})
+    ('', True)
+    """
+    content = hashlib.blake2b(digest_size=8)
+    for name, tensor in tensors.items():
+        content.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
+        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return content.hexdigest() if tensors else ""
+
+
+def differ_only_in_frozen(first: str, second: str) -> bool:
+    """Whether two architectures, as `Scratch.architecture` names them, have one form and differ in frozen parameters.
+
+    >>> differ_only_in_frozen("4e0c-11", "4e0c-22"), differ_only_in_frozen("4e0c-11", "77aa-11")
+    (True, False)
+    """
+    return first != second and first.partition("-")[0] == second.partition("-")[0]
+
+
+def _compute_architecture_hash(module: nn.Module, *, ties: bool = True) -> str:
+    form = [(name, tuple(t.shape), str(t.dtype)) for name, t in module.state_dict().items()]
+    parts = [
+        (name, stable_path(type(part)), type(part).__qualname__, sorted(_plain_attributes(part).items(), key=repr))
+        for name, part in module.named_modules()
+    ]
+    functions = [
+        (name, key, getattr(value, "__qualname__", ""))
+        for name, part in module.named_modules()
+        for key, value in sorted(part.__dict__.items())
+        if callable(value) and not isinstance(value, nn.Module)
+    ]
+    # A printed address differs from process to process, and a run is resumed in another one.
+    printed = re.sub(r"0x[0-9a-f]+", "", f"{module}\n{form}\n{parts}\n{functions}")
+    if ties and (further := first_name_by_alias(module)):
+        printed += f"\n{further}"
+    frozen = hash_tensors(_frozen_by_name(module))
+    return hashlib.sha256(printed.encode()).hexdigest()[:16] + (f"-{frozen}" if frozen else "")
+
+
+_ARCHITECTURE_HASHES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def architecture_hash(module: nn.Module) -> str:
+    """A short name of a module's architecture, as `Scratch.architecture`; made once for each module.
+
+    >>> architecture_hash(nn.Linear(2, 3)) == cached_module(lambda: nn.Linear(2, 3)).architecture
+    True
+    """
+    if module not in _ARCHITECTURE_HASHES:
+        _ARCHITECTURE_HASHES[module] = _compute_architecture_hash(module)
+    return _ARCHITECTURE_HASHES[module]
+
+
+def legacy_architecture_hash(module: nn.Module) -> str:
+    """The name that former versions gave: it did not tell whether two names are of one tensor."""
+    return _compute_architecture_hash(module, ties=False)
+
+
+def _plain_attributes(part: nn.Module) -> dict[str, _PlainValue]:
+    return {k: v for k, v in part.__dict__.items() if v is None or isinstance(v, int | float | str | bool)}
+
+
+_cached = lru_cache(maxsize=_CACHE_SIZE)(_build)
+
+
+def reset_for_eval(module: nn.Module) -> nn.Module:
+    """The module in evaluation mode and in the form in which its state dict alone builds it again, in place: what training
+    may have left in a scratch module besides weights and persistent buffers is undone. So the network that is evaluated, or
+    whose representations are compared, is bit for bit the one that is saved."""
+    if module in _PRISTINE_STATES:
+        _PRISTINE_STATES[module].restore(module)
+    return module.eval()
+
+
+@grad_enabled()
+def build_module(factory: Architecture, seed: int) -> nn.Module:
+    """A fresh module whose random initialisation depends on `seed` alone.
+
+    Raises:
+        UserError: as for `cached_module`.
+    """
+    name = getattr(factory, "__qualname__", None) or getattr(factory, "name", None) or type(factory).__name__
+    with temporary_rng_seed(seed):
+        try:
+            module = factory()
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"the model factory {name} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise UserError(f"the model factory {name} must return a torch.nn.Module, got {type(module).__name__}")
+    module = unwrap_module(module)
+    lazy = [n for n, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise UserError(f"the model factory {name} leaves {lazy[0]!r} uninitialised; run one batch through it first")
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if meta := [n for n, tensor in tensors.items() if tensor.is_meta]:
+        raise UserError(f"the model factory {name} leaves {meta[0]!r} on the meta device, without values; build the network "
+                        "outside of torch.device('meta'), or load its weights first")  # fmt: skip
+    return module
+
+
+def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
+    """The trained weights and the buffers from which every client of this architecture starts in the run with `seed`: one
+    draw per architecture, so that a client that trains alone and one that federates begin at the same point.
+
+    >>> a, b = (initial_state(lambda: nn.Linear(2, 3), seed=5) for _ in range(2))
+    >>> torch.equal(a["weight"], b["weight"])
+    True
+    """
+    module = build_module(factory, derive_seed(seed, "initial weights", cached_module(factory).architecture))
+    frozen = frozen_parameters(module)
+    return {n: tensor.detach().clone() for n, tensor in unique_tensors(module).items() if n not in frozen}
+
+
+def trainable_state(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of all trained weights and buffers of a network, on the CPU: what a client keeps, or sends."""
+    frozen = frozen_parameters(module)
+    return {n: tensor.detach().to("cpu", copy=True) for n, tensor in unique_tensors(module).items() if n not in frozen}
+
+
+def fill_module(module: nn.Module, *state_dicts: StateDict) -> nn.Module:
+    """Copies tensors into a module's parameters and buffers; together the trees must name each that is not frozen, by one of
+    its names or several. A module that is no scratch module takes frozen ones too, if all of them are named: those of a file
+    with a whole network.
+
+    Raises:
+        ValueError: a name is missing, unknown or of another shape, or names of one tensor have different values.
+    """
+    module_tensors, frozen = unique_tensors(module), frozen_parameters(module)
+    values = {name: tensor for tree in state_dicts for name, tensor in tree.items()}
+    if not values.keys() <= module_tensors.keys():
+        values = rename_to_first_names(module, values)
+    expected = {name: tensor for name, tensor in module_tensors.items() if name not in frozen}
+    if module not in _PRISTINE_STATES and values.keys() & frozen.keys():
+        expected = module_tensors
+    if expected.keys() != values.keys():
+        raise ValueError(
+            f"weights do not fit the model: missing {sorted(expected.keys() - values.keys())[:3]}, "
+            f"unknown {sorted(values.keys() - expected.keys())[:3]}"
+        )
+    with torch.no_grad():
+        for name, target in expected.items():
+            if target.shape != values[name].shape:
+                raise ValueError(f"weights do not fit the model: {name!r} is {tuple(values[name].shape)}, "
+                                 f"the model has {tuple(target.shape)}")  # fmt: skip
+            target.copy_(values[name])
+    return module

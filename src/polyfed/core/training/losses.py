@@ -1,0 +1,178 @@
+"""What local training minimises, and which examples it draws: the task's loss with weights of classes, or the client's own
+loss; each example once an epoch, or examples by weight."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyfed.core.algorithm import Client, Loss, Task
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.evaluate import loss_function, predict
+from polyfed.core.examples.examples import Examples
+from polyfed.core.io.trusted_code import import_object
+
+ClassWeights = Literal["balanced"] | tuple[float, ...] | None
+
+
+def build_loss(
+    examples: Examples,
+    task: Task,
+    client_loss: Loss | None = None,
+    label_smoothing: float = 0.0,
+    class_weights: ClassWeights = None,
+) -> Loss:
+    """The loss of a minibatch: (outputs, targets) -> a number.
+
+    Args:
+        examples: the client's training examples, whose labels "balanced" counts.
+        task: whose loss it is, unless `client_loss` is given.
+        client_loss: a client's own loss (`Client.loss`).
+        label_smoothing: of the cross-entropy.
+        class_weights: w of the weighted mean Σ_i w(y_i)·l_i / Σ_i w(y_i) over the minibatch, one a class; "balanced" is
+            w_c = n/(K·n_c), n_c of n examples being of class c and K the number of classes that occur (1 for others). With
+            several labels, what a label's positive examples count: "balanced" is their number's inverse odds,
+            (n − n_l)/n_l.
+
+    Raises:
+        UserError: weights of classes, or label smoothing, for a loss that has no use for them, or another number of weights.
+
+    >>> three = Examples(torch.zeros(3, 1), torch.tensor([0, 0, 1]))
+    >>> loss = build_loss(three, "classification", class_weights="balanced")  # 0.75 and 1.5
+    >>> round(float(loss(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1]))), 4)
+    1.649
+    """
+    if client_loss is not None:
+        if class_weights is not None or label_smoothing:
+            raise UserError("class_weights and label_smoothing are of the task's loss, and a client has a loss of its own; "
+                            "leave them out, or put them into that loss")  # fmt: skip
+        return _checked_client_loss(client_loss, examples.device)
+    if class_weights is None:
+        return loss_function(task, label_smoothing)
+    if task == "regression":
+        raise UserError(f"class_weights={class_weights!r}: the task is regression, which has no classes; leave it out")
+    labels = examples.labels
+
+    def weighted(outputs: Tensor, targets: Tensor) -> Tensor:
+        w = _resolve_class_weights(class_weights, labels, outputs.shape[1], task).to(outputs.device, outputs.dtype)
+        if task == "classification":
+            return F.cross_entropy(outputs, targets, weight=w, label_smoothing=label_smoothing)
+        return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=w)
+
+    return weighted
+
+
+def _resolve_class_weights(class_weights: Any, labels: Tensor, outputs: int, task: Task) -> Tensor:
+    if class_weights != "balanced":
+        if len(class_weights) != outputs:
+            raise UserError(
+                f"class_weights has {len(class_weights)} numbers, but the network has {outputs} outputs; give one each"
+            )
+        return torch.tensor(class_weights, dtype=torch.float64)
+    number = len(labels)
+    if task == "classification":
+        counts = torch.bincount(labels, minlength=outputs).to(torch.float64)
+        return torch.where(counts > 0, number / (int((counts > 0).sum()) * counts), 1.0)
+    positive = labels.sum(0, dtype=torch.float64)
+    return torch.where((positive > 0) & (positive < number), (number - positive) / positive, 1.0)
+
+
+def import_loss(path: str) -> Loss:
+    """A loss of the user's by `module:name`: a function of outputs and targets, or a class that is made without arguments,
+    such as an `nn.Module`.
+
+    Raises:
+        UserError: as `polyfed.core.io.trusted_code.import_object`, or the class needs arguments.
+
+    >>> from polyfed.core.io.trusted_code import temporary_trust, trust_code
+    >>> with temporary_trust():
+    ...     trust_code("torch.nn:MultiMarginLoss")
+    ...     import_loss("torch.nn:MultiMarginLoss")
+    MultiMarginLoss()
+    """
+    obj = import_object(path, "loss")
+    if not isinstance(obj, type):
+        return obj
+    try:
+        loss = obj()
+    except TypeError as error:
+        raise UserError(f"loss {path!r}: it cannot be made without arguments ({error}); name a function, or a class "
+                        "that needs none") from error  # fmt: skip
+    if not callable(loss):
+        raise UserError(f"loss {path!r}: a {type(loss).__name__} cannot be called with outputs and targets")
+    return loss  # type: ignore[no-any-return]
+
+
+def _checked_client_loss(loss: Loss, device: torch.device) -> Loss:
+    if isinstance(loss, nn.Module):
+        loss = copy.deepcopy(loss).to(device)  # its weights of classes, say
+
+    def checked_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        value = loss(outputs, targets)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(f"a client's loss must return one number, the mean over the minibatch, got {shape}")
+        return value
+
+    return checked_loss
+
+
+def sampling_weights(examples: Examples, task: Task, sampler: str) -> Tensor | None:
+    """By what weights examples are drawn, with replacement, float64 of shape (n,); None draws each once.
+
+    Args:
+        examples: those to draw from.
+        task: of the labels.
+        sampler: "shuffle"; "balanced", every class as often as the others; or the column of `examples` with the weights.
+
+    Raises:
+        UserError: "balanced" without classes, or a column that is missing or holds no weights.
+
+    >>> sampling_weights(Examples(torch.zeros(3, 1), torch.tensor([0, 0, 1])), "classification", "balanced").tolist()
+    [0.5, 0.5, 1.0]
+    """
+    if sampler == "shuffle":
+        return None
+    if sampler == "balanced":
+        if task != "classification":
+            raise UserError(
+                f"sampler='balanced' draws classes alike, but the task is {task}; name a column with weights"
+            )
+        labels = examples.labels
+        return 1 / torch.bincount(labels).to(torch.float64)[labels]
+    values = examples.column(sampler)
+    weights = torch.from_numpy(values.astype("float64")) if values.dtype.kind in "biuf" else torch.tensor([math.nan])
+    if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()) or not float(weights.sum()) > 0:
+        raise UserError(f"sampler={sampler!r}: a column of weights has numbers of at least 0, some of them positive")
+    return weights
+
+
+def build_early_stopping(model: nn.Module, client: Client, loss: Loss, patience: int) -> Callable[[], bool]:
+    """Whether to stop, asked after each epoch: the loss on the client's validation examples was not below its least for
+    `patience` epochs in a row. It leaves the network in the mode for training.
+
+    Raises:
+        UserError: the client has no validation examples.
+    """
+    examples = client.val
+    if examples is None:
+        raise UserError(
+            f"patience={patience}: client {client.id!r} has no validation examples to stop by; give val=..., or "
+            "--data.val-fraction"
+        )
+    least, epochs_since = math.inf, 0
+
+    def should_stop() -> bool:
+        nonlocal least, epochs_since
+        device = examples.device
+        with torch.no_grad():
+            current_loss = float(loss(predict(model, examples).to(device), examples.labels))
+        model.train()
+        least, epochs_since = (current_loss, 0) if current_loss < least else (least, epochs_since + 1)
+        return epochs_since >= patience
+
+    return should_stop

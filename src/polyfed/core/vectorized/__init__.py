@@ -1,0 +1,1 @@
+"""Clients of one architecture as one stacked network."""

@@ -1,0 +1,169 @@
+"""Calls of many clients gathered until all have made them, so that they can be carried out together.
+
+A client half runs until it asks for what takes long, training (`fit`) or outputs (`predict`). There it is parked: the call
+is kept and the half is left. When the calls have been carried out, the half runs again from its start, and gets at the same
+call what was found. So nothing of a method has to know of it; it relies on what every method keeps: what a client computes
+follows from what it is given (see `Algorithm`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.examples.examples import Examples
+
+Tensors = Sequence[Tensor]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PerClientTerm:
+    """A function that is the same for all clients, and the tensors of one client that it is given last. Of a penalty or a
+    direction in this form many clients' can be computed at once.
+
+    Args:
+        function: two clients' are equal (`==`) only if they are the same function.
+        tensors: of the client; the function may change them in place.
+        takes_network: a penalty is called with the network, or with a stack of many (`polyfed.core.vectorized.stacked_module.Stacked`),
+            instead of
+            with the trained parameters. (A direction always is.)
+        num_rows: examples of its own that a penalty takes through each network at once, 0 for none.
+
+    >>> import torch
+    >>> def pull(weights, anchors): return sum((w - a).square().sum() for w, a in zip(weights, anchors))
+    >>> PerClientTerm(pull, [torch.ones(2)])([torch.zeros(2)])
+    tensor(2.)
+    """
+
+    function: Callable[..., Tensor]
+    tensors: Tensors = ()
+    takes_network: bool = False
+    num_rows: int = 0
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """The function of these arguments and the client's tensors."""
+        return self.function(*arguments, self.tensors)
+
+
+@final
+class CallDeferred(BaseException):  # not an error: no `except Exception` of a method may take it
+    """Leaves a client half at a call that is carried out with others'."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FitCall:
+    """A call of `fit`: its arguments, and all parameters and buffers of the network when it was made."""
+
+    module: nn.Module
+    state: Mapping[str, Tensor]
+    trained_names: frozenset[str]
+    examples: Examples
+    options: Any
+    lr: float
+    seed: int
+    task: str
+    penalty: PerClientTerm | None
+    gradient: PerClientTerm | None
+    batches_per_step: int
+    reported_loss: str
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PredictCall:
+    """A call of `predict_sets`: the network when it was made, and the sets of examples."""
+
+    module: nn.Module
+    state: Mapping[str, Tensor]
+    sets: Sequence[Examples]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FitCallResult:
+    """What became of a `FitCall`."""
+
+    state: Mapping[str, Tensor]
+    tensors: Tensors
+    loss: float
+    steps: int
+
+    def copy_into(self, module: nn.Module, *tensors: Tensors) -> None:
+        """Leaves the network, and the tensors of the client's own functions, as training alone would have left them."""
+        copy_named_tensors(module, self.state)
+        with torch.no_grad():
+            for target, source in zip((t for group in tensors for t in group), self.tensors, strict=True):
+                target.copy_(source)
+        module.eval()
+
+
+@final
+@dataclass(eq=False)
+class DeferredRun:
+    """One client half that is run until it is through: what became of its calls, in their order. `runs_alone` is set
+    once one of its calls must be carried out by itself; then all later ones are. With `stop_at_first_call` it is left
+    there instead."""
+
+    results: list[FitCallResult | list[Tensor]] = field(default_factory=list)
+    runs_alone: bool = False
+    pending_call: FitCall | PredictCall | None = None
+    stop_at_first_call: bool = False
+    _next: int = 0
+
+    def restart(self) -> None:
+        """Before the half is run, again or for the first time."""
+        self._next, self.pending_call = 0, None
+
+    def next_result(self, make_call: Callable[[], FitCall | PredictCall | None]) -> FitCallResult | list[Tensor] | None:
+        """What became of the half's next call; None if it is to be carried out here.
+
+        Raises:
+            Parked: the call is to be carried out with others'.
+        """
+        if self._next < len(self.results):
+            self._next += 1
+            return self.results[self._next - 1]
+        if self.runs_alone or (call := make_call()) is None:
+            if self.stop_at_first_call:
+                raise CallDeferred
+            self.runs_alone = True
+            return None
+        self.pending_call = call
+        raise CallDeferred
+
+
+_CURRENT_RUN: ContextVar[DeferredRun | None] = ContextVar("the client half that is run", default=None)
+
+
+def current_deferred_run() -> DeferredRun | None:
+    """The client half that is run, where calls are gathered."""
+    return _CURRENT_RUN.get()
+
+
+@contextmanager
+def deferring_calls(run: DeferredRun | None) -> Iterator[None]:
+    """Inside the block calls of `fit` and `predict_sets` are gathered; not at all for None."""
+    token = _CURRENT_RUN.set(run)
+    try:
+        yield
+    finally:
+        _CURRENT_RUN.reset(token)
+
+
+def copy_named_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copies tensors into those parameters and buffers that they name and that differ."""
+    with torch.no_grad():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in state and not torch.equal(tensor, state[name]):
+                tensor.copy_(state[name])
+
+
+def full_state(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers, where the module is."""
+    return {name: tensor.detach().clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}

@@ -1,0 +1,251 @@
+"""Many networks of one architecture as one: each weight is stacked over the clients, and their examples share a batch."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from polyfed.core.algorithm import Task
+from polyfed.core.nn.optimizers import Optimiser
+from polyfed.core.seeds import DropoutRNG, get_rng_state, set_rng_state
+from polyfed.core.vectorized.cohort_batches import ValidRows
+from polyfed.core.vectorized.stacked_layers import STACKED_LAYERS, USES_BATCH_STATISTICS, max_pool_channels_last
+
+ModuleTensors = Mapping[str, Tensor]
+
+
+class CannotStackError(Exception):
+    """Why networks of an architecture cannot be computed together; half a sentence."""
+
+
+def stacking_obstacle(module: nn.Module) -> str | None:
+    """The first thing in a network that keeps many of its kind from being computed together, None if nothing is known.
+
+    >>> stacking_obstacle(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), stacking_obstacle(nn.Bilinear(2, 2, 1))
+    (None, 'Bilinear has weights of its own')
+    """
+    for part in module.modules():
+        parameter_names = [name for name, parameter in part._parameters.items() if parameter is not None]
+        layer_entry = STACKED_LAYERS.get(type(part))
+        if parameter_names and layer_entry is None:
+            return f"{type(part).__name__} has weights of its own"
+        hooked = part._forward_pre_hooks or part._forward_hooks or part._backward_hooks or part._backward_pre_hooks
+        if hooked or "forward" in part.__dict__:
+            return f"{type(part).__name__} has hooks"
+        if layer_entry is not None and not layer_entry[1](part):
+            return f"{type(part).__name__} has options that are computed alone"
+    return None
+
+
+@final
+class Stacked(nn.Module):
+    """k networks of one architecture; `forward` takes (k·rows, ...), client after client, and returns as many outputs.
+
+    Use it as a context: inside, the layers of `module` compute with the stacked weights; after it, with their own again.
+
+    Args:
+        module: the architecture; its own weights are neither used nor changed.
+        states: all parameters and buffers of each client, by the names of `named_parameters` and `named_buffers`.
+        trained: names of the parameters that are trained.
+        dropout_rngs: of each client's dropout; none if nothing is dropped.
+
+    Raises:
+        CannotStackError: buffers that no layer here knows differ between the clients.
+
+    >>> one, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    >>> with Stacked(one, [dict(n.named_parameters()) for n in (one, other)]) as both:
+    ...     found = both(torch.ones(4, 2))
+    >>> bool(torch.allclose(found[2:], other(torch.ones(2, 2))))
+    True
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        states: Sequence[ModuleTensors],
+        trained: frozenset[str] = frozenset(),
+        dropout_rngs: Sequence[DropoutRNG] = (),
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.valid_rows: ValidRows | None = (
+            None  # examples of each client in the batch, where they differ; others only fill it
+        )
+        self.dropout_rngs = dropout_rngs
+        names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        self._parts: list[tuple[nn.Module, dict[str, str]]] = []
+        stacked: set[str] = set()
+        for part in module.modules():
+            if type(part) in STACKED_LAYERS:
+                layer_tensors = {**part._parameters, **part._buffers}
+                full_names = {name: names[id(tensor)] for name, tensor in layer_tensors.items() if tensor is not None}
+                self._parts.append((part, full_names))
+                stacked |= set(full_names.values())
+        for name, buffer in module.named_buffers():
+            if name in stacked:
+                continue
+            if not all(torch.equal(state[name], states[0][name]) for state in states if name in state):
+                raise CannotStackError(f"buffer {name!r} differs between clients")
+            if name in states[0]:
+                buffer.copy_(states[0][name])
+        self.stacked_tensors = {
+            name: torch.stack([state[name].detach() for state in states]) for name in states[0] if name in stacked
+        }
+        self._active_tensors: dict[str, Tensor] = {
+            name: nn.Parameter(tensor) if name in trained else tensor for name, tensor in self.stacked_tensors.items()
+        }
+        self.num_clients = len(states)
+        self.loss_sums = torch.zeros(self.num_clients, device=next(iter(self.stacked_tensors.values())).device)
+        self.example_counts = torch.zeros_like(self.loss_sums)
+
+    def __enter__(self) -> "Stacked":
+        for part, mine in self._parts:
+            part.forward = partial(self._layer, STACKED_LAYERS[type(part)][0], part, mine)
+        for part in self.module.modules():
+            if type(part) is nn.Dropout and part.p > 0:
+                part.forward = partial(self._drop, part)  # type: ignore[method-assign]
+            if type(part) is nn.MaxPool2d:
+                part.forward = partial(max_pool_channels_last, part)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in self.module.modules():
+            part.__dict__.pop("forward", None)
+
+    def _layer(self, layer: Callable[..., Any], part: nn.Module, full_names: Mapping[str, str], *inputs: Any) -> Any:
+        weights = {name: self._active_tensors[full_name] for name, full_name in full_names.items()}
+        if layer in USES_BATCH_STATISTICS:
+            return layer(part, weights, *inputs, None if self.valid_rows is None else self.valid_rows.device_counts)
+        return layer(part, weights, *inputs)
+
+    def _drop(self, part: nn.Dropout, x: Tensor) -> Tensor:
+        """Each client's mask is drawn as its network alone draws it."""
+        if not part.training:
+            return x
+        max_rows, noise = len(x) // self.num_clients, torch.ones_like(x)
+        rows = [max_rows] * self.num_clients if self.valid_rows is None else self.valid_rows.cpu_counts
+        for number, (rng, num_rows) in enumerate(zip(self.dropout_rngs, rows, strict=False)):
+            mask = noise[number * max_rows : number * max_rows + num_rows]
+            mask.copy_(rng.dropout_mask(mask, part.p))
+        return x * noise
+
+    def forward(self, x: Tensor) -> Any:
+        """What the clients' networks answer to the clients' examples."""
+        return self.module(x)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The stacked parameters that are trained."""
+        return ((name, tensor) for name, tensor in self._active_tensors.items() if isinstance(tensor, nn.Parameter))
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The stacked buffers."""
+        buffer_names = {name for name, _ in self.module.named_buffers()}
+        return ((name, tensor) for name, tensor in self._active_tensors.items() if name in buffer_names)
+
+    def keep_first_clients(self, num_clients: int, optimizer: Optimiser | None = None) -> None:
+        """Goes on with the first `num_clients` only: the others have made all their steps, and nothing of them moves."""
+        if num_clients == self.num_clients:
+            return
+        for name, tensor in self._active_tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                tensor.data, tensor.grad = self.stacked_tensors[name][:num_clients], None
+            else:
+                self._active_tensors[name] = self.stacked_tensors[name][:num_clients]
+        for group in () if optimizer is None else optimizer.groups:
+            for parameter, moments in group.state.items():
+                group.state[parameter] = [m if m is None or m.dim() == 0 else m[: len(parameter)] for m in moments]
+        self.num_clients = num_clients
+
+    def criterion(self, task: Task, label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
+        """The mean loss of each client's examples in a batch, (k,)."""
+
+        def loss_by_client(outputs: Tensor, targets: Tensor) -> Tensor:
+            if task == "classification":
+                losses = F.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
+            elif task == "multilabel":
+                losses = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+            else:
+                losses = 0.5 * F.mse_loss(outputs, targets, reduction="none")
+            by_client = losses.reshape(self.num_clients, -1)
+            if self.valid_rows is None:
+                return by_client.mean(1)
+            loss_by_example = losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+            loss_by_row = loss_by_example.view(self.num_clients, -1)
+            return (
+                torch.where(self.valid_row_mask(loss_by_row.shape[1]), loss_by_row, 0.0).sum(1)
+                / self.valid_rows.device_counts
+            )
+
+        return loss_by_client
+
+    def valid_row_mask(self, max_rows: int) -> Tensor:
+        """Which of `max_rows` rows of each client are real, (k, most)."""
+        assert self.valid_rows is not None
+        return torch.arange(
+            max_rows, device=self.valid_rows.device_counts.device
+        ) < self.valid_rows.device_counts.unsqueeze(1)
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scales each client's gradients down to this global norm, as `torch.nn.utils.clip_grad_norm_` does alone."""
+        grads = [p.grad for _, p in self.named_parameters() if p.grad is not None]
+        norms = torch.stack([torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in grads])
+        factor = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(factor.view(-1, *(1 for _ in grad.shape[1:])))
+
+    def record_losses(self, loss: Tensor, rows: Tensor) -> None:
+        """Takes in each client's loss of a step of so many examples, (k,)."""
+        self.loss_sums[: self.num_clients] += loss * rows
+        self.example_counts[: self.num_clients] += rows
+
+    def mean_losses(self) -> Tensor:
+        """Of each client over all examples that it has seen, (k,)."""
+        return self.loss_sums / self.example_counts
+
+    def client_tensors(self, client: int) -> dict[str, Tensor]:
+        """Parameters and buffers of one client: views of the stack."""
+        return {name: tensor[client] for name, tensor in self.stacked_tensors.items()}
+
+
+def has_batch_statistics(module: nn.Module) -> bool:
+    """Whether examples of a batch meet in training, so that one alone is too few."""
+    return any(isinstance(part, _BatchNorm) for part in module.modules())
+
+
+def sum_per_client(network: nn.Module, numbers: Tensor) -> Tensor:
+    """The sum over each client's numbers: of a stack (k,), of one network a number."""
+    return numbers.reshape(network.num_clients, -1).sum(1) if isinstance(network, Stacked) else numbers.sum()
+
+
+def reshape_to_broadcast(per_client_numbers: Tensor, like: Tensor) -> Tensor:
+    """A number of each client, (k,) or one, in the form in which it multiplies a parameter.
+
+    >>> (reshape_to_broadcast(torch.ones(4), torch.zeros(4, 3, 2)).shape,
+    ...  reshape_to_broadcast(torch.ones(()), torch.zeros(3)).shape)
+    (torch.Size([4, 1, 1]), torch.Size([1]))
+    """
+    return per_client_numbers.reshape(*per_client_numbers.shape, *(1 for _ in like.shape[per_client_numbers.dim() :]))
+
+
+def get_network_rng_states(network: nn.Module, device: torch.device) -> list[Tensor]:
+    """Where the random numbers stand that a network draws as it runs; of stacked ones, each client's."""
+    return (
+        [chance.state for chance in network.dropout_rngs] if isinstance(network, Stacked) else [get_rng_state(device)]
+    )
+
+
+def set_network_rng_states(network: nn.Module, device: torch.device, states: Sequence[Tensor]) -> None:
+    """Goes back to where `get_network_rng_states` was."""
+    if isinstance(network, Stacked):
+        for rng, rng_state in zip(network.dropout_rngs, states, strict=True):
+            rng.state = rng_state
+    else:
+        set_rng_state(device, states[0])
