@@ -20,7 +20,7 @@ from polyfed.algorithms import Local
 from polyfed.alignment import compute_representations, linear_cka, mean_kernel_features, principal_components
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.training.loop import fit
-from polyfed.data.vision import CIFAR10
+from polyfed.data.sources.vision import CIFAR10
 from polyfed.models import ModelSpec
 
 LEVELS, RANK, SEEN, OWN, EPOCHS = range(1, 6), 128, 1000, 300, 5

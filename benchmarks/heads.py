@@ -27,7 +27,7 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN
 from polyfed.comparison.crossed import estimate_mean, estimate_variance_components
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.data.vision import FashionMNIST
+from polyfed.data.sources.vision import FashionMNIST
 from polyfed.simulation.runs.progress import SilentProgress
 
 SIZES = {

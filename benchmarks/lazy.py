@@ -39,7 +39,7 @@ def make(folder, number, size):
 def measure(folder, way, size):
     import torch
 
-    from polyfed.data.folders import ImageFolder
+    from polyfed.data.sources.folders import ImageFolder
 
     torch.set_num_threads(1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -10,7 +10,7 @@ from sklearn.metrics import roc_auc_score
 import polyfed as pf
 from polyfed.comparison.references import fit_client_references
 from polyfed.core.evaluation.evaluate import predict
-from polyfed.data.resplit import resplit_clients
+from polyfed.data.partitioning.resplit import resplit_clients
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "hospitals.py"
 

@@ -221,7 +221,7 @@ OVERLONG = {
     "src/polyfed/core/evaluation/metrics.py": 414,
     "src/polyfed/core/training/loop.py": 409,
     "src/polyfed/core/state_dict.py": 401,
-    "src/polyfed/data/frames.py": 401,
+    "src/polyfed/data/tabular/table_reader.py": 401,
     "src/polyfed/deploy/flower.py": 449,
     "src/polyfed/deploy/server.py": 415,
     "src/polyfed/deploy/site.py": 459,

@@ -16,7 +16,7 @@ from polyfed.cli.commands.papers import find_table
 from polyfed.cli.commands.recipes import SCALES, recipe_files
 from polyfed.core.training.loop import LocalTraining
 from polyfed.data import IID
-from polyfed.data.split import split_rows_by_client
+from polyfed.data.partitioning.split import split_rows_by_client
 from polyfed.models import ModelSpec
 from polyfed.search import count_edge_parameters
 from polyfed.simulation import federation

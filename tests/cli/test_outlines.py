@@ -46,7 +46,7 @@ def test_what_a_method_requires_and_discloses_is_the_same(name):
     ("module", "name"),
     [
         ("polyfed.core.training.loop", "LocalTraining"),
-        ("polyfed.data.split", "Split"),
+        ("polyfed.data.partitioning.split", "Split"),
         ("polyfed.simulation.settings", "Settings"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from polyfed.cli.commands import options
 from polyfed.cli.commands import recipes as shipped
-from polyfed.data.split import split_rows_by_client
+from polyfed.data.partitioning.split import split_rows_by_client
 from polyfed.simulation.experiment import build_experiment
 
 read = functools.cache(shipped.read_recipe)

@@ -6,8 +6,8 @@ import pytest
 from polyfed.cli.commands import options
 from polyfed.cli.commands.recipes import read_recipe, recipe_files
 from polyfed.core.seeds import derive_seed
-from polyfed.data.split import split_rows_by_client
-from polyfed.data.vision import Digits
+from polyfed.data.partitioning.split import split_rows_by_client
+from polyfed.data.sources.vision import Digits
 from polyfed.simulation.experiment import build_experiment
 
 SEEDS = range(8)

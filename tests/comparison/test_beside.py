@@ -11,7 +11,7 @@ import polyfed as pf
 from polyfed.comparison import simple_models
 from polyfed.comparison.references import fit_client_references_with_notes
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.data.resplit import resplit_clients
+from polyfed.data.partitioning.resplit import resplit_clients
 
 QUICK = {"rounds": 1, "budget": "steps", "tune": "none", "parallel": 1, "quiet": True}
 

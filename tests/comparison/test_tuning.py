@@ -17,7 +17,7 @@ from polyfed.comparison.contenders import select_methods
 from polyfed.comparison.directory import load_comparison
 from polyfed.comparison.plans import ClientSet, ComparisonPlan
 from polyfed.core.errors import RoundError
-from polyfed.data.held_out import hold_out_validation_sets
+from polyfed.data.partitioning.validation_split import hold_out_validation_sets
 from polyfed.simulation.fingerprints import data_fingerprint
 from polyfed.simulation.runs.directory import read_manifest
 from polyfed.simulation.settings import Settings

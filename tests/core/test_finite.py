@@ -12,8 +12,8 @@ import polyfed as pf
 from polyfed.algorithms import FedHeNN
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, Normalise, as_examples
-from polyfed.data.own import Npz, Parquet
 from polyfed.data.shifts import Shift
+from polyfed.data.sources.arrays import Npz, Parquet
 from polyfed.simulation.unseen import build_unseen_client
 
 SETS = ("train", "test", "val", "global_test")

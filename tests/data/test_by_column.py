@@ -8,10 +8,10 @@ import pytest
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.data import ListedClasses, Split, make_clients
-from polyfed.data.dealing import unique_values_as_texts
-from polyfed.data.partitions import IID, Natural
-from polyfed.data.split import split_rows_by_client
-from polyfed.data.vision import Digits
+from polyfed.data.partitioning.allocation import unique_values_as_texts
+from polyfed.data.partitioning.partitions import IID, Natural
+from polyfed.data.partitioning.split import split_rows_by_client
+from polyfed.data.sources.vision import Digits
 from polyfed.simulation.runs.directory import read_config, read_metrics
 
 SITES = ["south", "north", "west", "east"]

@@ -20,8 +20,8 @@ from polyfed.data import (
     draw_class_counts,
     make_clients,
 )
-from polyfed.data.partitions import IID, ClassesPerClient
-from polyfed.data.vision import Digits
+from polyfed.data.partitioning.partitions import IID, ClassesPerClient
+from polyfed.data.sources.vision import Digits
 from polyfed.simulation.fingerprints import data_fingerprint
 
 

@@ -11,8 +11,8 @@ import torch
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.data import Shift
-from polyfed.data.own import Parquet
-from polyfed.data.sources import SOURCES
+from polyfed.data.sources.arrays import Parquet
+from polyfed.data.sources.registry import SOURCES
 
 COLOUR = np.random.default_rng(0).integers(0, 256, (6, 8, 10, 3), dtype=np.uint8)
 

@@ -11,7 +11,7 @@ import torch
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.validation import parse_json
-from polyfed.data.features import (
+from polyfed.data.tabular.preprocessing import (
     Column,
     TablePreprocessor,
     encode_table,
@@ -19,7 +19,7 @@ from polyfed.data.features import (
     preprocessor_from_json,
     refit_preprocessors,
 )
-from polyfed.data.frames import read_table
+from polyfed.data.tabular.table_reader import read_table
 
 COLUMNS = (
     Column("age", missing=True),

@@ -10,11 +10,11 @@ import polyfed as pf
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.data import PadCropFlip, Split, make_clients
-from polyfed.data.folders import ImageFolder, ImageTable
-from polyfed.data.joined import concat_examples, describe_mismatch
-from polyfed.data.lazy import EncodedArrowImages, write_arrow_images
-from polyfed.data.own import Parquet
-from polyfed.data.partitions import IID, Natural
+from polyfed.data.concat import concat_examples, describe_mismatch
+from polyfed.data.formats.lazy_images import EncodedArrowImages, write_arrow_images
+from polyfed.data.partitioning.partitions import IID, Natural
+from polyfed.data.sources.arrays import Parquet
+from polyfed.data.sources.folders import ImageFolder, ImageTable
 from polyfed.simulation.runs.directory import read_config, read_metrics
 
 PLACES = [(site, label) for site in ("north", "south") for label in ("cat", "owl")]

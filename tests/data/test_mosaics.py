@@ -6,7 +6,7 @@ import torch
 
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
-from polyfed.data.mosaics import FashionMosaics, build_mosaics
+from polyfed.data.sources.mosaics import FashionMosaics, build_mosaics
 
 
 def test_places_and_labels_by_loops():

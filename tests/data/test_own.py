@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from polyfed.core.errors import UserError
-from polyfed.data.folders import ImageFolder
-from polyfed.data.images import decode_images
-from polyfed.data.own import Npz, Parquet
+from polyfed.data.formats.images import decode_images
+from polyfed.data.sources.arrays import Npz, Parquet
+from polyfed.data.sources.folders import ImageFolder
 
 COLOUR = np.random.default_rng(0).integers(0, 256, (6, 8, 10, 3), dtype=np.uint8)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polyfed.core.errors import UserError
 from polyfed.data import PARTITIONS
-from polyfed.data.partitions import (
+from polyfed.data.partitioning.partitions import (
     IID,
     ClassesPerClient,
     Dirichlet,

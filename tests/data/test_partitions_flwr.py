@@ -15,7 +15,7 @@ from flwr_datasets.partitioner import (
     ShardPartitioner,
 )
 
-from polyfed.data.partitions import IID, ClassesPerClient, Dirichlet, Natural, Shards
+from polyfed.data.partitioning.partitions import IID, ClassesPerClient, Dirichlet, Natural, Shards
 
 pytestmark = pytest.mark.thorough  # flwr-datasets takes seconds to import
 CLASSES = 10

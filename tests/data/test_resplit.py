@@ -7,7 +7,7 @@ import torch
 import polyfed as pf
 from polyfed.core.errors import UserError
 from polyfed.data import Examples, Normalise
-from polyfed.data.resplit import resplit_clients
+from polyfed.data.partitioning.resplit import resplit_clients
 
 STORE = torch.arange(300.0).view(100, 3), torch.arange(100) % 4
 

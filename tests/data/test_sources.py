@@ -13,9 +13,9 @@ import torch
 
 from polyfed.core.errors import UserError
 from polyfed.data import SOURCES, Normalise
-from polyfed.data.tweets import Sentiment140
-from polyfed.data.vision import CIFAR10, CIFAR100, EMNIST, MNIST, Digits, FashionMNIST
-from polyfed.data.xray import FINDINGS, ChestXray14
+from polyfed.data.sources.tweets import Sentiment140
+from polyfed.data.sources.vision import CIFAR10, CIFAR100, EMNIST, MNIST, Digits, FashionMNIST
+from polyfed.data.sources.xray import FINDINGS, ChestXray14
 
 RNG = np.random.default_rng(0)
 GREY = RNG.integers(0, 256, (6, 28, 28), dtype=np.uint8)
@@ -157,7 +157,7 @@ def test_fashion_mnist_says_where_debian_has_it(no_network):
 def test_the_hub_s_client_does_not_retry_without_network(monkeypatch):
     import huggingface_hub
 
-    from polyfed.data import hub
+    from polyfed.data.formats import hub
 
     monkeypatch.setattr(hub, "_hub_name_resolves", lambda: False)
     before = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE

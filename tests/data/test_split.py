@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyfed.core.errors import UserError
-from polyfed.data.dealing import draw_stratified_rows
-from polyfed.data.partitions import IID, ClassesPerClient, Dirichlet, Natural, QuantitySkew
-from polyfed.data.split import ClientRows, Split, class_counts, partition_fingerprint, split_rows_by_client
+from polyfed.data.partitioning.allocation import draw_stratified_rows
+from polyfed.data.partitioning.partitions import IID, ClassesPerClient, Dirichlet, Natural, QuantitySkew
+from polyfed.data.partitioning.split import ClientRows, Split, class_counts, partition_fingerprint, split_rows_by_client
 
 quick = settings(deadline=None, max_examples=60)
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 300))

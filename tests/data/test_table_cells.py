@@ -7,7 +7,7 @@ import torch
 
 import polyfed as pf
 from polyfed.core.errors import UserError
-from polyfed.data.resplit import resplit_clients
+from polyfed.data.partitioning.resplit import resplit_clients
 
 
 def linear(sites):

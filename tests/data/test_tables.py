@@ -11,11 +11,11 @@ import polyfed as pf
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.data import Split, make_clients
-from polyfed.data.features import TablePreprocessor, fit_preprocessor
-from polyfed.data.held_out import hold_out_validation_sets
-from polyfed.data.partitions import Natural
-from polyfed.data.resplit import prepare_public_like_clients, resplit_clients
-from polyfed.data.tables import TableFile
+from polyfed.data.partitioning.partitions import Natural
+from polyfed.data.partitioning.resplit import prepare_public_like_clients, resplit_clients
+from polyfed.data.partitioning.validation_split import hold_out_validation_sets
+from polyfed.data.sources.table_file import TableFile
+from polyfed.data.tabular.preprocessing import TablePreprocessor, fit_preprocessor
 
 
 def frame(number=80, seed=0):
@@ -77,7 +77,7 @@ def test_a_file_is_read_as_the_frame_is(tmp_path, name, options, fields):
 
 
 def _read(data):
-    from polyfed.data.frames import read_table
+    from polyfed.data.tabular.table_reader import read_table
 
     return read_table(data)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyfed.core.errors import UserError
-from polyfed.data.text import PADDING, UNKNOWN, Vocabulary, build_vocabulary, load_vocabulary, tokenise
+from polyfed.data.formats.text import PADDING, UNKNOWN, Vocabulary, build_vocabulary, load_vocabulary, tokenise
 
 
 def test_tweets_become_words_with_people_and_links_masked():

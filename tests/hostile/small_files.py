@@ -17,8 +17,8 @@ from polyfed.algorithms import PFedLA
 from polyfed.cli.commands import measures, warmstart
 from polyfed.core.errors import UserError
 from polyfed.core.state_dict import serialize_state
-from polyfed.data.files import hub_class_names
-from polyfed.data.text import build_vocabulary, load_vocabulary
+from polyfed.data.formats.files import hub_class_names
+from polyfed.data.formats.text import build_vocabulary, load_vocabulary
 from polyfed.deploy.budget import spend_budget
 from polyfed.deploy.privacy import ReplyProtection
 from polyfed.deploy.private import InvalidSiteStateError, check_client_identity, read_private_state, write_private_state

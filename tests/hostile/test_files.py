@@ -190,11 +190,11 @@ def test_a_full_disk_in_a_comparison_names_the_comparison(tmp_path, monkeypatch,
 def test_nothing_is_written_in_another_way():
     """Calls that write to the disk, outside of `core.files`; what a user names a path for may stay."""
     allowed = {
-        "data/text.py": "a vocabulary, to a path of the user's",
-        "data/xray.py": "a cache, at a path of the user's",
+        "data/formats/text.py": "a vocabulary, to a path of the user's",
+        "data/sources/xray.py": "a cache, at a path of the user's",
         "graphs/catalogue.py": "a catalogue, to a path of the user's; it is public",
         "cli/commands/flower.py": "a temporary copy of the app, in a folder of its own",
-        "data/schema.py": "a table's schema, to a path of the user's",
+        "data/tabular/schema.py": "a table's schema, to a path of the user's",
         "report/export/tracked.py": "its own code, in a temporary folder",
         "simulation/runs/directory.py": "into memory",
         "data/plot.py": "into memory",

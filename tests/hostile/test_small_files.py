@@ -10,8 +10,8 @@ import yaml
 import polyfed as pf
 from polyfed.cli.commands import measures
 from polyfed.core.io.validation import as_user_error, parse_yaml
-from polyfed.data.files import hub_class_names
-from polyfed.data.text import load_vocabulary
+from polyfed.data.formats.files import hub_class_names
+from polyfed.data.formats.text import load_vocabulary
 from polyfed.deploy.project import create_project
 from polyfed.deploy.server import _parse_field_value
 from polyfed.deploy.trial import read_trial_file, trial_folder_of

@@ -18,11 +18,11 @@ import pytest
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.core.io.terminal_text import escape_spreadsheet_formula
-from polyfed.data.files import read_idx_file
-from polyfed.data.images import MAX_PIXELS, decode_images, read_images
-from polyfed.data.schema import read_schema
-from polyfed.data.sources import SOURCES
-from polyfed.data.text import load_vocabulary
+from polyfed.data.formats.files import read_idx_file
+from polyfed.data.formats.images import MAX_PIXELS, decode_images, read_images
+from polyfed.data.formats.text import load_vocabulary
+from polyfed.data.sources.registry import SOURCES
+from polyfed.data.tabular.schema import read_schema
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.simulation.runs import parquet, predictions
 from tests.special_files import endless, folder, nowhere, pipe, sparse

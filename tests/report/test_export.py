@@ -14,7 +14,7 @@ import polyfed as pf
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Normalise
-from polyfed.data.frames import read_table
+from polyfed.data.tabular.table_reader import read_table
 from polyfed.models import ModelSpec
 from polyfed.report.export import formats
 from polyfed.report.export.folder import ExportedModel, export_model

@@ -170,7 +170,7 @@ def test_the_model_answers_as_polyfed_does(here, mlflow, tmp_path):
     code.load_context(types.SimpleNamespace(artifacts={"network": str(kept)}))
     frame = pd.DataFrame({"sex": ["m", None, "x"], "age": [50.0, np.nan, 77], "more": [1, 2, 3]})
     logits = torch.from_numpy(code.predict(None, frame))
-    from polyfed.data.frames import read_table
+    from polyfed.data.tabular.table_reader import read_table
 
     with pytest.warns(UserWarning, match="which the table of the run did not have"):
         wanted = load_saved_model(here, "south").predict(read_table(frame))
@@ -270,7 +270,7 @@ def test_mlflow_serves_what_polyfed_predicts(here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     import mlflow.pyfunc
 
-    from polyfed.data.frames import read_table
+    from polyfed.data.tabular.table_reader import read_table
 
     follow(here)
     assert log_models_to_mlflow(here) == 2

@@ -11,10 +11,10 @@ from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import input_spec_of, named_leaves
 from polyfed.core.seeds import torch_generator
 from polyfed.data import IID, Shift, Split, make_clients
-from polyfed.data.held_out import hold_out_validation_sets
-from polyfed.data.lazy import build_encoded_files, build_lazy_images
+from polyfed.data.formats.lazy_images import build_encoded_files, build_lazy_images
+from polyfed.data.partitioning.resplit import resplit_clients
+from polyfed.data.partitioning.validation_split import hold_out_validation_sets
 from polyfed.data.pool import PooledDataset
-from polyfed.data.resplit import resplit_clients
 from polyfed.graphs import extract
 from polyfed.models.split import compute_batch_representation, find_head_modules
 from polyfed.report.export.folder import export_model

@@ -12,7 +12,7 @@ from polyfed.algorithms import REGISTRY
 from polyfed.comparison.references import train_pooled_reference
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, PartwiseTransform
-from polyfed.data.features import Column, TablePreprocessor
+from polyfed.data.tabular.preprocessing import Column, TablePreprocessor
 
 ONE_MEANING = sorted(set(REGISTRY) - {"local", "fedproto", "fedtgp", "fedgh", "fd", "lg_fedavg", "pfedhn", "flha_ghn"})
 ONE_MEANING = [name for name in ONE_MEANING if "images" not in REGISTRY[name].requires]

@@ -205,6 +205,6 @@ def _evaluate(node: ast.expr, module: str) -> Any:
 
 
 ALGORITHMS = StaticRegistry("polyfed.algorithms", "REGISTRY")
-SOURCES = StaticRegistry("polyfed.data.sources", "SOURCES")
+SOURCES = StaticRegistry("polyfed.data.sources.registry", "SOURCES")
 PARTITIONS = StaticRegistry("polyfed.data", "PARTITIONS")
 MODELS = StaticRegistry("polyfed.models", "MODELS")

@@ -25,8 +25,8 @@ from polyfed.core.examples.examples import as_examples
 from polyfed.core.io.atomic_files import add_resume_hint, expand_user_path
 from polyfed.core.io.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor
-from polyfed.data.resplit import prepare_public_like_clients
-from polyfed.data.resplit import resplit_clients as dealt_anew
+from polyfed.data.partitioning.resplit import prepare_public_like_clients
+from polyfed.data.partitioning.resplit import resplit_clients as dealt_anew
 from polyfed.simulation import checks
 from polyfed.simulation.fingerprints import data_fingerprint
 from polyfed.simulation.fingerprints import initial_weights_fingerprint as first_weights_of

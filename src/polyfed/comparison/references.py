@@ -20,7 +20,7 @@ from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import build_module
 from polyfed.core.training.loop import TRANSFERABLE_FIELDS, LocalTraining
-from polyfed.data.joined import concat_examples, describe_mismatch
+from polyfed.data.concat import concat_examples, describe_mismatch
 from polyfed.simulation import checks
 from polyfed.simulation.federation import federate
 from polyfed.simulation.runs.progress import SilentProgress

@@ -3,8 +3,8 @@
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform, as_examples
 from polyfed.data.augment import PadCropFlip
 from polyfed.data.clients import ClientData, make_clients
-from polyfed.data.listed import ListedClasses
-from polyfed.data.partitions import (
+from polyfed.data.partitioning.listed_classes import ListedClasses
+from polyfed.data.partitioning.partitions import (
     IID,
     ClassesPerClient,
     Dirichlet,
@@ -14,13 +14,13 @@ from polyfed.data.partitions import (
     QuantitySkew,
     Shards,
 )
+from polyfed.data.partitioning.split import ClientRows, Split, class_counts, partition_fingerprint
 from polyfed.data.plot import draw_class_counts
 from polyfed.data.pool import PooledDataset, Source
-from polyfed.data.schema import merge_schemas
 from polyfed.data.shifts import Shift
-from polyfed.data.sites import ClientTables, split_table
-from polyfed.data.sources import SOURCES
-from polyfed.data.split import ClientRows, Split, class_counts, partition_fingerprint
+from polyfed.data.sources.registry import SOURCES
+from polyfed.data.table import ClientTables, split_table
+from polyfed.data.tabular.schema import merge_schemas
 
 PARTITIONS: dict[str, type[Partition]] = {
     "iid": IID,

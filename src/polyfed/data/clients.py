@@ -13,13 +13,13 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed
-from polyfed.data.dealing import draw_stratified_rows
-from polyfed.data.features import fit_preprocessor, warn_of_changed_constants
-from polyfed.data.lazy import DecodeAndAugment, LazyImageDecoder
-from polyfed.data.partitions import Partition
+from polyfed.data.formats.lazy_images import DecodeAndAugment, LazyImageDecoder
+from polyfed.data.partitioning.allocation import draw_stratified_rows
+from polyfed.data.partitioning.partitions import Partition
+from polyfed.data.partitioning.split import ClientRows, Split, split_rows_by_client
 from polyfed.data.pool import PooledDataset
 from polyfed.data.shifts import Shift
-from polyfed.data.split import ClientRows, Split, split_rows_by_client
+from polyfed.data.tabular.preprocessing import fit_preprocessor, warn_of_changed_constants
 
 
 @final
@@ -75,8 +75,8 @@ def make_clients(
     Raises:
         UserError: the partition or the split is impossible, or there is no common test set to draw from.
 
-    >>> from polyfed.data.partitions import IID
-    >>> from polyfed.data.vision import Digits
+    >>> from polyfed.data.partitioning.partitions import IID
+    >>> from polyfed.data.sources.vision import Digits
     >>> clients, public = make_clients(Digits().load(), Split(clients=6), IID(), seed=0)
     >>> clients[5].id, len(clients[5].train), len(clients[5].test), public
     ('client-005', 209, 90, None)

@@ -16,7 +16,7 @@ from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import flatten_inputs, input_spec_of
-from polyfed.data.features import TablePreprocessor
+from polyfed.data.tabular.preprocessing import TablePreprocessor
 
 Columns = Mapping[str, NDArray[Any]]
 

@@ -20,9 +20,9 @@ from polyfed.core.algorithm import CONSENT, Client
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder, read_file, read_text_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.data.common import count_and_sum_with_targets, merge_table_definitions, preprocessor_of
-from polyfed.data.features import Column, TablePreprocessor, preprocessor_from_json
-from polyfed.data.schema import read_schema, table_schema
+from polyfed.data.tabular.harmonise import count_and_sum_with_targets, merge_table_definitions, preprocessor_of
+from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, preprocessor_from_json
+from polyfed.data.tabular.schema import read_schema, table_schema
 from polyfed.deploy.privacy import ReplyProtection
 from polyfed.deploy.private import InvalidSiteStateError
 from polyfed.deploy.replies import sanitize_line

@@ -27,7 +27,7 @@ from polyfed.data import (
     partition_fingerprint,
 )
 from polyfed.data.pool import PooledDataset
-from polyfed.data.sites import check_model_per_client
+from polyfed.data.table import check_model_per_client
 from polyfed.models import ModelSpec
 from polyfed.simulation.preparing import apply_preprocessing, fit_common_preprocessing
 from polyfed.simulation.runs.configuration import build_method, build_settings, find_method_class, read_section

@@ -21,7 +21,7 @@ from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.nn.precision import check_precision
 from polyfed.core.training.loop import LocalTraining
-from polyfed.data.resplit import prepare_public_like_clients
+from polyfed.data.partitioning.resplit import prepare_public_like_clients
 from polyfed.simulation import checks
 from polyfed.simulation.choosing import resolve_auto_engine
 from polyfed.simulation.collecting import (

@@ -19,7 +19,7 @@ from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
 from polyfed.core.wrapping import wrap_network
-from polyfed.data.features import TablePreprocessor, encode_table, preprocessor_from_json
+from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table, preprocessor_from_json
 from polyfed.models import ModelSpec
 from polyfed.simulation.runs.configuration import build_method, read_section
 from polyfed.simulation.runs.directory import read_config

@@ -19,14 +19,14 @@ from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.fixed_point import FRACTION_BITS
 from polyfed.core.state_dict import StateDict, StateDictSpec
-from polyfed.data.common import (
+from polyfed.data.tabular.harmonise import (
     count_and_sum_with_targets,
     merge_table_definitions,
     needs_common_preprocessing,
     preprocessor_of,
     recode_examples,
 )
-from polyfed.data.features import TablePreprocessor, mean_or_zero, set_statistics
+from polyfed.data.tabular.preprocessing import TablePreprocessor, mean_or_zero, set_statistics
 from polyfed.models import ModelSpec
 from polyfed.simulation.collecting import run_round
 from polyfed.simulation.engines.inprocess import InProcessEngine

@@ -13,8 +13,8 @@ from typing import Any
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, PartwiseTransform
-from polyfed.data.common import merge_table_definitions, needs_common_preprocessing
-from polyfed.data.features import TablePreprocessor
+from polyfed.data.tabular.harmonise import merge_table_definitions, needs_common_preprocessing
+from polyfed.data.tabular.preprocessing import TablePreprocessor
 
 SCHEMA_ADVICE = (
     "agree on one schema and give it at each site: pf.data.split_table(..., schema=FILE), see docs/tabular.md"

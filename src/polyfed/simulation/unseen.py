@@ -31,7 +31,7 @@ from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.client_loss import client_training_loss
 from polyfed.core.training.loop import LocalTraining, fit
-from polyfed.data.dealing import draw_stratified_rows
+from polyfed.data.partitioning.allocation import draw_stratified_rows
 from polyfed.simulation.checks import check_networks_run
 from polyfed.simulation.engines.machine import choose_device
 from polyfed.simulation.engines.work import move_clients_to_device

@@ -108,7 +108,7 @@ def is_warmstart_key(key: str) -> bool:
     >>> [is_warmstart_key(key) for key in ("model.name", "data.path", "data.clients", "data.partition.alpha", "rounds")]
     [True, True, False, False, False]
     """
-    split = resolve_without_import("polyfed.data.split", "Split")
+    split = resolve_without_import("polyfed.data.partitioning.split", "Split")
     section, _, field = key.rpartition(".")
     if section == "data":
         return key in UNSEEN_CLIENT_KEYS or field not in {*split.__dataclass_fields__, "shifts"}

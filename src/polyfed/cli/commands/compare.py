@@ -20,8 +20,8 @@ from polyfed.comparison.tuning import AUTO, NONE
 from polyfed.comparison.values import EXTEND, EXTENDED_GRID, GRID
 from polyfed.core.errors import RoundError, UserError, did_you_mean
 from polyfed.core.io.trusted_code import import_path_of
-from polyfed.data.resplit import prepare_public_like_clients
-from polyfed.data.resplit import resplit_clients as dealt_anew
+from polyfed.data.partitioning.resplit import prepare_public_like_clients
+from polyfed.data.partitioning.resplit import resplit_clients as dealt_anew
 from polyfed.simulation.checks import check_networks_run
 from polyfed.simulation.experiment import (
     Experiment,

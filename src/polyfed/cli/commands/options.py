@@ -174,7 +174,7 @@ def _all_options(names: Mapping[str, str], *, with_model: bool) -> list[Option]:
 
 
 def _split_class() -> Any:
-    return resolve_without_import("polyfed.data.split", "Split")
+    return resolve_without_import("polyfed.data.partitioning.split", "Split")
 
 
 def _class_of_choice(section: str, name: str) -> Callable[..., Any]:

@@ -96,8 +96,8 @@ def predict_file(
 def _read_rows(file: str, table_options: dict[str, Any]) -> Any:
     """The file, read as that of the run was."""
     from polyfed.core.io.validation import build_dataclass
-    from polyfed.data.frames import read_table
-    from polyfed.data.tables import TableFile, parse_names
+    from polyfed.data.sources.table_file import TableFile, parse_names
+    from polyfed.data.tabular.table_reader import read_table
 
     option_names = {"missing", "delimiter", "decimal", "encoding"}
     source = build_dataclass(

@@ -17,8 +17,8 @@ from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metrics import Metric, resolve_metrics
 from polyfed.core.io.atomic_files import create_private_folder
 from polyfed.data import draw_class_counts
-from polyfed.data.columns import sorted_unique_texts
-from polyfed.data.features import TablePreprocessor
+from polyfed.data.tabular.columns import sorted_unique_texts
+from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation import federation
 from polyfed.simulation.checks import check_networks_run, check_requirements
 from polyfed.simulation.experiment import (

@@ -24,7 +24,7 @@ from polyfed.core.io.atomic_files import (
 from polyfed.core.io.trusted_code import is_trusted
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.machine.threads import single_torch_thread
-from polyfed.data.features import TablePreprocessor, encode_table
+from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table
 from polyfed.report.export.card import model_card
 from polyfed.report.export.formats import NETWORK_FILES, Format, serialize_network, validate_format
 from polyfed.report.export.trained import (

@@ -23,7 +23,7 @@ from polyfed.core.io.validation import DAMAGED_FILE_ERRORS, parse_json
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
 from polyfed.core.wrapping import WrapsNetwork
-from polyfed.data.features import TablePreprocessor, preprocessor_from_json
+from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
 from polyfed.simulation.runs import predictions as kept_predictions
 from polyfed.simulation.runs.configuration import build_method, build_settings, read_section, restore_metrics
 from polyfed.simulation.runs.directory import read_config, read_manifest, read_metrics

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.examples.pytree import call_network, logits_of
-from polyfed.data.features import TablePreprocessor, preprocessor_from_json
+from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
 from polyfed.report.export.trained import TrainedModel
 from polyfed.simulation.runs.signature import ModelInput, Signature
 

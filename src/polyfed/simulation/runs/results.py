@@ -15,8 +15,8 @@ from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import build_module, fill_module, reset_for_eval
 from polyfed.core.wrapping import wrap_network
-from polyfed.data.columns import sorted_unique_texts
-from polyfed.data.features import TablePreprocessor
+from polyfed.data.tabular.columns import sorted_unique_texts
+from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.machine import choose_device
 from polyfed.simulation.engines.work import ClientTask

@@ -14,8 +14,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
 from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.data.features import TablePreprocessor
-from polyfed.data.lazy import LazyImageDecoder
+from polyfed.data.formats.lazy_images import LazyImageDecoder
+from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.models import ModelSpec
 from polyfed.simulation.runs.directory import encode_json, to_plain_values, write_file_atomically, write_weights
 

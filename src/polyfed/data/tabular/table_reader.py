@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, open_file
-from polyfed.data.files import Table, read_parquet_splits, resolve_existing_path
+from polyfed.data.formats.files import Table, read_parquet_splits, resolve_existing_path
 
 PATH_ADVICE = "give --data.path with a CSV or Parquet file that has one row per example"
 _DELIMITERS = (",", ";", "\t", "|")

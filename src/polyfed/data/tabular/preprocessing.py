@@ -22,7 +22,7 @@ from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.validation import validation_error
-from polyfed.data.frames import (
+from polyfed.data.tabular.table_reader import (
     arrow_column,
     check_columns_exist,
     column_as_numbers,

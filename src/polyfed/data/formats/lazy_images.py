@@ -25,8 +25,8 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Normalise
 from polyfed.core.io.atomic_files import UNLIMITED_BYTES, check_file, create_private_folder, open_atomic_file, read_file
-from polyfed.data.files import read_image_bytes
-from polyfed.data.images import Mode, decode_image, measure_normalisation, stack_images
+from polyfed.data.formats.files import read_image_bytes
+from polyfed.data.formats.images import Mode, decode_image, measure_normalisation, stack_images
 
 _MEASURED = 500  # images on which mean and spread are measured
 _ROWS = 256  # images that are written to an Arrow file at one time

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Normalise
-from polyfed.data.dealing import draw_stratified_rows
-from polyfed.data.files import (
+from polyfed.data.formats.files import (
     Table,
     column_to_numpy,
     find_column,
@@ -25,8 +24,9 @@ from polyfed.data.files import (
     resolve_existing_path,
     scalar_columns,
 )
-from polyfed.data.hub import load_hub_tables
-from polyfed.data.images import Mode, decode_images
+from polyfed.data.formats.hub import load_hub_tables
+from polyfed.data.formats.images import Mode, decode_images
+from polyfed.data.partitioning.allocation import draw_stratified_rows
 from polyfed.data.pool import Columns, PooledDataset, Source, build_pooled_dataset, move_test_set_to_train
 
 _FASHION = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")

@@ -1,13 +1,13 @@
 """Every data set by name."""
 
-from polyfed.data.folders import ImageFolder, ImageTable
-from polyfed.data.mosaics import FashionMosaics
-from polyfed.data.own import Npz, Parquet
 from polyfed.data.pool import Source
-from polyfed.data.tables import TableFile
-from polyfed.data.tweets import Sentiment140
-from polyfed.data.vision import CIFAR10, CIFAR100, EMNIST, MNIST, Digits, FashionMNIST
-from polyfed.data.xray import ChestXray14
+from polyfed.data.sources.arrays import Npz, Parquet
+from polyfed.data.sources.folders import ImageFolder, ImageTable
+from polyfed.data.sources.mosaics import FashionMosaics
+from polyfed.data.sources.table_file import TableFile
+from polyfed.data.sources.tweets import Sentiment140
+from polyfed.data.sources.vision import CIFAR10, CIFAR100, EMNIST, MNIST, Digits, FashionMNIST
+from polyfed.data.sources.xray import ChestXray14
 
 SOURCES: dict[str, type[Source]] = {
     "digits": Digits,

@@ -13,9 +13,9 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.io.array_files import read_npy
 from polyfed.core.io.atomic_files import check_file, expand_user_path, read_text_file
-from polyfed.data.files import Table, column_to_numpy, find_column, read_image_bytes, resolve_existing_path
-from polyfed.data.hub import load_hub_tables
-from polyfed.data.images import decode_images, measure_normalisation, read_images
+from polyfed.data.formats.files import Table, column_to_numpy, find_column, read_image_bytes, resolve_existing_path
+from polyfed.data.formats.hub import load_hub_tables
+from polyfed.data.formats.images import decode_images, measure_normalisation, read_images
 from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
 
 FINDINGS = (

@@ -12,19 +12,19 @@ from torch import Tensor
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.data.columns import TaskName, has_few_values, read_targets
-from polyfed.data.files import resolve_existing_path
-from polyfed.data.frames import (
+from polyfed.data.formats.files import resolve_existing_path
+from polyfed.data.formats.images import Mode, measure_normalisation, read_images
+from polyfed.data.formats.lazy_images import build_encoded_files, build_lazy_images
+from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
+from polyfed.data.sources.table_file import parse_names
+from polyfed.data.tabular.columns import TaskName, has_few_values, read_targets
+from polyfed.data.tabular.table_reader import (
     check_columns_exist,
     check_no_missing_values,
     column_as_texts,
     format_row_numbers,
     read_table,
 )
-from polyfed.data.images import Mode, measure_normalisation, read_images
-from polyfed.data.lazy import build_encoded_files, build_lazy_images
-from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
-from polyfed.data.tables import parse_names
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 Layout = Literal["class", "site/class", "class/site"]

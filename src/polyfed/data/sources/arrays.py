@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.nan_checks import raise_if_nonfinite
 from polyfed.core.io.array_files import read_npz
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.data.files import (
+from polyfed.data.formats.files import (
     Table,
     column_to_numpy,
     find_column,
@@ -24,8 +24,8 @@ from polyfed.data.files import (
     resolve_existing_path,
     scalar_columns,
 )
-from polyfed.data.images import decode_images, measure_normalisation
-from polyfed.data.lazy import EncodedArrowImages, build_lazy_images, write_arrow_images
+from polyfed.data.formats.images import decode_images, measure_normalisation
+from polyfed.data.formats.lazy_images import EncodedArrowImages, build_lazy_images, write_arrow_images
 from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset, encode_labels
 
 

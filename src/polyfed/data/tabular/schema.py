@@ -12,8 +12,8 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.validation import parse_json
-from polyfed.data.columns import sorted_unique_texts
-from polyfed.data.features import Column, TablePreprocessor, preprocessor_from_json
+from polyfed.data.tabular.columns import sorted_unique_texts
+from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, preprocessor_from_json
 
 
 def table_schema(preprocessor: TablePreprocessor) -> dict[str, Any]:

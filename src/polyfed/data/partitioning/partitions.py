@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.seeds import derive_seed, numpy_generator
-from polyfed.data.dealing import (
+from polyfed.data.partitioning.allocation import (  # fmt: skip
     Labels,
     Rows,
     assign_classes_at_random,
@@ -28,7 +28,7 @@ from polyfed.data.dealing import (
     rows_by_owner,
     top_up_small_clients,
     unique_values_as_texts,
-)  # fmt: skip
+)
 
 _CLIENTS = 10  # where nothing says how many
 

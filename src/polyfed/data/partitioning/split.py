@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from polyfed.core.errors import UserError
 from polyfed.core.io.plain_values import convert_numpy_fields
 from polyfed.core.seeds import derive_seed, numpy_generator
-from polyfed.data.dealing import Labels, Rows, draw_stratified_rows
-from polyfed.data.grouped import group_ids, split_by_group
-from polyfed.data.partitions import Partition
+from polyfed.data.partitioning.allocation import Labels, Rows, draw_stratified_rows
+from polyfed.data.partitioning.group_split import group_ids, split_by_group
+from polyfed.data.partitioning.partitions import Partition
 
 
 @final
@@ -122,7 +122,7 @@ def split_rows_by_client(
         UserError: the partition is impossible, what is asked for cannot be had by group, a client has too few examples
             for `examples_per_client`, or all clients would be unseen clients.
 
-    >>> from polyfed.data.partitions import IID
+    >>> from polyfed.data.partitioning.partitions import IID
     >>> clients, public = split_rows_by_client(np.repeat([0, 1], 50), Split(clients=2, public_fraction=0.2), IID(), seed=0)
     >>> [(len(c.train), len(c.test)) for c in clients], len(public)
     ([(28, 12), (28, 12)], 20)

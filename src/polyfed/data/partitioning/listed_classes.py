@@ -9,8 +9,14 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import derive_seed, numpy_generator
-from polyfed.data.dealing import Labels, Rows, check_num_clients, class_sizes_and_indices, draw_rows_by_class
-from polyfed.data.partitions import Partition
+from polyfed.data.partitioning.allocation import (
+    Labels,
+    Rows,
+    check_num_clients,
+    class_sizes_and_indices,
+    draw_rows_by_class,
+)
+from polyfed.data.partitioning.partitions import Partition
 
 
 @final

@@ -7,9 +7,9 @@ import torch
 
 from polyfed.core.algorithm import Client
 from polyfed.core.seeds import derive_seed
-from polyfed.data.dealing import draw_stratified_rows
-from polyfed.data.grouped import group_ids, split_by_group
-from polyfed.data.resplit import refit_client_preprocessing
+from polyfed.data.partitioning.allocation import draw_stratified_rows
+from polyfed.data.partitioning.group_split import group_ids, split_by_group
+from polyfed.data.partitioning.resplit import refit_client_preprocessing
 
 VALIDATION_SHARE = 0.2
 """Of the training examples that are held out."""

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.seeds import derive_seed
-from polyfed.data.dealing import draw_stratified_rows
+from polyfed.data.partitioning.allocation import draw_stratified_rows
 
 Rows = NDArray[np.int64]
 

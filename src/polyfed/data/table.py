@@ -8,12 +8,12 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
 from polyfed.data.clients import ClientData, make_clients
-from polyfed.data.frames import read_table
-from polyfed.data.partitions import IID, Natural
+from polyfed.data.partitioning.partitions import IID, Natural
+from polyfed.data.partitioning.split import Split
 from polyfed.data.pool import PooledDataset
-from polyfed.data.schema import table_schema
-from polyfed.data.split import Split
-from polyfed.data.tables import TableFile, parse_names
+from polyfed.data.sources.table_file import TableFile, parse_names
+from polyfed.data.tabular.schema import table_schema
+from polyfed.data.tabular.table_reader import read_table
 
 
 @final

@@ -13,10 +13,10 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed
-from polyfed.data.dealing import draw_stratified_rows
-from polyfed.data.features import TablePreprocessor, refit_preprocessors, warn_of_changed_constants
-from polyfed.data.grouped import group_ids, split_by_group
-from polyfed.data.joined import concat_examples, describe_mismatch, input_locations, storage_rows
+from polyfed.data.concat import concat_examples, describe_mismatch, input_locations, storage_rows
+from polyfed.data.partitioning.allocation import draw_stratified_rows
+from polyfed.data.partitioning.group_split import group_ids, split_by_group
+from polyfed.data.tabular.preprocessing import TablePreprocessor, refit_preprocessors, warn_of_changed_constants
 
 
 def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> list[tuple[Client, ...]]:

@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
-from polyfed.data.columns import (
+from polyfed.data.formats.files import Table
+from polyfed.data.pool import PooledDataset, Source
+from polyfed.data.tabular.columns import (
     TaskName,
     has_few_values,
     infer_feature_column,
@@ -17,11 +19,15 @@ from polyfed.data.columns import (
     to_float32_if_precise,
     warn_of_duplicate_rows,
 )
-from polyfed.data.features import Column, Scope, TablePreprocessor, encode_table
-from polyfed.data.files import Table
-from polyfed.data.frames import PATH_ADVICE, check_columns_exist, check_no_missing_values, column_as_texts, read_table
-from polyfed.data.pool import PooledDataset, Source
-from polyfed.data.schema import read_schema, recode_targets_to_schema
+from polyfed.data.tabular.preprocessing import Column, Scope, TablePreprocessor, encode_table
+from polyfed.data.tabular.schema import read_schema, recode_targets_to_schema
+from polyfed.data.tabular.table_reader import (
+    PATH_ADVICE,
+    check_columns_exist,
+    check_no_missing_values,
+    column_as_texts,
+    read_table,
+)
 
 
 @final

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from polyfed.core.errors import UserError, check_extra_installed
-from polyfed.data.files import SPLIT_NAMES, Table
+from polyfed.data.formats.files import SPLIT_NAMES, Table
 
 
 def load_hub_tables(repo: str, advice: str, revision: str | None = None) -> dict[str, Table]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.data.features import Column, TablePreprocessor, count_and_sum
-from polyfed.data.schema import merge_schemas, read_schema, recode_targets_to_schema, table_schema
+from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, count_and_sum
+from polyfed.data.tabular.schema import merge_schemas, read_schema, recode_targets_to_schema, table_schema
 
 
 def preprocessor_of(examples: Examples) -> TablePreprocessor:

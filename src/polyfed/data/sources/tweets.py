@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import check_file, expand_user_path
-from polyfed.data.files import (
+from polyfed.data.formats.files import (
     Table,
     column_to_numpy,
     find_column,
@@ -19,9 +19,9 @@ from polyfed.data.files import (
     resolve_existing_path,
     scalar_columns,
 )
-from polyfed.data.hub import load_hub_tables
+from polyfed.data.formats.hub import load_hub_tables
+from polyfed.data.formats.text import Vocabulary, build_vocabulary, load_vocabulary
 from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset, move_test_set_to_train
-from polyfed.data.text import Vocabulary, build_vocabulary, load_vocabulary
 
 _ADVICE = (
     "give --data.path with the folder of training.1600000.processed.noemoticon.csv (the published file) or of Parquet "

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
-from polyfed.data.features import Column
-from polyfed.data.files import Table
-from polyfed.data.frames import (
+from polyfed.data.formats.files import Table
+from polyfed.data.tabular.preprocessing import Column
+from polyfed.data.tabular.table_reader import (
     arrow_column,
     check_no_missing_values,
     column_as_numbers,

@@ -1,0 +1,1 @@
+"""Reading files: images, text, tables, data sets of the hub."""

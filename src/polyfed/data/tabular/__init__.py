@@ -1,0 +1,1 @@
+"""Tables: columns, schemas, preprocessing that sites agree on."""
