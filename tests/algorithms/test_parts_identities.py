@@ -18,7 +18,7 @@ from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import build_module, initial_state
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.loop import fit
-from polyfed.models.split import norm_tensor_names
+from polyfed.models.structure import norm_tensor_names
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, SmallNet, assert_runs_equal, small_clients

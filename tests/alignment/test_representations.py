@@ -12,7 +12,7 @@ from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.core.nn.module_cache import build_module
 from polyfed.core.seeds import torch_generator
 from polyfed.models import build
-from polyfed.models.split import compute_batch_representation
+from polyfed.models.structure import compute_batch_representation
 from polyfed.testing import SmallNet
 
 

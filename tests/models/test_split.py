@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.models import build
-from polyfed.models.split import (
+from polyfed.models.structure import (
     buffer_names,
     compute_batch_representation,
     find_head_modules,

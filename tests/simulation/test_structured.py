@@ -16,7 +16,7 @@ from polyfed.data.partitioning.resplit import resplit_clients
 from polyfed.data.partitioning.validation_split import hold_out_validation_sets
 from polyfed.data.pool import PooledDataset
 from polyfed.graphs import extract
-from polyfed.models.split import compute_batch_representation, find_head_modules
+from polyfed.models.structure import compute_batch_representation, find_head_modules
 from polyfed.report.export.folder import export_model
 from polyfed.simulation.engines.store import store_clients, unflatten_tensor
 from polyfed.simulation.fingerprints import data_fingerprint

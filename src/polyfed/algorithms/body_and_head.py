@@ -22,7 +22,7 @@ from polyfed.core.nn.buffers import (
 from polyfed.core.nn.module_cache import CachedModule, cached_module, fill_module, initial_state, trainable_state
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.training.loop import FitResult
-from polyfed.models.split import split_body_and_head
+from polyfed.models.structure import split_body_and_head
 
 # The server keeps "model", the body φ; or "draw", the whole initial network, while the head is not known
 # A client keeps "head": h_i; "buffers": as the policy has it; "trained": whether the client ever took part

@@ -14,7 +14,7 @@ from polyfed.core.io.trusted_code import import_object
 from polyfed.core.nn.module_cache import cached_module, fill_module
 from polyfed.core.state_dict import StateDict
 from polyfed.models import ModelSpec
-from polyfed.models.parts import SideBySide
+from polyfed.models.side_by_side import SideBySide
 
 
 @final

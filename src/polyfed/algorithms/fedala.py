@@ -20,7 +20,7 @@ from polyfed.core.nn.module_cache import trainable_state
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import fit
-from polyfed.models.split import find_head_modules, split_body_and_head
+from polyfed.models.structure import find_head_modules, split_body_and_head
 
 
 @final

@@ -13,7 +13,7 @@ from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.training.loop import fit, reply_scalars
-from polyfed.models.split import norm_tensor_names, split_body_and_head
+from polyfed.models.structure import norm_tensor_names, split_body_and_head
 
 
 @final

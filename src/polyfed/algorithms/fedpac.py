@@ -20,7 +20,7 @@ from polyfed.core.nn.module_cache import cached_module, reset_for_eval
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
 from polyfed.core.training.loop import fit, reply_scalars
-from polyfed.models.split import find_representation_module
+from polyfed.models.structure import find_representation_module
 
 # The server keeps, beside `BodyAndHeadMethod`'s, "prototypes": p̄, and "heads": the mixed head of each client that took part
 

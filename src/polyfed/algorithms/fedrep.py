@@ -19,7 +19,7 @@ from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.loop import fit, reply_scalars
-from polyfed.models.split import find_head_modules, split_body_and_head
+from polyfed.models.structure import find_head_modules, split_body_and_head
 
 
 @final

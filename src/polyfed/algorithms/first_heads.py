@@ -13,7 +13,7 @@ from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.nn.module_cache import build_module, cached_module, initial_state
 from polyfed.core.nn.tied_weights import unique_tensors
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.models.split import find_head_modules, tensor_names_by_position
+from polyfed.models.structure import find_head_modules, tensor_names_by_position
 
 InitialHead = Literal["form", "architecture"]
 

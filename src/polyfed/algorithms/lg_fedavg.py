@@ -17,7 +17,7 @@ from polyfed.core.nn.module_cache import cached_module, fill_module, trainable_s
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
 from polyfed.core.training.loop import fit, reply_scalars
-from polyfed.models.split import tensor_names_by_position
+from polyfed.models.structure import tensor_names_by_position
 
 # The server keeps "head", empty before the first replies; a client keeps "body" and "head", the head that it trained itself
 

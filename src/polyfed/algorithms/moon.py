@@ -17,7 +17,7 @@ from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import fill_module, trainable_state
 from polyfed.core.training.loop import ForwardPass, fit
-from polyfed.models.split import compute_batch_representation
+from polyfed.models.structure import compute_batch_representation
 
 
 @final

@@ -20,7 +20,7 @@ from polyfed.hypernetworks.weights import (
     init_weight_hypernetwork,
     sgd_step,
 )
-from polyfed.models.split import norm_tensor_names
+from polyfed.models.structure import norm_tensor_names
 
 # "network": φ and all v_i; "velocity": their momentum; by client id "rows", of embeddings, and "architectures", of heads
 ServerState = dict[str, Any]

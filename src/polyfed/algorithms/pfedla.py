@@ -41,7 +41,7 @@ from polyfed.hypernetworks.aggregation import (
     stack_hypernetworks,
     step_hypernetworks,
 )
-from polyfed.models.split import tensor_names_by_module
+from polyfed.models.structure import tensor_names_by_module
 
 # "models": θ_j of every client; "hypernetworks": v_i, ψ_i of each that has taken part; "clients" and "layers": their names
 ServerState = dict[str, Any]

@@ -11,7 +11,7 @@ from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.state_dict import StateDict
-from polyfed.models.split import find_head_modules
+from polyfed.models.structure import find_head_modules
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

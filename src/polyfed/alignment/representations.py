@@ -12,7 +12,7 @@ from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import torch_generator
 from polyfed.core.vectorized.stacked_module import CannotStackError, Stacked
-from polyfed.models.split import compute_batch_representation, find_representation_module
+from polyfed.models.structure import compute_batch_representation, find_representation_module
 
 _BATCH = 256
 

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from torch import nn
 
 from polyfed.core.errors import UserError
-from polyfed.models.plain import ConvSpec, Norm, plain_cnn
+from polyfed.models.plain_cnn import ConvSpec, Norm, plain_cnn
 from polyfed.models.shapes import check_image_shape, check_sizes
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.models.plain import ConvSpec, Norm, build_norm_layer, plain_cnn
+from polyfed.models.plain_cnn import ConvSpec, Norm, build_norm_layer, plain_cnn
 from polyfed.models.shapes import check_image_shape, check_sizes
 
 Stem = Literal["cifar", "xray"]
