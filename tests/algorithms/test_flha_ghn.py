@@ -14,7 +14,7 @@ from polyfed.core.nn.module_cache import build_module, initial_state
 from polyfed.core.seeds import torch_generator
 from polyfed.core.state_dict import state_dict_spec
 from polyfed.graphs import LayerCatalogue
-from polyfed.graphs.cached import graph_of_client
+from polyfed.graphs.client_graph import graph_of_client
 from polyfed.hypernetworks import generated as generated_module
 from polyfed.models import ModelSpec
 from polyfed.simulation.rounds import Federation

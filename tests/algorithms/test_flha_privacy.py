@@ -8,7 +8,7 @@ from polyfed.algorithms import FLHAGHN
 from polyfed.core.algorithm import ClientInfo, ServerContext
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import LayerCatalogue
-from polyfed.graphs.cached import graph_of_client
+from polyfed.graphs.client_graph import graph_of_client
 
 
 def network(*order):

@@ -11,8 +11,8 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, CAFedPNAS, FedAvg, FedHeNN, PFedLA
 from polyfed.core.seeds import torch_generator
 from polyfed.deploy.flower import run_deployment
-from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.graphs.client_graph import graph_of_client
 from polyfed.models import ModelSpec
 from polyfed.simulation.runs.progress import SilentProgress
 from polyfed.testing import small_clients, without_durations

@@ -22,8 +22,8 @@ from polyfed.deploy.node import build_site
 from polyfed.deploy.privacy import GaussianNoise, ReplyProtection, clip_and_add_noise
 from polyfed.deploy.records import parse_record
 from polyfed.deploy.wire import PROTOCOL, Envelope
-from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.graphs.client_graph import graph_of_client
 from polyfed.testing import SmallNet, small_clients
 
 from .conftest import ONE

@@ -13,8 +13,8 @@ from polyfed.deploy.flower import envelope_from_record, envelope_to_record
 from polyfed.deploy.project import create_project
 from polyfed.deploy.server import configure_server
 from polyfed.deploy.wire import PROTOCOL, Envelope
-from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.graphs.client_graph import graph_of_client
 from polyfed.simulation.runs.checkpoint import Checkpoint, save_checkpoint
 from polyfed.simulation.runs.directory import RunDirectory
 from polyfed.simulation.settings import Settings

@@ -13,8 +13,8 @@ from polyfed.core.errors import UserError
 from polyfed.deploy.flower import FlowerEngine, envelope_from_record, envelope_to_record
 from polyfed.deploy.riding import EVALUATION_KEY, build_envelopes, split_evaluation
 from polyfed.deploy.wire import SITE_HEAD_BYTES, Envelope
-from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.graphs.client_graph import graph_of_client
 from polyfed.simulation.engines.work import ClientTask
 from polyfed.simulation.runs import checkpoint as checkpoints
 from polyfed.simulation.runs.directory import list_changes, read_metrics

@@ -15,8 +15,8 @@ from polyfed.core.errors import RoundError
 from polyfed.core.messages.fixed_point import mean_from_fixed_point, parse_sum_message
 from polyfed.deploy.budget import compute_epsilon
 from polyfed.deploy.flower import client_app, envelope_from_record
-from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.graphs.client_graph import graph_of_client
 from polyfed.testing import _InterruptAfter, small_clients, without_durations
 
 from .test_faults import instead

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from polyfed.graphs import export, extract, fx
+from polyfed.graphs import export_tracer, extract, fx_tracer
 from polyfed.graphs.architecture import ACTIVATIONS
-from polyfed.graphs.flow import Root, record_layer_flow
+from polyfed.graphs.layer_flow import Root, record_layer_flow
 from polyfed.models import build
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -34,7 +34,7 @@ def line(c_in=4, c_out=4):
 def found(model, x=X):
     """Name of each layer -> its activation, which both tracers must find."""
     told = []
-    for trace in (fx.trace_with_fx, export.trace_with_export):
+    for trace in (fx_tracer.trace_with_fx, export_tracer.trace_with_export):
         flow = record_layer_flow(trace(Root(model).eval(), x.clone()), model, x.clone())
         told.append({node.name: node.type.activation for node in flow.nodes if not isinstance(node.type, str)})
     assert told[0] == told[1]
@@ -161,7 +161,7 @@ def test_networks_that_differ_in_activation_or_dilation_have_different_graphs():
     assert restricted.coverage == pytest.approx((2 * 256 + 2) / (4 * 27 + 4 + 8 + 2 * 256 + 2))  # the last layer
     assert "lacks its type conv2d-3-4-k3x3-s1x1-g1-b1-d1x1-tanh" in restricted.local_reasons["0.weight"]
     functional = Net(lambda net, x: F.conv2d(x, net.a.weight, None, 1, 2, 2), a=nn.Conv2d(3, 4, 3, bias=False))
-    for trace in (fx.trace_with_fx, export.trace_with_export):
+    for trace in (fx_tracer.trace_with_fx, export_tracer.trace_with_export):
         flow = record_layer_flow(trace(Root(functional).eval(), IMAGES), functional, IMAGES)
         assert flow.nodes[0].type.dilation == (2, 2)
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.graphs import export, extract, fx
-from polyfed.graphs.flow import Root, record_layer_flow
+from polyfed.graphs import export_tracer, extract, fx_tracer
+from polyfed.graphs.layer_flow import Root, record_layer_flow
 from polyfed.models import MODELS, build
 
 
@@ -45,7 +45,7 @@ def both(model, x):
     roots = [Root(copy.deepcopy(model)).eval() for _ in range(2)]
     return [
         record_layer_flow(trace(root, x), model, x)
-        for trace, root in zip((fx.trace_with_fx, export.trace_with_export), roots, strict=True)
+        for trace, root in zip((fx_tracer.trace_with_fx, export_tracer.trace_with_export), roots, strict=True)
     ]
 
 
@@ -230,7 +230,7 @@ def test_a_parameter_that_the_tracers_miss_is_no_silent_loss():
 
 
 def test_another_output_than_the_models_is_not_believed(monkeypatch):
-    real = fx.trace_with_fx
+    real = fx_tracer.trace_with_fx
 
     def wrong(root, x):
         program = real(root, x)

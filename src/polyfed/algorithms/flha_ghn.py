@@ -18,8 +18,8 @@ from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_st
 from polyfed.core.training.loop import Schedule, fit, reply_scalars
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.graphs.architecture import NONE
-from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import read_graph_variant
+from polyfed.graphs.client_graph import graph_of_client
 from polyfed.graphs.contraction import Contraction
 from polyfed.hypernetworks.generated import GeneratedNetwork, build_generated_network
 from polyfed.hypernetworks.ghn import (

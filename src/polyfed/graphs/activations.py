@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from polyfed.graphs.architecture import ACTIVATIONS
-from polyfed.graphs.layers import torch_operation_name
+from polyfed.graphs.layer_recognition import torch_operation_name
 
 _CLASSES: dict[type[nn.Module], str] = {
     nn.ReLU: "relu", nn.ReLU6: "relu6", nn.LeakyReLU: "leaky_relu", nn.PReLU: "prelu", nn.RReLU: "rrelu",

@@ -21,13 +21,13 @@ from polyfed.core.examples.pytree import (
 )
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.graphs import export, fx
+from polyfed.graphs import export_tracer, fx_tracer
 from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
-from polyfed.graphs.flow import LayerFlow, Root, TracedProgram, iterate_tensors, record_layer_flow
+from polyfed.graphs.layer_flow import LayerFlow, Root, TracedProgram, iterate_tensors, record_layer_flow
 
 _TRACERS: dict[str, Callable[[Root, Inputs], TracedProgram]] = {
-    "torch.fx": fx.trace_with_fx,
-    "torch.export": export.trace_with_export,
+    "torch.fx": fx_tracer.trace_with_fx,
+    "torch.export": export_tracer.trace_with_export,
 }
 _GENERATED = (torch.float32, torch.float64)  # types of the numbers that can be generated
 

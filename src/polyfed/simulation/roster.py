@@ -6,8 +6,8 @@ from typing import final
 
 from polyfed.core.algorithm import Architecture, Client, DataSpec
 from polyfed.core.algorithm import Task as TaskKind
-from polyfed.graphs.cached import graph_of_client
 from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.graphs.client_graph import graph_of_client
 from polyfed.graphs.contraction import Contraction
 from polyfed.simulation import checks
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.examples.pytree import Inputs, InputSpec, call_network, input_spec_of, logits_or_output, named_leaves
-from polyfed.graphs.flow import Root, TracedProgram, iterate_tensors
+from polyfed.graphs.layer_flow import Root, TracedProgram, iterate_tensors
 
 
 def trace_with_export(root: Root, x: Inputs) -> TracedProgram:

@@ -8,8 +8,8 @@ from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.core.examples.pytree import Inputs, input_spec_of
-from polyfed.graphs.flow import Root, TracedProgram, has_torch_forward
-from polyfed.graphs.layers import has_only_weight_and_bias, layer_kind
+from polyfed.graphs.layer_flow import Root, TracedProgram, has_torch_forward
+from polyfed.graphs.layer_recognition import has_only_weight_and_bias, layer_kind
 
 
 def trace_with_fx(root: Root, x: Inputs) -> TracedProgram:

@@ -18,7 +18,7 @@ from polyfed.core.examples.pytree import Inputs, call_network, logits_or_output,
 from polyfed.core.nn.tied_weights import first_name_by_name
 from polyfed.graphs.activations import activation_name
 from polyfed.graphs.architecture import NONE, LayerType, Node, NodeMark
-from polyfed.graphs.layers import (
+from polyfed.graphs.layer_recognition import (
     join_kind,
     layer_kind,
     layer_of_call,
