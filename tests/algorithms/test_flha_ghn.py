@@ -15,7 +15,7 @@ from polyfed.core.seeds import torch_generator
 from polyfed.core.state_dict import state_dict_spec
 from polyfed.graphs import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
-from polyfed.hypernetworks import generated as generated_module
+from polyfed.hypernetworks import generated_network as generated_module
 from polyfed.models import ModelSpec
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
@@ -85,8 +85,10 @@ def test_with_a_lookup_table_it_is_unweighted_fedavg(monkeypatch):
     generated = graph_of_client(everyone[0]).generated_weights
     table = {f"heads.{m.type.key}.{role}": start[name] for m in generated for role, name in m.parameters.items()}
     monkeypatch.setattr("polyfed.algorithms.flha_ghn.init_ghn_params", lambda *_: table)
-    monkeypatch.setattr("polyfed.hypernetworks.generated.cached_ghn", lambda form, _: Lookup(form))
-    monkeypatch.setattr("polyfed.hypernetworks.generated._cached", generated_module._build)  # leaves no table behind
+    monkeypatch.setattr("polyfed.hypernetworks.generated_network.cached_ghn", lambda form, _: Lookup(form))
+    monkeypatch.setattr(
+        "polyfed.hypernetworks.generated_network._cached", generated_module._build
+    )  # leaves no table behind
     shared = {**OPTIONS, "schedule": "cosine", "buffers": "local", "local_epochs": 2}
     runs = [
         pf.federate(everyone, method, rounds=3, seed=4, workers=0)

@@ -12,7 +12,7 @@ import polyfed as pf
 from polyfed.algorithms import pfedhn
 from polyfed.algorithms.pfedhn import PFedHN
 from polyfed.core.machine.threads import single_torch_thread
-from polyfed.hypernetworks.weights import (
+from polyfed.hypernetworks.pfedhn_hypernetwork import (
     backpropagate_deltas,
     generate_client_weights,
     init_weight_hypernetwork,

@@ -9,7 +9,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, HeurPFedLA, Local, PFedLA, pfedla
 from polyfed.core.algorithm import ClientInfo
 from polyfed.core.state_dict import safetensors_num_bytes
-from polyfed.hypernetworks import aggregation
+from polyfed.hypernetworks import layer_aggregation
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 OPTIONS = {"lr": 0.05, "local_epochs": 2, "batch_size": 8, "momentum": 0.5}
@@ -28,7 +28,7 @@ def same_models(one, other, **tolerance):
 
 def started_with(monkeypatch, weight, bias):
     """Hypernetworks whose heads have constant weights and these biases, (N, L, N)."""
-    good = aggregation.init_aggregation_hypernetwork
+    good = layer_aggregation.init_aggregation_hypernetwork
 
     def create(client, sizes, seed):
         made = good(client, sizes, seed)
@@ -118,7 +118,7 @@ def each(state, change):
 
 def all_of(state):
     """The hypernetworks of all clients, one above the other."""
-    return aggregation.stack_hypernetworks(list(state["hypernetworks"].values()))
+    return layer_aggregation.stack_hypernetworks(list(state["hypernetworks"].values()))
 
 
 def replies_of(state, seed=0):
@@ -131,9 +131,9 @@ def replies_of(state, seed=0):
 
 def explicit_mixture(state, networks, row, normalise="relu"):
     """θ̄_i by the definition, every sum written out."""
-    alpha = aggregation.layer_aggregation_weights({n: t[row : row + 1] for n, t in networks.items()}, [row], normalise)[
-        0
-    ]
+    alpha = layer_aggregation.layer_aggregation_weights(
+        {n: t[row : row + 1] for n, t in networks.items()}, [row], normalise
+    )[0]
     return {
         name: sum(alpha[layer, j] * state["models"][c][name] for j, c in enumerate(state["clients"]))
         for layer, names in enumerate(state["layers"].values())

@@ -11,7 +11,7 @@ from polyfed.algorithms import HeurPFedLA, PFedLA
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed
-from polyfed.hypernetworks.aggregation import HypernetworkSizes, init_aggregation_hypernetwork
+from polyfed.hypernetworks.layer_aggregation import HypernetworkSizes, init_aggregation_hypernetwork
 from polyfed.simulation.rounds import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients

@@ -8,7 +8,7 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import FedAvg, HeurPFedLA, Local, PFedLA
 from polyfed.core.seeds import torch_generator
-from polyfed.hypernetworks.aggregation import similarity_weights
+from polyfed.hypernetworks.layer_aggregation import similarity_weights
 from polyfed.testing import small_clients
 
 OPTIONS = {"lr": 0.05, "local_epochs": 2, "batch_size": 8, "momentum": 0.5}

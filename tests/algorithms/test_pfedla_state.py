@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed.algorithms import HeurPFedLA, PFedLA, pfedla
 from polyfed.core.algorithm import ClientInfo, ServerContext
 from polyfed.core.state_dict import deserialize_state, serialize_state
-from polyfed.hypernetworks import aggregation
+from polyfed.hypernetworks import layer_aggregation
 from polyfed.testing import SmallNet, small_clients
 
 OPTIONS = {"lr": 0.05, "local_epochs": 2, "batch_size": 8, "momentum": 0.5}
@@ -27,12 +27,12 @@ def random_models(shapes, number=3):
 
 @pytest.mark.parametrize("chunk", [1, 8, 2**20])
 def test_products_do_not_depend_on_how_tensors_are_cut(monkeypatch, chunk):
-    monkeypatch.setattr(aggregation, "_CHUNK", chunk)
+    monkeypatch.setattr(layer_aggregation, "_CHUNK", chunk)
     shapes, layers = {"w": (5, 7), "b": (5,), "v": (3,)}, {"one": ["w", "b"], "two": ["v"]}
     models, replies = random_models(shapes), random_models(shapes, 2)
     alpha = torch.rand(2, 2, 3, dtype=torch.float64)
-    mixed = aggregation.mix_models(models, alpha, layers)
-    products = aggregation.layer_inner_products(models, alpha, replies, layers)
+    mixed = layer_aggregation.mix_models(models, alpha, layers)
+    products = layer_aggregation.layer_inner_products(models, alpha, replies, layers)
     for i in range(2):
         for position, names in enumerate(layers.values()):
             for name in names:
@@ -69,11 +69,12 @@ def test_heurpfedla_learns_from_what_the_client_began_with():
         begun = {**double[client], **down}
         after = {n: t + 0.1 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in begun.items()}
         leaves = {
-            n: t.clone().requires_grad_() for n, t in aggregation.stack_hypernetworks(list(networks.values())).items()
+            n: t.clone().requires_grad_()
+            for n, t in layer_aggregation.stack_hypernetworks(list(networks.values())).items()
         }
-        alpha = aggregation.layer_aggregation_weights({n: t[row : row + 1] for n, t in leaves.items()}, [row], "relu")[
-            0
-        ]
+        alpha = layer_aggregation.layer_aggregation_weights(
+            {n: t[row : row + 1] for n, t in leaves.items()}, [row], "relu"
+        )[0]
         mixed = {
             name: sum(alpha[layer, j] * double[c][name] for j, c in enumerate(state["clients"]))
             for layer, names in enumerate(state["layers"].values())
@@ -82,7 +83,7 @@ def test_heurpfedla_learns_from_what_the_client_began_with():
         change = [after[name] - begun[name] for name in mixed]
         ascent = torch.autograd.grad(list(mixed.values()), list(leaves.values()), change)
         updated = pfedla.update_server_state(state, {client: after}, method, k=1)["hypernetworks"]
-        updated = aggregation.stack_hypernetworks(list(updated.values()))
+        updated = layer_aggregation.stack_hypernetworks(list(updated.values()))
         for (name, before), step in zip(leaves.items(), ascent, strict=True):
             torch.testing.assert_close(updated[name], before + step, rtol=1e-9, atol=1e-12)
 
@@ -111,7 +112,7 @@ def test_a_shared_tensor_counts_once_in_the_layer_of_its_first_name(layer):
     replies = {c: {n: t + 0.1 for n, t in model.items()} for c, model in state["models"].items()}
     served = torch.zeros(3, len(state["layers"]), 3)
     models = [state["models"][c] for c in state["clients"]]
-    products = aggregation.layer_inner_products(models, served, list(replies.values()), state["layers"])
+    products = layer_aggregation.layer_inner_products(models, served, list(replies.values()), state["layers"])
     position = list(state["layers"]).index(home)
     by_hand = sum(float((models[1][n] * replies["client-0"][n]).sum()) for n in state["layers"][home])
     assert products[0, position, 1].item() == pytest.approx(by_hand, rel=1e-4)
@@ -159,13 +160,15 @@ def test_buffers_stay_with_the_client():
 @pytest.mark.parametrize("number", [3, 10, 40])
 def test_weights_do_not_depend_on_who_else_is_asked(number):
     """Bit for bit: the server finds out which layers a client retained by computing its weights again."""
-    sizes = aggregation.HypernetworkSizes(number, 5, 100, 100)
-    networks = aggregation.stack_hypernetworks(
-        [aggregation.init_aggregation_hypernetwork(f"client-{k}", sizes, seed=1) for k in range(number)]
+    sizes = layer_aggregation.HypernetworkSizes(number, 5, 100, 100)
+    networks = layer_aggregation.stack_hypernetworks(
+        [layer_aggregation.init_aggregation_hypernetwork(f"client-{k}", sizes, seed=1) for k in range(number)]
     )
-    together = aggregation.layer_aggregation_weights(networks, range(number), "relu")
+    together = layer_aggregation.layer_aggregation_weights(networks, range(number), "relu")
     for size in (1, 2, number - 1):
-        part = aggregation.layer_aggregation_weights({n: t[:size] for n, t in networks.items()}, range(size), "relu")
+        part = layer_aggregation.layer_aggregation_weights(
+            {n: t[:size] for n, t in networks.items()}, range(size), "relu"
+        )
         assert torch.equal(part, together[:size])
 
 
@@ -181,7 +184,7 @@ def test_hypernetworks_are_stacked_a_few_at_a_time_with_the_same_bits(monkeypatc
         pfedla.update_server_state(state, replies, method),
     )
 
-    monkeypatch.setattr(aggregation, "_STACKED", 2 * sum(tensor.numel() for tensor in networks[0].values()))
+    monkeypatch.setattr(layer_aggregation, "_STACKED", 2 * sum(tensor.numel() for tensor in networks[0].values()))
     groups = list(pfedla.iterate_hypernetworks(state, clients, method))
     assert [(few, len(own)) for few, own in groups] == [(slice(0, 2), 2), (slice(2, 4), 1)]
     assert torch.equal(pfedla.aggregation_weights(state, clients, method)[1], alpha)
@@ -203,7 +206,7 @@ def test_hypernetworks_of_clients_that_have_not_taken_part_are_drawn_when_needed
     (_, drawn), (_, again) = (next(pfedla.iterate_hypernetworks(first, first["clients"], method)) for _ in range(2))
     for one, other in zip(drawn, again, strict=True):
         assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-    sizes = aggregation.HypernetworkSizes(3, len(first["layers"]), method.embedding_dim, method.hidden)
+    sizes = layer_aggregation.HypernetworkSizes(3, len(first["layers"]), method.embedding_dim, method.hidden)
     assert sum(tensor.numel() for tensor in drawn[0].values()) == sizes.num_parameters
     assert not any(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0] if name != "heads.bias")
 

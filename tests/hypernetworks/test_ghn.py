@@ -8,10 +8,10 @@ from torch import nn
 
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node, extract
-from polyfed.hypernetworks.generated import GeneratedNetwork
+from polyfed.hypernetworks.generated_network import GeneratedNetwork
 from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
+from polyfed.hypernetworks.ghn_heads import Factored
 from polyfed.hypernetworks.ghn_layers import GraphConv
-from polyfed.hypernetworks.heads import Factored
 from polyfed.models import build
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from polyfed.graphs.architecture import NONE
 from polyfed.graphs.catalogue import read_graph_variant
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.graphs.contraction import Contraction
-from polyfed.hypernetworks.generated import GeneratedNetwork, build_generated_network
+from polyfed.hypernetworks.generated_network import GeneratedNetwork, build_generated_network
 from polyfed.hypernetworks.ghn import (
     GHNConfig,
     Gnn,

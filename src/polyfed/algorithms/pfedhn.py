@@ -13,7 +13,7 @@ from polyfed.core.nn.buffers import BufferPolicy, extract_update, load_client_mo
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.training.loop import LocalTraining, fit, reply_scalars
-from polyfed.hypernetworks.weights import (
+from polyfed.hypernetworks.pfedhn_hypernetwork import (
     backpropagate_deltas,
     generate_client_weights,
     generated_tensor_names,

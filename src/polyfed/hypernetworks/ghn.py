@@ -21,6 +21,7 @@ from polyfed.core.seeds import derive_seed, temporary_rng_seed, torch_generator
 from polyfed.core.state_dict import StateDict
 from polyfed.graphs.architecture import NODE_MARKS, ArchitectureGraph, LayerType, ParameterRole
 from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.hypernetworks.ghn_heads import Factored, TypeHead
 from polyfed.hypernetworks.ghn_layers import (
     GatedGraphConv,
     GraphConv,
@@ -28,7 +29,6 @@ from polyfed.hypernetworks.ghn_layers import (
     aggregate_neighbours,
     forward_backward_levels,
 )
-from polyfed.hypernetworks.heads import Factored, TypeHead
 
 Gnn = Literal["graphconv", "gated", "sage"]
 Head = Literal["mlp", "factored"]
