@@ -24,7 +24,7 @@ import torch
 
 import polyfed as pf
 from polyfed.alignment import compute_representations
-from polyfed.alignment.similarity import mean_pairwise_cka
+from polyfed.alignment.pairwise_cka import mean_pairwise_cka
 from polyfed.cli.commands import options
 from polyfed.simulation import experiment as experiments
 from polyfed.simulation.runs.progress import SilentProgress

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import polyfed as pf
 from polyfed.alignment import compute_representations
-from polyfed.alignment.similarity import mean_pairwise_cka
+from polyfed.alignment.pairwise_cka import mean_pairwise_cka
 from polyfed.cli.commands import options, recipes
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.simulation import experiment as experiments

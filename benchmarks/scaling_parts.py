@@ -14,7 +14,7 @@ import scaling
 import torch
 
 import polyfed as pf
-from polyfed.alignment.similarity import mean_pairwise_cka
+from polyfed.alignment.pairwise_cka import mean_pairwise_cka
 from polyfed.core.algorithm import Message
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.state_dict import deserialize_state, serialize_state

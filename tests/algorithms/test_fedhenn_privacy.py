@@ -7,7 +7,7 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
-from polyfed.alignment.target import mean_kernel_features, triangular_kernel_factor
+from polyfed.alignment.alignment_target import mean_kernel_features, triangular_kernel_factor
 from polyfed.core.algorithm import Message
 from polyfed.core.examples.examples import as_examples
 from polyfed.core.seeds import torch_generator

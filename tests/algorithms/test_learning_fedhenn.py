@@ -5,7 +5,7 @@ import pytest
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo, Local
 from polyfed.alignment import compute_representations
-from polyfed.alignment.similarity import mean_pairwise_cka
+from polyfed.alignment.pairwise_cka import mean_pairwise_cka
 from polyfed.data import PARTITIONS, SOURCES, Split, make_clients
 from polyfed.models import ModelSpec
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import polyfed as pf
 from polyfed.alignment import AlignmentTarget, mean_kernel_features, procrustes_distance
+from polyfed.alignment.alignment_target import triangular_kernel_factor
 from polyfed.alignment.cka import CentredFeatures
-from polyfed.alignment.target import triangular_kernel_factor
 from polyfed.core.seeds import torch_generator
 
 SHAPES = {"same width": (7, 3, 3), "other widths": (8, 5, 3), "few examples": (4, 6, 9), "one is wide": (5, 3, 12)}

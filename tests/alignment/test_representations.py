@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import polyfed as pf
 from polyfed.alignment import compute_representations, draw_public_rows, linear_cka, noise_like
+from polyfed.alignment.pairwise_cka import mean_pairwise_cka, pairwise_cka
 from polyfed.alignment.representations import differentiable_representations, representation_module_name
-from polyfed.alignment.similarity import mean_pairwise_cka, pairwise_cka
 from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.core.nn.module_cache import build_module
 from polyfed.core.seeds import torch_generator

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.public_pool import PublicDataMethod, prepare_public_examples
-from polyfed.alignment.held import EpochGradientTerm
-from polyfed.alignment.rad import draw_public_rows, noise_like
+from polyfed.alignment.alignment_target import AlignmentTarget, Distance
+from polyfed.alignment.alignment_term import AlignmentTerm, NetworkTarget
+from polyfed.alignment.epoch_gradient_term import EpochGradientTerm
+from polyfed.alignment.public_examples import draw_public_rows, noise_like
 from polyfed.alignment.representations import check_has_representation, representation_module_name
-from polyfed.alignment.target import AlignmentTarget, Distance
-from polyfed.alignment.term import AlignmentTerm, NetworkTarget
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples

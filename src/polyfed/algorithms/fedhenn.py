@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.aligning import AlignmentMethod
 from polyfed.algorithms.own_network import PersonalNetworkMethod
-from polyfed.alignment.representations import compute_representations
-from polyfed.alignment.similarity import mean_pairwise_cka
-from polyfed.alignment.target import (
+from polyfed.alignment.alignment_target import (
     AlignmentTarget,
     mean_kernel_features,
     mean_rbf_kernel,
     principal_components,
     triangular_kernel_factor,
 )
+from polyfed.alignment.pairwise_cka import mean_pairwise_cka
+from polyfed.alignment.representations import compute_representations
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import first_leaf

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.aligning import AlignmentMethod
 from polyfed.algorithms.averaging import AveragedOver, ClientState, GlobalModelMethod, ServerState, build_reply
-from polyfed.alignment.term import NetworkTarget
+from polyfed.alignment.alignment_term import NetworkTarget
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.nn.buffers import load_client_model, load_model_for_eval
 from polyfed.core.nn.module_cache import cached_module, fill_module, trainable_state

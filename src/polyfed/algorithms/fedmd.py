@@ -12,7 +12,7 @@ from polyfed.algorithms.averaging import Averaging, ClientState, ServerState
 from polyfed.algorithms.distillation import fit_to_targets
 from polyfed.algorithms.own_network import PersonalNetworkMethod
 from polyfed.algorithms.public_pool import PublicDataMethod
-from polyfed.alignment.rad import draw_public_rows
+from polyfed.alignment.public_examples import draw_public_rows
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict

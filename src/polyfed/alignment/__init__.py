@@ -1,17 +1,17 @@
 """Alignment of representations across networks (FedHeNN): kernels, CKA and the Procrustes distance, the mean kernel K̄, and
 the public examples on which networks are compared."""
 
-from polyfed.alignment.cka import cka, hsic, linear_cka, linear_kernel, rbf_cka, rbf_kernel
-from polyfed.alignment.procrustes import procrustes_distance
-from polyfed.alignment.rad import draw_public_rows, noise_like
-from polyfed.alignment.representations import compute_representations
-from polyfed.alignment.target import (
+from polyfed.alignment.alignment_target import (
     AlignmentTarget,
     Distance,
     mean_kernel_features,
     mean_rbf_kernel,
     principal_components,
 )
+from polyfed.alignment.cka import cka, hsic, linear_cka, linear_kernel, rbf_cka, rbf_kernel
+from polyfed.alignment.procrustes import procrustes_distance
+from polyfed.alignment.public_examples import draw_public_rows, noise_like
+from polyfed.alignment.representations import compute_representations
 
 __all__ = [
     "AlignmentTarget",

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from polyfed.alignment.pairwise_cka import pairwise_cka
 from polyfed.alignment.representations import compute_representations
-from polyfed.alignment.similarity import pairwise_cka
 from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples

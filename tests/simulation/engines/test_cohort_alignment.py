@@ -8,9 +8,9 @@ from cohorts import ALIGNED, assert_near, clients, normed, plain, play
 from torch import nn
 
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
+from polyfed.alignment.alignment_target import AlignmentTarget
+from polyfed.alignment.alignment_term import AlignmentTerm, NetworkTarget
 from polyfed.alignment.representations import differentiable_representations
-from polyfed.alignment.target import AlignmentTarget
-from polyfed.alignment.term import AlignmentTerm, NetworkTarget
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.training import cohort

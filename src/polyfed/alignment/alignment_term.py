@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from polyfed.alignment.alignment_target import AlignmentTarget, Distance, mean_rbf_kernel
 from polyfed.alignment.representations import (
     compute_representations,
     differentiable_representations,
     representation_batch_size,
 )
-from polyfed.alignment.target import AlignmentTarget, Distance, mean_rbf_kernel
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.nn.deep_copy import deep_copy

@@ -7,8 +7,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from polyfed.alignment.alignment_term import AlignmentTerm
 from polyfed.alignment.representations import representation_batch_size
-from polyfed.alignment.term import AlignmentTerm
 from polyfed.core.vectorized.deferred_calls import PerClientTerm
 from polyfed.core.vectorized.stacked_module import sum_per_client
 
