@@ -43,7 +43,7 @@ from polyfed.algorithms.searching import SupernetMethod
 from polyfed.cli.commands import options, recipes
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.data import Shift
-from polyfed.search import Network, operation_probabilities
+from polyfed.nas import Network, operation_probabilities
 from polyfed.simulation import experiment as experiments
 from polyfed.simulation.runs.progress import SilentProgress
 from polyfed.simulation.transfer import transfer_network

@@ -11,7 +11,7 @@ from polyfed.algorithms import REGISTRY, CAFedDSNAS, CAFedPNAS, FedAvg, FedDSNAS
 from polyfed.core.algorithm import Client, ClientInfo, DataSpec, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
-from polyfed.search import Network, Sampled, load_network
+from polyfed.nas import Network, Sampled, load_network
 from polyfed.simulation.checks import common_data_spec
 from polyfed.testing import AlgorithmContract, SmallNet, without_durations
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from polyfed.algorithms import FedDSNAS, FedPNAS
 from polyfed.core.algorithm import Client, ClientInfo, DataSpec, ServerContext
 from polyfed.core.seeds import torch_generator
-from polyfed.search import sampling
+from polyfed.nas import sampling
 
 SPACE = {
     "channels": 3, "base_cells": 1, "base_nodes": 1, "personal_nodes": 2,

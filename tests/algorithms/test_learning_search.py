@@ -6,7 +6,7 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, Local
 from polyfed.cli.commands import options
-from polyfed.search import operation_probabilities
+from polyfed.nas import operation_probabilities
 from polyfed.simulation import experiment
 
 SPACE = {

@@ -18,7 +18,7 @@ from polyfed.core.training.loop import LocalTraining
 from polyfed.data import IID
 from polyfed.data.partitioning.split import split_rows_by_client
 from polyfed.models import ModelSpec
-from polyfed.search import count_edge_parameters
+from polyfed.nas import count_edge_parameters
 from polyfed.simulation import federation
 from polyfed.simulation.conflicts import measure_gradient_conflicts
 from polyfed.simulation.experiment import build_experiment, load_participants

@@ -28,10 +28,10 @@ from polyfed.cli.main import main
 from polyfed.comparison import directory as comparisons
 from polyfed.core.errors import UserError
 from polyfed.core.state_dict import deserialize_state, serialize_state
+from polyfed.nas.derived import load_network
 from polyfed.report.gathering import read_run_groups
 from polyfed.report.records import read_rounds
 from polyfed.report.search import read_search_result
-from polyfed.search.found import load_network
 from polyfed.simulation.experiment import build_experiment
 from polyfed.simulation.runs import predictions
 from polyfed.simulation.runs.configuration import restore_settings_and_method

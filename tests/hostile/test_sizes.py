@@ -16,9 +16,9 @@ from polyfed.deploy.project import parse_site_names
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.models import MODELS, ModelSpec, build
-from polyfed.search.cells import CellPlan
-from polyfed.search.found import rebuild_network
-from polyfed.search.network import SupernetPlan, plan_cell_stacks
+from polyfed.nas.cells import CellPlan
+from polyfed.nas.derived import rebuild_network
+from polyfed.nas.supernet import SupernetPlan, plan_cell_stacks
 from polyfed.testing import small_clients
 
 LARGE = 10**9

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.search import depthwise
-from polyfed.search.depthwise import Depthwise
+from polyfed.nas import depthwise
+from polyfed.nas.depthwise import Depthwise
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import nn
 
 from polyfed.algorithms import CAFedPNAS, FedPNAS
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.search import SupernetPlan, gumbel_noise_like, plan_cell_stacks, sample_operations
+from polyfed.nas import SupernetPlan, gumbel_noise_like, plan_cell_stacks, sample_operations
 
 TEMPERATURE = 0.7
 

@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.buffers import recompute_norm_statistics
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.search import (
+from polyfed.nas import (  # fmt: skip
     OPERATION_NAMES,
     SMALL_OPERATION_NAMES,
     Cell,
@@ -32,9 +32,9 @@ from polyfed.search import (
     operations,
     plan_cell_stacks,
     rebuild_network,
-)  # fmt: skip
-from polyfed.search.cells import _scale_by_choice, apply_chosen_operations
-from polyfed.search.operations import GroupedNorm
+)
+from polyfed.nas.cells import _scale_by_choice, apply_chosen_operations
+from polyfed.nas.operations import GroupedNorm
 
 
 def supernet(context="free", seed=0, **fields):

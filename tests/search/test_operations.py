@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from polyfed.core.errors import UserError
-from polyfed.search import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operation, operations
-from polyfed.search.operations import GroupedNorm
+from polyfed.nas import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operation, operations
+from polyfed.nas.operations import GroupedNorm
 
 # FedPNAS, Table 3, and METHODS for the operation that the table leaves out (sep_conv_7); written by hand.
 TABLE_3 = {

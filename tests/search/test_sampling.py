@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from scipy import stats
 
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.search import ContextAware, ContextFree, gumbel_noise_like, most_probable_operations, sample_operations
-from polyfed.search.sampling import pool_to_8x8
+from polyfed.nas import ContextAware, ContextFree, gumbel_noise_like, most_probable_operations, sample_operations
+from polyfed.nas.sampling import pool_to_8x8
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])

@@ -12,7 +12,7 @@ import polyfed as pf
 from polyfed.algorithms import FedDSNAS, FedPNAS
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.search.conflicts import compute_step_weights
+from polyfed.nas.step_weights import compute_step_weights
 from polyfed.simulation.conflicts import measure_gradient_conflicts
 
 ONE = {

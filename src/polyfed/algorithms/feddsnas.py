@@ -8,7 +8,7 @@ from polyfed.algorithms.averaging import ClientState
 from polyfed.algorithms.searching import SupernetMethod
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.training.loop import fit
-from polyfed.search.network import SamplerContext, SamplingUnit
+from polyfed.nas.supernet import SamplerContext, SamplingUnit
 
 
 @final

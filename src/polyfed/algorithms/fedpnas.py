@@ -13,8 +13,8 @@ from polyfed.algorithms.searching import SupernetMethod, supernet_of
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.nn.optimizers import Adam, ParameterGroup
 from polyfed.core.training.loop import fit
-from polyfed.search.network import SamplerContext, SamplingUnit
-from polyfed.search.operations import untracked_batch_statistics
+from polyfed.nas.operations import untracked_batch_statistics
+from polyfed.nas.supernet import SamplerContext, SamplingUnit
 
 SecondOrder = Literal["outer_product", "none"]
 InnerOptimizer = Literal["sgd", "adam"]

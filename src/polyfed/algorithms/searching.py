@@ -34,16 +34,16 @@ from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_st
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import fit, reply_scalars
-from polyfed.search.cells import EdgeJoin
-from polyfed.search.found import describe_network, most_probable_network, operation_probabilities, rebuild_network
-from polyfed.search.network import Network, Sampled, SamplerContext, SamplingUnit, SupernetPlan, plan_cell_stacks
-from polyfed.search.operations import (
+from polyfed.nas.cells import EdgeJoin
+from polyfed.nas.derived import describe_network, most_probable_network, operation_probabilities, rebuild_network
+from polyfed.nas.operations import (
     OPERATION_NAMES,
     SMALL_OPERATION_NAMES,
     check_operation_names,
     untracked_batch_statistics,
 )
-from polyfed.search.sampling import Gradient, gumbel_noise_like
+from polyfed.nas.sampling import Gradient, gumbel_noise_like
+from polyfed.nas.supernet import Network, Sampled, SamplerContext, SamplingUnit, SupernetPlan, plan_cell_stacks
 
 DerivationMode = Literal["argmax", "sampled"]
 Annealing = Literal["exponential", "linear", "constant"]

@@ -16,7 +16,7 @@ from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.validation import parse_json
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.data.plot import resolve_picture_path, save_figure
-from polyfed.search.found import FORMAT, check_cell_descriptions
+from polyfed.nas.derived import FORMAT, check_cell_descriptions
 from polyfed.simulation.runs.directory import read_config, read_metrics
 from polyfed.simulation.runs.paths import safe_file_name
 from polyfed.simulation.runs.results import Run

@@ -15,7 +15,7 @@ from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
-from polyfed.search.conflicts import StepWeights, compute_step_weights
+from polyfed.nas.step_weights import StepWeights, compute_step_weights
 from polyfed.simulation.runs.results import Run
 
 _ROWS = 256

@@ -20,9 +20,9 @@ from polyfed.data import Shift
 from polyfed.graphs import LayerCatalogue, LayerType, extract
 from polyfed.hypernetworks.ghn import GHNConfig
 from polyfed.models import build
+from polyfed.nas import OPERATION_NAMES, SupernetPlan, count_edge_parameters, operations, plan_cell_stacks
 from polyfed.report import aggregation
 from polyfed.report.generation import generate_untrained_weights
-from polyfed.search import OPERATION_NAMES, SupernetPlan, count_edge_parameters, operations, plan_cell_stacks
 from polyfed.simulation import federation
 from polyfed.simulation.conflicts import measure_gradient_conflicts
 from polyfed.simulation.experiment import Experiment, build_experiment, load_participants

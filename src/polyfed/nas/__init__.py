@@ -4,8 +4,8 @@
 architecture of a client as a network of its own.
 """
 
-from polyfed.search.cells import Cell, CellPlan
-from polyfed.search.found import (
+from polyfed.nas.cells import Cell, CellPlan
+from polyfed.nas.derived import (
     describe_network,
     fix_operations,
     load_network,
@@ -13,9 +13,8 @@ from polyfed.search.found import (
     operation_probabilities,
     rebuild_network,
 )
-from polyfed.search.network import Network, Sampled, SupernetPlan, count_edge_parameters, plan_cell_stacks
-from polyfed.search.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operation, operations
-from polyfed.search.sampling import (
+from polyfed.nas.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operation, operations
+from polyfed.nas.sampling import (
     ContextAware,
     ContextFree,
     OperationChoice,
@@ -23,6 +22,7 @@ from polyfed.search.sampling import (
     most_probable_operations,
     sample_operations,
 )
+from polyfed.nas.supernet import Network, Sampled, SupernetPlan, count_edge_parameters, plan_cell_stacks
 
 __all__ = [
     "OPERATION_NAMES",

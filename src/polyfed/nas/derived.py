@@ -17,8 +17,8 @@ from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.validation import build_dataclass, parse_json, validation_error
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.module_cache import build_module
-from polyfed.search.cells import CellPlan
-from polyfed.search.network import Network, Sampled, SupernetPlan
+from polyfed.nas.cells import CellPlan
+from polyfed.nas.supernet import Network, Sampled, SupernetPlan
 
 FORMAT = "polyfed.search 1"
 _MOST = 10**9  # numbers of noise of one cell
@@ -76,7 +76,7 @@ def fix_operations(network: Network, choices: Sequence[Tensor | None]) -> Networ
         network: a supernet.
         choices: per cell, base first, int64 (edges,); None for a cell that has nothing to choose.
 
-    >>> from polyfed.search.network import plan_cell_stacks
+    >>> from polyfed.nas.supernet import plan_cell_stacks
     >>> base, personal = plan_cell_stacks(base_cells=1)
     >>> supernet = SupernetPlan(1, 10, 4, base, personal)().eval()
     >>> plain = fix_operations(supernet, [torch.tensor([8, 2, 0, 1, 3]), torch.tensor([4, 2, 0])])
@@ -205,7 +205,7 @@ def rebuild_network(description: Mapping[str, Any]) -> nn.Module:
     format_name = description.get("format") if isinstance(description, Mapping) else type(description).__name__
     if format_name != FORMAT:
         raise UserError(
-            f"this is no description of a network by polyfed.search: its format is {format_name!r}, expected {FORMAT!r}"
+            f"this is no description of a network by polyfed.nas: its format is {format_name!r}, expected {FORMAT!r}"
         )
     try:
         check_cell_descriptions(description)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
 from polyfed.core.machine.allocator import enlarge_kernel_cache
-from polyfed.search.operations import GroupedNorm, operations, untracked_batch_statistics
-from polyfed.search.sampling import OperationChoice
+from polyfed.nas.operations import GroupedNorm, operations, untracked_batch_statistics
+from polyfed.nas.sampling import OperationChoice
 
 EdgeJoin = Literal["sum", "mean"]
 enlarge_kernel_cache()  # how many examples choose an operation differs from step to step

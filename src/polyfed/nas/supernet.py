@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
 from polyfed.core.machine.memory_limit import build_within_memory
-from polyfed.search.cells import Cell, CellPlan, EdgeJoin
-from polyfed.search.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, operations
-from polyfed.search.sampling import (
+from polyfed.nas.cells import Cell, CellPlan, EdgeJoin
+from polyfed.nas.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, operations
+from polyfed.nas.sampling import (
     ContextAware,
     ContextFree,
     Gradient,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.search.depthwise import Depthwise
+from polyfed.nas.depthwise import Depthwise
 
 
 @final
